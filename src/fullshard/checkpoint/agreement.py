@@ -1,0 +1,156 @@
+"""Work that may fail on any rank, without leaving the others behind in a collective.
+
+[Note: failures are agreed on] A rank that raises between two collectives leaves the others waiting in the
+second. So whatever one rank alone may fail at runs inside `everyone` or `first`: the failure is kept, told
+to all ranks as text (an exception need not survive pickling), and then raised on all of them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from fullshard.checkpoint.disk import os_error
+from fullshard.errors import CheckpointError, FullshardError
+
+T = TypeVar("T")
+
+
+class Attempt:
+    """`with attempt:` keeps what its block raises, to be raised later. See [Note: failures are agreed on]."""
+
+    def __init__(self) -> None:
+        self.error: Exception | CheckpointException | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        # DCP's own exception is no Exception. Interrupts are not ours to keep.
+        if isinstance(error, Exception | CheckpointException):
+            self.error = error
+            return True
+        return False
+
+    def finish(self) -> None:
+        """Raises what was kept."""
+        if self.error is not None:
+            raise self.error
+
+
+def distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    return dist.get_rank() if distributed() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if distributed() else 1
+
+
+def gathered(value: T) -> list[T]:
+    """`value` of every rank, by rank. Collective."""
+    if not distributed():
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def everyone(act: Callable[[], T], *, doing: str) -> T:
+    """`act()` on every rank; returns this rank's result once no rank failed. Collective.
+
+    Raises CheckpointError on all ranks that names the first rank that failed, and its reason.
+    """
+    attempt, results = Attempt(), list[T]()
+    with attempt:
+        results.append(act())
+    failures = [one for one in gathered(_failure(attempt, doing)) if one is not None]
+    if failures:
+        raise _first_of(failures) from attempt.error
+    return results[0]
+
+
+def first(act: Callable[[], T], *, doing: str) -> T:
+    """`act()` on rank 0 alone; returns its result on all ranks. Collective.
+
+    Raises CheckpointError on all ranks where rank 0 failed.
+    """
+    attempt, results = Attempt(), list[T]()
+    if rank() == 0:
+        with attempt:
+            results.append(act())
+    answer: list[Any] = [(results, _failure(attempt, doing))]
+    if distributed():
+        dist.broadcast_object_list(answer, src=0)
+    results, failure = answer[0]
+    if failure is not None:
+        raise failure.as_error() from attempt.error
+    return results[0]
+
+
+def alone(act: Callable[[], T], *, doing: str) -> T:
+    """`act()` in this process alone. Raises CheckpointError for whatever it fails at."""
+    attempt, results = Attempt(), list[T]()
+    with attempt:
+        results.append(act())
+    failure = _failure(attempt, doing)
+    if failure is not None:
+        raise failure.as_error() from attempt.error
+    return results[0]
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A CheckpointError as text, and the rank that it happened on."""
+
+    rank: int
+    what: str
+    got: str | None
+    why: str | None
+    fix: str | None
+
+    def as_error(self) -> CheckpointError:
+        return CheckpointError(self.what, got=self.got, why=self.why, fix=self.fix)
+
+
+def _first_of(failures: Sequence[_Failure]) -> CheckpointError:
+    """What the lowest rank says; the rank is left out where all ranks say the same."""
+    first, *_ = sorted(failures, key=lambda one: one.rank)
+    if len(failures) == world_size() and all(replace(one, rank=first.rank) == first for one in failures):
+        return first.as_error()
+    return replace(first, what=f"rank {first.rank}: {first.what}").as_error()
+
+
+def _failure(attempt: Attempt, doing: str) -> _Failure | None:
+    error: BaseException | None = attempt.error
+    failed_rank = rank()
+    if isinstance(error, CheckpointException):
+        failed_rank, (error, _) = min(error.failures.items(), key=lambda item: item[0])
+    if error is None:
+        return None
+    if not isinstance(error, CheckpointError):
+        error = _as_checkpoint_error(error, doing)
+    got = None if error.got is None else str(error.got)
+    return _Failure(failed_rank, error.what, got, error.why, error.fix)
+
+
+def _as_checkpoint_error(error: BaseException, doing: str) -> CheckpointError:
+    what = f"{doing} failed."
+    cause: BaseException | None = error
+    # torch's writer hides the OSError behind a RuntimeError about file positions.
+    while isinstance(cause, RuntimeError):
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, OSError):
+        return os_error(what, cause)
+    if isinstance(error, FullshardError):
+        return CheckpointError(what, got=error.what, why=error.why, fix=error.fix)
+    lines = str(error).strip().splitlines()
+    return CheckpointError(what, got=f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)

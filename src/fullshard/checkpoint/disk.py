@@ -1,0 +1,102 @@
+"""Files and directories that are there to stay: written, flushed to the disk, and errors that say why not."""
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from fullshard.errors import CheckpointError
+from fullshard.quantities import format_bytes
+
+_FULL = "free some space, keep fewer checkpoints, or save elsewhere"
+_REASONS: dict[int, tuple[str, str | None]] = {
+    errno.ENOSPC: ("the disk is full", _FULL),
+    errno.EDQUOT: ("the disk quota is used up", _FULL),
+    errno.EFBIG: ("a file may not grow so large there", "ulimit -f unlimited, or another file system"),
+    errno.EROFS: ("the file system is read-only", "a directory that can be written"),
+    errno.EACCES: ("this user may not write there", "a directory that can be written"),
+    errno.EPERM: ("this user may not write there", "a directory that can be written"),
+    errno.ENOTDIR: ("a part of the path is a file, not a directory", "another directory"),
+    errno.EEXIST: ("it is a file, not a directory", "another directory"),
+    errno.ENOTEMPTY: (
+        "another process has just saved it, and a checkpoint is never overwritten",
+        "a directory a run",
+    ),
+    errno.ENAMETOOLONG: ("the path is too long", "a shorter one"),
+    errno.EIO: ("the disk reports an error", "another disk, and a look at the system's log"),
+    errno.ESTALE: ("the network file system lost it", "the mount, then again"),
+}
+
+
+def reason(error: OSError) -> tuple[str | None, str | None]:
+    """(why, fix) for what the operating system said."""
+    return _REASONS.get(error.errno or 0, (None, None))
+
+
+def os_error(what: str, error: OSError) -> CheckpointError:
+    """The CheckpointError for an OSError."""
+    why, fix = reason(error)
+    place = f" ({error.filename})" if error.filename else ""
+    return CheckpointError(what, got=f"{error.strerror or error}{place}", why=why, fix=fix)
+
+
+def flush(path: Path) -> None:
+    """fsync of a file or a directory. A rename is durable once the directory is flushed."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Writes a file that must not be there yet, down to the disk."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def replaced(path: Path) -> Generator[BinaryIO]:
+    """A file that becomes `path` when the block ends well; until then, or else, `path` is as before."""
+    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        flush(path.parent)
+    finally:
+        with suppress(OSError):  # what went wrong before is the error to show
+            temporary.unlink(missing_ok=True)
+
+
+def make_directory(path: Path) -> None:
+    """Makes `path` and what is missing above it, down to the disk."""
+    missing = [one for one in (path, *path.parents) if not one.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for one in missing:
+        flush(one.parent)
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that this user may still write where `path` is or will be."""
+    existing = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    return shutil.disk_usage(existing).free
+
+
+def require_space(path: Path, *, needed_bytes: int, available_bytes: int) -> None:
+    """Raises CheckpointError where less than `needed_bytes` are free."""
+    if needed_bytes > available_bytes:
+        raise CheckpointError(
+            f"not enough space for {path}.",
+            got=f"{format_bytes(available_bytes)} free, {format_bytes(needed_bytes)} needed",
+            why="nothing was written",
+            fix=_FULL,
+        )

@@ -1,0 +1,124 @@
+"""Which directories may go: what dead saves left behind, and checkpoints beyond the last k."""
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+from pydantic import ValidationError
+
+from fullshard.checkpoint.disk import flush
+from fullshard.checkpoint.manifest import step_directories, verify
+from fullshard.errors import CheckpointError
+from fullshard.spec.value import Value
+
+WRITER = "writer.json"
+
+logger = logging.getLogger("fullshard")
+
+
+class WriterProcess(Value):
+    """Which process writes a checkpoint: enough to tell, on the same machine, whether it still runs.
+
+    A pid means something only under the kernel (`boot`) and in the pid namespace where it was given.
+    """
+
+    host: str
+    boot: str
+    pid_namespace: str
+    pid: int
+
+    @classmethod
+    def this(cls) -> Self:
+        boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+        return cls(
+            host=socket.gethostname(),
+            boot=boot.read_text().strip() if boot.exists() else "",
+            pid_namespace=os.readlink(namespace) if namespace.exists() else "",
+            pid=os.getpid(),
+        )
+
+    def is_dead(self) -> bool:
+        """True where it certainly is; False also where that cannot be known from here."""
+        if self != WriterProcess.this().model_copy(update={"pid": self.pid}):
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return False
+        return False
+
+
+def temporary_name(step: int) -> str:
+    return f".tmp-{step:08d}-{secrets.token_hex(4)}"
+
+
+def remove(path: Path) -> None:
+    """Removes a directory of ours, as far as it can; what stays is named in a warning."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        logger.warning("%s could not be removed", path)
+
+
+def collect_leftovers(directory: Path) -> None:
+    """Removes what is left of saves whose process is dead, and of removals that were broken off.
+
+    A `.tmp-` directory whose process may still run is left alone, and named in a warning.
+    """
+    for path in sorted(directory.glob(".del-*")):
+        remove(path)
+    for path in sorted(directory.glob(".tmp-*")):
+        try:
+            writer = WriterProcess.model_validate(json.loads((path / WRITER).read_bytes()))
+        except (OSError, ValueError, ValidationError):
+            writer = None
+        if writer is not None and writer.is_dead():
+            logger.info("removing %s: its process %d is dead", path, writer.pid)
+            remove(path)
+        else:
+            who = f"process {writer.pid} on {writer.host}" if writer else "a process that cannot be told"
+            logger.warning("leaving %s alone: %s may still be writing it", path, who)
+
+
+def prune(directory: Path, *, keep: int, step: int) -> None:
+    """Removes whole checkpoints older than `step`, so that `keep` are left with it; 0 keeps all.
+
+    Each is renamed before it is removed, so that what is half removed is never taken for a checkpoint.
+    What fails is a warning: the new checkpoint stands.
+    """
+    if not keep:
+        return
+    try:
+        older = [path for number, path in step_directories(directory) if number < step]
+        for path in _whole(older)[keep - 1 :]:
+            condemned = path.with_name(f".del-{path.name}-{secrets.token_hex(4)}")
+            path.rename(condemned)
+            flush(directory)
+            remove(condemned)
+    except OSError as error:
+        logger.warning("old checkpoints in %s could not be removed: %s", directory, error)
+
+
+def set_aside(path: Path) -> Path:
+    """Renames what looks like a checkpoint and is none, so that its name is free. It is never removed."""
+    aside = path.with_name(f".bad-{path.name}-{secrets.token_hex(4)}")
+    path.rename(aside)
+    return aside
+
+
+def _whole(paths: Sequence[Path]) -> list[Path]:
+    whole: list[Path] = []
+    for path in paths:
+        try:
+            verify(path)
+        except CheckpointError:
+            continue
+        whole.append(path)
+    return whole

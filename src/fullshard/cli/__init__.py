@@ -1,0 +1,1 @@
+"""The command line: one file a verb. What a verb needs is imported when the verb runs."""

@@ -1,0 +1,36 @@
+"""`fullshard bench`."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+# What is timed where the run does not say otherwise: steps small enough that what is not computing shows.
+SETTINGS = ("data.sequence_length=128", "train.global_batch=4", "precision.mode=fp32")
+
+
+def overhead(
+    *,
+    run_path: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The run to time.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Over what the file says; may be repeated."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="All ratios, as JSON on standard output.")] = False,
+) -> None:
+    """Time fullshard's step against a plainly written fully_shard loop, in alternating pairs in one job."""
+    from fullshard.launch.request import Request
+    from fullshard.launch.start import start
+    from fullshard.report.overhead import overhead_page
+    from fullshard.spec.run import Run
+
+    settings = SETTINGS if run_path is None else ()
+    run = Run.load(run_path, overrides=[*settings, *(overrides or [])])
+    request = Request(run=run, job="fullshard.training.overhead:run_overhead")
+    exit_code = start(request)
+    if exit_code == 0 and os.environ.get("RANK", "0") == "0":
+        text = Path(run.run.dir, "overhead.json").read_text()
+        typer.echo(text if as_json else overhead_page(json.loads(text)))
+    raise typer.Exit(exit_code)

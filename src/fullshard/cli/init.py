@@ -1,0 +1,110 @@
+"""`fullshard init`: a run.toml that says everything there is to say, made from the fields of Run itself."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from fullshard.spec.value import Value
+
+_HEAD = """\
+# A run of fullshard: every key, with its default. A key that is left out has its default too.
+# A key behind a # is unset. Start it with: fullshard train {name}
+"""
+_COMMENT_COLUMN = 34
+
+
+def init(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The file to write.")] = Path("run.toml"),
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that exists.")] = False,
+) -> None:
+    """Write a run.toml with every key, its default and what it may be."""
+    from fullshard.errors import SpecError
+
+    try:
+        with path.open("w" if force else "x") as file:
+            file.write(run_toml(path.name))
+    except FileExistsError as error:
+        raise SpecError(f"{path} exists already.", fix="--force, or another path") from error
+    except OSError as error:
+        raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
+    typer.echo(f"{path}")
+
+
+def run_toml(name: str = "run.toml") -> str:
+    """The text of a run.toml that loads as `Run()`."""
+    from fullshard.spec.run import Run
+
+    lines = [_HEAD.format(name=name)]
+    run, schema = Run(), Run.model_json_schema()
+    for section in Run.model_fields:
+        lines += _section(section, getattr(run, section), definitions=schema["$defs"])
+    return "\n".join(lines) + "\n"
+
+
+def _section(name: str, value: "Value", *, definitions: Mapping[str, Any]) -> Iterator[str]:
+    """The table `[name]`: what its docstring says, then its keys, then the tables within it."""
+    schema = definitions[type(value).__name__]
+    yield f"[{name}]"
+    yield from _comment(schema.get("description", ""))
+    tables: list[str] = []
+    for key, field in schema["properties"].items():
+        default = getattr(value, key)
+        if hasattr(type(default), "model_fields"):
+            tables.append(key)
+            continue
+        yield from _comment(_item_description(field, definitions))
+        line = f"{key} = {_toml(default)}" if default is not None else f"# {key} ="
+        yield f"{line:<{_COMMENT_COLUMN - 1}} # {_allowed(field, definitions)}"
+    yield ""
+    for key in tables:
+        yield from _section(f"{name}.{key}", getattr(value, key), definitions=definitions)
+
+
+def _comment(text: str) -> list[str]:
+    return [f"# {line}".rstrip() for line in text.splitlines()]
+
+
+def _item_description(field: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+    """What a list's items are, where they are tables of their own."""
+    item = field.get("items", {})
+    return str(definitions[_name(item)].get("description", "")) if "$ref" in item else ""
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _name(reference: Mapping[str, Any]) -> str:
+    return str(reference["$ref"]).rpartition("/")[2]
+
+
+def _allowed(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+    """What a value may be, in words, from its JSON schema."""
+    schema = definitions[_name(schema)] if "$ref" in schema else schema
+    if "anyOf" in schema:
+        choices = [
+            _allowed(choice, definitions) for choice in schema["anyOf"] if choice.get("type") != "null"
+        ]
+        return " or ".join(choices)
+    if "enum" in schema or "const" in schema:
+        return ", ".join(str(choice) for choice in schema.get("enum", [schema.get("const")]))
+    if "prefixItems" in schema:
+        return "a list: " + "; ".join(_allowed(item, definitions) for item in schema["prefixItems"])
+    if schema.get("type") == "array":
+        return f"a list of: {_allowed(schema['items'], definitions)}"
+    if schema.get("type") == "object":
+        keys = ", ".join(schema.get("properties", {}))
+        return f"a table{f' of {keys}' if keys else ''}"
+    words = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
+    return words[schema["type"]] + _bounds(schema)
+
+
+def _bounds(schema: Mapping[str, Any]) -> str:
+    words = {"exclusiveMinimum": "over", "minimum": "from", "exclusiveMaximum": "under", "maximum": "to"}
+    return "".join(f" {word} {schema[key]:g}" for key, word in words.items() if key in schema)

@@ -1,0 +1,85 @@
+"""`fullshard`: parses the command line, runs one verb, and turns whatever happens into an exit code."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import fullshard
+from fullshard.cli import bench, checkpoint, init, train, version
+from fullshard.launch.ending import Ending, Failure
+
+HELP = """Train PyTorch models whose parameters, gradients and optimizer state are sharded over ranks.
+
+Results go to standard output, progress and errors to standard error. Exit codes: 0 done, 75 interrupted and
+saved (go on with train --resume), 130 ended by Ctrl-C, 1 an error nobody foresaw, 2 wrong usage or run.toml,
+3 plan, 4 sharding, 5 data, 6 checkpoint, 7 launch, 8 training.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the verb that `argv` (or the command line) names. The exit codes: `fullshard.errors`."""
+    with Ending() as ending:
+        _app()(args=None if argv is None else [*argv], prog_name="fullshard")
+    if ending.failure is not None:
+        print(_shown(ending.failure, os.environ.get("RANK")), file=sys.stderr)
+    return ending.exit_code
+
+
+def _app() -> typer.Typer:
+    app = _group(HELP)
+    app.callback()(_options)
+    app.command("train")(train.train)
+    app.command("init")(init.init)
+    app.command("version")(version.version)
+    checkpoints = _group("List and export checkpoints.")
+    checkpoints.command("list")(checkpoint.list_checkpoints)
+    checkpoints.command("export")(checkpoint.export_checkpoint)
+    app.add_typer(checkpoints, name="ckpt")
+    benches = _group("Measure on this machine.")
+    benches.callback()(_bench_options)
+    benches.command("overhead")(bench.overhead)
+    app.add_typer(benches, name="bench")
+    return app
+
+
+def _group(text: str) -> typer.Typer:
+    """Plain help: rich would cost more time than all else that `--help` does."""
+    return typer.Typer(
+        help=text,
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fullshard {fullshard.__version__}")
+        raise typer.Exit
+
+
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """What stands before the verb. Its text is the group's own."""
+
+
+def _bench_options() -> None:
+    """Measure on this machine."""
+
+
+def _shown(failure: Failure, rank: str | None) -> str:
+    if rank is not None and failure.peer_lost:
+        return f"rank {rank}: another rank has gone; its own message says why"
+    return failure.text(int(rank) if rank is not None else None)
+
+
+if __name__ == "__main__":  # torchrun -m fullshard.cli.main train
+    sys.exit(main())

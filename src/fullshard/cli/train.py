@@ -1,0 +1,80 @@
+"""`fullshard train`."""
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from fullshard.launch.request import Request
+    from fullshard.spec.run import Run
+
+# See `fullshard.spec.measurement.Measurement`: what the job leaves in the run's directory.
+MEASUREMENT_NAME = "measurement.json"
+
+
+def train(
+    *,
+    run_path: Annotated[
+        Path | None, typer.Argument(metavar="RUN.toml", help="The run; without it, the embedded default.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Over what the file says; may be repeated."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run's directory.")
+    ] = False,
+    plan_path: Annotated[
+        Path | None, typer.Option("--plan", metavar="PLAN.json", help="A saved plan, which carries its run.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The measurement as JSON on standard output.")
+    ] = False,
+) -> None:
+    """Train a sharded model on all GPUs, or on two CPU ranks; under torchrun or srun, on the ranks given."""
+    started = time.time()
+    request = _request(run_path, overrides or [], plan_path=plan_path, started=started)
+    request = request.model_copy(update={"resume": resume})
+    from fullshard.launch.start import start
+
+    exit_code = start(request)
+    if os.environ.get("RANK", "0") == "0":
+        _show_measurement(request.run, since=started, as_json=as_json)
+    raise typer.Exit(exit_code)
+
+
+def _request(
+    run_path: Path | None, overrides: list[str], *, plan_path: Path | None, started: float
+) -> "Request":
+    from fullshard.errors import SpecError
+    from fullshard.launch.request import Request
+    from fullshard.spec.plan import Plan
+    from fullshard.spec.run import Run
+
+    if plan_path is None:
+        return Request(run=Run.load(run_path, overrides=overrides), command_started=started)
+    if run_path is not None or overrides:
+        raise SpecError(
+            "a plan carries the run it was made for.",
+            got=f"--plan {plan_path}, and {run_path or '--set ' + overrides[0]}",
+            fix="give the plan alone, or make another for this run",
+        )
+    plan = Plan.load(plan_path)
+    return Request(run=plan.run, plan=plan, command_started=started)
+
+
+def _show_measurement(run: "Run", *, since: float, as_json: bool) -> None:
+    """The result. A run that was ended early may have left none, or only an earlier run's."""
+    path = Path(run.run.dir, MEASUREMENT_NAME)
+    if not path.exists() or path.stat().st_mtime < since:
+        return
+    if as_json:
+        typer.echo(path.read_text(encoding="utf-8").rstrip())
+        return
+    from fullshard.report.table import show_measurement
+    from fullshard.spec.measurement import Measurement
+
+    show_measurement(Measurement.load(path))

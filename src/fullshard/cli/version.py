@@ -1,0 +1,30 @@
+"""`fullshard version`."""
+
+import json
+import platform
+from typing import Annotated
+
+import typer
+
+import fullshard
+
+
+def version(
+    as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+) -> None:
+    """Show the versions of fullshard, torch and Python."""
+    versions = {
+        "fullshard": fullshard.__version__,
+        "torch": _installed("torch"),
+        "python": platform.python_version(),
+    }
+    if as_json:
+        typer.echo(json.dumps(versions))
+    else:
+        typer.echo("\n".join(f"{name} {number}" for name, number in versions.items()))
+
+
+def _installed(package: str) -> str:
+    import importlib.metadata  # slow to import, and only this verb needs it
+
+    return importlib.metadata.version(package)

@@ -1,0 +1,244 @@
+"""Ranks on this machine: torchelastic starts them; a watch over them says what signals and failures do."""
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, cast
+
+from fullshard.errors import INTERRUPTED_EXIT_CODE, LaunchError
+from fullshard.launch.ending import CTRL_C_EXIT_CODE, Ending
+from fullshard.launch.environment import quiet_logs
+from fullshard.launch.request import Request
+from fullshard.launch.verdict import Ended, first_failure
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import RunResult
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+POLL_SECONDS = 0.1
+# After the first failure the others mostly fail at once, for their connections break. Those that sit in a
+# collective cannot hear SIGTERM, and torchelastic would wait 30 seconds for them.
+GRACE_SECONDS = 3.0
+# One Ctrl-C may arrive twice: from the terminal, and from what stands between it and us (uv run, timeout).
+SAME_CTRL_C_SECONDS = 0.5
+
+
+def run_ranks(request: Request, *, ranks: int) -> int:
+    """Starts `python -m fullshard.launch.rank` `ranks` times, waits, and returns the exit code of the whole.
+
+    0, or 75 if the ranks were interrupted and have saved; or that of the first rank that failed, whose
+    message is shown on standard error. The first SIGINT, SIGTERM or SIGHUP is passed on to the ranks as
+    SIGTERM, and they are waited for however long they save; a second SIGINT ends them at once, with 130.
+    Call it from the main thread. Raises LaunchError if ranks cannot be started.
+    """
+    quiet_logs(os.environ)
+    with tempfile.TemporaryDirectory(prefix="fullshard-") as name, _quiet_torchelastic():
+        directory = Path(name)
+        request.save(directory)
+        watch = _Watch(_local_agent(directory, ranks), directory, ranks=ranks)
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchelastic") as thread:
+            ended = watch.until_ended(thread)
+    return _conclude(ended, watch)
+
+
+def _local_agent(directory: Path, ranks: int) -> "LocalElasticAgent":
+    from torch.distributed.elastic.agent.server.api import WorkerSpec  # costs a second
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    # Port 0 is any free one. The address is given, or torchelastic looks the machine's name up, which hangs
+    # where DNS does.
+    here = "127.0.0.1"
+    rendezvous = get_rendezvous_handler(
+        RendezvousParameters(
+            "c10d", f"{here}:0", uuid.uuid4().hex, min_nodes=1, max_nodes=1, local_addr=here, is_host=True
+        )
+    )
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=ranks,
+        rdzv_handler=rendezvous,
+        entrypoint=sys.executable,
+        args=("-m", "fullshard.launch.rank", str(directory), str(os.getpid())),
+        max_restarts=0,
+        monitor_interval=POLL_SECONDS,
+        local_addr=here,
+    )
+    return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(directory / "torchelastic")))
+
+
+class _Watch:
+    """Ranks from their start to their end.
+
+    The agent runs in a thread of its own, since in the main thread it would install its own handlers, which
+    end the ranks. Signals are only noted by the handlers; this loop acts on them.
+    """
+
+    def __init__(self, agent: "LocalElasticAgent", directory: Path, *, ranks: int) -> None:
+        self._agent = agent
+        self._directory = directory
+        self._ranks = ranks
+        self._signals: list[tuple[int, float]] = []
+        self._gone_at: dict[int, float] = {}
+        self._ended_by_us: set[int] = set()
+        self.passed_on: int | None = None
+        self.ended_at_once = False
+
+    def until_ended(self, thread: ThreadPoolExecutor) -> list[Ended]:
+        with self._noting_signals():
+            run = thread.submit(self._run)
+            try:
+                while not run.done():
+                    wait([run], timeout=POLL_SECONDS)
+                    self._look()
+            finally:
+                if not run.done():
+                    self._kill()
+        return self._ended(run)
+
+    def _run(self) -> "RunResult":
+        return cast("RunResult", self._agent.run())
+
+    @contextmanager
+    def _noting_signals(self) -> Generator[None]:
+        def note(number: int, frame: FrameType | None) -> None:
+            self._signals.append((number, time.monotonic()))
+
+        # What was ignored stays ignored: nohup, and a shell's background jobs.
+        heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, note) for number in heard}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _look(self) -> None:
+        pids = self._pids()
+        if len(pids) < self._ranks:
+            return  # they are being started: signals wait until there is someone to pass them on to
+        for rank, pid in pids.items():
+            if rank not in self._gone_at and not _alive(pid):
+                self._gone_at[rank] = time.time()
+        if self._signals and self.passed_on is None:
+            self._pass_on(self._signals[0][0])
+        first = self._signals[0][1] if self._signals else 0.0
+        if any(n == signal.SIGINT and at > first + SAME_CTRL_C_SECONDS for n, at in self._signals[1:]):
+            self.ended_at_once = True
+            self._kill()
+        failed_at = self._failed_at()
+        if failed_at is not None and time.time() > failed_at + GRACE_SECONDS:
+            self._kill()
+
+    def _pids(self) -> dict[int, int]:
+        workers = self._agent.get_worker_group().workers
+        return {worker.global_rank: worker.id for worker in workers if isinstance(worker.id, int)}
+
+    def _pass_on(self, number: int) -> None:
+        self.passed_on = number
+        name = signal.Signals(number).name
+        _say(f"{name}: the ranks finish this step and save (Ctrl-C again ends them now)")
+        for pid in self._pids().values():
+            with suppress(ProcessLookupError):  # it has left in the meantime
+                os.kill(pid, signal.SIGTERM)
+
+    def _kill(self) -> None:
+        for rank, pid in self._pids().items():
+            if _alive(pid):
+                self._ended_by_us.add(rank)
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)  # a rank leads a session, with whatever it has started
+
+    def _failed_at(self) -> float | None:
+        """When the first rank failed, as far as it can be seen by now."""
+        endings = {rank: self._ending(rank) for rank in range(self._ranks)}
+        times = [ending.failure.at for ending in endings.values() if ending and ending.failure]
+        times += [at for rank, at in self._gone_at.items() if endings[rank] is None]
+        return min(times, default=None)
+
+    def _ending(self, rank: int) -> Ending | None:
+        return Ending.load(ending_path(self._directory, rank))
+
+    def _ended(self, run: "Future[RunResult]") -> list[Ended]:
+        from torch.distributed.elastic.rendezvous import RendezvousError  # costs a second
+
+        try:
+            result = run.result()
+        except (OSError, RuntimeError, RendezvousError) as error:
+            raise LaunchError(
+                f"{self._ranks} ranks could not be started.", got=f"{type(error).__name__}: {error}"
+            ) from error
+        codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+        return [
+            Ended(
+                rank=rank,
+                ending=self._ending(rank),
+                exit_code=codes.get(rank, 0),
+                seen_at=self._gone_at.get(rank, time.time()),
+                by_us=rank in self._ended_by_us,
+            )
+            for rank in range(self._ranks)
+        ]
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def ending_path(directory: Path, rank: int) -> Path:
+    """Where a rank of this launch says how it ended."""
+    return directory / f"rank-{rank}.json"
+
+
+def _conclude(ended: list[Ended], watch: _Watch) -> int:
+    found = first_failure(ended)
+    if watch.ended_at_once:
+        _say("ended at once; what was not saved is lost")
+        return CTRL_C_EXIT_CODE
+    if found is not None:
+        rank, failure = found
+        if watch.passed_on is not None and ended[rank].died_of(signal.SIGTERM):
+            _say("interrupted outside of training; nothing was saved that the last checkpoint does not hold")
+            return 128 + watch.passed_on
+        _say(failure.text(rank))
+        return failure.exit_code
+    codes = {one.ending.exit_code for one in ended if one.ending}
+    return INTERRUPTED_EXIT_CODE if INTERRUPTED_EXIT_CODE in codes else 0
+
+
+def _say(text: str) -> None:
+    """On standard error, below what a rank was drawing there when it was ended; and the cursor is back."""
+    restored = "\r\x1b[?25h" if sys.stderr.isatty() else ""
+    print(f"{restored}{text}", file=sys.stderr, flush=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@contextmanager
+def _quiet_torchelastic() -> Generator[None]:
+    """What torchelastic logs of a failure is a table around the one message that we show ourselves."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    silence = logging.NullHandler()
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(silence)
+    try:
+        yield
+    finally:
+        logger.removeHandler(silence)
+        logger.propagate = propagate

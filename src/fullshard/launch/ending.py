@@ -1,0 +1,150 @@
+"""How a piece of work ended: its exit code, and what there is to say if it failed.
+
+This is the outermost edge of a process, the only place where every exception is met.
+"""
+
+import json
+import os
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from fullshard.errors import FullshardError
+
+TRACEBACK_VARIABLE = "FULLSHARD_TRACEBACK"
+CTRL_C_EXIT_CODE = 130
+
+# What gloo, NCCL and the store say when another rank has gone.
+_PEER_LOST = (
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "socket closed",
+    "failed to recv, got 0 bytes",
+    "connection refused",
+    "connectfullmesh failed",
+    "remote process exited",
+    "ncclremoteerror",
+    "nccl communicator was aborted",
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception as another process can show it.
+
+    `at`: seconds since the epoch. `peer_lost`: it says no more than that another rank has gone.
+    """
+
+    name: str
+    message: str
+    exit_code: int
+    at: float
+    peer_lost: bool
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        foreseen = isinstance(error, FullshardError)
+        return cls(
+            name=type(error).__name__,
+            message=str(error) if foreseen else _unforeseen(error),
+            exit_code=error.exit_code if foreseen else 1,
+            at=time.time(),
+            peer_lost=any(_says_peer_lost(one) for one in _chain(error)),
+            traceback="".join(traceback.format_exception(error)),
+        )
+
+    def text(self, rank: int | None = None) -> str:
+        """What a person reads; the traceback above it if FULLSHARD_TRACEBACK=1."""
+        shown = os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0")
+        who = f"rank {rank}: " if rank is not None else ""
+        return f"{self.traceback if shown else ''}{who}{self.name}: {self.message}"
+
+
+class Ending:
+    """A context that is left only through `exit_code`: 0, a SystemExit's, 130 for Ctrl-C, a failure's."""
+
+    def __init__(self) -> None:
+        self.exit_code = 0
+        self.failure: Failure | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if isinstance(error, SystemExit):
+            self.exit_code = _system_exit_code(error)
+        elif isinstance(error, KeyboardInterrupt):
+            self.exit_code = CTRL_C_EXIT_CODE
+        elif error is not None:
+            self.failure = Failure.of(error)
+            self.exit_code = self.failure.exit_code
+        return True
+
+    def save(self, path: Path) -> None:
+        """Whole or not at all: another process may read while this one is killed."""
+        partial = path.with_suffix(".partial")
+        failure = asdict(self.failure) if self.failure else None
+        partial.write_text(json.dumps({"exit_code": self.exit_code, "failure": failure}))
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Self | None:
+        """None where nothing was saved."""
+        if not path.exists():
+            return None
+        data = json.loads(path.read_text())
+        ending = cls()
+        ending.exit_code = data["exit_code"]
+        ending.failure = Failure(**data["failure"]) if data["failure"] else None
+        return ending
+
+
+def _system_exit_code(error: SystemExit) -> int:
+    if isinstance(error.code, str):
+        print(error.code, file=sys.stderr)
+        return 1
+    return error.code or 0
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _says_peer_lost(error: BaseException) -> bool:
+    said = str(error).lower()
+    return any(sign in said for sign in _PEER_LOST)
+
+
+def _unforeseen(error: BaseException) -> str:
+    lines = [str(error).strip() or "(it says nothing)", f"  where: {_where(error)}"]
+    if type(error).__name__ == "OutOfMemoryError":
+        lines.append('  try: a smaller train.microbatch, recompute.mode = "full", or more ranks')
+    lines.append(f"  the whole traceback: {TRACEBACK_VARIABLE}=1")
+    return "\n".join(lines)
+
+
+def _where(error: BaseException) -> str:
+    """`file:line in function`: the innermost frame that is the user's or ours, not a library's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return "unknown"
+    ours = str(Path(__file__).parents[1])
+    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    near = [frame for frame in frames if frame.filename.startswith(ours)]
+    near = [f for f in frames if not f.filename.startswith((ours, "<", *libraries))] or near or [*frames]
+    return f"{near[-1].filename}:{near[-1].lineno} in {near[-1].name}"

@@ -1,0 +1,75 @@
+"""Who started this process, and what its environment must hold before torch is imported."""
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def under_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is a rank already: torchrun (or who speaks like it) has started it."""
+    return all(name in environment for name in _TORCHRUN)
+
+
+def under_srun(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is one of several tasks of a SLURM job step.
+
+    A batch script and `srun --pty bash` have SLURM's variables too, but there one process is all there is.
+    """
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    return "SLURM_PROCID" in environment and tasks.isdecimal() and int(tasks) > 1
+
+
+def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """torchrun's variables for a task of a SLURM job step.
+
+    The port follows from the job and the step, so that all tasks find the same without talking.
+    https://slurm.schedmd.com/srun.html, OUTPUT ENVIRONMENT VARIABLES
+    """
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "localhost"
+    tasks = environment["SLURM_STEP_NUM_TASKS"]
+    node = int(environment.get("SLURM_NODEID", "0"))
+    job, step = int(environment.get("SLURM_JOB_ID", "0")), int(environment.get("SLURM_STEP_ID", "0"))
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": str(tasks_on_node(environment.get("SLURM_STEP_TASKS_PER_NODE", tasks), node)),
+        "MASTER_ADDR": first_host(nodes),
+        # Under the ports that kernels hand out by themselves (32768 and up).
+        "MASTER_PORT": str(10_000 + (job * 31 + step) % 20_000),
+    }
+
+
+def first_host(nodes: str) -> str:
+    """`gpu[003-006,9],login1` -> `gpu003`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else nodes)
+
+
+def tasks_on_node(tasks_per_node: str, node: int) -> int:
+    """`2(x3),1` says 2 tasks on each of the first three nodes and 1 on the fourth."""
+    counts: list[int] = []
+    for part in tasks_per_node.split(","):
+        count, _, times = part.rstrip(")").partition("(x")
+        counts += [int(count)] * int(times or 1)
+    return counts[min(node, len(counts) - 1)]
+
+
+def quiet_logs(environment: MutableMapping[str, str]) -> None:
+    """torch's and NCCL's own logs say only what is an error, unless the user asked for more."""
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    environment.setdefault("NCCL_DEBUG", "WARN")
+
+
+def share_cores(environment: MutableMapping[str, str]) -> None:
+    """Threads of a rank: its part of the cores. More ranks than that fight for them, and are slower."""
+    ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    environment.setdefault("OMP_NUM_THREADS", str(max(_cores() // ranks, 1)))
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,85 @@
+"""One rank: `python -m fullshard.launch.rank DIRECTORY LAUNCHER_PID`, or this very process if it is one."""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from fullshard.errors import INTERRUPTED_EXIT_CODE
+from fullshard.launch.ending import Ending
+from fullshard.launch.environment import quiet_logs, share_cores
+from fullshard.launch.request import Request
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main(argv: Sequence[str]) -> None:
+    """Performs the request in DIRECTORY, and leaves word of the ending there."""
+    directory, launcher = Path(argv[0]), int(argv[1])
+    _end_with(launcher)
+    quiet_logs(os.environ)
+    share_cores(os.environ)
+    with Ending() as ending:
+        request = Request.load(directory)
+        with _off_standard_output():
+            request.perform()
+    ending.save(directory / f"rank-{os.environ['RANK']}.json")
+    _leave(ending)
+
+
+def perform_here(request: Request) -> int:
+    """Performs the request as the rank that torchrun's environment says this process is; returns 0 or 75.
+
+    What it raises is also written where torchrun looks for it (`TORCHELASTIC_ERROR_FILE`).
+    """
+    quiet_logs(os.environ)
+    share_cores(os.environ)
+    from torch.distributed.elastic.multiprocessing.errors import record  # after the environment
+
+    try:
+        with _off_standard_output():
+            record(request.perform)()
+    except SystemExit as left:
+        if left.code != INTERRUPTED_EXIT_CODE:
+            raise
+        return INTERRUPTED_EXIT_CODE
+    return 0
+
+
+@contextmanager
+def _off_standard_output() -> Generator[None]:
+    """Standard output is standard error, down to the file descriptor: native code prints too."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _end_with(launcher: int) -> None:
+    """No rank outlives its launcher, not even one that was killed (Linux: the kernel sees to it)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:
+        sys.exit(1)  # it had died before we asked
+
+
+def _leave(ending: Ending) -> None:
+    """An interrupted rank has done what it should: torchelastic must not end the others for it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if ending.exit_code in (0, INTERRUPTED_EXIT_CODE):
+        return
+    # A failed rank goes at once, so that its peers notice: tearing down may wait for a collective.
+    os._exit(ending.exit_code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

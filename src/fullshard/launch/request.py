@@ -1,0 +1,53 @@
+"""Request: what a launch asks every rank to do, as a file that the ranks read."""
+
+import importlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field
+
+from fullshard.errors import LaunchError
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.spec.value import Value
+
+FILE_NAME = "request.json"
+
+
+class Request(Value):
+    """One launch. `job` is the dotted name (`module:function`) of what each rank calls:
+
+        job(run, resume=resume, plan=plan, command_started=command_started) -> None
+
+    A job that was interrupted, and has saved, leaves with `SystemExit(INTERRUPTED_EXIT_CODE)`.
+    What it prints goes to standard error: standard output is for the result, which the command prints.
+    `command_started` is in seconds since the epoch.
+    """
+
+    run: Run
+    plan: Plan | None = None
+    resume: bool = False
+    command_started: float = Field(default_factory=time.time)
+    job: str = "fullshard.training.job:run_job"
+
+    def save(self, directory: Path) -> None:
+        Path(directory, FILE_NAME).write_text(self.model_dump_json())
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        return cls.model_validate_json(Path(directory, FILE_NAME).read_text())
+
+    def perform(self) -> None:
+        """Calls the job with what is asked. Raises LaunchError if there is no such function."""
+        self._find_job()(self.run, resume=self.resume, plan=self.plan, command_started=self.command_started)
+
+    def _find_job(self) -> Callable[..., object]:
+        module, _, name = self.job.partition(":")
+        job = getattr(importlib.import_module(module), name, None)
+        if not callable(job):
+            raise LaunchError(
+                f"{self.job} is no function.", got=f"module {module}, name {name!r}", fix="module:function"
+            )
+        return job

@@ -1,0 +1,73 @@
+"""A request on the ranks there are: those that were given, or our own."""
+
+import os
+
+from fullshard.errors import LaunchError, PlanError
+from fullshard.launch.agent import run_ranks
+from fullshard.launch.environment import from_slurm, under_srun, under_torchrun
+from fullshard.launch.rank import perform_here
+from fullshard.launch.request import Request
+from fullshard.spec.plan import DeviceType, Plan
+
+# See `RunSection.ranks`. Two show that sharding works; more only fight for the cores.
+CPU_RANKS = 2
+
+
+def start(request: Request) -> int:
+    """Performs `request` and returns the exit code of the whole (see `run_ranks`).
+
+    Under torchrun or srun this process is one rank: it does that rank's work, and raises what goes wrong.
+    Elsewhere it starts `run.ranks` ranks of its own: unset, one for each GPU, or two on the CPU.
+    Raises PlanError or LaunchError before any rank is started, if the run cannot be laid out.
+    """
+    if under_srun() and not under_torchrun():
+        os.environ.update(from_slurm(os.environ))
+    if under_torchrun():
+        _check(request, ranks=int(os.environ["WORLD_SIZE"]), device=None)
+        return perform_here(request)
+    ranks, device = own_ranks(request)
+    _check(request, ranks=ranks, device=device)
+    return run_ranks(request, ranks=ranks)
+
+
+def own_ranks(request: Request) -> tuple[int, DeviceType]:
+    """How many ranks to start here, and what each computes on."""
+    run, plan = request.run, request.plan
+    gpus = 0 if run.run.device == "cpu" or (plan and plan.device == "cpu") else _gpus()
+    if run.run.device == "cuda" and not gpus:
+        raise LaunchError(
+            "this machine has no CUDA device that torch can use.",
+            got='run.device = "cuda"',
+            fix='run.device = "cpu", or a CUDA build of torch',
+        )
+    device: DeviceType = "cuda" if gpus else "cpu"
+    ranks = run.run.ranks or (plan.world_size if plan else gpus or CPU_RANKS)
+    if gpus and ranks > gpus:
+        raise LaunchError(
+            f"{ranks} ranks need a GPU each.",
+            got=f"run.ranks = {ranks}, {gpus} GPUs",
+            why="NCCL refuses two ranks on one device",
+            fix=f'run.ranks = {gpus}, or run.device = "cpu"',
+        )
+    return ranks, device
+
+
+def _gpus() -> int:
+    import torch  # costs a second, which a run on the CPU need not pay before it is checked
+
+    return torch.cuda.device_count()
+
+
+def _check(request: Request, *, ranks: int, device: DeviceType | None) -> None:
+    """What can be known to be wrong before there are ranks. `device` None: the rank will see."""
+    if request.plan is None:
+        Plan.from_run(request.run, world_size=ranks, device=device or "cpu")
+        return
+    if request.plan.world_size != ranks:
+        raise PlanError(
+            f"the plan is for {request.plan.world_size} ranks.",
+            got=f"{ranks} ranks",
+            fix=f"start {request.plan.world_size}, or make a plan for {ranks}",
+        )
+    if device is not None and request.plan.device != device:
+        raise PlanError(f"the plan is for {request.plan.device}.", got=f"this machine has {device}")

@@ -1,0 +1,88 @@
+"""Which rank failed first, once all have ended: the one whose message is worth reading."""
+
+import signal
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from fullshard.errors import INTERRUPTED_EXIT_CODE, LaunchError
+from fullshard.launch.ending import Ending, Failure
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What is known of a rank that has ended.
+
+    `ending`: what it wrote itself, None if it could not. `exit_code`: of its process, -n for signal n, None
+    if nobody saw it. `seen_at`: when it was first seen gone, in seconds since the epoch.
+    `by_us`: ended by the launcher, because of another.
+    """
+
+    rank: int
+    ending: Ending | None
+    exit_code: int | None
+    seen_at: float
+    by_us: bool = False
+
+    def died_of(self, number: signal.Signals) -> bool:
+        return self.ending is None and self.exit_code == -number
+
+
+class _Cause(IntEnum):
+    """How near to the cause a failure is; among equals the earlier one counts."""
+
+    OWN = 0
+    STOPPED = 1  # SIGTERM and SIGABRT: what the agent and a watchdog send because of another rank
+    PEER_LOST = 2
+
+
+def first_failure(ranks: list[Ended]) -> tuple[int, Failure] | None:
+    """The rank that failed first and its failure, None if all ended well.
+
+    A rank that was killed wrote nothing, and its peers' messages are earlier than the moment it was seen
+    gone; so those that only tell of a lost peer come last, whenever they came.
+    """
+    failures = [(rank, *found) for rank in ranks if (found := _failure(rank)) is not None]
+    if not failures:
+        return None
+    rank, _, failure = min(failures, key=lambda one: (one[1], one[2].at))
+    return rank.rank, failure
+
+
+def _failure(rank: Ended) -> tuple[_Cause, Failure] | None:
+    ending, code = rank.ending, rank.exit_code
+    if ending is not None and ending.failure is not None:
+        return _Cause.PEER_LOST if ending.failure.peer_lost else _Cause.OWN, ending.failure
+    if ending is not None and ending.exit_code in (0, INTERRUPTED_EXIT_CODE):
+        return None  # what the process met afterwards, in tearing down, no longer matters
+    if rank.by_us:
+        return None
+    if ending is None and code is not None and code < 0:
+        cause = _Cause.STOPPED if -code in (signal.SIGTERM, signal.SIGABRT) else _Cause.OWN
+        return cause, _at(_killed(rank.rank, -code), rank.seen_at)
+    error = LaunchError(
+        f"rank {rank.rank} left early.",
+        got=f"exit code {code if ending is None else ending.exit_code}",
+        why="something in it called sys.exit or os._exit, or a signal came to it alone",
+    )
+    return _Cause.OWN, _at(error, rank.seen_at)
+
+
+def _at(error: LaunchError, seen_at: float) -> Failure:
+    return replace(Failure.of(error), at=seen_at, traceback="")
+
+
+def _killed(rank: int, number: int) -> LaunchError:
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    if number == signal.SIGKILL:
+        return LaunchError(
+            f"rank {rank} was killed by {name}.",
+            why="mostly the kernel, or a container's limit, because memory ran out (dmesg says so)",
+            fix='fewer ranks on this machine, a smaller train.microbatch, or recompute.mode = "full"',
+        )
+    if number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
+        return LaunchError(
+            f"rank {rank} was killed by {name}.",
+            why="native code crashed (torch, NCCL, a driver or an extension)",
+            fix="PYTHONFAULTHANDLER=1 shows where",
+        )
+    return LaunchError(f"rank {rank} was killed by {name}.", why="it came from outside of fullshard")

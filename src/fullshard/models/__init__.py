@@ -1,0 +1,1 @@
+"""The reference transformer. Any other `nn.Module` trains just as well."""

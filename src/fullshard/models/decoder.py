@@ -1,0 +1,128 @@
+"""The reference decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fullshard.spec.run import Decoder
+
+
+class RotaryPositions(nn.Module):
+    """Rotates pairs of channels by an angle that grows with the position. RoFormer: arXiv:2104.09864.
+
+    The tables are buffers that no checkpoint holds; `reset_buffers` computes them, also after a meta device.
+    """
+
+    cosine: Tensor  # (max_sequence, head_dim / 2), fp32
+    sine: Tensor
+
+    def __init__(self, head_dim: int, *, max_sequence: int, theta: float) -> None:
+        super().__init__()
+        self.head_dim, self.max_sequence, self.theta = head_dim, max_sequence, theta
+        for name in ("cosine", "sine"):
+            self.register_buffer(name, torch.empty(max_sequence, head_dim // 2), persistent=False)
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        if self.cosine.is_meta:
+            return
+        pairs = torch.arange(0, self.head_dim, 2, device=self.cosine.device, dtype=torch.float32)
+        frequencies = self.theta ** (-pairs / self.head_dim)
+        positions = torch.arange(self.max_sequence, device=self.cosine.device, dtype=torch.float32)
+        angles = torch.outer(positions, frequencies)
+        self.cosine.copy_(angles.cos())
+        self.sine.copy_(angles.sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[-2]  # x: (batch, heads, sequence, head_dim)
+        cosine, sine = self.cosine[:length].to(x.dtype), self.sine[:length].to(x.dtype)
+        even, odd = x.chunk(2, dim=-1)
+        return torch.cat((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with fewer key/value heads than query heads. GQA: arXiv:2305.13245."""
+
+    def __init__(self, config: Decoder) -> None:
+        super().__init__()
+        self.head_dim = config.d_model // config.heads
+        kv_width = config.kv_heads * self.head_dim
+        self.query = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.key = nn.Linear(config.d_model, kv_width, bias=False)
+        self.value = nn.Linear(config.d_model, kv_width, bias=False)
+        self.output = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    def forward(self, x: Tensor, positions: RotaryPositions) -> Tensor:
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        )
+        grouped = q.shape[1] != k.shape[1]
+        y = F.scaled_dot_product_attention(positions(q), positions(k), v, is_causal=True, enable_gqa=grouped)
+        return self.output(y.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: arXiv:2002.05202."""
+
+    def __init__(self, config: Decoder) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.d_model, config.d_ff, bias=False)
+        self.up = nn.Linear(config.d_model, config.d_ff, bias=False)
+        self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each on the normed residual stream."""
+
+    def __init__(self, config: Decoder) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.feed_forward_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor, positions: RotaryPositions) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), positions)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class DecoderModel(nn.Module):
+    """tokens (batch, sequence) int64 -> logits (batch, sequence, vocabulary)."""
+
+    def __init__(self, config: Decoder) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.d_model)
+        self.positions = RotaryPositions(
+            config.d_model // config.heads, max_sequence=config.max_sequence, theta=config.rope_theta
+        )
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.head = nn.Linear(config.d_model, config.vocabulary, bias=False)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialises the parameters that `module` itself holds.
+
+        Normal with 0.02 deviation (0.02 / sqrt(2 · layers) where a block writes to the residual stream,
+        as GPT-2 does), norms one.
+        """
+        if isinstance(module, nn.RMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, Attention):
+            nn.init.normal_(module.output.weight, std=0.02 / (2 * self.config.layers) ** 0.5)
+        elif isinstance(module, FeedForward):
+            nn.init.normal_(module.down.weight, std=0.02 / (2 * self.config.layers) ** 0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.positions)
+        return self.head(self.norm(x))

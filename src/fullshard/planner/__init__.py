@@ -1,0 +1,1 @@
+"""ModelSpec and Plan -> predictions, from shapes alone. Nothing in this room imports torch."""

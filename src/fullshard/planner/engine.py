@@ -1,0 +1,222 @@
+"""What the engine allocates and frees at each of its acts. See [Note: the replay] in `planner.memory`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fullshard.planner.unit_bytes import UnitBytes
+from fullshard.spec.memory import MemoryTerms
+from fullshard.spec.model import LiveBytes
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import PrefetchSection
+
+
+class Ledger:
+    """What the engine holds at the moment, by term, on top of `static`; and the highest moment so far."""
+
+    def __init__(self, static: MemoryTerms) -> None:
+        self.best, self._static, self._highest = static, static, -1
+        self.in_flight = self.gradients = self.whole = 0
+        self.moment = static.moment
+
+    def observe(self, live: LiveBytes) -> None:
+        """Takes this moment down if it is the highest; `live` is what the model's own computation holds."""
+        held = self.in_flight + self.gradients + self.whole + live.total
+        if held <= self._highest:
+            return
+        self._highest = held
+        self.best = self._static.model_copy(
+            update={
+                "moment": self.moment,
+                "gradients": self.gradients,
+                "units_in_flight": self.in_flight,
+                "whole_gradients": self.whole + live.gradients,
+                "activations": live.activations,
+                "loss": live.loss,
+                "backward": live.backward,
+            }
+        )
+
+
+@dataclass
+class _Gathered:
+    """One unit's parameters. `pending`: bytes of the all-gather buffer that is not copied out yet."""
+
+    is_unsharded: bool = False
+    pending: int | None = None
+    resharded: int = 0  # kept after forward, over fewer ranks
+    places: list[int] = field(default_factory=list[int])  # in the order of forwards
+
+
+class Gathering:
+    """Unshard, reshard and prefetch. `by_position`: units as registered, which prefetch goes by."""
+
+    def __init__(
+        self, sizes: Sequence[UnitBytes], ledger: Ledger, *, section: PrefetchSection, by_position: list[int]
+    ) -> None:
+        self.sizes, self.ledger, self.section, self.by_position = sizes, ledger, section, by_position
+        self.units = [_Gathered() for _ in sizes]
+        self.buffer = 0  # of the last unit that forward gathered
+        self.order: list[int] = []  # units as their forwards ended
+
+    def pre_forward(self, index: int, live: LiveBytes) -> None:
+        self._unshard(index, live, forward=True)
+        if self.section.mode == "explicit":
+            at = self.by_position.index(index) + 1
+            self._prefetch(self.by_position[at : at + self.section.forward], live)
+
+    def post_forward(self, index: int, live: LiveBytes) -> None:
+        unit, size = self.units[index], self.sizes[index]
+        if not size.gathered:
+            return
+        if size.reshards and unit.is_unsharded:
+            if size.reshard_degree > 1:
+                unit.resharded = size.gathered // size.reshard_degree
+                self.ledger.in_flight += unit.resharded
+                self.ledger.observe(live)
+            self.reshard(index)
+        unit.places.append(len(self.order))
+        self.order.append(index)
+
+    def end_forward(self) -> None:
+        self.ledger.in_flight -= self.buffer
+        self.buffer = 0
+
+    def pre_backward(self, index: int, live: LiveBytes) -> None:
+        self._unshard(index, live, forward=False)
+        if self.section.mode == "implicit":
+            place = self.units[index].places.pop() if self.units[index].places else 0
+            self._prefetch([self.order[place - 1]] if place else [], live)
+        elif self.section.mode == "explicit":
+            at = self.by_position.index(index)
+            self._prefetch(self.by_position[max(at - self.section.backward, 0) : at][::-1], live)
+
+    def reshard(self, index: int) -> None:
+        if self.units[index].is_unsharded:
+            self.units[index].is_unsharded = False
+            self.ledger.in_flight -= self.sizes[index].gathered
+
+    def end_backward(self) -> None:
+        """A unit that was prefetched, but not used, is let go."""
+        self.order.clear()
+        for unit in self.units:
+            self.ledger.in_flight -= unit.pending or 0
+            unit.pending = None
+            unit.places.clear()
+
+    def _prefetch(self, targets: Sequence[int], live: LiveBytes) -> None:
+        for target in targets:
+            self._issue(target, live)
+
+    def _issue(self, index: int, live: LiveBytes) -> None:
+        """Starts the all-gather of a unit that is neither gathered nor on its way."""
+        unit, size = self.units[index], self.sizes[index]
+        if unit.is_unsharded or unit.pending is not None:
+            return
+        if size.shard_degree == 1:
+            unit.pending = 0
+            return
+        unit.pending = size.gathered
+        own = size.shard_degree // size.reshard_degree if unit.resharded else 1  # shards' worth of input
+        self.ledger.in_flight += size.gathered + own * size.cast_copy
+        self.ledger.observe(live)
+        self.ledger.in_flight -= own * size.cast_copy
+
+    def _unshard(self, index: int, live: LiveBytes, *, forward: bool) -> None:
+        """Gathers a unit, and copies it out of the buffer into its parameters."""
+        self._issue(index, live)
+        unit, size = self.units[index], self.sizes[index]
+        if unit.pending is None:
+            return
+        if forward:
+            self.end_forward()  # frees the buffer of the unit before
+        cast = size.largest_cast if size.shard_degree == 1 else 0
+        self.ledger.in_flight += size.gathered + cast
+        self.ledger.observe(live)
+        self.ledger.in_flight -= cast + unit.resharded
+        unit.resharded = 0
+        if forward and self.section.mode != "none":
+            self.buffer = unit.pending
+        else:
+            self.ledger.in_flight -= unit.pending
+        unit.is_unsharded, unit.pending = True, None
+
+
+@dataclass
+class _Reduced:
+    """One unit's gradients, beside those that autograd holds."""
+
+    whole: int = 0  # kept without sync
+    partial: int = 0  # reduced over shards, not yet over replicas
+    chunk: int = 0  # all-reduced, and held beside the gradient that it was cast to
+    has_gradient: bool = False
+
+
+class Reducing:
+    """What becomes of a unit's whole gradients when its backward ends."""
+
+    def __init__(self, sizes: Sequence[UnitBytes], ledger: Ledger, *, plan: Plan) -> None:
+        self.sizes, self.ledger, self.plan = sizes, ledger, plan
+        self.units = [_Reduced() for _ in sizes]
+        self.buffer = 0  # the reduce-scatter input of the last unit
+
+    def post_backward(self, index: int, live: LiveBytes, *, last: bool) -> None:
+        """`last`: of the step's microbatches. Without sync, the gradients before it are kept whole."""
+        unit, size, ledger = self.units[index], self.sizes[index], self.ledger
+        fresh = min(size.whole, live.gradients)  # 0 where autograd adds to those that it has
+        taken = live.model_copy(update={"gradients": live.gradients - fresh})
+        if not (last or self.plan.sync_each_microbatch):
+            self._keep_whole(index, taken, fresh=fresh)
+            return
+        ledger.in_flight -= self.buffer
+        self.buffer = size.reduce_input
+        if not size.reduce_input:
+            return
+        if unit.whole and fresh:
+            self._keep_whole(index, taken, fresh=fresh)
+            live = taken
+        ledger.in_flight += size.reduce_input
+        ledger.observe(live)
+        ledger.whole -= unit.whole
+        unit.whole = 0
+        ledger.in_flight += size.reduce_output
+        ledger.observe(taken)
+        self._reduce(index, taken, last=last)
+
+    def end_backward(self) -> None:
+        """The engine lets go of all but the gradients."""
+        self.ledger.in_flight -= self.buffer + sum(unit.chunk for unit in self.units)
+        self.buffer = 0
+        for unit in self.units:
+            unit.chunk = 0
+
+    def _keep_whole(self, index: int, live: LiveBytes, *, fresh: int) -> None:
+        """The gradients stay, in the dtype that they are reduced in; `fresh` bytes of them came just now."""
+        unit, size = self.units[index], self.sizes[index]
+        is_cast = size.whole != size.whole_reduced
+        kept = 0 if unit.whole else size.whole_reduced if is_cast else fresh
+        unit.whole += kept
+        self.ledger.whole += kept
+        if fresh and is_cast:
+            # One by one: the last stands in both dtypes for a moment, or is cast to be added to the sum.
+            both = size.largest_whole + (0 if kept else size.largest_whole_reduced)
+            self.ledger.observe(live.model_copy(update={"gradients": live.gradients + both}))
+
+    def _reduce(self, index: int, live: LiveBytes, *, last: bool) -> None:
+        """From the reduced chunk, which is in flight, to the gradient of the own shard."""
+        unit, size, ledger = self.units[index], self.sizes[index], self.ledger
+        chunk, replicated = size.reduce_output, size.replicate_degree > 1
+        if replicated and not last:  # replicas are reduced once a step; until then the chunks are added up
+            ledger.in_flight -= chunk if unit.partial else 0
+            unit.partial = chunk
+            return
+        is_cast = size.gradient != chunk
+        if is_cast:
+            ledger.in_flight += size.gradient
+            ledger.observe(live)
+            ledger.in_flight -= size.gradient
+        # The chunk becomes the gradient, or is cast to it, or is added to it; replicas hold it meanwhile.
+        is_gradient = not is_cast and not unit.has_gradient
+        unit.chunk = chunk if replicated and not is_gradient else 0
+        ledger.in_flight += unit.chunk - chunk - unit.partial
+        ledger.gradients += 0 if unit.has_gradient else size.gradient
+        unit.has_gradient, unit.partial = True, 0

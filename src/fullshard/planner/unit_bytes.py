@@ -1,0 +1,136 @@
+"""The sizes of one unit's tensors, from its shapes and the plan."""
+
+from dataclasses import dataclass
+from math import prod
+
+from fullshard.errors import PlanError
+from fullshard.spec.model import ParamSpec, UnitSpec
+from fullshard.spec.plan import ITEMSIZE, Plan, Precision
+from fullshard.spec.unit import UnitSettings
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """Bytes of one unit on one rank. N: shard degree; padded: dim 0 to a multiple of N.
+
+    shards          own shards in the master dtype, padded
+    gathered        all parameters in the dtype computed in, padded: the all-gather buffer, and again its copy
+    cast_copy       own shards cast for the all-gather; 0 where no cast is needed
+    largest_cast    the same for the largest parameter alone: over one rank they are cast one by one
+    whole           gradients as autograd leaves them
+    whole_reduced   the same in the dtype that they are reduced in
+    reduce_input    the same, padded: the reduce-scatter's input
+    reduce_output   its output, 1/N of it
+    gradient        the output in the master dtype: the gradients of the own shards
+    trained         elements of the own shards that the optimizer updates, without padding
+    """
+
+    shard_degree: int
+    replicate_degree: int
+    reshards: bool
+    reshard_degree: int
+    shards: int
+    gathered: int
+    cast_copy: int
+    largest_cast: int
+    whole: int
+    whole_reduced: int
+    largest_whole: int
+    largest_whole_reduced: int
+    reduce_input: int
+    reduce_output: int
+    gradient: int
+    trained: int
+    trained_parameters: int
+    largest_trained: int
+    master_itemsize: int
+
+
+def padded_numel(shape: tuple[int, ...], shard_degree: int) -> int:
+    """ceil(shape[0] / N) * N * prod(shape[1:]): what N ranks hold of a parameter sharded on dim 0."""
+    return -(-shape[0] // shard_degree) * shard_degree * prod(shape[1:])
+
+
+def shard_numel(shape: tuple[int, ...], shard_degree: int, *, rank: int) -> int:
+    """Elements of the own shard: chunks of ceil(shape[0] / N) rows, the last ones smaller, or empty."""
+    rows = -(-shape[0] // shard_degree)
+    return min(rows, max(0, shape[0] - rank * rows)) * prod(shape[1:])
+
+
+def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
+    """The sizes of `unit` on `rank`."""
+    settings = UnitSettings.of(plan, unit.override, kept=unit.kept)
+    degree, reshard = settings.shard_degree, settings.reshard_after_forward
+    precision = settings.precision
+    compute, reduced, master = (ITEMSIZE[d] for d in (precision.param, precision.reduce, precision.master))
+
+    def padded(parameter: ParamSpec) -> int:
+        return padded_numel(parameter.shape, degree)
+
+    def kept_in(parameter: ParamSpec) -> int:
+        return master if parameter.requires_grad and parameter.is_floating else parameter.itemsize
+
+    def used_in(parameter: ParamSpec) -> int:
+        return compute if parameter.is_floating else parameter.itemsize
+
+    casts = [padded(p) // degree * used_in(p) for p in unit.parameters if _is_cast(p, precision)]
+    trained = [p for p in unit.parameters if p.requires_grad]
+    wire = sum(padded(p) for p in trained)
+    own = [shard_numel(p.shape, degree, rank=rank % degree) for p in trained]
+    return UnitBytes(
+        shard_degree=degree,
+        replicate_degree=settings.replicate_degree,
+        reshards=reshard is not False,
+        reshard_degree=1 if isinstance(reshard, bool) else reshard,
+        shards=sum(padded(p) // degree * kept_in(p) for p in unit.parameters),
+        gathered=sum(padded(p) * used_in(p) for p in unit.parameters),
+        cast_copy=sum(casts),
+        largest_cast=max(casts, default=0),
+        whole=sum(p.numel * used_in(p) for p in trained),
+        whole_reduced=sum(p.numel for p in trained) * reduced,
+        largest_whole=max((p.numel * used_in(p) for p in trained), default=0),
+        largest_whole_reduced=max((p.numel for p in trained), default=0) * reduced,
+        reduce_input=wire * reduced,
+        reduce_output=wire // degree * reduced,
+        gradient=wire // degree * master,
+        trained=sum(own),
+        trained_parameters=len(trained),
+        largest_trained=max(own, default=0),
+        master_itemsize=master,
+    )
+
+
+def _is_cast(parameter: ParamSpec, precision: Precision) -> bool:
+    if not parameter.is_floating:
+        return False
+    if parameter.requires_grad:
+        return precision.param != precision.master
+    return ITEMSIZE[precision.param] != parameter.itemsize
+
+
+def optimizer_bytes(size: UnitBytes, plan: Plan) -> int:
+    """What the optimizer keeps for the own shards of a unit, in the master dtype: 2 · numel for AdamW (and a
+    step count of 4 bytes a parameter), 1 · numel for SGD with momentum, 0 for SGD without.
+
+    Raises PlanError for an optimizer whose state is not known.
+    """
+    section = plan.run.optimizer
+    name = section.name.lower()
+    if name == "adamw":
+        return 2 * size.trained * size.master_itemsize + 4 * size.trained_parameters
+    if name == "sgd":
+        return size.trained * size.master_itemsize if section.momentum else 0
+    raise PlanError(
+        "the size of this optimizer's state is not known.",
+        got=f"optimizer.name = {section.name!r}",
+        fix="adamw or sgd, for a prediction",
+    )
+
+
+def update_temporaries(size: UnitBytes, plan: Plan) -> int:
+    """What the update of the unit's largest shard needs beside it. Fused AdamW and SGD work in place.
+
+    Stochastic rounding: fp32 copies of value, gradient and both moments, and the denominator (20 bytes an
+    element), random bits (4), and masks (7).
+    """
+    return 31 * size.largest_trained if plan.precision.stochastic_rounding else 0

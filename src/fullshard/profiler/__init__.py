@@ -1,0 +1,1 @@
+"""What a run really took: time, and memory."""

@@ -1,0 +1,257 @@
+"""The memory meter: the highest count of tensor bytes while a block runs, and what they were.
+
+What is counted: on CUDA, the allocator's own statistics. On the CPU, every allocation and release of torch's
+CPU allocator, as the profiler's memory events tell them (`profile_memory=True`), added up over time on top of
+the tensors that were there before. Threads that torch hands its state to (autograd's, gloo's) are seen;
+memory that is no tensor (Python, thread stacks, a library's own buffers) is not.
+"""
+
+import itertools
+import os
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.profiler import profile
+from torch.distributed.tensor import DTensor
+
+# The engine marks what it does in the profiler's trace. Activations that it casts are not its own.
+_ENGINE, _ENGINE_CASTS = "FSDP::", "FSDP::cast_"
+_STEP = "fullshard::optimizer_step"
+
+
+@dataclass(frozen=True)
+class MemoryParts:
+    """Bytes at the moment of the peak; they sum to the peak.
+
+    `gradients`: of the own shards. `units_in_flight`: gathered parameters and the buffers of the collectives
+    (on the CPU; the CUDA allocator does not tell, and they are in `rest`).
+    `rest`: activations, whole gradients of a unit before they are reduced, temporaries.
+    """
+
+    parameter_shards: int
+    gradients: int
+    optimizer_state: int
+    buffers: int
+    units_in_flight: int
+    rest: int
+
+
+@dataclass
+class Peak:
+    """What `measure_peak` saw; set when its block ends.
+
+    `bytes`: live tensor bytes at the peak. On CUDA also `active_bytes` (with freed blocks that another
+    stream may still read) and `reserved_bytes` (what the process holds of the device); 0 on the CPU.
+    """
+
+    bytes: int = 0
+    active_bytes: int = 0
+    reserved_bytes: int = 0
+    parts: MemoryParts | None = None
+
+
+def live_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind `tensors`, each storage once; of a DTensor, this rank's own part."""
+    return sum(_storages(tensors).values())
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of `tensor`: itself, or the local part of a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def measure_peak(
+    device: torch.device, *, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
+) -> Generator[Peak]:
+    """Measures the block, which runs one step or a few. Nothing is installed before or after it.
+
+    `model`, `optimizer`: whose tensors are the baseline and the parts. On the CPU, bytes count from zero
+    without them, and gradients must be cleared when the block starts: the release of a tensor that is older
+    than the measurement is not told.
+    """
+    peak = Peak()
+    holdings = _Holdings(model, optimizer)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        with holdings.gradients_noted():
+            yield peak
+        _read_cuda(peak, device, holdings=holdings)
+        return
+    held = holdings.storages()
+    # Kineto announces each start on stderr; it reads this once, before the first start of a process.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    with holdings.gradients_noted(), profile(use_cpu=True, use_kineto=True, profile_memory=True) as profiler:
+        yield peak
+    assert profiler is not None, "it is enabled"
+    timeline = _Timeline.of(profiler)
+    live = timeline.live_at_peak(held)
+    peak.bytes = sum(block.size for block in live.values())
+    if model is not None:
+        peak.parts = holdings.parts(live, timeline)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Bytes at an address. `birth`: index of the event that allocated it, -1 if it was there before."""
+
+    size: int
+    engine: bool
+    birth: int
+
+
+@dataclass(frozen=True)
+class _Timeline:
+    """Allocations (size > 0) and releases (size < 0) in order: (address, size, whether the engine made it).
+
+    `steps`: how many events came before each of the optimizer's steps.
+    """
+
+    events: list[tuple[int, int, bool]]
+    steps: list[int]
+
+    @classmethod
+    def of(cls, profiler: profile) -> "_Timeline":
+        assert profiler.kineto_results is not None, "the profiler has ended"
+        events: list[tuple[int, int, int, bool]] = []
+        steps: list[int] = []
+        # Depth first by hand: a backward pass nests deeper than Python recurses.
+        stack: list[tuple[Any, bool]] = [
+            (event, False) for event in profiler.kineto_results.experimental_event_tree()
+        ]
+        while stack:
+            event, engine = stack.pop()
+            fields = event.extra_fields
+            if type(fields).__name__ == "_ExtraFields_Allocation":
+                if fields.device.type == "cpu":
+                    events.append((event.start_time_ns, fields.ptr, fields.alloc_size, engine))
+                continue
+            if event.name == _STEP:
+                steps.append(event.start_time_ns)
+            if event.name.startswith(_ENGINE):
+                engine = not event.name.startswith(_ENGINE_CASTS)
+            stack += [(child, engine) for child in event.children]
+        events.sort(key=lambda one: one[0])
+        return cls(
+            [one[1:] for one in events],
+            sorted(sum(event[0] < step for event in events) for step in steps),
+        )
+
+    def live_at_peak(self, held: Mapping[int, int]) -> dict[int, _Block]:
+        """The blocks alive at the first highest moment, by address; `held` were alive at the start."""
+        changes = list(self._changes({}))
+        totals = list(itertools.accumulate(changes, initial=0))
+        live = {pointer: _Block(size, engine=False, birth=-1) for pointer, size in held.items()}
+        for _ in itertools.islice(self._changes(live), totals.index(max(totals))):
+            pass
+        return live
+
+    def _changes(self, live: dict[int, _Block]) -> Iterator[int]:
+        """Applies one event after the other to `live`; yields by how many bytes it changed the total."""
+        for index, (pointer, size, engine) in enumerate(self.events):
+            # An address that is handed out again was released before, if unseen: on another thread.
+            old = live.pop(pointer, None)
+            change = -old.size if old is not None else 0
+            if size > 0:
+                live[pointer] = _Block(size, engine, birth=index)
+                change += size
+            yield change
+
+    def births(self, pointers: Iterable[int], *, before: int | None = None) -> set[int]:
+        """The events that last allocated these addresses, among the first `before`; -1 for older blocks."""
+        last = {event[0]: i for i, event in enumerate(self.events[:before]) if event[1] > 0}
+        return {last.get(pointer, -1) for pointer in pointers}
+
+
+class _Holdings:
+    """The tensors that a model and its optimizer keep, read when asked for: address -> bytes, by part."""
+
+    def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._noted: list[dict[int, int]] = []  # gradients, at each of the optimizer's steps
+
+    def parameters(self) -> dict[int, int]:
+        return _storages(self.model.parameters()) if self.model is not None else {}
+
+    def gradients(self) -> dict[int, int]:
+        parameters = self.model.parameters() if self.model is not None else []
+        return _storages(p.grad for p in parameters if p.grad is not None)
+
+    def optimizer_state(self) -> dict[int, int]:
+        states = self.optimizer.state.values() if self.optimizer is not None else []
+        return _storages(t for state in states for t in state.values() if isinstance(t, Tensor))
+
+    def buffers(self) -> dict[int, int]:
+        return _storages(self.model.buffers()) if self.model is not None else {}
+
+    def storages(self) -> dict[int, int]:
+        return self.parameters() | self.gradients() | self.optimizer_state() | self.buffers()
+
+    @contextmanager
+    def gradients_noted(self) -> Generator[None]:
+        """A step clears its gradients before it ends: here they are noted when the optimizer steps."""
+        if self.optimizer is None:
+            yield
+            return
+
+        def note(*_arguments: object) -> None:
+            with torch.profiler.record_function(_STEP):
+                self._noted.append(self.gradients())
+
+        handle = self.optimizer.register_step_pre_hook(note)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def parts(self, live: Mapping[int, _Block], timeline: _Timeline) -> MemoryParts:
+        """Whose the blocks alive at the peak were. Addresses are used again, so the allocation must agree."""
+        gradients = timeline.births(self.gradients())
+        for noted, step in zip(self._noted, timeline.steps, strict=True):
+            gradients |= timeline.births(noted, before=step)
+
+        def alive(storages: Mapping[int, int]) -> set[int]:
+            births = timeline.births(storages)
+            return {pointer for pointer in storages if pointer in live and live[pointer].birth in births}
+
+        sets = [
+            alive(self.parameters()),
+            {p for p, block in live.items() if block.birth in gradients and block.birth >= 0},
+            alive(self.optimizer_state()),
+            alive(self.buffers()),
+        ]
+        known = set[int]().union(*sets)
+        engine = {pointer for pointer, block in live.items() if block.engine} - known
+        rest = live.keys() - known - engine
+        return MemoryParts(*(sum(live[pointer].size for pointer in s) for s in (*sets, engine, rest)))
+
+    def sizes(self) -> list[int]:
+        """Bytes of parameters, gradients (those of the last step, where it cleared them), state, buffers."""
+        gradients = self.gradients() or (self._noted[-1] if self._noted else {})
+        parts = (self.parameters(), gradients, self.optimizer_state(), self.buffers())
+        return [sum(storages.values()) for storages in parts]
+
+
+def _read_cuda(peak: Peak, device: torch.device, *, holdings: _Holdings) -> None:
+    stats = torch.cuda.memory_stats(device)
+    peak.bytes = stats["allocated_bytes.all.peak"]
+    peak.active_bytes = stats["active_bytes.all.peak"]
+    peak.reserved_bytes = stats["reserved_bytes.all.peak"]
+    # The allocator does not tell what was alive at the peak: the gradients count as if all of them were.
+    sizes = holdings.sizes()
+    peak.parts = MemoryParts(*sizes, units_in_flight=0, rest=max(0, peak.bytes - sum(sizes)))
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Address -> bytes. Storages without data (meta, or freed by the engine) are left out."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        storage = local_tensor(tensor).untyped_storage()
+        if storage.device.type != "meta" and storage.nbytes():
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes

@@ -1,0 +1,57 @@
+"""Bytes, FLOP, seconds and tokens as people write and read them."""
+
+import re
+
+from fullshard.errors import SpecError
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = ("", "k", "M", "G", "T", "P")
+_BYTE_FACTORS = {unit: 1024**i for i, unit in enumerate(_BINARY)} | {
+    unit: 1000**i for i, unit in enumerate(("B", "KB", "MB", "GB", "TB", "PB"))
+}
+_BYTES = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*")
+
+
+def format_bytes(count: float) -> str:
+    """`3221225472` -> `3.00 GiB`."""
+    sign, count = ("-", -count) if count < 0 else ("", count)
+    power = 0
+    while count >= (1023.995 if power else 1023.5) and power < len(_BINARY) - 1:
+        count, power = count / 1024, power + 1
+    return f"{sign}{count:.0f} B" if power == 0 else f"{sign}{count:.2f} {_BINARY[power]}"
+
+
+def parse_bytes(text: str) -> int:
+    """`"1.5 GiB"`, `"80GB"`, `"4096"` -> bytes. Raises SpecError for anything else."""
+    match = _BYTES.fullmatch(text)
+    factors = {unit.lower(): factor for unit, factor in _BYTE_FACTORS.items()} | {"": 1}
+    if match is None or match[2].lower() not in factors:
+        raise SpecError(
+            "not a number of bytes.", got=repr(text), fix=f"a number and one of {', '.join(_BYTE_FACTORS)}"
+        )
+    return int(float(match[1]) * factors[match[2].lower()])
+
+
+def format_count(count: float) -> str:
+    """`12_345_678` -> `12.3M`; for parameters, tokens, FLOP."""
+    sign, count = ("-", -count) if count < 0 else ("", count)
+    power = 0
+    while count >= 999.5 and power < len(_DECIMAL) - 1:
+        count, power = count / 1000, power + 1
+    if power == 0 and count == int(count):
+        return f"{sign}{int(count)}"
+    digits = 2 if count < 10 else 1 if count < 100 else 0
+    return f"{sign}{count:.{digits}f}{_DECIMAL[power]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """`0.0123` -> `12.3 ms`, `93` -> `1 min 33 s`, `7200` -> `2 h 00 min`."""
+    if round(seconds, 4) < 1:
+        return f"{seconds * 1000:.1f} ms"
+    if round(seconds, 1) < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"

@@ -1,0 +1,1 @@
+"""Values -> what a person reads. Nothing in this room imports torch."""

@@ -1,0 +1,107 @@
+"""The short table after a run: a Measurement as a person reads it."""
+
+import sys
+from collections.abc import Iterator
+from textwrap import indent
+from typing import TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fullshard.quantities import format_bytes, format_count, format_seconds
+from fullshard.spec.measurement import Measurement, PeakBytes
+
+
+def show_measurement(measurement: Measurement, *, file: TextIO | None = None) -> None:
+    """Prints the table on `file` (standard output): fitted to a terminal, plain lines elsewhere."""
+    out: TextIO = file or sys.stdout
+    rows = list(measurement_rows(measurement))
+    if out.isatty():
+        table = Table.grid(padding=(0, 2, 0, 0))
+        for label, text in rows:
+            table.add_row(Text(label, style="dim" if label.startswith(" ") else "bold"), Text(text))
+        Console(file=out, highlight=False).print(table)
+    else:
+        width = max(len(label) for label, _ in rows)
+        print("\n".join(f"{label:<{width}}  {text}" for label, text in rows), file=out)
+    if measurement.sample is not None:
+        print(f"\na sample of what it writes\n\n{indent(measurement.sample, '    ')}", file=out)
+
+
+def measurement_rows(measurement: Measurement) -> Iterator[tuple[str, str]]:
+    """(label, text) for each line. What was not measured has none."""
+    m = measurement
+    yield (
+        "run",
+        f"{m.directory}: {m.strategy} on {m.world_size} rank{'s' if m.world_size > 1 else ''} ({m.device})",
+    )
+    if not m.pace.steps:
+        yield "steps", f"none: {m.last_step} were done before"
+        return
+    yield "steps", f"{m.first_step} to {m.last_step}, {m.skipped_steps} skipped"
+    yield from _losses(m)
+    yield from _speed(m)
+    if m.startup_seconds is not None:
+        yield "first step", f"done {format_seconds(m.startup_seconds)} after the command"
+    if m.peak_bytes is not None:
+        yield from _memory(m.peak_bytes)
+    if m.checkpoint is not None:
+        yield "checkpoint", m.checkpoint
+
+
+def _losses(m: Measurement) -> Iterator[tuple[str, str]]:
+    if m.first_loss is not None and m.last_loss is not None:
+        yield "loss", f"{m.first_loss:.4f} in the first step, {m.last_loss:.4f} in the last"
+    if m.validation_loss is not None:
+        share = ""
+        if m.byte_entropy:
+            ratio = m.validation_loss / m.byte_entropy
+            share = f" = {ratio:.3f} of the entropy of the byte frequencies ({m.byte_entropy:.4f})"
+        yield "validation", f"{m.validation_loss:.4f} nats a token{share}"
+
+
+def _speed(m: Measurement) -> Iterator[tuple[str, str]]:
+    pace, rate = m.pace, m.tokens_per_second
+    left_out = min(pace.steps, pace.warmup_steps)
+    if rate is None:
+        yield "speed", f"not known: all {left_out} steps were warmup"
+        return
+    each = (
+        f" on all ranks, {format_count(rate / m.world_size)} a rank"
+        if m.world_size > 1
+        else " on the one rank"
+    )
+    yield "speed", f"{format_count(rate)} tokens/s{each}"
+    yield "", f"over {pace.timed_steps} steps, the {left_out} warmup steps before them left out"
+    step, data = pace.seconds / pace.timed_steps, pace.data_seconds / pace.timed_steps
+    yield "step", f"{format_seconds(step)}, of these {format_seconds(data)} waiting for data"
+    if m.mfu is not None and m.peak is not None:
+        whence = "by its datasheet" if m.peak.source == "catalog" else "a matmul measured here"
+        peak = f"{_flops(m.peak.flops_per_second)}/s a rank ({m.peak.device}, {m.peak.dtype}, {whence})"
+        yield "MFU", f"{100 * m.mfu:.1f} % of {peak}"
+
+
+def _memory(peak: PeakBytes) -> Iterator[tuple[str, str]]:
+    yield "memory", f"{format_bytes(peak.total)} at the peak of the fullest rank"
+    parts = [
+        ("parameter shards", peak.parameter_shards),
+        ("gradients", peak.gradients),
+        ("optimizer state", peak.optimizer_state),
+        ("buffers", peak.buffers),
+        ("units in flight", peak.units_in_flight),
+        ("activations, rest", peak.rest),
+    ]
+    for label, count in parts:
+        if count:
+            yield f"  {label}", format_bytes(count)
+    cuda = [("active", peak.active), ("allocated", peak.allocated), ("reserved", peak.reserved)]
+    counted = [f"{label} {format_bytes(count)}" for label, count in cuda if count is not None]
+    if counted:
+        yield "  CUDA", ", ".join(counted)
+
+
+def _flops(count: float) -> str:
+    """`1.02e11` -> `102 GFLOP`."""
+    text = format_count(count)
+    return f"{text[:-1]} {text[-1]}FLOP" if text[-1].isalpha() else f"{text} FLOP"

@@ -1,0 +1,1 @@
+"""Plan -> the user's own nn.Module, in place, on DTensors."""

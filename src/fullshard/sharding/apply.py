@@ -1,0 +1,193 @@
+"""shard(model, plan): the plan applied to a module, in the order that must hold.
+
+Recompute, then compile (both per block), then `fully_shard` from the innermost unit to the root, then values.
+The optimizer comes after: built before, it would hold parameters that are no longer the model's.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from fullshard.errors import PlanError, ShardError
+from fullshard.sharding.collectives import use_gloo_collectives
+from fullshard.sharding.given import take_values, warn_of_missing
+from fullshard.sharding.materialize import Initialise, fill, meta_parameters
+from fullshard.sharding.mesh import build_mesh, one_small_mesh, replicating_mesh
+from fullshard.sharding.precision import cast_buffers, engine_policy
+from fullshard.sharding.prefetch import apply_prefetch
+from fullshard.sharding.recompute import apply_recompute
+from fullshard.sharding.unit_sizes import warn_of_unit_sizes
+from fullshard.sharding.units import Predicate, Unit, find_repeated, find_units
+from fullshard.spec.plan import Plan
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The plan's mesh, and the one of units that are left unsharded (made only if there are any)."""
+
+    main: DeviceMesh
+    unsharded: DeviceMesh
+
+    @classmethod
+    def build(cls, plan: Plan, units: Sequence[Unit]) -> "Meshes":
+        main = build_mesh(plan)
+        apart = any(unit.settings(plan).shard_degree != plan.shard_degree for unit in units)
+        return cls(
+            main,
+            replicating_mesh(plan.device, replicate_degree=plan.world_size, shard_degree=1)
+            if apart
+            else main,
+        )
+
+
+def shard(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    units: Predicate | None = None,
+    init: Initialise | None = None,
+    methods: Sequence[str] = (),
+) -> nn.Module:
+    """Shards `model` in place as `plan` says, and gives it values. Returns the same module.
+
+    A model on the meta device is initialised shard by shard, so that its values depend on `run.seed` and the
+    model alone, not on ranks or strategy: by `init(module)`, or the modules' own `reset_parameters`, then the
+    model's `_init_weights(module)`. A model that holds its weights, on every rank or on rank 0 alone, gets
+    rank 0's. One unit at a time is whole on a rank. `units(name, module)` overrides the plan's unit policy.
+    `methods`: names of methods of `model` that compute with its parameters as `forward` does (`generate`), so
+    that these are gathered for them too.
+
+    Raises PlanError if the ranks are not the plan's, ShardError for a model that cannot be sharded so. Of a
+    model whose sharding failed nothing can be used. Warns of units too small or too large (UnitSizeWarning),
+    and of a model that lacks some of its weights (InitialisedWarning).
+    """
+    _refuse(model, methods)
+    section = plan.run.sharding.units
+    found = find_units(model, section, predicate=units)
+    _check_overrides(found, plan)
+    repeated = find_repeated(model, section, units=found)
+    meshes = Meshes.build(plan, found)
+    warn_of_unit_sizes(found, plan, stacklevel=2)
+    values = take_values(model)
+    warn_of_missing(model, values, stacklevel=2)
+    meta_parameters(model, found, plan=plan)
+    _recompute_and_compile(repeated, found, plan=plan)
+    scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+    with one_small_mesh():
+        for unit in found:
+            _fully_shard(unit, plan, meshes=meshes, scalars=scalars)
+    model.forward = _explained(model.forward)
+    for method in methods:
+        register_fsdp_forward_method(model, method)
+    fill(model, found, values=values, plan=plan, init=init)
+    cast_buffers(model, plan.precision)
+    apply_prefetch(_in_order_of_use(model, found), plan.run.prefetch)
+    return model
+
+
+def _refuse(model: nn.Module, methods: Sequence[str]) -> None:
+    name = type(model).__name__
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ShardError(f"{name} is sharded already.", fix="shard a model once")
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ShardError(
+            f"{name} holds DTensors already.",
+            why="tensor-parallel parameters are not supported yet",
+            fix="shard a model of plain parameters",
+        )
+    for method in methods:
+        if not callable(getattr(model, method, None)):
+            raise ShardError(f"{name} has no method {method!r}.", got=f"methods = {list(methods)}")
+
+
+def _check_overrides(units: Sequence[Unit], plan: Plan) -> None:
+    for unit in units:
+        settings = unit.settings(plan)
+        kept_over, degree = settings.reshard_after_forward, settings.shard_degree
+        if not isinstance(kept_over, bool) and (degree % kept_over or kept_over in (1, degree)):
+            proper = [d for d in range(2, degree) if degree % d == 0]
+            raise PlanError(
+                f"{unit.name}: parameters sharded over {degree} ranks cannot be kept over {kept_over}.",
+                got=f"sharding.units.overrides: reshard_after_forward = {kept_over}",
+                why="it must divide the shard degree; 1 would be false, and all of them true",
+                fix=f"one of {proper}, true or false" if proper else "true or false",
+            )
+
+
+def _recompute_and_compile(blocks: Sequence[nn.Module], units: Sequence[Unit], *, plan: Plan) -> None:
+    """Replaces `forward`s, not modules: names in the state dict stay as they are."""
+    section = plan.run.recompute
+    if not plan.run.run.compile:
+        apply_recompute(blocks, section)
+        return
+    # Gathering breaks the graph, and what is recomputed must be one graph or none: a block that holds units
+    # is compiled in pieces, and these computed again; another is compiled with what it computes again.
+    inner = {module for unit in units if not unit.is_root for module in unit.modules}
+    in_pieces = [block for block in blocks if any(m in inner for m in block.modules() if m is not block)]
+    if in_pieces and section.mode == "selective":
+        raise ShardError(
+            f"{type(in_pieces[0]).__name__} cannot be compiled with selective recompute.",
+            got="a block that holds units of its own (experts, tied weights, or as sharding.units says)",
+            why="gathering breaks the graph, and the compiler takes a recomputed block whole or not at all",
+            fix='recompute.mode = "full", run.compile = false, or sharding.units.separate_experts = false',
+        )
+    for block in in_pieces:
+        block.forward = torch.compile(block.forward)
+    apply_recompute(blocks, section, compiled=True)
+    for block in blocks:
+        if block not in in_pieces:
+            block.forward = torch.compile(block.forward)
+
+
+def _fully_shard(unit: Unit, plan: Plan, *, meshes: Meshes, scalars: set[nn.Parameter]) -> None:
+    settings = unit.settings(plan)
+    modules = list(unit.modules)
+    engine = cast(Callable[..., Any], fully_shard)  # its types allow a list of modules only in an overload
+    engine(
+        modules if len(modules) > 1 else modules[0],
+        mesh=meshes.main if settings.shard_degree == plan.shard_degree else meshes.unsharded,
+        reshard_after_forward=settings.reshard_after_forward,
+        mp_policy=engine_policy(settings.precision, is_root=unit.is_root),
+        ignored_params=scalars or None,
+    )
+    engine_module = cast(FSDPModule, modules[0])
+    if plan.device == "cpu":
+        use_gloo_collectives(engine_module)
+    # Experts that none of a rank's tokens reached have no gradient there; it must still take part in their
+    # reduction. A torch that has no word for this reduces different parameters on different ranks.
+    if unit.holds_experts and hasattr(engine_module, "set_reduce_scatter_unused_params"):
+        engine_module.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, whose error about a parameter that is not gathered says so."""
+
+    @wraps(forward)
+    def explained(*args: Any, **kwargs: Any) -> Any:  # signature: the model's own
+        try:
+            return forward(*args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise ShardError(
+                "the model computes with a parameter that is not gathered at the time.",
+                got=str(error).partition(",")[0],
+                why="a unit is gathered while its modules run; the line above reads a weight elsewhere",
+                fix="call the module that holds it, or keep its unit gathered after forward: sharding.units."
+                'overrides = [{match = "<the unit>", reshard_after_forward = false}]',
+            ) from error
+
+    return explained
+
+
+def _in_order_of_use(model: nn.Module, units: Sequence[Unit]) -> list[FSDPModule]:
+    """The engine's modules in order of registration, the root first: its pre-forward is the first of all."""
+    engine = {unit.modules[0] for unit in units}
+    return [cast(FSDPModule, module) for module in model.modules() if module in engine]

@@ -1,0 +1,147 @@
+"""A module tree as sharding sees it: its repeated blocks, what lies around them, and who calls whom."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether `module` can be called: lists and dicts of modules or parameters only hold them."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def called_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules below the root that hold parameters and are called, so that the engine's hooks run."""
+    modules = dict(model.named_modules())
+    return {
+        name: module
+        for name, module in modules.items()
+        if name and holds_parameters(module) and nearest_called(modules, name) == name
+    }
+
+
+def nearest_called(modules: Mapping[str, nn.Module], name: str) -> str:
+    """The name of the module itself if it is called, else of the nearest above it; `""` is the root."""
+    while name:
+        parent = modules[name.rpartition(".")[0]]
+        # Attention reads the weights of its output projection, and never calls it.
+        if is_called(modules[name]) and not isinstance(parent, nn.MultiheadAttention):
+            return name
+        name = name.rpartition(".")[0]
+    return name
+
+
+def holds_parameters(module: nn.Module) -> bool:
+    """Whether `module` or one below it has a parameter."""
+    return any(True for _ in module.parameters())
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The repeated blocks: members of the outermost containers that hold modules of one class twice.
+
+    A list of a single block counts too, so that a model of one layer is still a model of blocks. Containers
+    in a container are its stages, and their members the blocks. Where any blocks hold other modules,
+    repeated plain layers (an MLP beside a transformer) are no blocks.
+    """
+    groups = list(_repeated_groups("", model))
+    composite = [group for group in groups if _any_composite(group)]
+    return {name: block for group in composite or groups for name, block in group.items()}
+
+
+def around_blocks(
+    model: nn.Module, blocks: Mapping[str, nn.Module], *, left_out: set[int]
+) -> list[dict[str, nn.Module]]:
+    """Runs of modules that hold parameters themselves, outside of the blocks, in order of registration.
+
+    The first run stands before all blocks, the last behind all of them, the others each between two blocks;
+    any may be empty. A module that blocks lie in runs around them: its own parameters are in no run, and
+    neither is a module that holds a parameter of `left_out` (ids).
+    """
+    runs: list[dict[str, nn.Module]] = [{}]
+    modules = dict(model.named_modules())
+    taken = "."  # a module in a run covers all that is below it
+    for name, module in modules.items():
+        if name in blocks and (runs[-1] or len(runs) == 1):
+            runs.append({})
+        own = any(True for _ in module.parameters(recurse=False))
+        if not own or _is_inside(name, blocks) or _is_below(name, taken):
+            continue
+        caller = nearest_called(modules, name)
+        holds_blocks = any(_is_below(block, caller) for block in blocks)
+        if holds_blocks or any(id(parameter) in left_out for parameter in modules[caller].parameters()):
+            continue
+        runs[-1] = {key: other for key, other in runs[-1].items() if not _is_below(key, caller)}
+        runs[-1][caller] = modules[caller]
+        taken = caller
+    return runs if len(runs) > 1 else [*runs, {}]
+
+
+def _repeated_groups(name: str, module: nn.Module) -> Iterator[dict[str, nn.Module]]:
+    members = _members(name, module)
+    stages = {key: child for key, child in members.items() if _is_stage(child)}
+    if not isinstance(module, _CONTAINERS):
+        inner = members
+    elif stages:
+        inner = stages
+    elif repeated := _repeated(name, module):
+        yield repeated
+        return
+    else:
+        inner = members
+    for key, child in inner.items():
+        if len(stages) == len(members) and not _repeated(key, child):
+            yield _called_below(key, child)  # [[attention, feed-forward], [attention, feed-forward], ...]
+        else:
+            yield from _repeated_groups(key, child)
+
+
+def _repeated(name: str, container: nn.Module) -> dict[str, nn.Module]:
+    """The members that repeat: of a list, which is there to be gone through, all if any do; of a sequence or
+    a dict, those of a class that occurs twice."""
+    members = _members(name, container)
+    classes = Counter(type(child) for child in members.values())
+    if isinstance(container, nn.ModuleList):
+        single = len(members) == 1 and _any_composite(members)  # one layer, or one that is used many times
+        return members if single or max(classes.values(), default=0) > 1 else {}
+    repeated = {key: child for key, child in members.items() if classes[type(child)] > 1}
+    composite = {key: child for key, child in repeated.items() if _any_composite({key: child})}
+    matrices = {key: child for key, child in repeated.items() if any(p.ndim > 1 for p in child.parameters())}
+    return composite or matrices
+
+
+def _is_stage(module: nn.Module) -> bool:
+    """A container that is a member of another: of modules that it does not call, or of blocks."""
+    if not isinstance(module, _CONTAINERS):
+        return False
+    return not is_called(module) or _any_composite(_repeated("", module))
+
+
+def _called_below(name: str, module: nn.Module) -> dict[str, nn.Module]:
+    """The topmost called modules below one that is not called."""
+    found: dict[str, nn.Module] = {}
+    for key, child in _members(name, module).items():
+        found |= {key: child} if is_called(child) else _called_below(key, child)
+    return found
+
+
+def _members(name: str, module: nn.Module) -> dict[str, nn.Module]:
+    prefix = f"{name}." if name else ""
+    return {f"{prefix}{key}": child for key, child in module.named_children() if holds_parameters(child)}
+
+
+def _any_composite(members: Mapping[str, nn.Module]) -> bool:
+    return any(True for child in members.values() for _ in child.children())
+
+
+def _is_inside(name: str, blocks: Mapping[str, nn.Module]) -> bool:
+    while name and name not in blocks:
+        name = name.rpartition(".")[0]
+    return bool(name)
+
+
+def _is_below(name: str, above: str) -> bool:
+    """Every module is below the root, whose name is empty; the root is not."""
+    return name.startswith(f"{above}.") if above else bool(name)

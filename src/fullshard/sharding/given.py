@@ -1,0 +1,142 @@
+"""The values that a module holds before it is sharded: rank 0's, for all ranks."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullshard.errors import ShardError
+
+
+@dataclass
+class Values:
+    """`tensors`: by name, rank 0's own; on the other ranks stand-ins on the meta device, of the same dtypes.
+
+    The names, and so the collectives that give the values out, are the same on all ranks.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    landing: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+    def take(self, name: str, device: torch.device) -> Tensor:
+        """The whole tensor on every rank, which stays until the next is taken. Collective."""
+        value = self.tensors[name]
+        if value.is_meta:
+            # All land in one place: gloo's thread may hold a tensor for a while after its broadcast is done.
+            if self.landing.nbytes < value.nbytes:
+                largest = max(tensor.nbytes for tensor in self.tensors.values())
+                self.landing = torch.empty(largest, dtype=torch.uint8, device=device)
+            whole = self.landing[: value.nbytes].view(value.dtype).view(value.shape)
+        else:
+            whole = value.to(device).contiguous()
+        if dist.is_initialized() and dist.get_world_size() > 1 and whole.numel():
+            dist.broadcast(whole, src=0)
+        del self.tensors[name]
+        return whole
+
+
+class InitialisedWarning(UserWarning):
+    """A model that holds its weights lacks some of them, which are initialised."""
+
+
+def warn_of_missing(model: nn.Module, values: Values, *, stacklevel: int) -> None:
+    """Issues an InitialisedWarning, on rank 0, for a model that is partly on the meta device.
+
+    New adapters are meant so; weights that a checkpoint did not have would go unseen. NeMo Automodel#1148.
+    """
+    missing = [name for name, _ in model.named_parameters() if name not in values.tensors]
+    given = len(list(model.parameters())) - len(missing)
+    if dist.get_rank() == 0 and given and missing:
+        shown = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
+        count = f"{len(missing)} of {given + len(missing)} parameters"
+        text = f"{count} hold no values, and are initialised: {shown}"
+        warnings.warn(text, InitialisedWarning, stacklevel=stacklevel + 1)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a rank says of one of its tensors."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_real: bool
+    is_parameter: bool
+    requires_grad: bool
+
+
+_Finding = tuple[str, str, str, str]  # of a ShardError: what, got, why, fix
+
+
+def take_values(model: nn.Module) -> Values:
+    """Rank 0's real parameters and buffers.
+
+    Raises ShardError on all ranks if they hold different models, or one holds weights that rank 0 does not.
+    """
+    tensors = dict(_named_tensors(model))
+    own = {
+        name: _Given(tuple(t.shape), t.dtype, not t.is_meta, isinstance(t, nn.Parameter), t.requires_grad)
+        for name, t in tensors.items()
+    }
+    first = own
+    if dist.get_world_size() > 1:
+        first = _agree(own)
+    real = {name: given for name, given in first.items() if given.is_real}
+    if dist.get_rank() == 0:
+        return Values({name: tensors[name].detach() for name in real})
+    return Values({n: torch.empty(g.shape, dtype=g.dtype, device="meta") for n, g in real.items()})
+
+
+def _agree(own: dict[str, _Given]) -> dict[str, _Given]:
+    """What rank 0 holds. Each rank compares it with its own; what one finds all raise, so that none waits."""
+    sent = [own]
+    dist.broadcast_object_list(sent, src=0)
+    findings = cast(list[_Finding | None], [None] * dist.get_world_size())
+    dist.all_gather_object(findings, _finding(sent[0], own))
+    for rank, found in enumerate(findings):
+        if found is not None:
+            what, got, why, fix = found
+            raise ShardError(f"rank {rank} holds {what}", got=got, why=why, fix=fix)
+    return sent[0]
+
+
+def _finding(first: Mapping[str, _Given], given: Mapping[str, _Given]) -> _Finding | None:
+    for name in {**first, **given}:
+        if difference := _difference(first.get(name), given.get(name)):
+            return (
+                "another model than rank 0.",
+                f"{name}: {difference} on this rank",
+                "every rank must shard the same parameters",
+                "build the same model on every rank",
+            )
+    extra = [n for n, g in given.items() if g.is_parameter and g.is_real and not first[n].is_real]
+    if extra:
+        return (
+            "weights that rank 0 does not.",
+            f"{len(extra)} parameters, {extra[0]} among them, on the meta device of rank 0",
+            "rank 0's values are the ones that every rank gets",
+            "load the weights on rank 0, or on every rank",
+        )
+    return None
+
+
+def _difference(first: _Given | None, given: _Given | None) -> str | None:
+    if first is None or given is None:
+        return "nothing" if given is None else "not on rank 0, but"
+    if first.shape != given.shape:
+        return f"shape {given.shape}, not {first.shape},"
+    if not first.is_parameter:
+        return None
+    if first.requires_grad != given.requires_grad:
+        return "trainable" if given.requires_grad else "frozen"
+    # Trainable ones get the plan's master dtype anyway.
+    frozen_apart = not first.requires_grad and first.dtype != given.dtype
+    return f"{given.dtype}, not {first.dtype}," if frozen_apart else None
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()

@@ -1,0 +1,120 @@
+"""layout(model): who holds what."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fullshard.quantities import format_bytes, format_count
+
+
+@dataclass(frozen=True)
+class LayoutRow:
+    """One parameter as this rank holds it. `aliases`: the other names of a tied parameter."""
+
+    unit: str
+    parameter: str
+    global_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    dtype: str
+    device: str
+    placement: str
+    trainable: bool
+    local_bytes: int
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All parameters of a model in order; prints as a table of one line each."""
+
+    rows: tuple[LayoutRow, ...]
+
+    def __iter__(self) -> Iterator[LayoutRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def local_bytes(self) -> int:
+        return sum(row.local_bytes for row in self.rows)
+
+    def __str__(self) -> str:
+        header = ("unit", "parameter", "global", "local", "dtype", "device", "placement", "")
+        body = [_cells(row) for row in self.rows]
+        widths = [max(len(cells[i]) for cells in [header, *body]) for i in range(len(header))]
+        lines = [
+            "  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip()
+            for cells in [header, *body]
+        ]
+        numel = sum(_product(row.global_shape) for row in self.rows)
+        total = f"{format_count(numel)} parameters in {len({row.unit for row in self.rows})} units; "
+        return "\n".join([*lines, total + f"this rank holds {format_bytes(self.local_bytes)}"])
+
+
+def layout(model: nn.Module) -> Layout:
+    """Which unit, shape, dtype, device and placement each parameter of `model` has on this rank.
+
+    Works for a sharded module, and for one that is not (every parameter is then whole, in no unit).
+    """
+    units = _unit_names(model)
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return Layout(tuple(_row(p, names[id(p)], units=units) for p in model.parameters()))
+
+
+def _row(parameter: nn.Parameter, names: list[str], *, units: dict[str, str]) -> LayoutRow:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    placement = "whole"
+    if isinstance(parameter, DTensor):
+        axes = parameter.device_mesh.mesh_dim_names or tuple(
+            str(i) for i in range(parameter.device_mesh.ndim)
+        )
+        placed = zip(axes, parameter.placements, strict=True)
+        placement = " ".join(f"{axis}={p}" for axis, p in placed)
+    return LayoutRow(
+        unit=units.get(names[0].rpartition(".")[0], ""),
+        parameter=names[0],
+        global_shape=tuple(parameter.shape),
+        local_shape=tuple(local.shape),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        device=str(local.device),
+        placement=placement,
+        trainable=parameter.requires_grad,
+        local_bytes=local.numel() * local.element_size(),
+        aliases=tuple(names[1:]),
+    )
+
+
+def _unit_names(model: nn.Module) -> dict[str, str]:
+    """Module name -> the name of the unit that gathers its own parameters.
+
+    Modules of one unit share the engine's state, which is how they are known to belong together.
+    """
+    grouped: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            grouped.setdefault(id(module._get_fsdp_state()), []).append(name or "(root)")  # pyright: ignore[reportPrivateUsage]
+    own = {name: "+".join(names) for names in grouped.values() for name in names}
+    units: dict[str, str] = {}
+    for name, _ in model.named_modules():
+        parent = units.get(name.rpartition(".")[0], "") if name else ""
+        units[name] = own.get(name or "(root)", parent)
+    return units
+
+
+def _cells(row: LayoutRow) -> tuple[str, ...]:
+    notes = ([] if row.trainable else ["frozen"]) + [f"= {alias}" for alias in row.aliases]
+    shapes = ("×".join(map(str, shape)) or "scalar" for shape in (row.global_shape, row.local_shape))
+    return (row.unit, row.parameter, *shapes, row.dtype, row.device, row.placement, ", ".join(notes))
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product

@@ -1,0 +1,357 @@
+"""Values for a module that was sharded on the meta device: initialised, or rank 0's.
+
+[Note: the same values at any rank count]
+Modules initialise whole parameters, and each rank then cuts its shard out. One unit at a time is whole; the
+other parameters stand on the meta device meanwhile, where writing costs nothing, so that a module may
+initialise what it holds across units. Every random operation is seeded by the run's seed, the name of the
+module whose initialiser runs, and how many random operations that has made before, those on the meta device
+counted in. So values depend neither on ranks nor strategy nor units. (DTensor's own random operators do not
+work on CPU meshes, and give each mesh its own numbers.)
+"""
+
+import hashlib
+import random
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fullshard.errors import ShardError
+from fullshard.sharding.given import Values
+from fullshard.sharding.precision import TORCH_DTYPE, unit_precision
+from fullshard.sharding.units import Unit
+from fullshard.spec.plan import Plan
+
+Initialise = Callable[[nn.Module], object]
+
+
+@contextmanager
+def parameters_on_meta() -> Generator[None]:
+    """Within it, modules put their parameters on the meta device, and compute their buffers as usual.
+
+    For modules that fill buffers in their constructor and could not fill them again later. Not for threads
+    that build modules at the same time: it swaps `nn.Module.register_parameter`.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(  # signature: torch's register_parameter
+        self: nn.Module, name: str, param: nn.Parameter | None
+    ) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def meta_parameters(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> None:
+    """Replaces every parameter by one on the meta device, trainable ones in their unit's master dtype.
+
+    Ties stay tied. Frozen parameters keep their dtype: they have no update to lose. Scalars, which cannot be
+    sharded, likewise become meta parameters, and real ones again in `fill`.
+    """
+    masters = {
+        id(p): TORCH_DTYPE[unit_precision(unit.override, plan).master]
+        for unit in units
+        for p in unit.parameters.values()
+    }
+    whole_run = TORCH_DTYPE[plan.precision.master]
+    replaced: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in replaced:
+                trainable = parameter.requires_grad and parameter.is_floating_point()
+                data = torch.empty_like(
+                    parameter,
+                    device="meta",
+                    dtype=masters.get(id(parameter), whole_run) if trainable else parameter.dtype,
+                    memory_format=torch.contiguous_format,
+                )
+                replaced[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            module._parameters[name] = replaced[id(parameter)]  # pyright: ignore[reportPrivateUsage]
+    for unit in units:
+        unit.parameters = {name: replaced[id(p)] for name, p in unit.parameters.items()}
+
+
+def fill(
+    model: nn.Module, units: Sequence[Unit], *, values: Values, plan: Plan, init: Initialise | None
+) -> None:
+    """Allocates the shards and gives them values, unit by unit; then the buffers.
+
+    See [Note: the same values at any rank count]. `values` is emptied as it is used, so that rank 0 lets go
+    of what it has given. Raises ShardError for what nothing initialises.
+    """
+    on_cuda = plan.device == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    filler = _Filler(model, device, seed=plan.run.run.seed, init=init)
+    scalars = [name for name, parameter in filler.parameters.items() if parameter.ndim == 0]
+    filler.hang(filler.stand_ins)
+    try:
+        for unit in units:
+            filler.fill_unit(unit, scalars if unit.is_root else [], values=values)
+    finally:
+        filler.hang(filler.parameters)
+    filler.fill_buffers(values)
+
+
+def materialize(
+    model: nn.Module, *, seed: int, device: torch.device | None = None, init: Initialise | None = None
+) -> nn.Module:
+    """Gives an unsharded meta model, on this process alone, the very values that `shard` would. Returns it.
+
+    Raises ShardError for what nothing initialises.
+    """
+    filler = _Filler(model, device or torch.device("cpu"), seed=seed, init=init)
+    filler.hang(filler.stand_ins)
+    try:
+        for name, whole in filler.initialised(list(filler.parameters)).items():
+            old = filler.parameters[name]
+            filler.parameters[name] = nn.Parameter(whole.to(old.dtype), requires_grad=old.requires_grad)
+    finally:
+        filler.hang(filler.parameters)
+    filler.fill_buffers(Values())
+    return model
+
+
+class _Filler:
+    """Fills one model. `parameters`: by first name; `slots`: where in the model each of them hangs."""
+
+    def __init__(self, model: nn.Module, device: torch.device, *, seed: int, init: Initialise | None) -> None:
+        self.model, self.device, self.seed = model, device, seed
+        self.init = init or getattr(model, "_init_weights", None)
+        self.explicit = init is not None
+        self.names = {module: name for name, module in model.named_modules()}
+        self.order = list(dict.fromkeys(_post_order(model)))
+        self.parents = _parents(model)
+        self.parameters = dict(model.named_parameters())
+        self.slots = _slots(model, self.parameters)
+        self.stand_ins = {
+            name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=False)
+            for name, p in self.parameters.items()
+        }
+
+    def hang(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Registers them wherever the parameters of these names belong."""
+        for name, parameter in parameters.items():
+            for module, key in self.slots[name]:
+                module._parameters[key] = parameter  # pyright: ignore[reportPrivateUsage]
+
+    def fill_unit(self, unit: Unit, scalars: Sequence[str], *, values: Values) -> None:
+        """Expects stand-ins in the model. No more than this unit is whole at any time."""
+        names = [*scalars, *unit.parameters]
+        whole = self.initialised([name for name in names if name not in values.tensors])
+        for name in names:
+            value = whole.pop(name) if name in whole else values.take(name, self.device)
+            self._put(name, _cut(value, self.parameters[name]))
+        for name in unit.parameters:
+            unit.parameters[name] = self.parameters[name]
+
+    def _put(self, name: str, data: Tensor) -> None:
+        """The engine knows its parameter by identity, so a DTensor changes its data; a scalar is replaced."""
+        old = self.parameters[name]
+        new = nn.Parameter(data, requires_grad=old.requires_grad)
+        if isinstance(old, DTensor):
+            torch.utils.swap_tensors(old, new)  # `.data =` cannot leave the meta device
+        else:
+            self.parameters[name] = new
+
+    def initialised(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Whole, initialised values of these parameters, in fp32 (or their own dtype if frozen)."""
+        if not names:
+            return {}
+        self.hang({name: self._uninitialised(self.parameters[name]) for name in names})
+        holders = {module for name in names for module, _ in self.slots[name]}
+        self._run_initialisers(_with_ancestors(holders, self.parents))
+        whole: dict[str, Tensor] = {}
+        for name in names:
+            module, key = self.slots[name][0]
+            # Read from the module: an initialiser may have replaced the parameter.
+            whole[name] = module._parameters[key].detach()  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]
+        self.hang(self.stand_ins)
+        self._check_initialised(whole)
+        return whole
+
+    def _uninitialised(self, like: nn.Parameter) -> nn.Parameter:
+        dtype = torch.float32 if like.requires_grad else like.dtype
+        data = torch.empty(like.shape, dtype=dtype, device=self.device)
+        _mark(data)
+        return nn.Parameter(data, requires_grad=False)
+
+    def _run_initialisers(self, concerned: set[nn.Module]) -> None:
+        """Children before parents, as `nn.Module.apply` does: a parent may refine what its child has set."""
+        with _random_states_kept(self.device), torch.no_grad():
+            for module in self.order:
+                if module in concerned:
+                    seed = _seed_of(self.seed, self.names[module])
+                    random.seed(seed)  # for initialisers that draw from these, who knows why
+                    np.random.seed(seed % 2**32)
+                    with _SeededRandom(self.seed, self.names[module]):
+                        self._initialise_module(module)
+
+    def _initialise_module(self, module: nn.Module) -> None:
+        own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        try:
+            if own is not None and not self.explicit:
+                own()
+            if self.init is not None:
+                self.init(module)
+        except RuntimeError as error:
+            if "meta tensor" not in str(error):
+                raise
+            raise ShardError(
+                f"{self.names[module] or type(module).__name__} cannot be initialised unit by unit.",
+                got=str(error).splitlines()[0],
+                why="its initialiser reads values of another unit, which are not there at the time",
+                fix="fullshard.shard(model, plan, init=...), or a model that holds its weights",
+            ) from error
+
+    def _check_initialised(self, whole: Mapping[str, Tensor]) -> None:
+        for name, tensor in whole.items():
+            if _is_marked(tensor):
+                holder = self.model.get_submodule(name.rpartition(".")[0])
+                raise ShardError(
+                    f"{name} was not initialised.",
+                    got=f"{type(holder).__name__} on the meta device, with no reset_parameters that sets it",
+                    why="its values would be whatever lay in memory",
+                    fix="fullshard.shard(model, plan, init=...), or a model that holds its weights",
+                )
+
+    def fill_buffers(self, values: Values) -> None:
+        """Rank 0's buffers where it has them; else the module computes them again; else ShardError."""
+        real = {
+            id(buffer): values.take(name, self.device).clone()
+            for name, buffer in self.model.named_buffers()
+            if name in values.tensors
+        }
+        for module in self.model.modules():
+            for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                if id(buffer) in real:
+                    module._buffers[key] = real[id(buffer)]  # pyright: ignore[reportPrivateUsage]
+        for module in self.model.modules():
+            self._recompute_buffers(module)
+
+    def _recompute_buffers(self, module: nn.Module) -> None:
+        meta = {key: b for key, b in module.named_buffers(recurse=False) if b.is_meta}
+        if not meta:
+            return
+        prefix = f"{self.names[module]}." if self.names[module] else ""
+        again = getattr(module, "reset_buffers", None) or getattr(module, "reset_running_stats", None)
+        for key, buffer in meta.items():
+            empty = torch.empty_like(buffer, device=self.device)
+            _mark(empty)
+            module._buffers[key] = empty  # pyright: ignore[reportPrivateUsage]
+        if again is not None:
+            with torch.no_grad():
+                again()
+        for key, buffer in module.named_buffers(recurse=False):
+            if key in meta and (again is None or _is_marked(buffer)):
+                raise ShardError(
+                    f"{prefix}{key} is a buffer on the meta device.",
+                    got=f"{type(module).__name__}, which has no reset_buffers() that sets it",
+                    why="a buffer's values are computed by the constructor, and the meta device lost them",
+                    fix="build the model within fullshard.parameters_on_meta(), which keeps buffers real",
+                )
+
+
+class _SeededRandom(TorchDispatchMode):
+    """Seeds each random operation on its own. See [Note: the same values at any rank count]."""
+
+    def __init__(self, seed: int, name: str) -> None:
+        super().__init__()
+        self.seed, self.name, self.operations = seed, name, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            torch.manual_seed(_seed_of(self.seed, f"{self.name}/{self.operations}"))
+            self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _random_states_kept(device: torch.device) -> Generator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _cut(whole: Tensor, parameter: nn.Parameter) -> Tensor:
+    """This rank's part of `whole`, as `parameter` is placed; every rank has the same `whole`."""
+    if not isinstance(parameter, DTensor):
+        return whole.to(parameter.dtype, copy=True)
+    mesh, placements, local = parameter.device_mesh, parameter.placements, whole
+    for axis, placement in enumerate(placements):
+        if placement.is_shard(0):
+            chunks, rank = local.chunk(mesh.size(axis)), mesh.get_local_rank(axis)
+            local = chunks[rank] if rank < len(chunks) else local[:0]
+    # A copy, or the shard would keep the whole tensor's storage alive.
+    local = local.to(parameter.dtype, copy=True)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def _mark(tensor: Tensor) -> None:
+    """NaN: what still has it after initialisation was never set."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+
+
+def _is_marked(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any())
+
+
+def _slots(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, list[tuple[nn.Module, str]]]:
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    slots: dict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            slots[names[id(parameter)]].append((module, key))
+    return slots
+
+
+def _parents(model: nn.Module) -> dict[nn.Module, set[nn.Module]]:
+    parents: dict[nn.Module, set[nn.Module]] = defaultdict(set)
+    for module in model.modules():
+        for child in module.children():
+            parents[child].add(module)
+    return parents
+
+
+def _with_ancestors(
+    modules: Iterable[nn.Module], parents: Mapping[nn.Module, set[nn.Module]]
+) -> set[nn.Module]:
+    found: set[nn.Module] = set()
+    left = list(modules)
+    while left:
+        module = left.pop()
+        if module not in found:
+            found.add(module)
+            left += parents.get(module, ())
+    return found
+
+
+def _post_order(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _post_order(child)
+    yield module
+
+
+def _seed_of(seed: int, name: str) -> int:
+    """63 bits of a hash of both: modules' numbers are independent, and stay so when names are added."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1

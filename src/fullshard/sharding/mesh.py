@@ -1,0 +1,144 @@
+"""The ranks of a run, and the mesh that a Plan lays them out in."""
+
+import importlib
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard.errors import LaunchError, PlanError
+from fullshard.spec.plan import DeviceType, Plan
+
+REPLICATE_AXIS, SHARD_AXIS = "dp_replicate", "dp_shard"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who this process is among all: global and on its machine, and the device that is its own."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+
+
+def pick_device_type(asked: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceType:
+    """`auto` is CUDA where there is one. Raises LaunchError if CUDA is asked for and absent."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise LaunchError(
+            "this machine has no CUDA device that torch can use.",
+            got='run.device = "cuda"',
+            fix='run.device = "cpu", or a CUDA build of torch',
+        )
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return asked
+
+
+@contextmanager
+def process_group(
+    device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_seconds: float = 600
+) -> Generator[Ranks]:
+    """The default process group, from torchrun's environment; one rank alone where there is none.
+
+    A group that is already initialised is used as it is, and left as it is. On CUDA the group serves CPU
+    tensors too (gloo beside NCCL), so that offloaded gradients can be reduced.
+    """
+    kind = pick_device_type(device)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    # A scheduler may show each process its own GPU alone, which then is number 0.
+    own = f"cuda:{local_rank % torch.cuda.device_count()}" if kind == "cuda" else "cpu"
+    own_device = torch.device(own)
+    if kind == "cuda":
+        torch.cuda.set_device(own_device)
+    ours = not dist.is_initialized()
+    if ours:
+        _initialise(kind, timedelta(seconds=timeout_seconds))
+    clean = False
+    try:
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
+        yield Ranks(dist.get_rank(), dist.get_world_size(), local_rank, local_world_size, own_device)
+        clean = True
+    finally:
+        if ours and dist.is_initialized():
+            _leave(kind, clean=clean)
+
+
+def _leave(kind: DeviceType, *, clean: bool) -> None:
+    if clean:
+        dist.barrier()  # a rank that tears down early aborts the others' last collectives
+    if clean or kind == "cpu":
+        dist.destroy_process_group()
+    # Otherwise the process is about to end: tearing NCCL down would wait for what a failed rank never sent.
+
+
+def _initialise(kind: DeviceType, timeout: timedelta) -> None:
+    backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def build_mesh(plan: Plan) -> DeviceMesh:
+    """The mesh of the plan: (`dp_shard`,), or (`dp_replicate`, `dp_shard`) where it replicates.
+
+    Raises PlanError if the plan is for another number of ranks than there are.
+    """
+    if not dist.is_initialized():
+        raise PlanError(
+            "there is no process group to lay a mesh over.",
+            fix="with fullshard.process_group(): around the training code",
+        )
+    if dist.get_world_size() != plan.world_size:
+        raise PlanError(
+            f"the plan is for {plan.world_size} ranks.",
+            got=f"{dist.get_world_size()} ranks",
+            fix="make the plan with world_size=torch.distributed.get_world_size()",
+        )
+    if plan.replicate_degree == 1:
+        return init_device_mesh(plan.device, (plan.shard_degree,), mesh_dim_names=(SHARD_AXIS,))
+    return replicating_mesh(
+        plan.device, replicate_degree=plan.replicate_degree, shard_degree=plan.shard_degree
+    )
+
+
+def replicating_mesh(device: DeviceType, *, replicate_degree: int, shard_degree: int) -> DeviceMesh:
+    """(`dp_replicate`, `dp_shard`) over all ranks; neighbours shard, since their links are the faster."""
+    shape = (replicate_degree, shard_degree)
+    return init_device_mesh(device, shape, mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))
+
+
+@contextmanager
+def one_small_mesh() -> Generator[None]:
+    """Within it, units that are kept over fewer ranks after forward (`reshard_to`) share one mesh of these.
+
+    `fully_shard(reshard_after_forward=<int>)` makes a mesh, and with it process groups, for every unit: at 80
+    blocks on NCCL hundreds of communicators. It takes no mesh for this, so the class that it makes one of is
+    exchanged while it runs; where a torch has no such name, every unit has its own groups, and works.
+    """
+    engine: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_init")
+    mesh_class = getattr(engine, "DeviceMesh", None)
+    if mesh_class is None:
+        yield
+        return
+    made: dict[tuple[str, str], DeviceMesh] = {}
+
+    def make_once(device_type: str, mesh: torch.Tensor) -> DeviceMesh:
+        key = (device_type, str(mesh.tolist()))
+        if key not in made:
+            made[key] = mesh_class(device_type, mesh)
+        return made[key]
+
+    engine.DeviceMesh = make_once
+    try:
+        yield
+    finally:
+        engine.DeviceMesh = mesh_class

@@ -1,0 +1,200 @@
+"""One microbatch on fake tensors, cut into phases where the engine would act.
+
+The hooks stand where `fully_shard` has its own: before and after a unit's modules in forward, at the first
+gradient of a unit's outputs, and when the gradients of its inputs are there. A unit whose inputs have no
+gradient (an embedding) ends its backward when the whole backward does.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils.hooks import RemovableHandle
+
+from fullshard.sharding.allocations import Allocations
+from fullshard.sharding.precision import TORCH_DTYPE
+from fullshard.sharding.units import Unit
+from fullshard.spec.model import Event, Phase
+from fullshard.spec.plan import Plan
+
+LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor]]
+
+
+class Tracer:
+    """Runs microbatches of `model`, whose parameters are fake, and takes the phases down."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], *, plan: Plan, fakes: FakeTensorMode) -> None:
+        self.model, self.units, self.plan, self.fakes = model, units, plan, fakes
+        self.allocations = Allocations()
+        self._phases: list[Phase] = []
+        self._opened: tuple[Event, int] = ("start", -1)
+        self._to_run: list[set[nn.Module]] = [set() for _ in units]  # modules of a unit yet to run
+        self._in_backward: set[int] = set()
+        self._finished: set[int] = set()
+        self._backward_began = False
+
+    def microbatch(self, loss: LossFunction, batch: Any) -> tuple[Phase, ...]:
+        """The phases of one forward and backward. Whole gradients that were there before stay uncounted."""
+        self.allocations = Allocations()
+        self._phases, self._opened, self._finished = [], ("start", -1), set()
+        self._backward_began = False
+        self._to_run = [set() for _ in self.units]
+        handles = self._hook()
+        try:
+            with torch.autograd.set_multithreading_enabled(False), self.fakes, self.allocations:
+                self._ignore_given(batch)
+                result = loss(self.model, batch)
+                value = result[0] if isinstance(result, tuple) else result
+                self.allocations.kind, self._backward_began = "loss", True
+                value.backward()
+                for index in self._pending():
+                    self._post_backward(index)
+                self._mark("end_backward", -1)
+                del result, value
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._mark("start", -1)
+        return tuple(self._phases)
+
+    def hold_gradients(self) -> None:
+        """Gives every trained parameter the whole gradient of an earlier microbatch."""
+        with self.fakes, torch.no_grad():
+            for unit in self.units:
+                for parameter in unit.parameters.values():
+                    if parameter.requires_grad:
+                        parameter.grad = torch.empty_like(parameter)
+
+    def _ignore_given(self, batch: Any) -> None:
+        given = [*self.model.parameters(), *self.model.buffers(), *tree_leaves(batch)]
+        for tensor in given:
+            if isinstance(tensor, Tensor):
+                self.allocations.ignore(tensor)
+                if tensor.grad is not None:
+                    self.allocations.ignore(tensor.grad)
+
+    def _mark(self, event: Event, unit: int) -> None:
+        """Closes the phase that is open, and opens the next."""
+        peak, end = self.allocations.cut()
+        opened, of_unit = self._opened
+        self._phases.append(Phase(event=opened, unit=of_unit, peak=peak, end=end))
+        self._opened = (event, unit)
+
+    # Hooks #
+    def _hook(self) -> list[RemovableHandle]:
+        handles: list[RemovableHandle] = []
+        for index, unit in enumerate(self.units):
+            for module in unit.modules:
+                handles.append(
+                    module.register_forward_pre_hook(self._before(index), prepend=True, with_kwargs=True)
+                )
+                handles.append(module.register_forward_hook(self._after(index)))
+            for parameter in unit.parameters.values():
+                if parameter.requires_grad:
+                    handles.append(parameter.register_post_accumulate_grad_hook(self._gradient_is_there))
+        return handles
+
+    def _before(self, index: int) -> Callable[..., Any]:
+        unit = self.units[index]
+        precision = unit.settings(self.plan).precision
+        dtype = TORCH_DTYPE[precision.param] if precision.cast_inputs else None
+
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> Any:  # signature: torch's forward pre-hook
+            args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
+            if self._to_run[index]:
+                return args, kwargs
+            self._to_run[index] = set(unit.modules)
+            self._mark("pre_forward", index)
+            return self._watch_inputs(index, (args, kwargs)) if unit.parameters else (args, kwargs)
+
+        return hook
+
+    def _after(self, index: int) -> Callable[..., Any]:
+        unit = self.units[index]
+        precision = unit.settings(self.plan).precision
+        output = TORCH_DTYPE[precision.output] if precision.output and unit.is_root else None
+
+        def hook(module: nn.Module, _args: Any, result: Any) -> Any:  # signature: torch's forward hook
+            self._to_run[index].discard(module)
+            if not self._to_run[index]:
+                self._post_forward(index, result)
+            return _cast(result, output)
+
+        return hook
+
+    def _post_forward(self, index: int, result: Any) -> None:
+        again = self._backward_began  # computed again: the engine does not reshard
+        if not again:
+            self._mark("post_forward", index)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _gradient: self._pre_backward(index))
+        if again and not any(self._to_run):
+            self._mark("end_forward", -1)  # to the engine, a unit inside of what is computed again is a root
+        if self.units[index].is_root and not again:
+            for other, left in enumerate(self._to_run):
+                if left:  # part of the unit did not run: the engine ends its forward here
+                    left.clear()
+                    self._mark("post_forward", other)
+            self._mark("end_forward", -1)
+            self.allocations.kind = "loss"
+
+    def _watch_inputs(self, index: int, inputs: tuple[Any, Any]) -> Any:
+        leaves, spec = tree_flatten(inputs)
+        where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not where or not torch.is_grad_enabled():
+            return inputs
+        watched = _EndOfBackward.apply(lambda: self._post_backward(index), *(leaves[i] for i in where))
+        for i, leaf in zip(where, watched, strict=True):
+            leaves[i] = leaf
+        return tree_unflatten(leaves, spec)
+
+    def _pre_backward(self, index: int) -> None:
+        if index in self._in_backward:
+            return
+        self._in_backward.add(index)
+        self._to_run[index].clear()  # computed again, a unit may break off once it has what backward needs
+        self._mark("pre_backward", index)
+        self.allocations.kind = "backward"
+
+    def _gradient_is_there(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.allocations.move(parameter.grad, "gradients")
+
+    def _post_backward(self, index: int) -> None:
+        """The engine takes the gradients away; those that autograd adds to stay, and are not counted."""
+        self._in_backward.discard(index)
+        self._finished.add(index)
+        self._mark("post_backward", index)
+        for parameter in self.units[index].parameters.values():
+            parameter.grad = None
+        self.allocations.restart()
+
+    def _pending(self) -> list[int]:
+        """Units whose backward no input gradient ended, in the engine's order: as modules are registered."""
+        position = {module: i for i, module in enumerate(self.model.modules())}
+        left = [i for i, u in enumerate(self.units) if u.parameters and i not in self._finished]
+        return sorted(left, key=lambda i: position[self.units[i].modules[0]])
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """Passes tensors through; its backward runs when the gradients of all of them are there."""
+
+    @staticmethod
+    def forward(ctx: Any, ended: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.ended = ended
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.ended()
+        return (None, *gradients)
+
+
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return values
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)

@@ -1,0 +1,370 @@
+"""Which modules form a communication unit: what is gathered, used and freed together."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from fullshard.errors import ShardError
+from fullshard.sharding.blocks import (
+    around_blocks,
+    called_modules,
+    find_blocks,
+    holds_parameters,
+    nearest_called,
+)
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import UnitOverride, UnitSection
+from fullshard.spec.unit import UnitSettings
+
+Predicate = Callable[[str, nn.Module], bool]
+ROOT = "(root)"
+
+
+@dataclass(eq=False)
+class Unit:
+    """Modules that are gathered together, and the parameters that this unit alone answers for.
+
+    `name` is the first module's, with the others after a `+`; `is_block`: chosen as one of the repeated
+    blocks, or by name, size or predicate; `keep_until_backward`: its backward comes right after its forward.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    is_block: bool = False
+    keep_until_backward: bool = False
+    override: UnitOverride | None = None
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
+
+    @property
+    def is_root(self) -> bool:
+        return self.name == ROOT
+
+    @property
+    def numel(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters.values())
+
+    @property
+    def holds_experts(self) -> bool:
+        """Whether some of its parameters may get no gradient on a rank whose tokens went elsewhere."""
+        return any("experts" in name.split(".") for name in self.parameters)
+
+    def settings(self, plan: Plan) -> UnitSettings:
+        """What `plan` says of this unit, its override taken in."""
+        return UnitSettings.of(plan, self.override, kept=self.is_root or self.keep_until_backward)
+
+
+def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate | None = None) -> list[Unit]:
+    """The units of `model` in order of registration, what lies inside another before it, the root last.
+
+    Every parameter that has a dimension to shard belongs to exactly one unit. A parameter that modules of two
+    units share (tied weights) forms a unit of its own with all the modules that hold it, or joins the root; a
+    module that stands in two units likewise.
+    Raises ShardError if there is nothing to shard, no repeated block is found, or a name matches no module.
+    """
+    _check_parameters(model)
+    paths = dict(model.named_modules(remove_duplicate=False))
+    chosen = _chosen(model, section, predicate=predicate)
+    _settle_shared(paths, chosen)
+    units = [*_innermost_first(paths, chosen), Unit(ROOT, (model,))]
+    _assign_parameters(model, units)
+    units = [unit for unit in units if unit.parameters or unit.is_root]
+    for unit in units:
+        unit.override = _override_for(unit, section.overrides)
+    _check_overrides_match(units, section.overrides)
+    return units
+
+
+def find_repeated(model: nn.Module, section: UnitSection, *, units: Sequence[Unit]) -> list[nn.Module]:
+    """The blocks that recompute and compile work on, whatever the units are.
+
+    They are the repeated blocks (or those that `names` match); where there are none, the modules that were
+    chosen as units, without those that lie inside others.
+    """
+    if section.policy == "block" and section.names:
+        return list(_matching(model, section.names).values())
+    if blocks := find_blocks(model):
+        return list(blocks.values())
+    chosen = [module for unit in units if unit.is_block for module in unit.modules]
+    inner = {module for outer in chosen for module in outer.modules() if module is not outer}
+    return [module for module in chosen if module not in inner]
+
+
+def _check_parameters(model: nn.Module) -> None:
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ShardError(f"{type(model).__name__} has no parameters.", why="there is nothing to shard")
+    for name, parameter in parameters.items():
+        if is_lazy(parameter):
+            raise ShardError(
+                f"{name} has no shape yet.",
+                got="a parameter of a lazy module",
+                fix="run one batch through the model before it is sharded, or give the module its shape",
+            )
+
+
+# Policies #
+def _chosen(model: nn.Module, section: UnitSection, *, predicate: Predicate | None) -> list[Unit]:
+    if predicate is not None:
+        named = {name: m for name, m in called_modules(model).items() if predicate(name, m)}
+        return _named_units(named, what="the units predicate")
+    if section.policy == "size":
+        return _by_size(model, section.min_parameters)
+    if section.policy == "names":
+        return _named_units(_matching(model, section.names), what="sharding.units.names")
+    return _by_block(model, section)
+
+
+def _by_block(model: nn.Module, section: UnitSection) -> list[Unit]:
+    blocks = _matching(model, section.names) if section.names else find_blocks(model)
+    if not blocks:
+        raise ShardError(
+            f"{type(model).__name__} has no repeated block to make units of.",
+            why="one unit for the whole model would be gathered at once, and save nothing while it computes",
+            fix='sharding.units.policy = "size", or policy = "names" with names = [...]',
+        )
+    units = [Unit(name, (block,), is_block=True) for name, block in blocks.items()]
+    if section.separate_experts:
+        units += _expert_units(model, blocks)
+    paths = dict(model.named_modules(remove_duplicate=False))
+    runs = around_blocks(model, blocks, left_out=set(_tied(paths)))
+    for run in runs:
+        # Vectors alone (a norm) are not worth a collective: the root holds them.
+        if any(parameter.ndim > 1 for module in run.values() for parameter in module.parameters()):
+            units += _run_units(paths, run, last=run is runs[-1])
+    return units
+
+
+def _run_units(paths: Mapping[str, nn.Module], run: Mapping[str, nn.Module], *, last: bool) -> list[Unit]:
+    """One unit for the run, but a module that stands in several places, called from each, is one alone."""
+    places = Counter(paths.values())
+    alone = {name: module for name, module in run.items() if places[module] > 1}
+    together = {name: module for name, module in run.items() if name not in alone}
+    units = [Unit(name, (module,)) for name, module in alone.items()]
+    if together:
+        units.append(Unit("+".join(together), tuple(together.values()), keep_until_backward=last))
+    return units
+
+
+def _expert_units(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[Unit]:
+    """The `experts` of a block, apart from its attention.
+
+    A list of experts is never called, and an expert of it may not be called on a rank where no token reached
+    it, while the others wait in the all-gather. So they are one unit with the module that holds and calls
+    them; if that is the block itself, they stay in it.
+    """
+    modules = dict(model.named_modules())
+    experts = [
+        name
+        for name, module in modules.items()
+        if name.endswith(".experts") and ".experts." not in name and holds_parameters(module)
+    ]
+    calling = {nearest_called(modules, name) for name in experts}
+    return [
+        Unit(name, (module,))
+        for name, module in modules.items()
+        if name in calling and any(name.startswith(f"{block}.") for block in blocks)
+    ]
+
+
+def _by_size(model: nn.Module, min_parameters: int) -> list[Unit]:
+    """Bottom up: a module becomes a unit once the parameters not yet in a unit below it reach the minimum."""
+    units: list[Unit] = []
+    taken: set[int] = set()
+    called = set(called_modules(model).values())
+
+    def visit(name: str, module: nn.Module) -> None:
+        for key, child in module.named_children():
+            visit(f"{name}.{key}" if name else key, child)
+        rest = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
+        if module in called and sum(rest.values()) >= min_parameters:
+            units.append(Unit(name, (module,), is_block=True))
+            taken.update(rest)
+
+    visit("", model)
+    return units
+
+
+def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    modules = called_modules(model)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in modules):
+            raise ShardError(
+                f"no module that is called matches {pattern!r}.",
+                got=f"sharding.units.names = {list(patterns)}",
+                fix=f"names like {', '.join(list(modules)[:4])} (* stands for anything)",
+            )
+    return {name: m for name, m in modules.items() if any(_is_outermost_match(name, p) for p in patterns)}
+
+
+def _is_outermost_match(name: str, pattern: str) -> bool:
+    """`*` stands for dots too, but `blocks.*` means the blocks, and not all that is in them."""
+    above = name.rpartition(".")[0]
+    while above and not fnmatchcase(above, pattern):
+        above = above.rpartition(".")[0]
+    return not above and fnmatchcase(name, pattern)
+
+
+def _named_units(named: Mapping[str, nn.Module], *, what: str) -> list[Unit]:
+    if not named:
+        raise ShardError(f"{what} chose no module.", fix="a rule that is true for the repeated blocks")
+    return [Unit(name, (module,), is_block=True) for name, module in named.items()]
+
+
+# Sharing #
+def _settle_shared(paths: Mapping[str, nn.Module], units: list[Unit]) -> None:
+    """Changes `units` until no module and no parameter stands in two of them, or in one and in the root.
+
+    A module that does becomes a unit of its own. The modules that hold one parameter are joined to one unit:
+    the engine gathers a parameter once for the modules of one `fully_shard` call; a tied weight in two calls
+    would be sharded twice, and its two copies drift apart (accelerate#4171, torchtitan#2495). What the root
+    itself reads stays with the root, and so do all modules that lead there.
+    """
+    names, tied = _first_names(paths), list(_tied(paths).values())
+    free = {paths[""]}  # modules that no unit may hold
+    while True:
+        owners = _owners(paths, units)
+        torn = _torn_module(paths, owners)
+        holders = next((one for one in tied if len({owners[names[module]] for module in one}) > 1), None)
+        if torn is not None:
+            units.append(Unit(names[torn], (torn,)))
+        elif holders is None:
+            return
+        elif holders & free:
+            free |= {paths[above] for name in paths if paths[name] in holders for above in _and_above(name)}
+            units[:] = [unit for unit in units if not free & set(unit.modules)]
+        else:
+            joined = [unit for unit in units if holders & set(unit.modules)]
+            modules = holders.union(*(unit.modules for unit in joined))
+            units[:] = [unit for unit in units if unit not in joined]
+            units.append(_unit_of([module for module in names if module in modules], names))
+
+
+def _torn_module(paths: Mapping[str, nn.Module], owners: Mapping[str, Unit | None]) -> nn.Module | None:
+    """The first called module whose places have different owners."""
+    seen: dict[nn.Module, Unit | None] = {}
+    for name, module in paths.items():
+        apart = seen.setdefault(module, owners[name]) is not owners[name]
+        if apart and nearest_called(paths, name) == name and holds_parameters(module):
+            return module
+    return None
+
+
+def _and_above(name: str) -> list[str]:
+    """`"a.b.c"` -> `["a.b.c", "a.b", "a"]`."""
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(len(parts), 0, -1)] if name else []
+
+
+def _unit_of(modules: Sequence[nn.Module], names: Mapping[nn.Module, str]) -> Unit:
+    return Unit("+".join(names[module] for module in modules), tuple(modules))
+
+
+def _first_names(paths: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
+    names: dict[nn.Module, str] = {}
+    for name, module in paths.items():
+        names.setdefault(module, name)
+    return names
+
+
+def _tied(paths: Mapping[str, nn.Module]) -> dict[int, set[nn.Module]]:
+    """id(parameter) -> the modules that hold it, for those that several hold; see `nearest_called`."""
+    holders: dict[int, set[nn.Module]] = defaultdict(set)
+    for name, module in paths.items():
+        for parameter in module.parameters(recurse=False):
+            holders[id(parameter)].add(paths[nearest_called(paths, name)])
+    return {key: modules for key, modules in holders.items() if len(modules) > 1}
+
+
+def _owners(paths: Mapping[str, nn.Module], units: Iterable[Unit]) -> dict[str, Unit | None]:
+    """For each path of a module, the innermost unit that it lies in; None is the root."""
+    by_module = {module: unit for unit in units for module in unit.modules}
+    owners: dict[str, Unit | None] = {}
+    for name, module in paths.items():
+        parent = owners.get(name.rpartition(".")[0]) if name else None
+        owners[name] = by_module.get(module, parent)
+    return owners
+
+
+# Order #
+def _innermost_first(paths: Mapping[str, nn.Module], units: Sequence[Unit]) -> list[Unit]:
+    """In order of registration, but a unit that lies in another before it."""
+    names = _first_names(paths)
+    position = {module: i for i, module in enumerate(names)}
+    units = sorted(units, key=lambda unit: min(position[module] for module in unit.modules))
+    inside = _inside(paths, units)
+    for unit in units:
+        # Units that lie in each other (tied weights, crossed) can only be gathered as one.
+        ring = [other for other in inside[unit] if other is not unit and unit in inside[other]]
+        if ring:
+            modules = {module for one in (unit, *ring) for module in one.modules}
+            rest = [other for other in units if other is not unit and other not in ring]
+            joined = _unit_of([module for module in names if module in modules], names)
+            return _innermost_first(paths, [*rest, joined])
+    ordered: dict[Unit, None] = {}
+
+    def place(unit: Unit) -> None:
+        for inner in units:
+            if inner in inside[unit]:
+                place(inner)
+        ordered.setdefault(unit)
+
+    for unit in units:
+        place(unit)
+    owners = _owners(paths, units)
+    for unit in ordered:
+        # Modules that lie in others of the same unit, wherever they stand, are gathered with these.
+        apart = {paths[name] for name in paths if owners.get(name.rpartition(".")[0]) is not unit or not name}
+        if outermost := [module for module in unit.modules if module in apart]:
+            unit.modules, unit.name = tuple(outermost), "+".join(names[module] for module in outermost)
+    return list(ordered)
+
+
+def _inside(paths: Mapping[str, nn.Module], units: Sequence[Unit]) -> dict[Unit, set[Unit]]:
+    """For each unit, those that lie in it, or in what lies in it."""
+    by_module = {module: unit for unit in units for module in unit.modules}
+    inside: dict[Unit, set[Unit]] = {unit: set() for unit in units}
+    around: dict[str, frozenset[Unit]] = {}
+    for name, module in paths.items():
+        own = by_module.get(module)
+        outer = around[name.rpartition(".")[0]] if name else frozenset[Unit]()
+        if own is not None:
+            for unit in outer - {own}:
+                inside[unit].add(own)
+            outer |= {own}
+        around[name] = outer
+    for found in inside.values():
+        left = list(found)
+        while left:
+            new = inside[left.pop()] - found
+            found |= new
+            left += new
+    return inside
+
+
+def _assign_parameters(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Each parameter to the innermost unit of the modules that hold it; scalars to none: they are whole."""
+    owners = _owners(dict(model.named_modules()), units[:-1])
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 0:
+            unit = owners[name.rpartition(".")[0]] or units[-1]
+            unit.parameters[name] = parameter
+
+
+# Overrides #
+def _override_for(unit: Unit, overrides: Sequence[UnitOverride]) -> UnitOverride | None:
+    names = unit.name.split("+")
+    matching = [o for o in overrides if any(fnmatchcase(name, o.match) for name in names)]
+    return matching[-1] if matching else None
+
+
+def _check_overrides_match(units: Sequence[Unit], overrides: Sequence[UnitOverride]) -> None:
+    for override in overrides:
+        if not any(fnmatchcase(n, override.match) for unit in units for n in unit.name.split("+")):
+            raise ShardError(
+                f"sharding.units.overrides: no unit matches {override.match!r}.",
+                fix=f"one of {', '.join(unit.name for unit in units[:6])}",
+            )

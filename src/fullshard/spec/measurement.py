@@ -1,0 +1,188 @@
+"""Measurement: what was seen of a run. With it stands how MFU is counted."""
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, PositiveInt, computed_field, model_validator
+
+from fullshard.errors import SpecError
+from fullshard.spec.hardware import ComputeDtype
+from fullshard.spec.run import NonNegativeFloat, NonNegativeInt, PositiveFloat, Strategy
+from fullshard.spec.value import Value
+
+
+def _none_if_not_finite(value: Any) -> Any:
+    # The last step may have been skipped for its loss; the run must still be able to say what else it saw.
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+FiniteOrNone = Annotated[float | None, BeforeValidator(_none_if_not_finite)]
+
+
+def model_flops_per_token(parameters: int, *, layers: int, d_model: int, sequence_length: int) -> int:
+    """FLOP that the model needs for one token, forward and backward. PaLM, arXiv:2204.02311, appendix B:
+
+        6 * parameters + 12 * layers * d_model * sequence_length
+
+    `parameters`: those that every token is multiplied with, which is all but the table of the input embedding
+    (a head tied to it is multiplied with, and counts). `d_model`: query heads * head size.
+
+    Attention counts all pairs of positions, as the paper does, although a causal kernel computes half of
+    them; so MFU compares with published figures, and flatters at long sequences. Recompute does not count.
+    """
+    return 6 * parameters + 12 * layers * d_model * sequence_length
+
+
+class MatmulPeak(Value):
+    """What MFU is held against: dense matmul FLOP/s of one rank.
+
+    `source`: from the catalog (`device` is the chip's name there), or measured as the run began.
+    """
+
+    flops_per_second: PositiveFloat
+    dtype: ComputeDtype
+    source: Literal["catalog", "measured"]
+    device: str
+
+
+def peak_tokens_per_second(peak: MatmulPeak, *, flops_per_token: float, world_size: int) -> float:
+    """The tokens/s of all ranks at which MFU is 1: nothing but the model's own matmuls, at their peak."""
+    return world_size * peak.flops_per_second / flops_per_token
+
+
+class Pace(Value):
+    """The speed of a run so far: sums over its steps, without the first `warmup_steps`.
+
+    `steps` counts all of them; `tokens` (all ranks), `seconds` and `data_seconds` (of these, waiting for
+    data) those after the warmup. `pace.with_step(…)` is the pace after one more step.
+    """
+
+    warmup_steps: NonNegativeInt
+    steps: NonNegativeInt = 0
+    tokens: NonNegativeInt = 0
+    seconds: NonNegativeFloat = 0.0
+    data_seconds: NonNegativeFloat = 0.0
+
+    def with_step(self, *, tokens: int, seconds: float, data_seconds: float = 0.0) -> "Pace":
+        timed = self.steps >= self.warmup_steps
+        return Pace(
+            warmup_steps=self.warmup_steps,
+            steps=self.steps + 1,
+            tokens=self.tokens + timed * tokens,
+            seconds=self.seconds + timed * seconds,
+            data_seconds=self.data_seconds + timed * data_seconds,
+        )
+
+    @property
+    def timed_steps(self) -> int:
+        return max(0, self.steps - self.warmup_steps)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all ranks; None before the first timed step."""
+        return self.tokens / self.seconds if self.seconds else None
+
+
+class PeakBytes(Value):
+    """Bytes of the fullest rank at its peak, by part (see `fullshard.profiler.memory`); they sum to the peak.
+
+    `units_in_flight`: gathered parameters and the buffers of collectives, where the meter can tell them from
+    the `rest` (activations, temporaries). On CUDA also what the allocator counted: `allocated` to tensors,
+    `active` (with blocks that another stream may still read), `reserved` from the device.
+    """
+
+    parameter_shards: NonNegativeInt
+    gradients: NonNegativeInt
+    optimizer_state: NonNegativeInt
+    buffers: NonNegativeInt
+    units_in_flight: NonNegativeInt
+    rest: NonNegativeInt
+    active: NonNegativeInt | None = None
+    allocated: NonNegativeInt | None = None
+    reserved: NonNegativeInt | None = None
+
+    @property
+    def total(self) -> int:
+        held = self.parameter_shards + self.gradients + self.optimizer_state + self.buffers
+        return held + self.units_in_flight + self.rest
+
+
+class Measurement(Value):
+    """What one command's part of a run was seen to do. Written to `<run.dir>/measurement.json`.
+
+    `first_step`: the number (1 for a new run) of the first step of this command. Losses and `byte_entropy`
+    (that of the byte frequencies, which a model must beat) are nats a token. `startup_seconds`: from the
+    command to the end of its first step. `flops_per_token`: see `model_flops_per_token`. `sample`: text that
+    the trained model generated.
+
+    The rates are in the JSON for whoever reads it; `load` reckons them anew.
+    """
+
+    directory: str
+    strategy: Strategy
+    world_size: PositiveInt
+    device: str
+    first_step: PositiveInt
+    pace: Pace
+    skipped_steps: NonNegativeInt = 0
+    first_loss: FiniteOrNone = None
+    last_loss: FiniteOrNone = None
+    validation_loss: FiniteOrNone = None
+    byte_entropy: FiniteOrNone = None
+    flops_per_token: Annotated[float, Field(gt=0)] | None = None
+    peak: MatmulPeak | None = None
+    peak_bytes: PeakBytes | None = None
+    startup_seconds: NonNegativeFloat | None = None
+    checkpoint: str | None = None
+    sample: str | None = None
+
+    @computed_field
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all ranks."""
+        return self.pace.tokens_per_second
+
+    @computed_field
+    @property
+    def tokens_per_second_per_rank(self) -> float | None:
+        rate = self.pace.tokens_per_second
+        return None if rate is None else rate / self.world_size
+
+    @computed_field
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOP utilisation; None where the speed, the FLOP a token or the peak is unknown."""
+        rate = self.tokens_per_second
+        if rate is None or self.flops_per_token is None or self.peak is None:
+            return None
+        return rate / peak_tokens_per_second(
+            self.peak, flops_per_token=self.flops_per_token, world_size=self.world_size
+        )
+
+    @property
+    def last_step(self) -> int:
+        return self.first_step + self.pace.steps - 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_rates(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        return {key: value for key, value in data.items() if key not in cls.model_computed_fields}
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads what `save` wrote. Raises SpecError for anything else."""
+        try:
+            return cls.model_validate_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise SpecError(f"{path} is not a saved measurement.", got=str(error).splitlines()[0]) from error
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON; a reader finds the old file or the new one, whole. Raises OSError."""
+        part = Path(f"{path}.part")
+        part.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        os.replace(part, path)

@@ -1,0 +1,42 @@
+"""MemoryTerms: the predicted peak of one rank, as a sum of named terms."""
+
+from fullshard.spec.value import Value
+
+
+class MemoryTerms(Value):
+    """Bytes of live tensors on one rank at the highest moment of a step; `total` is their sum.
+
+    P parameters, N shards, all of it padded so that dim 0 divides by N. See `fullshard.planner.memory` for
+    the derivation of each.
+
+    parameter_shards     P · master / N
+    gradients            P · master / N once all units are reduced; fewer while backward is on its way
+    optimizer_state      what the optimizer keeps for the own shards: 2 · P · master / N for AdamW
+    buffers              the module's buffers, whole on every rank
+    batch                the microbatch itself
+    units_in_flight      gathered parameters, and the buffers of all-gather, reduce-scatter and all-reduce
+    whole_gradients      gradients of whole units before they are reduced
+    activations          what units' forward passes made and backward still needs
+    loss                 what the loss made (fp32 logits are most of it)
+    backward             gradients of activations, and activations computed again
+    """
+
+    moment: str
+    parameter_shards: int
+    gradients: int = 0
+    optimizer_state: int
+    buffers: int
+    batch: int = 0
+    units_in_flight: int = 0
+    whole_gradients: int = 0
+    activations: int = 0
+    loss: int = 0
+    backward: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.terms().values())
+
+    def terms(self) -> dict[str, int]:
+        """The terms by name, in the order of the fields."""
+        return {name: value for name, value in self if isinstance(value, int)}

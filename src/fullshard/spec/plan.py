@@ -1,0 +1,186 @@
+"""Plan: what was chosen for a Run on these ranks. Every runtime room reads its settings from here."""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import PositiveInt
+
+from fullshard.errors import PlanError, SpecError
+from fullshard.spec.run import PrecisionMode, Run, Strategy
+from fullshard.spec.value import Value
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+DeviceType = Literal["cpu", "cuda"]
+
+ITEMSIZE: dict[Dtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+class Precision(Value):
+    """The dtypes of one unit. `master` is what the shards are kept in, and so the optimizer's state.
+
+    Bytes a parameter, over N ranks (shards, gradient, AdamW's two moments | while unsharded | on the wire):
+
+    fp32         (4 + 4 + 8) / N     4    4 gathered, 4 reduced
+    bf16         (4 + 4 + 8) / N     2    2 gathered, 4 reduced     fp32 sums: the default on bf16 hardware
+    bf16_reduce  (4 + 4 + 8) / N     2    2 gathered, 2 reduced     sums rounded to 8 bits of mantissa
+    fp16         (4 + 4 + 8) / N     2    2 gathered, 4 reduced     with a dynamic loss scale
+    bf16_pure    (2 + 2 + 4) / N     2    2 gathered, 4 reduced     updates rounded stochastically
+    """
+
+    param: Dtype
+    reduce: Dtype
+    master: Dtype
+    output: Dtype | None = None
+    buffer: Dtype | None = None
+    cast_inputs: bool = True
+    loss_scaling: bool = False
+    stochastic_rounding: bool = False
+
+    @classmethod
+    def of(cls, mode: PrecisionMode, run: Run | None = None) -> Self:
+        """The dtypes of a named mode, with the Run's output and buffer dtype where it sets them."""
+        param, reduce, master = _MODES[mode]
+        section = (run or Run()).precision
+        return cls(
+            param=param,
+            reduce=reduce,
+            master=master,
+            output=section.output_dtype,
+            buffer=section.buffer_dtype,
+            cast_inputs=section.cast_inputs,
+            loss_scaling=mode == "fp16",
+            stochastic_rounding=mode == "bf16_pure",
+        )
+
+
+_MODES: dict[PrecisionMode, tuple[Dtype, Dtype, Dtype]] = {
+    "fp32": ("fp32", "fp32", "fp32"),
+    "bf16": ("bf16", "fp32", "fp32"),
+    "bf16_reduce": ("bf16", "bf16", "fp32"),
+    "fp16": ("fp16", "fp32", "fp32"),
+    "bf16_pure": ("bf16", "fp32", "bf16"),
+}
+
+
+class Plan(Value):
+    """What was chosen. Mesh: `replicate_degree` × `shard_degree` = `world_size` ranks.
+
+    `reshard_after_forward`: True frees a unit's gathered parameters after its forward, False keeps them for
+    its backward, an int keeps them sharded over that many ranks in between.
+    `sync_each_microbatch`: see `TrainSection.accumulate_sync`.
+    """
+
+    run: Run
+    device: DeviceType
+    world_size: PositiveInt
+    strategy: Strategy
+    replicate_degree: PositiveInt
+    shard_degree: PositiveInt
+    reshard_after_forward: bool | int
+    precision: Precision
+    microbatch: PositiveInt
+    accumulation: PositiveInt
+    sync_each_microbatch: bool
+
+    @classmethod
+    def from_run(
+        cls, run: Run, *, world_size: int, device: DeviceType = "cpu", bf16_hardware: bool | None = None
+    ) -> Self:
+        """The plan that takes what `run` pins, and the plain default for what it leaves open.
+
+        `bf16_hardware`: what `precision.mode = "auto"` goes by; unset, GPUs are taken to have it.
+        Raises PlanError where degrees or batches do not divide.
+        """
+        replicate, shard = _mesh_degrees(run, world_size)
+        microbatch, accumulation = _microbatches(run, world_size)
+        mode = run.precision.mode
+        if mode == "auto":
+            mode = "bf16" if (device == "cuda" if bf16_hardware is None else bf16_hardware) else "fp32"
+        sync = run.train.accumulate_sync
+        if sync == "auto":
+            sync = "last" if run.sharding.strategy in (Strategy.NO_SHARD, Strategy.ZERO1) else "each"
+        return cls(
+            run=run,
+            device=device,
+            world_size=world_size,
+            strategy=run.sharding.strategy,
+            replicate_degree=replicate,
+            shard_degree=shard,
+            reshard_after_forward=_reshard(run, shard),
+            precision=Precision.of(mode, run),
+            microbatch=microbatch,
+            accumulation=accumulation,
+            sync_each_microbatch=sync == "each",
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads what `save` wrote. Raises SpecError for anything else."""
+        try:
+            return cls.model_validate_json(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise SpecError(f"{path} is not a saved plan.", got=str(error).splitlines()[0]) from error
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.model_dump_json(indent=2) + "\n")
+
+
+def _mesh_degrees(run: Run, world_size: int) -> tuple[int, int]:
+    """(replicate, shard), whose product is `world_size`."""
+    strategy, degree = run.sharding.strategy, run.sharding.shard_degree
+    if strategy is Strategy.NO_SHARD:
+        return world_size, 1
+    if strategy not in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2):
+        return 1, world_size
+    if degree is None:
+        raise PlanError(
+            f"{strategy} needs to know over how many ranks it shards.",
+            got="no sharding.shard_degree",
+            fix=f"sharding.shard_degree = one of {_divisors(world_size)}",
+        )
+    if world_size % degree:
+        raise PlanError(
+            f"{strategy} cannot lay {world_size} ranks out in groups of {degree}.",
+            got=f"sharding.shard_degree = {degree}, {world_size} ranks",
+            why="every rank must be in one shard group, all groups alike",
+            fix=f"sharding.shard_degree = one of {_divisors(world_size)}",
+        )
+    return world_size // degree, degree
+
+
+def _microbatches(run: Run, world_size: int) -> tuple[int, int]:
+    """(microbatch, accumulation): sequences a rank at once, and microbatches a step."""
+    batch, pinned = run.train.global_batch, run.train.microbatch
+    once = world_size * (pinned or 1)
+    if batch % once:
+        below, above = batch // once * once, (batch // once + 1) * once
+        ranks = (
+            f"{world_size} ranks × microbatch {pinned} = {once} at once" if pinned else f"{world_size} ranks"
+        )
+        raise PlanError(
+            f"a global batch of {batch} sequences cannot be shared out evenly.",
+            got=f"train.global_batch = {batch}, {ranks}",
+            why="every rank must do the same number of full microbatches a step",
+            fix=f"train.global_batch = {f'{below} or {above}' if below else above}",
+        )
+    microbatch = pinned or batch // world_size
+    return microbatch, batch // (world_size * microbatch)
+
+
+def _reshard(run: Run, shard_degree: int) -> bool | int:
+    strategy, reshard_to = run.sharding.strategy, run.sharding.reshard_to
+    if reshard_to is None:
+        return strategy in (Strategy.NO_SHARD, Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
+    if shard_degree % reshard_to or reshard_to in (1, shard_degree):
+        proper = [d for d in _divisors(shard_degree) if d not in (1, shard_degree)]
+        raise PlanError(
+            f"parameters sharded over {shard_degree} ranks cannot be kept over {reshard_to} after forward.",
+            got=f"sharding.reshard_to = {reshard_to}",
+            why="it must divide the shard degree; 1 would be shard_grad_op, and all of them full_shard",
+            fix=f"sharding.reshard_to = one of {proper}" if proper else "more ranks, or leave reshard_to out",
+        )
+    return reshard_to
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

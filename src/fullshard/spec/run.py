@@ -1,0 +1,337 @@
+"""Run: what the user asks for. It is read from a `run.toml`, and every default stands on its field here."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+
+from fullshard.errors import SpecError
+from fullshard.spec.value import Value
+
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+PrecisionMode = Literal["fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure"]
+
+
+class Strategy(StrEnum):
+    """What is sharded over ranks. See docs/design/strategies.md for what each keeps and sends."""
+
+    NO_SHARD = "no_shard"
+    ZERO1 = "zero1"
+    SHARD_GRAD_OP = "shard_grad_op"
+    FULL_SHARD = "full_shard"
+    HYBRID_SHARD = "hybrid_shard"
+    HYBRID_SHARD_ZERO2 = "hybrid_shard_zero2"
+
+
+STRATEGY_ALIASES = {
+    "ddp": Strategy.NO_SHARD,
+    "zero0": Strategy.NO_SHARD,
+    "zero2": Strategy.SHARD_GRAD_OP,
+    "zero3": Strategy.FULL_SHARD,
+    "fsdp": Strategy.FULL_SHARD,
+    "hpz": Strategy.FULL_SHARD,
+    "hsdp": Strategy.HYBRID_SHARD,
+    "optimizer_state": Strategy.ZERO1,
+}
+
+
+def parse_strategy(name: object) -> object:
+    """`"FULL_SHARD"`, `"ZeRO-3"`, `"_HYBRID_SHARD_ZERO2"` … -> Strategy; anything else raises ValueError."""
+    if not isinstance(name, str) or isinstance(name, Strategy):
+        return name
+    key = name.lower().replace("-", "_").strip("_")
+    key = "zero" + key.removeprefix("zero").strip("_") if key.startswith("zero") else key
+    if key in STRATEGY_ALIASES:
+        return STRATEGY_ALIASES[key]
+    if key in set(Strategy):
+        return Strategy(key)
+    raise ValueError(f"a strategy is one of {', '.join(Strategy)} (or {', '.join(STRATEGY_ALIASES)})")
+
+
+class Decoder(Value):
+    """The reference transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+    The defaults are the embedded default model, small enough to learn in two minutes on two cores.
+    """
+
+    vocabulary: PositiveInt = 256
+    d_model: PositiveInt = 320
+    layers: PositiveInt = 4
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 2
+    d_ff: PositiveInt = 960
+    max_sequence: PositiveInt = 2048
+    rope_theta: PositiveFloat = 10_000.0
+    norm_eps: PositiveFloat = 1e-5
+    tied: bool = False
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> Self:
+        if self.d_model % self.heads:
+            raise ValueError(f"heads = {self.heads} must divide d_model = {self.d_model}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads = {self.kv_heads} must divide heads = {self.heads}")
+        if (self.d_model // self.heads) % 2:
+            raise ValueError(f"rotary positions need an even head size, not {self.d_model // self.heads}")
+        return self
+
+
+class DataSection(Value):
+    """`source`: `stdlib` is the standard library of the interpreter that runs; `text` reads `paths`."""
+
+    source: Literal["stdlib", "text"] = "stdlib"
+    paths: tuple[str, ...] = ()
+    sequence_length: PositiveInt = 64
+    validation_fraction: Fraction = 0.05
+
+    @model_validator(mode="after")
+    def _paths_fit(self) -> Self:
+        if self.source == "text" and not self.paths:
+            raise ValueError('source = "text" needs paths = ["data/*.txt"]')
+        if self.source == "stdlib" and self.paths:
+            raise ValueError('paths are given, but source is "stdlib"; set source = "text"')
+        return self
+
+
+class TrainSection(Value):
+    """`global_batch` and `microbatch` count sequences; accumulation follows from both and the ranks.
+
+    `accumulate_sync`: `each` reduces gradients after every microbatch (sharded gradients, least memory);
+    `last` keeps whole gradients on every rank and reduces once a step (least communication).
+    `auto` is `last` for zero1 and no_shard, else `each`.
+    """
+
+    steps: PositiveInt = 200
+    global_batch: PositiveInt = 24
+    microbatch: PositiveInt | None = None
+    accumulate_sync: Literal["auto", "each", "last"] = "auto"
+    validate_every: NonNegativeInt = 100
+    validate_sequences: PositiveInt = 240
+    max_skipped_steps: PositiveInt = 10
+    warmup_steps_untimed: NonNegativeInt = 5
+
+
+class OptimizerSection(Value):
+    """`name`: `adamw`, `sgd`, or the dotted name of any `torch.optim.Optimizer` (which takes `options`).
+
+    `clip_norm` bounds the true global norm of the gradient; 0 leaves it as it is.
+    """
+
+    name: str = "adamw"
+    learning_rate: PositiveFloat = 3e-3
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+    momentum: Fraction = 0.0
+    clip_norm: NonNegativeFloat = 1.0
+    options: dict[str, Any] = Field(default_factory=dict[str, Any])
+
+
+class ScheduleSection(Value):
+    """The learning rate over steps: linear warmup, then `kind` down to `final_ratio` of the peak.
+
+    `wsd` stays at the peak until the last `decay_fraction` of the steps, and falls linearly from there.
+    """
+
+    kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    warmup_steps: NonNegativeInt = 20
+    final_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
+
+
+class UnitOverride(Value):
+    """What differs for the units whose name matches `match` (a shell pattern: `blocks.0`, `*.experts`).
+
+    `strategy = "no_shard"` leaves the unit unsharded (replicated, its gradient all-reduced);
+    `reshard_after_forward` and `precision` stand in for the plan's own (fp16 and bf16_pure, which need a loss
+    scale or another optimizer, are for whole runs).
+    """
+
+    match: str
+    strategy: Literal["no_shard"] | None = None
+    reshard_after_forward: bool | int | None = None
+    precision: Literal["fp32", "bf16", "bf16_reduce"] | None = None
+
+
+class UnitSection(Value):
+    """Which modules communicate as one unit.
+
+    `block`: the repeated blocks, found by themselves (or that `names` match), embeddings and head apart.
+    `size`: modules of at least `min_parameters`, bottom up. `names`: exactly the modules that `names` match.
+    `separate_experts`: in a mixture of experts, each block's experts are a unit apart from its attention.
+    """
+
+    policy: Literal["block", "size", "names"] = "block"
+    names: tuple[str, ...] = ()
+    min_parameters: PositiveInt = 10_000_000
+    separate_experts: bool = True
+    overrides: tuple[UnitOverride, ...] = ()
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> Self:
+        if self.policy == "names" and not self.names:
+            raise ValueError('policy = "names" needs names = ["blocks.*"]')
+        return self
+
+
+class ShardingSection(Value):
+    """`shard_degree`: over how many ranks a hybrid strategy shards; it replicates over the others.
+
+    `reshard_to`: after forward, keep parameters sharded over this many ranks (ZeRO++ hpZ), not over all.
+    """
+
+    strategy: Annotated[Strategy, BeforeValidator(parse_strategy)] = Strategy.FULL_SHARD
+    shard_degree: PositiveInt | None = None
+    reshard_to: PositiveInt | None = None
+    units: UnitSection = UnitSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hpz_needs_a_degree(cls, data: Any) -> Any:
+        named = str(data.get("strategy", "")).lower() if isinstance(data, Mapping) else ""
+        if named == "hpz" and not data.get("reshard_to"):
+            raise ValueError('strategy = "hpz" needs reshard_to = <ranks>')
+        return data
+
+    @model_validator(mode="after")
+    def _degrees_fit(self) -> Self:
+        hybrid = self.strategy in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
+        if self.shard_degree is not None and not hybrid:
+            raise ValueError(f"shard_degree is for hybrid strategies, not for {self.strategy}")
+        if self.reshard_to is not None and self.strategy not in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD):
+            raise ValueError(f"reshard_to needs a strategy that reshards after forward, not {self.strategy}")
+        return self
+
+
+class PrecisionSection(Value):
+    """`mode`: see `fullshard.spec.plan.Precision`, also for what each costs; `auto` is bf16 on bf16 hardware.
+
+    `output_dtype`, `buffer_dtype`: what the model returns, and what floating-point buffers are kept in; unset
+    leaves them.
+    """
+
+    mode: Literal["auto", PrecisionMode] = "auto"
+    cast_inputs: bool = True
+    output_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    buffer_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    initial_loss_scale: PositiveFloat = 65536.0
+    loss_scale_window: PositiveInt = 2000
+
+
+class RecomputeSection(Value):
+    """What is not saved for backward but computed again: `full` blocks, `every` k-th block, or by operation
+    (`selective`: matmuls and attention are saved, elementwise work is repeated)."""
+
+    mode: Literal["none", "full", "every", "selective"] = "none"
+    every: PositiveInt = 2
+
+
+class PrefetchSection(Value):
+    """`implicit`: the engine's own overlap of one unit; `explicit`: so many units ahead; `none`: none."""
+
+    mode: Literal["none", "implicit", "explicit"] = "implicit"
+    forward: NonNegativeInt = 1
+    backward: NonNegativeInt = 1
+
+
+class CheckpointSection(Value):
+    """`every` 0 saves only at the end and when interrupted; `keep` 0 keeps all; `export` adds safetensors."""
+
+    every: NonNegativeInt = 0
+    keep: NonNegativeInt = 2
+    export: bool = False
+
+
+class LogSection(Value):
+    """`every`: steps from one line to the next. `trackers`: any of tensorboard, wandb, mlflow."""
+
+    every: PositiveInt = 10
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    sample_tokens: NonNegativeInt = 160
+
+
+class RunSection(Value):
+    """`dir` holds the run's log, checkpoints and report. `ranks` 0: every GPU, else 2 ranks on the CPU."""
+
+    dir: str = "runs/default"
+    seed: NonNegativeInt = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    ranks: NonNegativeInt = 0
+    compile: bool = False
+
+
+class Run(Value):
+    """What the user asks for: model, data, steps, and whatever mechanism is pinned."""
+
+    run: RunSection = RunSection()
+    model: Decoder = Decoder()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    sharding: ShardingSection = ShardingSection()
+    precision: PrecisionSection = PrecisionSection()
+    recompute: RecomputeSection = RecomputeSection()
+    prefetch: PrefetchSection = PrefetchSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    log: LogSection = LogSection()
+
+    @classmethod
+    def load(cls, path: str | Path | None = None, *, overrides: Sequence[str] = ()) -> Self:
+        """Reads a `run.toml` (or the defaults, for None), then `section.key=value` overrides.
+
+        Raises SpecError for a file that is absent or no TOML, an unknown key or a value that cannot be.
+        """
+        data = _read_toml(Path(path)) if path is not None else {}
+        for override in overrides:
+            _override(data, override)
+        return cls.parse(data, source=str(path) if path is not None else "the run")
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.global_batch * self.data.sequence_length
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Self:
+        if self.data.sequence_length > self.model.max_sequence:
+            raise ValueError(
+                f"data.sequence_length = {self.data.sequence_length} is over "
+                f"model.max_sequence = {self.model.max_sequence}"
+            )
+        return self
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise SpecError(
+            f"{path} cannot be read.", got=error.strerror, fix="fullshard init, which writes one"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path} is no TOML.", got=str(error)) from error
+
+
+def _override(data: dict[str, Any], override: str) -> None:
+    """`train.steps=500` into `data`; what is no TOML value (`full_shard`) is taken as a string."""
+    name, separator, text = override.partition("=")
+    *path, key = name.strip().split(".")
+    if not separator or not path or not key:
+        raise SpecError("--set takes section.key=value.", got=override, fix="--set train.steps=500")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    section: Any = data
+    for part in path:
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            raise SpecError(f"--set {override}: {part!r} is a value, not a section.")
+    section[key] = value

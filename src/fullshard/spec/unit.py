@@ -1,0 +1,36 @@
+"""What the plan says of one unit, its overrides taken in."""
+
+from typing import Self
+
+from fullshard.spec.plan import Plan, Precision
+from fullshard.spec.run import Strategy, UnitOverride
+from fullshard.spec.value import Value
+
+
+class UnitSettings(Value):
+    """The mesh, dtypes and reshard policy that one unit runs with."""
+
+    replicate_degree: int
+    shard_degree: int
+    reshard_after_forward: bool | int
+    precision: Precision
+
+    @classmethod
+    def of(cls, plan: Plan, override: UnitOverride | None, *, kept: bool) -> Self:
+        """`kept`: used last in forward and first in backward; freed, it would be gathered again at once."""
+        unsharded = override is not None and override.strategy is not None
+        named = override.precision if override is not None else None
+        return cls(
+            replicate_degree=plan.world_size if unsharded else plan.replicate_degree,
+            shard_degree=1 if unsharded else plan.shard_degree,
+            reshard_after_forward=_reshard_after_forward(plan, override, kept=kept),
+            precision=plan.precision if named is None else Precision.of(named, plan.run),
+        )
+
+
+def _reshard_after_forward(plan: Plan, override: UnitOverride | None, *, kept: bool) -> bool | int:
+    if override is not None and override.reshard_after_forward is not None:
+        return override.reshard_after_forward
+    if override is not None and override.strategy is not None:
+        return plan.strategy is not Strategy.ZERO1
+    return False if kept else plan.reshard_after_forward

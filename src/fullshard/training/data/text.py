@@ -1,0 +1,180 @@
+"""TextData: bytes as tokens, packed to full sequences, shared out over ranks."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fullshard.errors import DataError, SpecError
+from fullshard.quantities import format_count
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.training.data.documents import stdlib_documents, text_documents
+from fullshard.training.data.order import sample_windows
+from fullshard.training.data.packing import SEPARATOR, hold_out, pack, shuffle
+
+VOCABULARY = 256
+"""The tokens are the bytes."""
+
+IGNORED_LABEL = -100
+"""The label of a position that the loss leaves out."""
+
+_HISTOGRAM_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class TextData:
+    """Text in memory, one byte a token, once a rank.
+
+    It is cut into windows of S + 1 bytes, S apart: the first S are the tokens, the last S the labels. So an
+    epoch has every byte but the first as a label once, and drops a tail shorter than a window.
+    Nothing here changes: what a step trains on is a function of the seed and the step (see `order.py`).
+    """
+
+    source: str
+    documents: int
+    sequence_length: int
+    seed: int
+    training: NDArray[np.uint8] = field(repr=False)
+    held_out: NDArray[np.uint8] = field(repr=False)
+
+    @property
+    def train_tokens(self) -> int:
+        """Tokens that an epoch trains on."""
+        return len(self._windows(self.training)) * self.sequence_length
+
+    @property
+    def validation_tokens(self) -> int:
+        """Tokens that are held out, in full sequences."""
+        return len(self._windows(self.held_out)) * self.sequence_length
+
+    @cached_property
+    def byte_entropy(self) -> float:
+        """-sum(p log p) over the byte frequencies p of the training part, in nats per byte.
+
+        The loss of a model that knows how often each byte comes, and nothing else.
+        """
+        counts = np.zeros(VOCABULARY, dtype=np.int64)
+        # In blocks: bincount makes an eightfold copy of its input.
+        for start in range(0, len(self.training), _HISTOGRAM_BLOCK):
+            counts += np.bincount(self.training[start : start + _HISTOGRAM_BLOCK], minlength=VOCABULARY)
+        frequencies = counts[counts > 0] / counts.sum()
+        return float(-(frequencies * np.log(frequencies)).sum())
+
+    def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
+        """This rank's `plan.accumulation` microbatches of step `step` (from 0).
+
+        Yields `tokens` and `labels`, int64 (plan.microbatch, sequence_length) on the CPU, pinned where the
+        plan is for CUDA. Over all ranks they are samples [step * G, (step + 1) * G) of the stream, G being
+        the global batch: whatever the number of ranks and the microbatch.
+        """
+        windows = self._windows(self.training)
+        for accumulated in range(plan.accumulation):
+            samples = _share(step * plan.accumulation + accumulated, rank=rank, plan=plan)
+            chosen = sample_windows(samples, windows=len(windows), seed=self.seed)
+            yield _batch(windows[chosen], real_rows=plan.microbatch, plan=plan)
+
+    def validation(self, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
+        """This rank's share of at most `train.validate_sequences` sequences, spread over what is held out.
+
+        Shaped as `microbatches`, and as many of them on every rank; rows beyond the end have IGNORED_LABEL
+        for all labels. The sequences are the same at any number of ranks. Nothing where nothing is held out.
+        """
+        windows = self._windows(self.held_out)
+        count = min(plan.run.train.validate_sequences, len(windows))
+        for turn in range(-(-count // (plan.world_size * plan.microbatch))):
+            sequences = _share(turn, rank=rank, plan=plan)
+            chosen = np.minimum(sequences, count - 1) * len(windows) // count
+            yield _batch(windows[chosen], real_rows=int((sequences < count).sum()), plan=plan)
+
+    def decode(self, tokens: Tensor | Iterable[int]) -> str:
+        """Tokens as text for people. What is no UTF-8, or no byte, becomes U+FFFD; the separator is ␀."""
+        numbers: Iterable[int] = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+        # 255 stands in no UTF-8, so it is what a larger vocabulary's tokens become.
+        text = bytes(min(number, 255) for number in numbers).decode("utf-8", errors="replace")
+        return text.replace(chr(SEPARATOR), "␀")
+
+    def describe(self) -> str:
+        """One line for people: source, documents, tokens, entropy."""
+        trained = format_count(self.train_tokens)
+        held_out = format_count(self.validation_tokens) if len(self.held_out) else "none"
+        return (
+            f"{self.source}: {self.documents} documents, {trained} tokens to train on, {held_out} held out; "
+            f"sequences of {self.sequence_length}, {self.byte_entropy:.3f} nats/byte by frequency"
+        )
+
+    def _windows(self, text: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """(windows, sequence_length + 1), a view: neighbours share one byte."""
+        if len(text) <= self.sequence_length:
+            return np.empty((0, self.sequence_length + 1), dtype=np.uint8)
+        return sliding_window_view(text, self.sequence_length + 1)[:: self.sequence_length]
+
+
+def build_data(run: Run) -> TextData:
+    """Finds, splits and reads the text that `run.data` names.
+
+    Raises SpecError for a model whose vocabulary has no room for bytes, DataError for data that is absent,
+    unreadable, binary, or too short for one sequence in each part.
+    """
+    if run.model.vocabulary < VOCABULARY:
+        raise SpecError(
+            "the model's vocabulary is too small for bytes.",
+            got=f"model.vocabulary = {run.model.vocabulary}",
+            why="every byte of the text is a token",
+            fix=f"model.vocabulary = {VOCABULARY}",
+        )
+    documents = stdlib_documents() if run.data.source == "stdlib" else text_documents(run.data.paths)
+    training, held_out = hold_out(documents, fraction=run.data.validation_fraction)
+    # Lengths are known before anything is read, and separators count.
+    _check_lengths(
+        run,
+        training=sum(document.size + 1 for document in training) - 1,
+        held_out=sum(document.size + 1 for document in held_out) - 1,
+    )
+    return TextData(
+        source=run.data.source,
+        documents=len(documents),
+        sequence_length=run.data.sequence_length,
+        seed=run.run.seed,
+        training=pack(shuffle(training, seed=run.run.seed)),
+        held_out=pack(held_out),
+    )
+
+
+def _check_lengths(run: Run, *, training: int, held_out: int) -> None:
+    needed = run.data.sequence_length + 1
+    parts = {"training": training}
+    if run.data.validation_fraction > 0:
+        parts["held-out"] = held_out
+    for part, length in parts.items():
+        if length >= needed:
+            continue
+        shorter = f"data.sequence_length of {length - 1} or less" if length > 1 else ""
+        larger = "a larger data.validation_fraction, or 0 for no validation" if part == "held-out" else ""
+        raise DataError(
+            f"sequence too long: the {part} part of the data does not fill one.",
+            got=f"{max(length, 0)} bytes, data.validation_fraction = {run.data.validation_fraction}",
+            why=f"data.sequence_length = {run.data.sequence_length} needs {needed}: itself and one label",
+            fix="; ".join(["more text", *filter(None, (shorter, larger))]),
+        )
+
+
+def _share(turn: int, *, rank: int, plan: Plan) -> NDArray[np.int64]:
+    """The `plan.microbatch` numbers that fall to a rank in a turn, where all ranks count on together."""
+    first = (turn * plan.world_size + rank) * plan.microbatch
+    return np.arange(first, first + plan.microbatch, dtype=np.int64)
+
+
+def _batch(windows: NDArray[np.uint8], *, real_rows: int, plan: Plan) -> dict[str, Tensor]:
+    """Windows (rows, S + 1) -> tokens and labels (rows, S); rows from `real_rows` on count for nothing."""
+    numbers = torch.from_numpy(windows).long()
+    tokens, labels = numbers[:, :-1].contiguous(), numbers[:, 1:].contiguous()
+    labels[real_rows:] = IGNORED_LABEL
+    if plan.device == "cuda":
+        tokens, labels = tokens.pin_memory(), labels.pin_memory()
+    return {"tokens": tokens, "labels": labels}

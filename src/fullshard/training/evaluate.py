@@ -1,0 +1,56 @@
+"""What a trained model makes of text it has not seen: its loss, and a sample."""
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullshard.training.loss import Loss
+from fullshard.training.step import to_device
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss) -> float:
+    """Mean loss over all ranks' microbatches, of which every rank must bring as many. Collective."""
+    device = next(model.parameters()).device
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    was_training = model.training
+    model.eval()
+    for batch in microbatches:
+        value = loss(model, to_device(batch, device))
+        total, count = value if isinstance(value, tuple) else (value, 1)
+        sums[0] += total
+        sums[1] += count
+    model.train(was_training)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(sums)
+    total_loss, total_count = cast(list[float], sums.tolist())
+    return total_loss / max(total_count, 1.0)
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module, prompt: list[int], *, tokens: int, window: int, temperature: float = 0.7, seed: int = 0
+) -> list[int]:
+    """`prompt` and `tokens` more, drawn one by one. `window`: how many of the last tokens the model sees.
+
+    Collective: all ranks run the model, and rank 0 draws. Each token is one forward pass of the whole window;
+    for a look at what was learnt, not for serving.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    text = list(prompt)
+    was_training = model.training
+    model.eval()
+    for _ in range(tokens):
+        seen = torch.tensor([text[-window:]], device=device)  # (1, up to window)
+        output = model(seen)
+        logits: Tensor = getattr(output, "logits", output)[0, -1].float().cpu()
+        chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator).to(device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.broadcast(chosen, src=0)
+        text.append(int(chosen.item()))
+    model.train(was_training)
+    return text

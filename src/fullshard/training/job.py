@@ -1,0 +1,294 @@
+"""What each rank of `fullshard train` does, from the Run to its Measurement."""
+
+import time
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fullshard.checkpoint import export, load, save
+from fullshard.errors import INTERRUPTED_EXIT_CODE
+from fullshard.models.decoder import DecoderModel
+from fullshard.profiler.clock import find_matmul_peak
+from fullshard.profiler.memory import MemoryParts, Peak, measure_peak
+from fullshard.quantities import format_count, format_seconds
+from fullshard.sharding.apply import shard
+from fullshard.sharding.mesh import Ranks, process_group
+from fullshard.spec.measurement import MatmulPeak, Measurement, Pace, PeakBytes, model_flops_per_token
+from fullshard.spec.plan import DeviceType, Plan
+from fullshard.spec.run import Run
+from fullshard.training.data import TextData, build_data
+from fullshard.training.directory import RunDirectory, opened
+from fullshard.training.evaluate import generate, validation_loss
+from fullshard.training.interrupt import Interrupt
+from fullshard.training.loop import Step, train
+from fullshard.training.loss import next_token_loss
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.runlog import RunLog, open_run_log
+from fullshard.training.state import TrainState
+
+SAMPLE_PROMPT = "def "
+
+
+@dataclass
+class _Job:
+    """One command's part of a run, as this rank sees it."""
+
+    plan: Plan
+    ranks: Ranks
+    directory: RunDirectory
+    state: TrainState
+    data: TextData
+    log: RunLog
+    matmul_peak: MatmulPeak
+    command_started: float
+    first_step: int
+    pace: Pace
+    skipped_before: int
+    first_loss: float | None = None
+    last: Step | None = None
+    validation: float | None = None
+    peak_bytes: PeakBytes | None = None
+    startup_seconds: float | None = None
+    checkpoint: Path | None = None
+    sample: str | None = None
+    interrupt: Interrupt = field(default_factory=Interrupt)
+
+    @property
+    def run(self) -> Run:
+        return self.plan.run
+
+
+def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
+    """Trains `run` on this rank; leaves checkpoints, metrics.jsonl and measurement.json in `run.dir`.
+
+    Asked to stop by SIGTERM or SIGINT, it finishes the step, saves, and leaves with INTERRUPTED_EXIT_CODE.
+    """
+    with ExitStack() as stack:
+        ranks = stack.enter_context(process_group(run.run.device))
+        plan = plan or _plan(run, ranks)
+        job = _begin(stack, plan, ranks=ranks, resume=resume, command_started=command_started)
+        with job.interrupt:  # until all is saved
+            interrupted = _train(job)
+            _finish(job, interrupted=interrupted)
+    if interrupted:
+        raise SystemExit(INTERRUPTED_EXIT_CODE)
+
+
+def _plan(run: Run, ranks: Ranks) -> Plan:
+    device: DeviceType = "cuda" if ranks.device.type == "cuda" else "cpu"
+    bf16 = torch.cuda.is_bf16_supported() if device == "cuda" else None
+    return Plan.from_run(run, world_size=ranks.world_size, device=device, bf16_hardware=bf16)
+
+
+def _begin(stack: ExitStack, plan: Plan, *, ranks: Ranks, resume: bool, command_started: float) -> _Job:
+    run = plan.run
+    data = build_data(run)  # before anything is allocated or written
+    directory, aside = stack.enter_context(_directory(run, ranks, resume=resume))
+    with torch.device("meta"):
+        model = DecoderModel(run.model)
+    shard(model, plan)
+    state = TrainState(model, build_optimizer(model, plan), data=data)
+    if resume:
+        load(state, directory.checkpoints)
+    parameters = sum(p.numel() for p in model.parameters())
+    peak = find_matmul_peak(ranks.device, plan.precision.param)
+    log = stack.enter_context(
+        open_run_log(
+            run,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            after_step=state.step,
+            flops_per_token=_flops_per_token(state, run),
+            peak=peak,
+        )
+    )
+    if aside:
+        log.say(f"an earlier run in {directory.root} is kept as {aside}")
+    log.say(_headline(plan, data, parameters=parameters))
+    if resume:
+        log.say(f"resumed at step {state.step} of {run.train.steps}")
+    return _Job(
+        plan=plan,
+        ranks=ranks,
+        directory=directory,
+        state=state,
+        data=data,
+        log=log,
+        matmul_peak=peak,
+        command_started=command_started,
+        first_step=state.step + 1,
+        pace=Pace(warmup_steps=run.train.warmup_steps_untimed),
+        skipped_before=state.skipped,
+    )
+
+
+@contextmanager
+def _directory(run: Run, ranks: Ranks, *, resume: bool) -> Generator[tuple[RunDirectory, Path | None]]:
+    """Rank 0 opens it (and fails for all, if it must); the others wait until it is theirs to read."""
+    root = Path(run.run.dir)
+    if ranks.rank == 0:
+        with opened(root, resume=resume) as found:
+            dist.barrier()
+            yield found
+    else:
+        dist.barrier()
+        yield RunDirectory(root), None
+
+
+def _headline(plan: Plan, data: TextData, *, parameters: int) -> str:
+    mesh = (
+        f"{plan.replicate_degree} × {plan.shard_degree}"
+        if plan.replicate_degree > 1
+        else f"{plan.shard_degree}"
+    )
+    accumulated = f" × {plan.accumulation} microbatches" if plan.accumulation > 1 else ""
+    return (
+        f"{format_count(parameters)} parameters, {plan.strategy} over {mesh} {plan.device} ranks, "
+        f"{plan.precision.param} compute; {plan.run.train.global_batch} × {plan.run.data.sequence_length} "
+        f"tokens a step{accumulated}\n{data.describe()}"
+    )
+
+
+def _flops_per_token(state: TrainState, run: Run) -> int:
+    """The input embedding is looked up, not multiplied with, unless the head is tied to it."""
+    parameters = sum(p.numel() for p in state.model.parameters())
+    if not run.model.tied:
+        parameters -= run.model.vocabulary * run.model.d_model
+    return model_flops_per_token(
+        parameters,
+        layers=run.model.layers,
+        d_model=run.model.d_model,
+        sequence_length=run.data.sequence_length,
+    )
+
+
+def _train(job: _Job) -> bool:
+    """Runs the steps. True if a signal ended them before the last."""
+    steps = train(job.state, job.plan, should_stop=lambda: job.interrupt.requested)
+    # The first steps allocate what later ones reuse; the second shows the standing peak.
+    measured = min(job.first_step + 1, job.run.train.steps)
+    while True:
+        if job.state.step + 1 == measured:
+            with measure_peak(job.ranks.device, model=job.state.model, optimizer=job.state.optimizer) as peak:
+                step = next(steps, None)
+            job.peak_bytes = _fullest(peak, job.ranks.device)
+        else:
+            step = next(steps, None)
+        if step is None:
+            return False
+        _note(job, step)
+        if step.stopping and step.index < job.run.train.steps:
+            return True
+
+
+def _note(job: _Job, step: Step) -> None:
+    """Everything between one step and the next: figures, validation, checkpoint."""
+    if job.startup_seconds is None:
+        job.startup_seconds = time.time() - job.command_started
+        job.log.say(f"first step {format_seconds(job.startup_seconds)} after the command")
+    job.first_loss = job.first_loss if job.first_loss is not None else step.loss
+    job.last = step
+    job.pace = job.pace.with_step(tokens=step.tokens, seconds=step.seconds, data_seconds=step.data_seconds)
+    train_section, last = job.run.train, step.index == job.run.train.steps
+    validate = last or (train_section.validate_every and step.index % train_section.validate_every == 0)
+    if validate and job.data.validation_tokens and not step.stopping:
+        batches = job.data.validation(rank=job.ranks.rank, plan=job.plan)
+        job.validation = validation_loss(job.state.model, batches, loss=next_token_loss)
+    job.log.step(
+        step,
+        peak_bytes=job.peak_bytes.total if job.peak_bytes and step.index <= job.first_step + 1 else None,
+        validation_loss=job.validation if validate else None,
+    )
+    every = job.run.checkpoint.every
+    if every and step.index % every == 0 and not last and not step.stopping:
+        _save(job)
+
+
+def _save(job: _Job) -> None:
+    job.checkpoint = save(job.state, job.directory.checkpoints, keep=job.run.checkpoint.keep, plan=job.plan)
+    job.log.say(f"step {job.state.step}: saved {job.checkpoint}")
+
+
+def _finish(job: _Job, *, interrupted: bool) -> None:
+    if job.last is not None:
+        _save(job)
+    else:
+        job.log.say(f"all {job.run.train.steps} steps are done already; nothing was trained")
+    if interrupted:
+        job.log.say(f"stopped by a signal after step {job.state.step}; fullshard train --resume goes on")
+    elif job.run.log.sample_tokens and job.last is not None:
+        tokens = generate(
+            job.state.model,
+            list(SAMPLE_PROMPT.encode()),
+            tokens=job.run.log.sample_tokens,
+            window=job.run.data.sequence_length,
+        )
+        job.sample = job.data.decode(tokens)
+    if job.ranks.rank == 0 and job.last is not None:
+        _measurement(job).save(job.directory.measurement)
+        job.plan.save(job.directory.plan)
+        if job.run.checkpoint.export and job.checkpoint is not None and not interrupted:
+            export(job.checkpoint, job.directory.export)
+            job.log.say(f"exported {job.directory.export}")
+
+
+def _measurement(job: _Job) -> Measurement:
+    return Measurement(
+        directory=str(job.directory.root),
+        strategy=job.plan.strategy,
+        world_size=job.plan.world_size,
+        device=job.matmul_peak.device,
+        first_step=job.first_step,
+        pace=job.pace,
+        skipped_steps=job.state.skipped - job.skipped_before,
+        first_loss=job.first_loss,
+        last_loss=job.last.loss if job.last else None,
+        validation_loss=job.validation,
+        byte_entropy=job.data.byte_entropy,
+        flops_per_token=_flops_per_token(job.state, job.run),
+        peak=job.matmul_peak,
+        peak_bytes=job.peak_bytes,
+        startup_seconds=job.startup_seconds,
+        checkpoint=str(job.checkpoint) if job.checkpoint else None,
+        sample=job.sample,
+    )
+
+
+def _fullest(peak: Peak, device: torch.device) -> PeakBytes | None:
+    """The parts of the rank with the highest peak, on all ranks. Collective."""
+    if peak.parts is None:
+        return None
+    own = [peak.bytes, *_part_bytes(peak, peak.parts)]
+    rows = [torch.zeros(len(own), dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, torch.tensor(own, device=device))
+    fullest = max((row.tolist() for row in rows), key=lambda row: row[0])
+    total, shards, gradients, optimizer, buffers, units, rest, active, reserved = fullest
+    on_cuda = device.type == "cuda"
+    return PeakBytes(
+        parameter_shards=shards,
+        gradients=gradients,
+        optimizer_state=optimizer,
+        buffers=buffers,
+        units_in_flight=units,
+        rest=rest,
+        allocated=total if on_cuda else None,
+        active=active if on_cuda else None,
+        reserved=reserved if on_cuda else None,
+    )
+
+
+def _part_bytes(peak: Peak, parts: MemoryParts) -> tuple[int, ...]:
+    return (
+        parts.parameter_shards,
+        parts.gradients,
+        parts.optimizer_state,
+        parts.buffers,
+        parts.units_in_flight,
+        parts.rest,
+        peak.active_bytes,
+        peak.reserved_bytes,
+    )

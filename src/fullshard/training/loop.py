@@ -1,0 +1,159 @@
+"""train(state, plan): a generator of finished steps. The loop's body is the user's."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from fullshard.errors import TrainError
+from fullshard.spec.plan import Plan
+from fullshard.training.data.batches import Batches
+from fullshard.training.loss import Loss, next_token_loss
+from fullshard.training.scaler import LossScale
+from fullshard.training.schedule import rate_factor
+from fullshard.training.state import TrainState
+from fullshard.training.step import run_step
+
+
+@dataclass(frozen=True)
+class Step:
+    """A finished step, in figures over all ranks.
+
+    `index`: its number, from 1. `loss`: mean over valid tokens, in nats for the default loss. `grad_norm`:
+    before clipping. `tokens`: valid ones. `seconds`: the whole step, `data_seconds` of them waiting for data.
+    `skipped`: the loss or norm was not finite, nothing was updated. `stopping`: a rank was asked to stop, and
+    this is the last step.
+    """
+
+    index: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    seconds: float
+    data_seconds: float
+    skipped: bool
+    stopping: bool
+
+
+def train(
+    state: TrainState,
+    plan: Plan,
+    *,
+    loss: Loss = next_token_loss,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Iterator[Step]:
+    """Runs `state` from its step to the run's last, one `next` a step. Collective: all ranks step together.
+
+    `loss(model, microbatch)`: see `training.loss.Loss`. `should_stop`: asked before each step; true on any
+    rank makes that step the last on all. Broken out of, another `train` of the same state goes on. Each step
+    sets the learning rate of every group of the optimizer to the plan's.
+
+    A plain iterable of data ends the run when it ends on any rank, on all ranks alike; another `train` begins
+    it anew. Its position is in no checkpoint: `training.data.Batches` is what resumes exactly.
+
+    Raises TrainError without data, and after `train.max_skipped_steps` steps in a row that were skipped.
+    """
+    source = _microbatches(state, plan)
+    _start_loss_scale(state, plan)
+    in_a_row = 0
+    state.model.train()
+    while state.step < plan.run.train.steps:
+        started = time.perf_counter()
+        batches = source(state.step)
+        if batches is None:
+            return
+        timed = _Timed(batches, seconds=time.perf_counter() - started)
+        factor = rate_factor(plan.run.schedule, step=state.step, steps=plan.run.train.steps)
+        rate = plan.run.optimizer.learning_rate * factor
+        result = run_step(state, plan, microbatches=timed, loss=loss, learning_rate=rate, stop=should_stop())
+        state.step += 1
+        state.tokens += 0 if result.skipped else result.count
+        state.skipped += result.skipped
+        in_a_row = in_a_row + 1 if result.skipped else 0
+        yield Step(
+            index=state.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=rate,
+            tokens=result.count,
+            seconds=time.perf_counter() - started,
+            data_seconds=timed.seconds,
+            skipped=result.skipped,
+            stopping=result.stop,
+        )
+        if in_a_row >= plan.run.train.max_skipped_steps:
+            raise _too_many_skipped(in_a_row, loss=result.loss, norm=result.grad_norm)
+        if result.stop:
+            return
+
+
+def _start_loss_scale(state: TrainState, plan: Plan) -> None:
+    """A scale that a checkpoint held goes on; one that another precision left behind does not."""
+    section = plan.run.precision
+    if not plan.precision.loss_scaling:
+        state.loss_scale = LossScale()
+    elif state.loss_scale.window == 0:
+        state.loss_scale = LossScale(section.initial_loss_scale, section.loss_scale_window)
+    else:
+        state.loss_scale.window = section.loss_scale_window
+
+
+def _microbatches(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any] | None]:
+    """step -> this rank's microbatches, or None when any rank has no more."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if hasattr(state.data, "microbatches"):
+        batches = cast(Batches, state.data)
+        return lambda step: batches.microbatches(step, rank=rank, plan=plan)
+    if not isinstance(state.data, Iterable):
+        raise TrainError(
+            "there is no data to train on.",
+            got=type(state.data).__name__,
+            fix="TrainState(model, optimizer, data=data): an iterable of microbatches, or a source of them",
+        )
+    if state.iterator is None:
+        state.iterator = iter(cast(Iterable[Any], state.data))
+
+    def next_ones(_step: int) -> list[Any] | None:
+        own = list(itertools.islice(cast(Iterator[Any], state.iterator), plan.accumulation))
+        # Ranks whose iterables differ in length would wait for each other forever: agree before the step.
+        full = torch.tensor([len(own) == plan.accumulation], dtype=torch.uint8, device=plan.device)
+        if plan.world_size > 1:
+            dist.all_reduce(full, op=dist.ReduceOp.MIN)
+        if bool(full.item()):
+            return own
+        state.iterator = None
+        return None
+
+    return next_ones
+
+
+class _Timed:
+    """Iterates over microbatches, and adds the seconds spent waiting for them to those before."""
+
+    def __init__(self, batches: Iterable[Any], *, seconds: float) -> None:
+        self.batches, self.seconds = batches, seconds
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = iter(self.batches)
+        while True:
+            started = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self.seconds += time.perf_counter() - started
+            yield batch
+
+
+def _too_many_skipped(count: int, *, loss: float, norm: float) -> TrainError:
+    return TrainError(
+        f"{count} steps in a row had a loss or gradient norm that is not finite.",
+        got=f"loss {loss}, gradient norm {norm}",
+        why="nothing was updated in them, and nothing suggests that the next one would differ",
+        fix="a lower optimizer.learning_rate, longer schedule.warmup_steps, or a look at the data",
+    )

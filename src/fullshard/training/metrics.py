@@ -1,0 +1,129 @@
+"""The figures of one step, and the file of JSON lines that keeps them."""
+
+import dataclasses
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import SpecError, TrainError
+
+FILE_NAME = "metrics.jsonl"
+PREVIOUS_FILE_NAME = "metrics.previous.jsonl"
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One finished step, over all ranks. What is None was not measured in this step.
+
+    `tokens`: valid ones in this step. `mfu`: 1 is the whole peak. `peak_bytes`: of the fullest rank.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    seconds: float
+    skipped: bool = False
+    mfu: float | None = None
+    peak_bytes: int | None = None
+    validation_loss: float | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def values(self) -> dict[str, float]:
+        """Name -> value of what was measured, without the number of the step."""
+        fields = dataclasses.asdict(self) | {"tokens_per_second": self.tokens_per_second}
+        del fields["step"]
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class MetricsLog:
+    """`metrics.jsonl` in the run's directory: one line of JSON a step, each written whole and at once.
+
+    A run that goes on after `after_step` keeps the lines up to that step and drops those beyond, whose steps
+    it does again: every step has one line, and the file is one curve. A line that a crash left half-written
+    is dropped too. A new run (`after_step` 0) keeps the last run's file as `metrics.previous.jsonl`.
+
+    Only rank 0 makes one. Raises SpecError where the directory cannot be written.
+    """
+
+    def __init__(self, directory: str | Path, *, after_step: int = 0) -> None:
+        self.path = Path(directory, FILE_NAME)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.exists():
+                _set_aside(self.path) if after_step == 0 else _keep_until(self.path, after_step)
+            # Unbuffered, so that a line is one write: a crash between two steps loses nothing.
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            raise SpecError(
+                f"{self.path} cannot be written.", got=error.strerror, fix="run.dir = another directory"
+            ) from error
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Appends a line. Raises TrainError if the disk does not take it."""
+        line = json.dumps({"step": metrics.step} | {k: _json(v) for k, v in metrics.values().items()})
+        data = f"{line}\n".encode()
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            raise _not_taken(self.path, str(error.strerror)) from error
+        if written != len(data):
+            raise _not_taken(self.path, f"{written} of {len(data)} bytes were written: the disk is full")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _json(value: Any) -> Any:
+    """JSON has no NaN: the loss of a skipped step is null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _set_aside(path: Path) -> None:
+    if path.stat().st_size:
+        os.replace(path, path.with_name(PREVIOUS_FILE_NAME))
+
+
+def _keep_until(path: Path, last_step: int) -> None:
+    """Drops the lines of later steps, and what is no line; the file is replaced in one go, if at all."""
+    part = path.with_name(f"{path.name}.part")
+    dropped = 0
+    with path.open("rb") as old, part.open("wb") as new:
+        for line in old:
+            step = _step_of(line)
+            if step is not None and step <= last_step:
+                new.write(line)
+            else:
+                dropped += 1
+    if dropped:
+        os.replace(part, path)
+    else:
+        part.unlink()
+
+
+def _step_of(line: bytes) -> int | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return None
+    step = fields.get("step") if isinstance(fields, dict) else None
+    return step if isinstance(step, int) else None
+
+
+def _not_taken(path: Path, got: str) -> TrainError:
+    return TrainError(
+        f"{path} cannot be written any more.",
+        got=got,
+        why="a run whose figures are lost would go on unseen",
+        fix="free the disk, then fullshard train --resume",
+    )

@@ -1,0 +1,154 @@
+"""What fullshard's step costs over a `fully_shard` loop written by hand: both in one job, in turns."""
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from fullshard.errors import PlanError
+from fullshard.models.decoder import DecoderModel
+from fullshard.sharding.apply import shard
+from fullshard.sharding.mesh import build_mesh, process_group
+from fullshard.sharding.precision import TORCH_DTYPE
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run, Strategy
+from fullshard.training.data import build_data
+from fullshard.training.loop import train
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.state import TrainState
+from fullshard.training.step import to_device
+
+# Single steps in turn: what else the machine does falls on both alike, and the median leaves the rest out.
+PAIRS, STEPS_A_TURN, WARMUP_TURNS = 60, 1, 5
+RESULT_NAME = "overhead.json"
+
+
+def run_overhead(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
+    """One rank of `fullshard bench overhead`. Rank 0 writes `<run.dir>/overhead.json`."""
+    del resume, command_started
+    turns = WARMUP_TURNS + PAIRS
+    run = run.model_copy(update={"train": run.train.model_copy(update={"steps": turns * STEPS_A_TURN})})
+    with process_group(run.run.device) as ranks:
+        plan = Plan.from_run(
+            run, world_size=ranks.world_size, device="cuda" if ranks.device.type == "cuda" else "cpu"
+        )
+        if plan.strategy is not Strategy.FULL_SHARD or plan.accumulation != 1 or run.recompute.mode != "none":
+            raise PlanError(
+                "the hand-written loop is full_shard, without accumulation and recompute.",
+                got=f"{plan.strategy}, accumulation {plan.accumulation}, recompute {run.recompute.mode}",
+                fix="pin those in the run",
+            )
+        ours, plain = _our_steps(plan), _plain_steps(plan)
+        seconds = _alternate(ours, plain, turns=turns, device=ranks.device)
+        if ranks.rank == 0:
+            Path(run.run.dir).mkdir(parents=True, exist_ok=True)
+            Path(run.run.dir, RESULT_NAME).write_text(
+                json.dumps(summary(seconds[WARMUP_TURNS:], plan), indent=2)
+            )
+
+
+def summary(pairs: list[tuple[float, float]], plan: Plan) -> dict[str, object]:
+    """Ratios ours / plain of the pairs: their median, its 95 % interval (bootstrap), the seconds a step."""
+    ratios = [ours / plain for ours, plain in pairs]
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return {
+        "pairs": len(pairs),
+        "steps_a_turn": STEPS_A_TURN,
+        "ratio_median": statistics.median(ratios),
+        "ratio_interval": [medians[50], medians[-51]],
+        "ratios": [round(ratio, 4) for ratio in ratios],
+        "seconds_ours": statistics.median(ours for ours, _ in pairs) / STEPS_A_TURN,
+        "seconds_plain": statistics.median(plain for _, plain in pairs) / STEPS_A_TURN,
+        "world_size": plan.world_size,
+        "device": plan.device,
+        "torch": torch.__version__,
+    }
+
+
+def _alternate(
+    ours: Callable[[], None], plain: Callable[[], None], *, turns: int, device: torch.device
+) -> list[tuple[float, float]]:
+    """Seconds of one turn of each, turn by turn, the one that goes first alternating too."""
+    pairs: list[tuple[float, float]] = []
+    for turn in range(turns):
+        seconds: dict[Callable[[], None], float] = {}
+        for work in (ours, plain) if turn % 2 else (plain, ours):
+            dist.barrier()
+            started = time.perf_counter()
+            for _ in range(STEPS_A_TURN):
+                work()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            dist.barrier()
+            seconds[work] = time.perf_counter() - started
+        pairs.append((seconds[ours], seconds[plain]))
+    return pairs
+
+
+def _our_steps(plan: Plan) -> Callable[[], None]:
+    with torch.device("meta"):
+        model = DecoderModel(plan.run.model)
+    shard(model, plan)
+    steps = train(TrainState(model, build_optimizer(model, plan), data=build_data(plan.run)), plan)
+
+    def step() -> None:
+        next(steps)
+
+    return step
+
+
+def _plain_steps(plan: Plan) -> Callable[[], None]:
+    """What a good engineer writes by hand on torch alone: same units, dtypes, optimizer and clipping."""
+    run, mesh = plan.run, build_mesh(plan)
+    torch.manual_seed(run.run.seed)
+    model = DecoderModel(run.model).to(plan.device)
+    policy = MixedPrecisionPolicy(
+        param_dtype=TORCH_DTYPE[plan.precision.param], reduce_dtype=TORCH_DTYPE[plan.precision.reduce]
+    )
+    fully_shard(model.embedding, mesh=mesh, mp_policy=policy)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard([model.norm, model.head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    section = run.optimizer
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=section.learning_rate, betas=section.betas, eps=section.eps, fused=True
+    )
+    batches = _endless(plan)
+
+    def step() -> None:
+        batch = next(batches)
+        logits = model(batch["tokens"])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), section.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        # What the log of any training run shows: the mean loss over ranks, and the true norm.
+        dist.all_reduce(loss.detach_(), op=dist.ReduceOp.SUM)
+        _ = loss.item() / plan.world_size, _whole(norm).item()
+
+    return step
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _endless(plan: Plan) -> Iterator[dict[str, Tensor]]:
+    data, rank, device = build_data(plan.run), dist.get_rank(), torch.device(plan.device)
+    step = 0
+    while True:
+        for batch in data.microbatches(step, rank=rank, plan=plan):
+            yield to_device(batch, device)
+        step += 1

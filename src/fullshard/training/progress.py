@@ -1,0 +1,169 @@
+"""What people see while a run goes on: on a terminal one line that tells where it is, elsewhere a plain line
+every `log.every` steps, both on standard error. Only rank 0 shows anything."""
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from fullshard.quantities import format_bytes, format_count, format_seconds
+from fullshard.training.metrics import StepMetrics
+
+BAR_WIDTH = 16
+REDRAW_SECONDS = 0.1
+# Steps that the speed and the time left are reckoned from: enough to be calm, few enough to follow a change.
+RECENT_STEPS = 20
+
+
+class Progress(Protocol):
+    def show(self, metrics: StepMetrics) -> None:
+        """A step is done."""
+        ...
+
+    def say(self, text: str) -> None:
+        """A line of its own, that stays."""
+        ...
+
+
+@contextmanager
+def progress(*, steps: int, every: int, world_size: int, file: TextIO) -> Generator[Progress]:
+    """Shows a run of `steps` steps on `file` while the block runs.
+
+    However the block is left, the terminal is as it was. Even a killed run leaves its cursor visible.
+    """
+    course = Course(steps=steps, world_size=world_size)
+    if not _is_terminal(file):
+        yield PlainLines(course, every=every, file=file)
+        return
+    line = LiveLine(course, file=file)
+    line.start()
+    try:
+        yield line
+    finally:
+        line.stop()
+
+
+def _is_terminal(file: TextIO) -> bool:
+    # Not rich's own answer: FORCE_COLOR makes that true for a file, and a redrawn line makes a log of 30 MB.
+    return file.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+class Course:
+    """Where a run is: its last step, its recent speed, and the time left."""
+
+    def __init__(self, *, steps: int, world_size: int, now: Callable[[], float] = time.monotonic) -> None:
+        self.steps, self.world_size, self._now = steps, world_size, now
+        self._recent: deque[tuple[float, StepMetrics]] = deque(maxlen=RECENT_STEPS)
+
+    def add(self, metrics: StepMetrics) -> None:
+        self._recent.append((self._now(), metrics))
+
+    @property
+    def last(self) -> StepMetrics:
+        return self._recent[-1][1]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks, over the recent steps."""
+        seconds = sum(metrics.seconds for _, metrics in self._recent)
+        return sum(metrics.tokens for _, metrics in self._recent) / seconds if seconds > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float:
+        """By the clock on the wall, so with the validations and saves that fell between recent steps."""
+        (first, _), (last, metrics) = self._recent[0], self._recent[-1]
+        between = len(self._recent) - 1
+        return (self.steps - metrics.step) * ((last - first) / between if between else metrics.seconds)
+
+    def texts(self, *, width: int | None = None) -> list[str]:
+        """What there is to say, in order. Wider than `width`, and the least important is left out."""
+        last, rate = self.last, self.tokens_per_second
+        total = f"{format_count(rate)} tokens/s"
+        if self.world_size > 1:
+            total += f" = {self.world_size} x {format_count(rate / self.world_size)}"
+        texts = [(0, f"step {last.step}/{self.steps}"), (1, f"loss {last.loss:.4f}")]
+        texts += [(2, "SKIPPED")] if last.skipped else []
+        texts += [(7, f"norm {last.grad_norm:.3g}"), (8, f"lr {last.learning_rate:.2e}"), (3, total)]
+        if last.mfu is not None and last.tokens_per_second:
+            texts.append((5, f"MFU {100 * last.mfu * rate / last.tokens_per_second:.1f} %"))
+        texts += [(6, f"peak {format_bytes(last.peak_bytes)}")] if last.peak_bytes is not None else []
+        if last.step < self.steps:
+            texts.append((4, f"{format_seconds(max(self.seconds_left, 1.0))} left"))
+        while width is not None and len(texts) > 1 and len("  ".join(text for _, text in texts)) > width:
+            texts.remove(max(texts, key=lambda ranked: ranked[0]))
+        return [text for _, text in texts]
+
+
+class PlainLines:
+    """A line for the first step, the last, and every `every`-th."""
+
+    def __init__(self, course: Course, *, every: int, file: TextIO) -> None:
+        self._course, self._every, self._file = course, every, file
+        self._begun = False
+
+    def show(self, metrics: StepMetrics) -> None:
+        self._course.add(metrics)
+        last = metrics.step == self._course.steps
+        if not self._begun or last or metrics.step % self._every == 0 or metrics.skipped:
+            self.say("  ".join(self._course.texts()))
+        self._begun = True
+
+    def say(self, text: str) -> None:
+        with suppress(OSError):  # the reader may have left (a closed pipe): no reason to end a run of days
+            print(text, file=self._file, flush=True)
+
+
+class LiveLine:
+    """One line that is drawn over and over, at the bottom of a terminal."""
+
+    def __init__(self, course: Course, *, file: TextIO, now: Callable[[], float] = time.monotonic) -> None:
+        self._course, self._now = course, now
+        self._drawn_at = -REDRAW_SECONDS
+        self._console = Console(file=file, force_terminal=True, force_jupyter=False, soft_wrap=True)
+        # Drawn by `show` alone: a thread of its own would take the interpreter from the training.
+        self._live = Live(
+            console=self._console,
+            auto_refresh=False,
+            redirect_stdout=sys.stdout.isatty(),  # a pipe there gets what is printed, not the terminal
+        )
+
+    def start(self) -> None:
+        self._write(self._live.start)
+        # A run may be killed where nothing can be restored, so nothing is taken away.
+        self._write(lambda: self._console.show_cursor(True))
+
+    def stop(self) -> None:
+        self._write(self._live.stop)
+
+    def show(self, metrics: StepMetrics) -> None:
+        self._course.add(metrics)
+        now = self._now()
+        if now - self._drawn_at >= REDRAW_SECONDS or metrics.step == self._course.steps:
+            self._drawn_at = now
+            self._write(lambda: self._live.update(self._line(), refresh=True))
+
+    def say(self, text: str) -> None:
+        self._write(lambda: self._console.print(text, markup=False, highlight=False))
+
+    def _line(self) -> Table:
+        width = self._console.width - 1
+        bar = width >= 5 * BAR_WIDTH
+        texts = self._course.texts(width=width - (BAR_WIDTH + 2 if bar else 0))
+        line = Table.grid(padding=(0, 2, 0, 0))
+        text = Text("  ".join(texts), no_wrap=True, overflow="crop")
+        done = ProgressBar(total=self._course.steps, completed=self._course.last.step, width=BAR_WIDTH)
+        line.add_row(*([done] if bar else []), text)
+        return line
+
+    def _write(self, draw: Callable[[], object]) -> None:
+        with suppress(OSError):  # the terminal may be gone: no reason to end a run of days
+            draw()

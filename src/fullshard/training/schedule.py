@@ -1,0 +1,35 @@
+"""The learning rate as a function of the step, so that resuming needs no state."""
+
+import math
+
+from fullshard.spec.run import ScheduleSection
+
+
+def rate_factor(section: ScheduleSection, *, step: int, steps: int) -> float:
+    """What the peak learning rate is multiplied by in step `step` (from 0) of `steps`.
+
+    Warmup over w steps: (step + 1) / w. Then, with t from 0 to 1 over what remains and r = `final_ratio`:
+
+        constant  1
+        linear    1 - (1 - r) t
+        cosine    r + (1 - r) (1 + cos πt) / 2             arXiv:1608.03983
+        wsd       1, then linear to r over the last `decay_fraction` of all steps   arXiv:2404.06395
+    """
+    warmup, last = section.warmup_steps, steps - 1
+    if step < warmup:
+        return (step + 1) / warmup
+    span = 1 - section.final_ratio
+    progress = _progress(step, start=warmup, last=last)
+    if section.kind == "cosine":
+        return section.final_ratio + span * (1 + math.cos(math.pi * progress)) / 2
+    if section.kind == "linear":
+        return 1 - span * progress
+    if section.kind == "wsd":
+        start = max(warmup, last - section.decay_fraction * steps)
+        return 1 - span * _progress(step, start=start, last=last)
+    return 1.0
+
+
+def _progress(step: int, *, start: float, last: int) -> float:
+    """From 0 at `start` to 1 in the step `last`; 0 where the one is not after the other."""
+    return min(1.0, max(0.0, (step - start) / (last - start))) if last > start else 0.0

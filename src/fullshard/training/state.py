@@ -1,0 +1,201 @@
+"""TrainState: everything that a step changes, and that a checkpoint holds."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import JsonValue
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint.manifest import SavedTensor, compare_names
+from fullshard.errors import CheckpointError, TrainError
+from fullshard.training.scaler import LossScale
+
+
+class TrainState:
+    """A model, its optimizer, its data, and how far they have come.
+
+    `step`: finished steps. `tokens`: valid tokens trained on, over all ranks. `skipped`: steps left out for a
+    loss or norm that was not finite. `data`: what gives microbatches by step (`training.data.Batches`), or an
+    iterable of microbatches. A checkpoint holds all of it but the data, whose position follows from `step`.
+    `iterator`: where a plain iterable stands, so that a `train` that was broken out of goes on there.
+
+    Raises TrainError for an optimizer that does not update the model's parameters.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, data: Any = None) -> None:
+        self.model, self.optimizer, self.data = model, optimizer, data
+        self.iterator: Iterator[Any] | None = None
+        self.step = 0
+        self.tokens = 0
+        self.skipped = 0
+        self.loss_scale = LossScale()
+        _free_gathered(model)
+        _check_optimizer_is_the_models(model, optimizer)
+
+    # What a checkpoint is made of: fullshard.checkpoint.Checkpointable
+
+    def tensors(self) -> dict[str, Tensor]:
+        """`model.<name>`, `optimizer.<name>.<key>`; each rank's random states are `rng.<device>.<rank>`."""
+        tensors: dict[str, Tensor] = dict(self._model_tensors())
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if value is not None:
+                    is_tensor = isinstance(value, Tensor)
+                    tensors[f"optimizer.{name}.{key}"] = value if is_tensor else torch.tensor(value)
+        return tensors | _random_states()
+
+    def values(self) -> dict[str, JsonValue]:
+        """Step, tokens, skipped, the loss scale, the optimizer's class, and which names are tied to which."""
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "skipped": self.skipped,
+            "loss_scale": self.loss_scale.scale,
+            "loss_scale_window": self.loss_scale.window,
+            "loss_scale_good_steps": self.loss_scale.good_steps,
+            "optimizer": type(self.optimizer).__name__,
+            "tied": dict(_tied_names(self.model)),
+        }
+
+    def receivers(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        """Tensors to fill from a checkpoint that holds `saved`; the optimizer's are made for it.
+
+        Raises CheckpointError if the model's names, shapes or dtypes are others.
+        """
+        tensors: dict[str, Tensor] = dict(self._model_tensors())
+        compare_names(tensors, {name: info for name, info in saved.items() if name.startswith("model.")})
+        parameters = dict(self.model.named_parameters())
+        for name, info in saved.items():
+            if name.startswith("optimizer."):
+                owner, key = _owner_and_key(name)
+                tensors[name] = self._empty_optimizer_tensor(_owned(parameters, owner), key=key, info=info)
+        for name, own in _random_states().items():
+            if name in saved and saved[name].shape == tuple(own.shape):
+                tensors[name] = own
+        return tensors
+
+    def restored(self, values: Mapping[str, JsonValue], received: Mapping[str, Tensor]) -> None:
+        """Takes over what `receivers` had filled, and the values beside it.
+
+        Raises CheckpointError if another class of optimizer wrote them.
+        """
+        if values["optimizer"] != type(self.optimizer).__name__:
+            raise CheckpointError(
+                "the checkpoint was written with another optimizer.",
+                got=f"{values['optimizer']} in the checkpoint, {type(self.optimizer).__name__} in the run",
+                fix="optimizer.name as it was, or a new run directory",
+            )
+        states: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in received.items():
+            if name.startswith("optimizer."):
+                owner, key = _owner_and_key(name)
+                states.setdefault(owner, {})[key] = tensor
+        for name, parameter in self.model.named_parameters():
+            self.optimizer.state.pop(parameter, None)
+            if name in states:
+                self.optimizer.state[parameter] = states[name]
+        _set_random_states(received)
+        self.step, self.tokens, self.skipped = (_integer(values[k]) for k in ("step", "tokens", "skipped"))
+        self.loss_scale = LossScale(
+            scale=float(str(values["loss_scale"])),
+            window=_integer(values["loss_scale_window"]),
+            good_steps=_integer(values["loss_scale_good_steps"]),
+        )
+
+    def _model_tensors(self) -> dict[str, Tensor]:
+        _free_gathered(self.model)
+        tensors: dict[str, Tensor] = {f"model.{n}": p.detach() for n, p in self.model.named_parameters()}
+        for prefix, module in self.model.named_modules():
+            left_out = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in left_out:
+                    tensors[f"model.{prefix}.{name}" if prefix else f"model.{name}"] = buffer
+        return tensors
+
+    def _empty_optimizer_tensor(self, parameter: nn.Parameter, *, key: str, info: SavedTensor) -> Tensor:
+        if info.shape == tuple(parameter.shape) and parameter.ndim > 0:
+            return torch.empty_like(parameter.detach(), dtype=info.torch_dtype)
+        fused = any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
+        device = parameter.device if key != "step" or fused else torch.device("cpu")
+        return torch.empty(info.shape, dtype=info.torch_dtype, device=device)
+
+
+def _free_gathered(model: nn.Module) -> None:
+    """A forward without a backward leaves units gathered, whose parameters are then not the optimizer's."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _owner_and_key(name: str) -> tuple[str, str]:
+    """`optimizer.<parameter>.<key>` -> (parameter, key); a key has no dot."""
+    owner, _, key = name.removeprefix("optimizer.").rpartition(".")
+    return owner, key
+
+
+def _owned(parameters: Mapping[str, nn.Parameter], name: str) -> nn.Parameter:
+    if name not in parameters:
+        raise CheckpointError(
+            f"the checkpoint has optimizer state for {name}, which the model does not have.",
+            fix="the model that wrote the checkpoint, or a new run directory",
+        )
+    return parameters[name]
+
+
+def _check_optimizer_is_the_models(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    held = {id(parameter) for parameter in model.parameters()}
+    strangers = sum(id(p) not in held for group in optimizer.param_groups for p in group["params"])
+    if strangers:
+        raise TrainError(
+            "the optimizer holds parameters that are not the model's.",
+            got=f"{strangers} of them",
+            why="it was built before fullshard.shard replaced them, and would never update the model",
+            fix="optimizer = fullshard.build_optimizer(model, plan), after fullshard.shard(model, plan)",
+        )
+
+
+def _tied_names(model: nn.Module) -> list[tuple[str, str]]:
+    """(alias, name) of every parameter that has more than one name; the first name is the saved one."""
+    first: dict[int, str] = {}
+    aliases: list[tuple[str, str]] = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            aliases.append((name, first[id(parameter)]))
+    return aliases
+
+
+def _random_states() -> dict[str, Tensor]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    states = {f"rng.cpu.{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random_states(received: Mapping[str, Tensor]) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if (state := received.get(f"rng.cpu.{rank}")) is not None:
+        torch.set_rng_state(state)
+    if (state := received.get(f"rng.cuda.{rank}")) is not None:
+        torch.cuda.set_rng_state(state)
+
+
+def _integer(value: JsonValue) -> int:
+    if not isinstance(value, int):
+        raise CheckpointError("the checkpoint's manifest is not one of fullshard's.", got=repr(value))
+    return value
+
+
+def shard_replicas(tensor: Tensor, world_size: int) -> int:
+    """On how many of all ranks the same part of `tensor` lies."""
+    if not isinstance(tensor, DTensor):
+        return world_size
+    shards = 1
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_shard():
+            shards *= tensor.device_mesh.size(axis)
+    return world_size // shards

@@ -1,0 +1,171 @@
+"""Experiment trackers that a run may also report to: tensorboard, wandb, mlflow.
+
+Each is an extra, and imported only when it is asked for; `metrics.jsonl` is written in any case.
+"""
+
+import importlib
+import importlib.util
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, Protocol
+
+from fullshard.errors import INTERRUPTED_EXIT_CODE, MissingExtraError, SpecError, TrainError
+from fullshard.spec.run import Run
+
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
+
+
+class Tracker(Protocol):
+    """Where numbers go, step by step. Made on rank 0 alone."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Raises TrainError if the tracker cannot be reached any more."""
+        ...
+
+    def close(self, *, exit_code: int = 0) -> None:
+        """Sends what is left. `exit_code`: what the run ends with; other than 0 it is marked as failed.
+
+        Raises TrainError if the tracker cannot be reached any more.
+        """
+        ...
+
+
+def require_trackers(names: Sequence[TrackerName]) -> None:
+    """Raises MissingExtraError for the first that is not installed. Imports none: every rank can ask."""
+    for name in names:
+        require_package(name, extra=name)
+
+
+def open_trackers(run: Run, *, after_step: int = 0) -> list[Tracker]:
+    """The trackers that `run.log.trackers` names. `after_step`: the step that the run goes on from.
+
+    Raises MissingExtraError, or SpecError if a tracker will not start.
+    """
+    return [_open(name, run, after_step=after_step) for name in run.log.trackers]
+
+
+def require_package(package: str, *, extra: str) -> None:
+    """Raises MissingExtraError if `package` cannot be found. Does not import it."""
+    if importlib.util.find_spec(package) is None:
+        raise MissingExtraError(extra, package=package, needed_for=f'log.trackers = ["{extra}"]')
+
+
+def _open(name: TrackerName, run: Run, *, after_step: int) -> Tracker:
+    require_package(name, extra=name)
+    match name:
+        case "tensorboard":
+            return TensorboardTracker(run, after_step=after_step)
+        case "wandb":
+            return WandbTracker(run)
+        case "mlflow":
+            return MlflowTracker(run)
+
+
+class TensorboardTracker:
+    """Event files in `<run.dir>/tensorboard`. Steps that a resumed run does again are shown once."""
+
+    def __init__(self, run: Run, *, after_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        directory = Path(run.run.dir, "tensorboard")
+        try:
+            self._writer = SummaryWriter(str(directory), purge_step=after_step + 1 if after_step else None)
+        except OSError as error:
+            raise SpecError(f"tensorboard cannot write to {directory}.", got=error.strerror) from error
+        self._writer.add_text("run", "\n".join(f"    {name} = {value}" for name, value in _settings(run)))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self, *, exit_code: int = 0) -> None:
+        del exit_code  # event files have no place for it
+        self._writer.close()
+
+
+class WandbTracker:
+    """A run of the project `fullshard` (or WANDB_PROJECT), online or not as WANDB_MODE says.
+
+    Its files are in `<run.dir>/wandb`.
+    """
+
+    def __init__(self, run: Run) -> None:
+        wandb = importlib.import_module("wandb")
+        Path(run.run.dir).mkdir(parents=True, exist_ok=True)
+        try:
+            self._run: Any = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "fullshard"),
+                name=Path(run.run.dir).name,
+                dir=run.run.dir,
+                config=dict(_settings(run)),
+                settings=wandb.Settings(console="off"),  # the terminal is ours
+            )
+        except wandb.errors.Error as error:
+            raise SpecError(
+                "wandb will not start.", got=str(error), fix="wandb login, or WANDB_MODE=offline"
+            ) from error
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self, *, exit_code: int = 0) -> None:
+        self._run.finish(exit_code=exit_code)
+
+
+class MlflowTracker:
+    """A run of the experiment `fullshard` (or MLFLOW_EXPERIMENT_NAME).
+
+    It is kept at MLFLOW_TRACKING_URI, or else in `<run.dir>/mlflow.db`.
+    """
+
+    def __init__(self, run: Run) -> None:
+        mlflow = importlib.import_module("mlflow")
+        self._entities: ModuleType = importlib.import_module("mlflow.entities")
+        self._failure: type[Exception] = mlflow.exceptions.MlflowException
+        directory = Path(run.run.dir).absolute()
+        directory.mkdir(parents=True, exist_ok=True)
+        address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{directory / 'mlflow.db'}"
+        try:
+            self._client: Any = mlflow.MlflowClient(tracking_uri=address)
+            self._run_id: str = self._start(run)
+        except self._failure as error:
+            raise SpecError(
+                "mlflow will not start.", got=str(error), fix="MLFLOW_TRACKING_URI=<address of a server>"
+            ) from error
+
+    def _start(self, run: Run) -> str:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "fullshard")
+        experiment = self._client.get_experiment_by_name(name)
+        experiment_id = (
+            self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+        )
+        run_id = self._client.create_run(experiment_id, run_name=Path(run.run.dir).name).info.run_id
+        settings = [self._entities.Param(name, str(value)) for name, value in _settings(run)]
+        for first in range(0, len(settings), 100):  # a server takes no more at once
+            self._client.log_batch(run_id, params=settings[first : first + 100])
+        return run_id
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        now = round(time.time() * 1000)
+        metrics = [self._entities.Metric(name, value, now, step) for name, value in values.items()]
+        try:
+            self._client.log_batch(self._run_id, metrics=metrics)
+        except self._failure as error:
+            raise TrainError("mlflow does not take the metrics.", got=str(error)) from error
+
+    def close(self, *, exit_code: int = 0) -> None:
+        status = {0: "FINISHED", INTERRUPTED_EXIT_CODE: "KILLED"}.get(exit_code, "FAILED")
+        try:
+            self._client.set_terminated(self._run_id, status)
+        except self._failure as error:
+            raise TrainError("mlflow does not take the end of the run.", got=str(error)) from error
+
+
+def _settings(run: Run) -> Iterator[tuple[str, Any]]:
+    """(`section.key`, value) of the whole Run."""
+    for section, fields in run.model_dump(mode="json").items():
+        for key, value in fields.items():
+            yield f"{section}.{key}", value

@@ -1,0 +1,152 @@
+"""Who may import whom, no cycles, and no torch where the command line must answer in a blink.
+
+    cli -> launch -> training -> sharding | offload | checkpoint | profiler | models -> spec -> foundation
+    cli -> dryrun -> sharding, models                                                -> spec
+    cli -> planner | report                                                          -> spec
+    foundation: quantities -> errors
+
+A room may import anything further right on its line; rooms separated by a bar never import each other.
+"""
+
+import graphlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture.source import Import, Module, package, targets
+
+FOUNDATION = {"quantities", "errors"}
+VALUES = {"spec"} | FOUNDATION
+RUNTIME = {"sharding", "offload", "checkpoint", "profiler", "models"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "quantities": {"errors"},
+    "spec": FOUNDATION,
+    **dict.fromkeys(RUNTIME, VALUES),
+    "training": RUNTIME | VALUES,
+    "launch": {"training"} | RUNTIME | VALUES,
+    "dryrun": {"sharding", "models"} | VALUES,
+    "planner": VALUES,
+    "report": VALUES,
+    "cli": {"launch", "training", "dryrun", "planner", "report", ""} | RUNTIME | VALUES,  # "": __version__
+    "": {"training", "dryrun", "planner", "report"} | RUNTIME | VALUES,  # fullshard/__init__.py: the library
+    "__main__": {"cli"},
+}
+TORCH_FREE_ROOMS = {"spec", "planner", "report", "errors", "quantities"}
+TORCH_FREE_AT_IMPORT = ("fullshard", "fullshard.cli", "fullshard.cli.main", "fullshard.__main__")
+
+
+def forbidden_imports(module: Module, modules: dict[str, Module]) -> list[str]:
+    allowed = MAY_IMPORT[module.room] | {module.room}
+    return [
+        f"{module.path.name}:{imported.line} {module.room or 'fullshard'} imports {target}"
+        for imported in module.imports
+        for target in targets(imported, modules)
+        if modules[target].room not in allowed
+    ]
+
+
+def cycle(modules: dict[str, Module]) -> list[str]:
+    """The modules of one import cycle, lazy imports included; empty where there is none."""
+    graph = {
+        name: {target for imported in module.imports for target in targets(imported, modules)} - {name}
+        for name, module in modules.items()
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def way_to_torch(name: str, modules: dict[str, Module]) -> list[str]:
+    """The chain of imports that loads torch when the module `name` is imported; empty where none does."""
+    ways, seen = [[name]], {name}
+    for way in ways:
+        if any(is_torch(imported) for imported in modules[way[-1]].imports if imported.at_import):
+            return [*way, "torch"]
+        for following in sorted(_loaded_with(way[-1], modules) - seen):
+            seen.add(following)
+            ways.append([*way, following])
+    return []
+
+
+def is_torch(imported: Import) -> bool:
+    return imported.module.split(".")[0] == "torch" or imported.module == "safetensors.torch"
+
+
+def _loaded_with(name: str, modules: dict[str, Module]) -> set[str]:
+    loaded = {name}
+    for imported in modules[name].imports:
+        loaded |= set(targets(imported, modules)) if imported.at_import else set()
+    # Importing a.b.c runs a/__init__.py and a/b/__init__.py first.
+    packages = {one.rsplit(".", depth)[0] for one in loaded for depth in range(1, one.count(".") + 1)}
+    return loaded | (packages & set(modules))
+
+
+def made_of(**texts: str) -> dict[str, Module]:
+    """Modules by name (`fullshard__spec__run`) and text, to hold the checks themselves against."""
+    names = {name: name.replace("__", ".") for name in texts}
+    return {names[key]: Module(names[key], PATH, text) for key, text in texts.items()}
+
+
+PATH = next(iter(package().values())).path
+
+
+@pytest.mark.parametrize("module", package().values(), ids=lambda module: module.name)
+def test_imports_follow_the_one_direction(module):
+    assert module.room in MAY_IMPORT, "a new room: add it to the map here, in CONTRIBUTING and in the docs"
+    assert forbidden_imports(module, package()) == []
+
+
+@pytest.mark.parametrize("module", package().values(), ids=lambda module: module.name)
+def test_imports_name_the_module_in_full(module):
+    assert [one.line for one in module.imports if one.module.startswith(".")] == []
+
+
+def test_no_import_cycle():
+    assert cycle(package()) == []
+
+
+@pytest.mark.parametrize(
+    "module",
+    [one for one in package().values() if one.room in TORCH_FREE_ROOMS],
+    ids=lambda module: module.name,
+)
+def test_values_planner_and_report_never_import_torch(module):
+    assert [one.line for one in module.imports if is_torch(one)] == []
+    assert way_to_torch(module.name, package()) == []
+
+
+@pytest.mark.parametrize("name", [name for name in TORCH_FREE_AT_IMPORT if name in package()])
+def test_the_command_line_starts_without_torch(name):
+    assert way_to_torch(name, package()) == []
+
+
+def test_no_dependency_brings_torch_in():
+    names = [module.name for module in package().values() if module.room in TORCH_FREE_ROOMS]
+    names += [name for name in TORCH_FREE_AT_IMPORT if name in package() and name != "fullshard.__main__"]
+    program = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_the_checks_see_what_they_are_for():
+    wrong = made_of(
+        fullshard__spec__run="from fullshard.sharding.apply import shard", fullshard__sharding__apply=""
+    )
+    assert forbidden_imports(wrong["fullshard.spec.run"], wrong)
+    bar = made_of(fullshard__models__a="def f():\n    import fullshard.sharding.b", fullshard__sharding__b="")
+    assert forbidden_imports(bar["fullshard.models.a"], bar)
+    ring = made_of(
+        fullshard__spec__a="from fullshard.spec import b", fullshard__spec__b="import fullshard.spec.a"
+    )
+    assert set(cycle(ring)) == {"fullshard.spec.a", "fullshard.spec.b"}
+    through_package = made_of(
+        fullshard__report__table="from fullshard.spec.plan import Plan",
+        fullshard__spec="from torch import nn",
+        fullshard__spec__plan="",
+    )
+    assert way_to_torch("fullshard.report.table", through_package)[-2:] == ["fullshard.spec", "torch"]
+    lazy = made_of(fullshard__cli__main="def train():\n    import torch")
+    assert way_to_torch("fullshard.cli.main", lazy) == []

@@ -1,0 +1,110 @@
+"""Small states to save and load, whole in one process or sharded over ranks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from fullshard.checkpoint.load import load
+from fullshard.checkpoint.manifest import SavedTensor, compare_names
+from fullshard.checkpoint.save import save
+
+
+@dataclass
+class State:
+    """`held` are its tensors; those named `….rank<n>` belong to one rank alone."""
+
+    step: int
+    held: dict[str, Tensor]
+    noted: dict[str, Any] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(self.held)
+
+    def values(self) -> dict[str, Any]:
+        return {"step": self.step, **self.noted}
+
+    def receivers(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        mine = {name: tensor for name, tensor in self.held.items() if name in saved or ".rank" not in name}
+        compare_names(mine, {name: one for name, one in saved.items() if name in mine or ".rank" not in name})
+        return {name: torch.zeros_like(tensor) for name, tensor in mine.items()}
+
+    def restored(self, values: Mapping[str, Any], received: Mapping[str, Tensor]) -> None:
+        self.held |= received
+        self.noted = {name: value for name, value in values.items() if name != "step"}
+        self.step = values["step"]
+
+
+def numbers(step: int = 0) -> dict[str, Tensor]:
+    """Every kind of tensor that a run saves, with numbers that differ from step to step."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "model.uneven": torch.randn(7, 5, generator=generator),
+        "model.few_rows": torch.randn(2, 3, generator=generator).bfloat16(),
+        "model.columns": torch.randn(3, 6, generator=generator),
+        "model.everywhere": torch.randn(4, generator=generator, dtype=torch.float64),
+        "model.scalar": torch.randn((), generator=generator),
+        "model.nothing": torch.empty(0, 4),
+        "optimizer.uneven.step": torch.tensor(float(step)),
+        "optimizer.count": torch.arange(step, step + 5),
+    }
+
+
+def ones_own(step: int, rank: int) -> Tensor:
+    """What one rank alone holds."""
+    return torch.full((16,), 10 * step + rank, dtype=torch.uint8)
+
+
+def sharded(step: int, mesh_shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """`numbers` on the ranks of a mesh: sharded over its last axis, replicated over the first of two."""
+    whole = numbers(step)
+    mesh = init_device_mesh("cpu", mesh_shape)
+    copies = [Replicate()] * (len(mesh_shape) - 1)
+    placements = {
+        "model.uneven": [*copies, Shard(0)],
+        "model.few_rows": [*copies, Shard(0)],
+        "model.columns": [*copies, Shard(1)],
+        "model.everywhere": [*copies, Replicate()],
+    }
+    tensors = {
+        n: distribute_tensor(t, mesh, placements[n]) if n in placements else t for n, t in whole.items()
+    }
+    tensors[f"random.rank{dist.get_rank()}"] = ones_own(step, dist.get_rank())
+    return tensors
+
+
+def saved_sharded(directory: Path, step: int, mesh_shape: tuple[int, ...]) -> Path:
+    return save(State(step, sharded(step, mesh_shape), {"tokens": step * 100}), directory)
+
+
+def loaded_sharded(directory: Path, mesh_shape: tuple[int, ...]) -> tuple[State, dict[str, Tensor]]:
+    """What a fresh state loads: step and values, and every tensor whole."""
+    state = State(0, sharded(0, mesh_shape))
+    assert load(state, directory)
+    whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.held.items()}
+    return State(state.step, {}, state.noted), whole
+
+
+def saved(directory: Path, step: int, **options: Any) -> Path:
+    """Saved by this process alone, which is no rank."""
+    return save(State(step, numbers(step), {"tokens": step * 100}), directory, **options)
+
+
+def loaded(directory: Path) -> State:
+    state = State(0, numbers(0))
+    assert load(state, directory)
+    return state
+
+
+def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """The same bits."""
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype, name
+        assert torch.equal(got[name], tensor), name

@@ -1,0 +1,50 @@
+"""What fails on one rank is raised on all."""
+
+import pytest
+import torch.distributed as dist
+
+from fullshard.checkpoint.agreement import alone, everyone, first, gathered
+from fullshard.errors import CheckpointError, DataError
+
+
+def ranks_and_first() -> tuple[int, int, list[int]]:
+    rank = dist.get_rank()
+    return everyone(lambda: rank, doing="x"), first(lambda: rank, doing="x"), gathered(rank)
+
+
+def test_everyone_gives_ones_own_and_first_gives_rank_zeros(ranks):
+    assert ranks(2).run(ranks_and_first) == [(0, 0, [0, 1]), (1, 0, [0, 1])]
+
+
+def fail_on(failing: list[int]) -> str:
+    def act() -> None:
+        if dist.get_rank() in failing:
+            raise DataError(f"rank {dist.get_rank()} has no data.", why="none", fix="get some")
+
+    with pytest.raises(CheckpointError) as raised:
+        everyone(act, doing="reading")
+    assert gathered(1) == [1] * dist.get_world_size(), "all are still in step"
+    return str(raised.value)
+
+
+def test_the_first_failing_rank_is_named_on_all(ranks):
+    message = "rank 1: reading failed.\n  got: rank 1 has no data.\n  why: none\n  try: get some"
+    assert ranks(3).run(fail_on, [1, 2]) == [message] * 3
+
+
+def fail_first() -> str:
+    with pytest.raises(CheckpointError) as raised:
+        first(lambda: [][0], doing="choosing")
+    return str(raised.value)
+
+
+def test_rank_zeros_failure_is_everyones(ranks):
+    assert ranks(2).run(fail_first) == ["choosing failed.\n  got: IndexError: list index out of range"] * 2
+
+
+def test_an_interrupt_is_not_kept():
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        alone(interrupted, doing="anything")

@@ -1,0 +1,238 @@
+"""A load takes the newest whole checkpoint or refuses; it never starts over in silence."""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard.checkpoint.load import load
+from fullshard.checkpoint.manifest import newest, read_manifest
+from fullshard.checkpoint.save import save
+from fullshard.errors import CheckpointError
+from tests.checkpoint.states import State, assert_same, loaded, numbers, saved, sharded
+
+
+def without_manifest(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+def with_half_a_manifest(path: Path) -> None:
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text[: len(text) // 2])
+
+
+def with_a_manifest_of_another_form(path: Path) -> None:
+    (path / "manifest.json").write_text('{"format": 1, "step": "many"}')
+
+
+def with_the_manifest_of_another_step(path: Path) -> None:
+    data = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(data | {"step": 5}))
+
+
+def from_the_future(path: Path) -> None:
+    data = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(data | {"format": 2, "new": True}))
+
+
+def with_a_truncated_shard(path: Path) -> None:
+    shard = path / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+def without_a_shard(path: Path) -> None:
+    (path / "__0_0.distcp").unlink()
+
+
+def with_empty_metadata(path: Path) -> None:
+    (path / ".metadata").write_bytes(b"")
+
+
+def still_temporary(path: Path) -> None:
+    path.rename(path.with_name(".tmp-00000003-ab"))
+
+
+DAMAGES = [
+    without_manifest,
+    with_half_a_manifest,
+    with_a_manifest_of_another_form,
+    with_the_manifest_of_another_step,
+    from_the_future,
+    with_a_truncated_shard,
+    without_a_shard,
+    with_empty_metadata,
+    still_temporary,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_not_whole_is_passed_over_with_a_warning(tmp_path, caplog, damage: Callable[[Path], None]):
+    for step in (1, 2, 3):
+        path = saved(tmp_path, step)
+    damage(path)
+    assert newest(tmp_path) == tmp_path / "step-00000002"
+    assert caplog.text.count("passing over") == 1
+    assert_same(loaded(tmp_path).held, numbers(2))
+
+
+@pytest.mark.parametrize("damage", DAMAGES[:-1])
+def test_no_whole_one_among_some_is_refused_even_if_none_would_do(tmp_path, damage: Callable[[Path], None]):
+    damage(saved(tmp_path, 1))
+    state = State(0, numbers(0))
+    with pytest.raises(CheckpointError, match="none of the checkpoints .* is whole") as raised:
+        load(state, tmp_path, missing_ok=True)
+    assert raised.value.got == "step-00000001"
+    assert_same(state.held, numbers(0))
+
+
+def test_none_at_all_is_refused_unless_that_will_do(tmp_path):
+    still_temporary(
+        saved(tmp_path / "one", 3)
+    )  # a first save that was broken off leaves nothing to go on from
+    for directory in (tmp_path / "absent", tmp_path, tmp_path / "one"):
+        state = State(0, numbers(0))
+        assert not load(state, directory, missing_ok=True)
+        assert state.step == 0
+        with pytest.raises(CheckpointError, match=f"no checkpoint in {directory}"):
+            load(state, directory)
+
+
+def test_one_checkpoint_can_be_named(tmp_path, caplog):
+    path = saved(tmp_path, 1)
+    saved(tmp_path, 2)
+    with caplog.at_level(logging.INFO, logger="fullshard"):
+        assert loaded(path).step == 1
+    assert f"loaded step 1 from {path}" in caplog.messages
+    without_manifest(path)
+    with pytest.raises(CheckpointError, match=f"{path} is no whole checkpoint"):
+        load(State(0, numbers()), path, missing_ok=True)
+
+
+def test_a_file_is_no_directory_of_checkpoints(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="no directory of checkpoints"):
+        load(State(0, numbers()), tmp_path / "file", missing_ok=True)
+
+
+def test_steps_are_compared_as_numbers(tmp_path):
+    saved(tmp_path, 99_999_999)
+    path = saved(tmp_path, 100_000_000)
+    assert newest(tmp_path) == path
+
+
+def test_another_model_is_refused_by_names(tmp_path):
+    saved(tmp_path, 1)
+    other = numbers()
+    other["model.uneven"] = torch.ones(5, 7)
+    other["model.columns"] = other["model.columns"].double()
+    other |= {f"model.new{i}": torch.ones(1) for i in range(5)}
+    del other["model.scalar"]
+    with pytest.raises(CheckpointError) as raised:
+        load(State(0, other), tmp_path)
+    message = str(raised.value)
+    assert "5 tensors missing, 1 not expected, 2 of another shape or dtype" in message
+    assert "not in the checkpoint: model.new0, model.new1, model.new2 and 2 more" in message
+    assert "only in the checkpoint: model.scalar" in message
+    assert "model.uneven is float32 [7, 5] there and float32 [5, 7] here" in message
+    assert "model.columns is float32 [3, 6] there and float64 [3, 6] here" in message
+
+
+class _Careless(State):
+    """Does not compare."""
+
+    def receivers(self, saved: Mapping[str, object]) -> dict[str, torch.Tensor]:
+        return dict(self.held)
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(7, 5).double(), torch.zeros(5, 7)])
+def test_a_receiver_of_another_shape_or_dtype_is_refused_anyhow(tmp_path, tensor):
+    saved(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="1 of another shape or dtype"):
+        load(_Careless(0, {"model.uneven": tensor}), tmp_path)
+    with pytest.raises(CheckpointError, match="1 tensors missing"):
+        load(_Careless(0, {"model.absent": tensor}), tmp_path)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_damaged_bytes_are_an_error_of_ours(tmp_path, name):
+    path = saved(tmp_path, 1)
+    (path / name).write_bytes(bytes((path / name).stat().st_size))
+    with pytest.raises(CheckpointError, match=f"loading {path} failed"):
+        loaded(tmp_path)
+
+
+class _Refuses(State):
+    def receivers(self, saved: Mapping[str, object]) -> dict[str, torch.Tensor]:
+        raise CheckpointError("not mine.", got="this", fix="that") if dist.get_rank() else KeyError("name")
+
+
+class _CannotTakeItBack(State):
+    def restored(self, values: Mapping[str, object], received: Mapping[str, object]) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("no such optimizer")
+
+
+def refused(kind: type[State], directory: Path) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        load(kind(0, sharded(0, (2,))), directory)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (_Refuses, "rank 0: loading {} failed.\n  got: KeyError: 'name'"),
+        (_CannotTakeItBack, "rank 1: loading {} failed.\n  got: ValueError: no such optimizer"),
+    ],
+)
+def test_a_rank_that_fails_fails_all(ranks, tmp_path, kind, message):
+    path = saved(tmp_path, 1)
+    assert ranks(2).run(refused, kind, tmp_path) == [message.format(path)] * 2
+
+
+def refused_where_rank_one_stands_elsewhere(directory: Path) -> str:
+    os.chdir(directory / str(dist.get_rank()))
+    with pytest.raises(CheckpointError) as raised:
+        load(State(0, numbers(0)), "checkpoints")
+    return str(raised.value)
+
+
+def test_a_rank_that_cannot_see_the_checkpoint_fails_all(ranks, tmp_path):
+    (tmp_path / "1").mkdir()
+    saved(tmp_path / "0" / "checkpoints", 1)
+    messages = ranks(2).run(refused_where_rank_one_stands_elsewhere, tmp_path)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("rank 1: loading checkpoints/step-00000001 failed.\n  got: No such file")
+
+
+def damage_one_shard(path: Path) -> None:
+    (path / "__1_0.distcp").write_bytes(bytes((path / "__1_0.distcp").stat().st_size))
+
+
+def save_two_parts(directory: Path) -> None:
+    save(State(1, {f"model.rank{dist.get_rank()}": torch.ones(3)}), directory)
+
+
+def refused_parts(directory: Path) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        load(State(0, {f"model.rank{dist.get_rank()}": torch.ones(3)}), directory)
+    return str(raised.value)
+
+
+def test_a_shard_that_one_rank_cannot_read_fails_all(ranks, tmp_path):
+    ranks(2).run(save_two_parts, tmp_path)
+    path = tmp_path / "step-00000001"
+    damage_one_shard(path)
+    messages = ranks(2).run(refused_parts, tmp_path)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(f"rank 1: loading {path} failed.")
+
+
+def test_a_manifest_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        read_manifest(tmp_path)

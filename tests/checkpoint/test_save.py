@@ -1,0 +1,386 @@
+"""A save is all or nothing, never over something that is there, and fails on all ranks alike."""
+
+import json
+import logging
+import os
+import resource
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
+
+from fullshard.checkpoint.manifest import newest, read_manifest
+from fullshard.checkpoint.retention import WRITER, WriterProcess
+from fullshard.checkpoint.save import save
+from fullshard.errors import CheckpointError, SpecError
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from tests.checkpoint.states import (
+    State,
+    assert_same,
+    loaded,
+    loaded_sharded,
+    numbers,
+    ones_own,
+    saved,
+    saved_sharded,
+    sharded,
+)
+from tests.ranks import RankFailed
+
+
+def listing(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()
+    }
+
+
+def test_one_process_loads_the_bits_it_saved(tmp_path):
+    path = saved(tmp_path, 12)
+    assert path == tmp_path / "step-00000012"
+    state = loaded(tmp_path)
+    assert_same(state.held, numbers(12))
+    assert (state.step, state.noted) == (12, {"tokens": 1200})
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [((2,), (3,)), ((3,), (1,)), ((2, 2), (3,)), ((1,), (2, 2)), ((4,), (2, 1)), ((2,), (2,))],
+)
+def test_any_mesh_loads_what_any_other_saved(ranks, tmp_path, saving, loading):
+    world, loading_world = (torch.Size(shape).numel() for shape in (saving, loading))
+    paths = ranks(world).run(saved_sharded, tmp_path, 3, saving)
+    assert paths == [tmp_path / "step-00000003"] * world
+    for rank, (state, whole) in enumerate(ranks(loading_world).run(loaded_sharded, tmp_path, loading)):
+        own = ones_own(3 if rank < world else 0, rank)  # a rank that was not there keeps what it had
+        assert_same(whole, numbers(3) | {f"random.rank{rank}": own})
+        assert (state.step, state.noted) == (3, {"tokens": 300})
+
+
+def test_ranks_load_what_one_process_saved_and_the_other_way_round(ranks, tmp_path):
+    saved(tmp_path, 4)
+    for state, whole in ranks(2).run(loaded_sharded, tmp_path, (2,)):
+        assert state.step == 4
+        assert_same({n: t for n, t in whole.items() if ".rank" not in n}, numbers(4))
+    ranks(2).run(saved_sharded, tmp_path, 5, (2,))
+    assert_same(loaded(tmp_path).held, numbers(5))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_alone_can_read_it(ranks, tmp_path):
+    (path, _) = ranks(2).run(saved_sharded, tmp_path, 6, (2,))
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in numbers(6).items()}
+    dcp.load(tensors, checkpoint_id=path, no_dist=True)
+    assert_same(tensors, numbers(6))
+
+
+def test_the_manifest_says_what_is_there(ranks, tmp_path):
+    (path, _) = ranks(2).run(saved_sharded, tmp_path, 7, (2,))
+    manifest = read_manifest(path)
+    assert (manifest.step, manifest.world_size, manifest.torch_version) == (7, 2, torch.__version__)
+    assert manifest.values == {"step": 7, "tokens": 700}
+    assert manifest.tensors["model.few_rows"].shape == (2, 3)
+    assert manifest.tensors["model.few_rows"].torch_dtype == torch.bfloat16
+    assert set(manifest.tensors) == {*numbers(7), "random.rank0", "random.rank1"}
+    files = {file.name: file.stat().st_size for file in path.iterdir() if file.name != "manifest.json"}
+    assert {name: file.size_bytes for name, file in manifest.files.items()} == files
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} <= files.keys()
+
+
+def test_the_plan_stands_in_the_manifest(tmp_path):
+    plan = Plan.from_run(Run(), world_size=1)
+    assert Plan.model_validate(read_manifest(saved(tmp_path, 1, plan=plan)).plan) == plan
+
+
+def test_replicas_are_written_once(ranks, tmp_path):
+    (one, _, _, _) = ranks(4).run(saved_sharded, tmp_path / "a", 1, (4, 1))
+    (two, _, _, _) = ranks(4).run(saved_sharded, tmp_path / "b", 1, (1, 4))
+    weights = sum(t.nbytes for t in numbers(1).values())
+    shards = [sum(file.stat().st_size for file in path.glob("*.distcp")) for path in (one, two)]
+    assert all(weights < size < weights + 4 * 16 + 2048 * 4 * (len(numbers()) + 1) for size in shards)
+
+
+class _Refuses(State):
+    def tensors(self):
+        if dist.get_rank() == 1:
+            raise RuntimeError("the GPU fell off the bus")
+        return super().tensors()
+
+
+class _CannotBePickled(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+class _RefusesWithItsOwnException(State):
+    def values(self):
+        raise _CannotBePickled("this", "that")
+
+
+def refused(kind: type[State], directory: Path) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        save(kind(2, sharded(2, (2,))), directory)
+    return str(raised.value)
+
+
+def test_a_rank_that_fails_fails_all_and_nothing_is_touched(ranks, tmp_path):
+    saved(tmp_path, 1)
+    before = listing(tmp_path)
+    messages = ranks(2).run(refused, _Refuses, tmp_path)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(
+        "rank 1: taking the state to save failed.\n  got: RuntimeError: the GPU fell"
+    )
+    assert listing(tmp_path) == before
+
+
+def test_an_exception_that_cannot_be_pickled_still_reaches_all(ranks, tmp_path):
+    messages = ranks(2).run(refused, _RefusesWithItsOwnException, tmp_path)
+    assert messages == ["taking the state to save failed.\n  got: _CannotBePickled: this and that"] * 2
+
+
+def refused_by_the_file_system(directory: Path) -> str:
+    """Rank 1 may write 4 KiB to a file."""
+    tensors = {f"model.rank{dist.get_rank()}": torch.zeros(1 << 18)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(CheckpointError) as raised:
+            save(State(2, tensors), directory)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return str(raised.value)
+
+
+def test_a_rank_that_cannot_write_fails_all_and_says_why(ranks, tmp_path):
+    saved(tmp_path, 1)
+    before = listing(tmp_path)
+    messages = ranks(2).run(refused_by_the_file_system, tmp_path)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(f"rank 1: saving step 2 to {tmp_path} failed.\n  got: File too large")
+    assert "why: a file may not grow so large there" in messages[0]
+    assert listing(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def disagree(directory: Path, *, on_step: bool) -> str:
+    rank = dist.get_rank()
+    state = State(rank, numbers()) if on_step else State(1, numbers(), {"seen": rank})
+    with pytest.raises(CheckpointError) as raised:
+        save(state, directory)
+    return str(raised.value)
+
+
+def disagree_on_step(directory: Path) -> str:
+    return disagree(directory, on_step=True)
+
+
+def disagree_on_values(directory: Path) -> str:
+    return disagree(directory, on_step=False)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (disagree_on_step, "not at the same step.\n  got: rank 0 at 0, rank 1 at 1"),
+        (disagree_on_values, "do not hold the same values.\n  got: rank 1 differs from rank 0"),
+    ],
+)
+def test_ranks_that_hold_different_states_are_refused(ranks, tmp_path, act, message):
+    assert all(message in said for said in ranks(2).run(act, tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def refused_where_rank_one_stands_elsewhere(directory: Path) -> str:
+    here = directory / str(dist.get_rank())
+    here.mkdir()
+    os.chdir(here)
+    with pytest.raises(CheckpointError) as raised:
+        save(State(1, sharded(1, (2,))), "checkpoints")
+    return str(raised.value)
+
+
+def test_a_directory_that_ranks_do_not_share_is_refused(ranks, tmp_path):
+    messages = ranks(2).run(refused_where_rank_one_stands_elsewhere, tmp_path)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("rank 1: checkpoints is not the same directory on all ranks.")
+    assert not list(tmp_path.rglob(".tmp-*"))
+
+
+def refused_partial(directory: Path) -> str:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with pytest.raises(CheckpointError) as raised:
+        save(State(1, {"model.sum": DTensor.from_local(torch.ones(2), mesh, [Partial()])}), directory)
+    return str(raised.value)
+
+
+def test_a_sum_that_is_still_due_is_refused(ranks, tmp_path):
+    assert all("'model.sum' cannot be saved" in said for said in ranks(2).run(refused_partial, tmp_path))
+
+
+@pytest.mark.parametrize("tensor", [3.0, torch.empty(2, device="meta"), torch.eye(2).to_sparse()])
+def test_what_cannot_be_saved_is_refused_by_name(tmp_path, tensor):
+    with pytest.raises(CheckpointError, match=r"'model\.odd' cannot be saved"):
+        save(State(1, {"model.odd": tensor}), tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), (1, 2), torch.ones(1), {1: "one"}])
+def test_values_that_json_does_not_have_are_refused(tmp_path, value):
+    with pytest.raises(CheckpointError, match="values cannot be saved"):
+        save(State(1, numbers(), {"odd": value}), tmp_path)
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path):
+    saved(tmp_path, 1)
+    before = listing(tmp_path)
+    with pytest.raises(CheckpointError, match=r"not enough space.*\n  got: 100 B free, .* KiB needed"):
+        saved(tmp_path, 2, free_bytes=lambda path: 100)
+    assert listing(tmp_path) == before
+
+
+def test_the_bytes_needed_are_told_closely_and_never_too_few(tmp_path):
+    size = sum(file.stat().st_size for file in saved(tmp_path / "a", 1).glob("*.distcp"))
+    with pytest.raises(CheckpointError, match="not enough space"):
+        saved(tmp_path / "b", 1, free_bytes=lambda path: size)
+    saved(tmp_path / "b", 1, free_bytes=lambda path: size + 2048 * len(numbers()))
+
+
+def saved_with_free_bytes(directory: Path, mesh_shape: tuple[int, ...], free: int) -> str | None:
+    try:
+        save(State(1, sharded(1, mesh_shape)), directory, free_bytes=lambda path: free)
+    except CheckpointError as error:
+        return error.what
+    return None
+
+
+def test_copies_on_other_ranks_need_no_space(ranks, tmp_path):
+    weights = sum(tensor.nbytes for tensor in numbers(1).values())
+    parts = len(numbers()) + 3 + 1  # three matrices in two parts each, and something of each rank's own
+    needed = weights + 16 + 2048 * parts
+    (refused, *_) = ranks(4).run(saved_with_free_bytes, tmp_path, (2, 2), needed - 1)
+    assert refused == f"not enough space for {tmp_path}/step-00000001."
+    assert ranks(4).run(saved_with_free_bytes, tmp_path, (2, 2), needed) == [None] * 4
+
+
+@pytest.mark.parametrize("place", ["file", "file/below/it"])
+def test_a_directory_that_cannot_be_one_is_refused(tmp_path, place):
+    (tmp_path / "file").write_text("not a directory")
+    with pytest.raises(CheckpointError, match="a file, not a directory") as raised:
+        saved(tmp_path / place, 1)
+    assert raised.value.fix == "another directory"
+    assert (tmp_path / "file").read_text() == "not a directory"
+
+
+def test_missing_parents_are_made(tmp_path):
+    assert saved(tmp_path / "run" / "checkpoints", 1).is_dir()
+
+
+def test_a_step_that_is_there_is_not_written_again(tmp_path, caplog):
+    path = saved(tmp_path, 1)
+    before = {file: file.stat().st_mtime_ns for file in path.iterdir()}
+    with caplog.at_level(logging.INFO, logger="fullshard"):
+        assert saved(tmp_path, 1) == path
+    assert f"{path} exists already" in caplog.messages
+    assert {file: file.stat().st_mtime_ns for file in path.iterdir()} == before
+
+
+def test_a_step_of_another_model_is_refused(tmp_path):
+    path = saved(tmp_path, 1)
+    before = listing(tmp_path)
+    with pytest.raises(CheckpointError, match=f"{path} exists, and holds another model"):
+        save(State(1, {"model.other": torch.ones(3)}), tmp_path)
+    assert listing(tmp_path) == before
+
+
+def test_a_broken_step_is_set_aside_and_kept(tmp_path, caplog):
+    path = saved(tmp_path, 1)
+    (path / "manifest.json").unlink()
+    broken = listing(path)
+    assert saved(tmp_path, 1) == path
+    (aside,) = tmp_path.glob(".bad-step-00000001-*")
+    assert listing(aside) == broken
+    assert str(aside) in caplog.text
+    assert newest(tmp_path) == path
+
+
+def test_the_newest_k_whole_ones_are_kept(tmp_path):
+    for step in (1, 2, 3, 4):
+        saved(tmp_path, step)
+    (tmp_path / "step-00000003" / "manifest.json").unlink()
+    saved(tmp_path, 5, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000003",
+        "step-00000004",
+        "step-00000005",
+    ]
+    saved(tmp_path, 2, keep=1)  # rolled back: what is newer is not older than this
+    assert newest(tmp_path) == tmp_path / "step-00000005"
+    with pytest.raises(SpecError, match="negative"):
+        saved(tmp_path, 6, keep=-1)
+
+
+def leftover(directory: Path, name: str, **changes: object) -> Path:
+    path = directory / name
+    path.mkdir()
+    writer = WriterProcess.this().model_copy(update=changes)
+    (path / WRITER).write_text(writer.model_dump_json())
+    return path
+
+
+def dead_pid() -> int:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
+
+
+def test_only_what_is_surely_dead_is_collected(tmp_path, caplog):
+    dead = leftover(tmp_path, ".tmp-00000001-dead", pid=dead_pid())
+    half_removed = leftover(tmp_path, ".del-step-00000001-x")
+    alive = leftover(tmp_path, ".tmp-00000001-alive")
+    elsewhere = leftover(tmp_path, ".tmp-00000001-elsewhere", pid=dead_pid(), host="another")
+    unknown = leftover(tmp_path, ".tmp-00000001-unknown")
+    (unknown / WRITER).unlink()
+    path = saved(tmp_path, 2)
+    assert not dead.exists()
+    assert not half_removed.exists()
+    for left in (alive, elsewhere, unknown):
+        assert left.exists()
+        assert f"leaving {left} alone" in caplog.text
+    assert newest(tmp_path) == path
+
+
+def save_until_killed(directory: Path, seconds: float) -> None:
+    threading.Thread(target=lambda: (time.sleep(seconds), os.kill(os.getpid(), 9)), daemon=True).start()
+    step = max([int(path.name[5:]) for path in directory.glob("step-*")], default=0)
+    while True:
+        step += 1
+        saved(directory, step, keep=2)
+
+
+def test_a_killed_save_leaves_the_last_whole_one(ranks, tmp_path):
+    saved(tmp_path, 1)
+    for seconds in (0.05, 0.07, 0.09, 0.11):
+        with pytest.raises(RankFailed):
+            ranks(1).run(save_until_killed, tmp_path, seconds)
+        state = loaded(tmp_path)
+        assert_same(state.held, numbers(state.step))
+    saved(tmp_path, 10_000)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_files_are_plain_json_beside_dcp(tmp_path):
+    path = saved(tmp_path, 1)
+    assert json.loads((path / "manifest.json").read_text())["format"] == 1
+    shutil.copytree(path, tmp_path / "copy")
+    assert_same(loaded(tmp_path / "copy").held, numbers(1))

@@ -1,0 +1,64 @@
+"""`fullshard ckpt`: what is there, whole or not, and the model of one as a single file."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from fullshard.cli.main import main
+from fullshard.errors import CheckpointError
+from tests.checkpoint.states import numbers, saved
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> Path:
+    """A run with two checkpoints, of which the newer has lost its manifest."""
+    saved(tmp_path / "checkpoints", 3)
+    (saved(tmp_path / "checkpoints", 7) / "manifest.json").unlink()
+    return tmp_path
+
+
+@pytest.mark.parametrize("inner", ["", "checkpoints"])
+def test_list_names_what_is_whole_and_what_is_not(
+    run_directory: Path, inner: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ckpt", "list", str(run_directory / inner), "--json"]) == 0
+    whole, broken = json.loads(capsys.readouterr().out)
+    assert (whole["step"], whole["problem"], whole["ranks"]) == (3, None, 1)
+    assert whole["bytes"] >= sum(tensor.nbytes for tensor in numbers(3).values())
+    assert (Path(broken["path"]).name, "manifest" in broken["problem"]) == ("step-00000007", True)
+
+
+def test_a_person_reads_one_line_a_checkpoint(
+    run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ckpt", "list", str(run_directory)]) == 0
+    whole, broken = capsys.readouterr().out.splitlines()
+    assert whole.startswith("step-00000003 ")
+    assert "1 ranks" in whole
+    assert broken.startswith("step-00000007  not whole: manifest.json")
+
+
+def test_an_empty_directory_lists_nothing_and_an_absent_one_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ckpt", "list", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+    assert main(["ckpt", "list", str(tmp_path / "absent")]) == CheckpointError.exit_code
+
+
+def test_export_takes_the_newest_whole_checkpoint_of_a_run(run_directory: Path, tmp_path: Path) -> None:
+    target = tmp_path / "model.safetensors"
+    assert main(["ckpt", "export", str(run_directory), str(target)]) == 0
+    model = {name.removeprefix("model."): t for name, t in numbers(3).items() if name.startswith("model.")}
+    assert {name: t.tolist() for name, t in load_file(target).items()} == {
+        n: t.tolist() for n, t in model.items()
+    }
+
+
+def test_a_directory_without_checkpoints_cannot_be_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ckpt", "export", str(tmp_path), str(tmp_path / "out")]) == CheckpointError.exit_code
+    assert capsys.readouterr().err.startswith("CheckpointError: ")

@@ -1,0 +1,69 @@
+"""`fullshard init` writes every key, with its default, and nothing that it would overwrite."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from fullshard.cli.init import run_toml
+from fullshard.cli.main import main
+from fullshard.errors import SpecError
+from fullshard.spec.run import Run
+
+
+def keys(value: BaseModel, prefix: str = "") -> set[str]:
+    """Every dotted key of a value, tables and unset ones included."""
+    found: set[str] = set()
+    for name in type(value).model_fields:
+        inner = getattr(value, name)
+        found |= keys(inner, f"{prefix}{name}.") if isinstance(inner, BaseModel) else {f"{prefix}{name}"}
+    return found
+
+
+def written_keys(text: str) -> set[str]:
+    """The dotted keys that stand in a run.toml, also those behind a #."""
+    found: set[str] = set()
+    table = ""
+    for line in text.splitlines():
+        if line.startswith("["):
+            table = line.strip("[]")
+        key, equals, _ = line.removeprefix("# ").partition(" =")
+        if equals and key.isidentifier():
+            found.add(f"{table}.{key}")
+    return found
+
+
+def test_what_init_writes_is_the_default_run(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    assert main(["init", str(path)]) == 0
+    assert Run.load(path) == Run()
+
+
+def test_every_key_stands_there_once_with_what_it_may_be() -> None:
+    text = run_toml()
+    assert written_keys(text) == keys(Run())
+    values = [line for line in text.splitlines() if " = " in line and not line.startswith("#")]
+    assert all("  # " in line or " # " in line for line in values)
+
+
+def test_unset_keys_are_comments_and_defaults_are_values() -> None:
+    written = tomllib.loads(run_toml())
+    assert "microbatch" not in written["train"]
+    assert written["sharding"]["units"]["policy"] == Run().sharding.units.policy
+
+
+def test_a_file_that_exists_is_kept_unless_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("mine")
+    assert main(["init", str(path)]) == SpecError.exit_code
+    assert path.read_text() == "mine"
+    assert "--force" in capsys.readouterr().err
+    assert main(["init", str(path), "--force"]) == 0
+    assert Run.load(path) == Run()
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "absent" / "run.toml"
+    assert main(["init", str(path)]) == SpecError.exit_code
+    assert str(path) in capsys.readouterr().err

@@ -1,0 +1,99 @@
+"""What every verb has in common: quick help, exit codes, one message for one mistake."""
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from fullshard.cli.main import main
+from fullshard.errors import PlanError, SpecError
+
+VERBS = [[], ["train"], ["init"], ["version"], ["ckpt"], ["ckpt", "list"], ["ckpt", "export"]]
+HEAVY = ("torch", "numpy", "fullshard.spec.run")
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_help_imports_nothing_heavy(verb: list[str]) -> None:
+    code = f"import sys, fullshard.cli.main as cli; print(cli.main({[*verb, '--help']})); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    *_, exit_code, modules = done.stdout.splitlines()
+    assert exit_code == "0"
+    assert not set(HEAVY) & set(modules.split())
+
+
+def test_help_takes_less_than_a_third_of_a_second_of_cpu_time() -> None:
+    def cpu_seconds() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    taken: list[float] = []
+    for _ in range(3):  # the first may still have to compile
+        before = cpu_seconds()
+        subprocess.run(
+            [sys.executable, "-m", "fullshard.cli.main", "--help"], capture_output=True, check=True
+        )
+        taken.append(cpu_seconds() - before)
+    assert min(taken) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        (["trian"], "'train'"),
+        (["train", "--resme"], "--resume"),
+        (["ckpt", "exprt"], "'export'"),
+        (["init", "--forec"], "--force"),
+        (["train", "a.toml", "b.toml"], "b.toml"),
+        (["ckpt", "export", "only-one"], "OUT.safetensors"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_names_the_nearest(
+    wrong: list[str], nearest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(wrong) == 2
+    out, err = capsys.readouterr()
+    assert (out, nearest in err) == ("", True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        (["train", "--set", "train.stpes=3"], SpecError, "train.steps"),
+        (["train", "--set", "train.steps=some"], SpecError, "train.steps"),
+        (["train", "--set", "steps=3"], SpecError, "section.key=value"),
+        (["train", "absent.toml"], SpecError, "fullshard init"),
+        (["train", "--plan", "absent.json"], SpecError, "absent.json"),
+        (["train", "--plan", "plan.json", "--set", "train.steps=3"], SpecError, "--set train.steps=3"),
+        (["train", "--set", "run.ranks=5", "--set", "run.device=cpu"], PlanError, "20 or 25"),
+    ],
+)
+def test_a_mistake_exits_with_the_code_of_its_error_and_its_message_alone(
+    arguments: list[str], error: type[SpecError], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == error.exit_code
+    out, err = capsys.readouterr()
+    assert (out, said in err) == ("", True)
+    assert err.startswith(f"{error.__name__}: ")
+    assert "Traceback" not in err
+
+
+def test_a_mistake_in_the_run_is_found_before_torch_is_imported() -> None:
+    code = (
+        "import sys; from fullshard.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    )
+    arguments = ["train", "--set", "run.device=cpu", "--set", "run.ranks=5"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "False\n"
+    assert done.stderr.startswith("PlanError")
+
+
+def test_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert main(["version"]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert (first, [line.split()[0] for line in rest]) == (rest[0], ["fullshard", "torch", "python"])

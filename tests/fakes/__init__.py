@@ -1,0 +1,1 @@
+"""Small models and data that go through the real seams."""

@@ -1,0 +1,88 @@
+"""What the ranks of these tests do. Every job has the signature that `launch.request.Request` describes."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from fullshard.errors import INTERRUPTED_EXIT_CODE, DataError
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.training.interrupt import Interrupt
+
+FOREVER = 600.0
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def leave_note(run: Run, text: str) -> None:
+    """A file that the test reads: which rank was here, and what it saw."""
+    path = Path(run.run.dir, f"note-{rank()}")
+    path.with_suffix(".partial").write_text(text)
+    path.with_suffix(".partial").replace(path)
+
+
+def describe(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
+    threads = os.environ["OMP_NUM_THREADS"]
+    leave_note(
+        run, f"{rank()} of {os.environ['WORLD_SIZE']}, {threads} threads, {resume=}, steps={run.train.steps}"
+    )
+    print(f"print of rank {rank()}")
+
+
+def fail_on_rank_1(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
+    """Rank 1 raises; the others sit where they hear no SIGTERM, like in a collective."""
+    with Interrupt():
+        leave_note(run, "here")
+        if rank() == 1:
+            raise DataError("the well is dry.", got="0 documents", fix="another well")
+        time.sleep(FOREVER)
+
+
+def lose_a_peer(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
+    """Rank 1 is killed in the middle of a real all-reduce of rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
+def fail_in_user_code(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
+    raise ValueError("three is not four")
+
+
+def leave_early(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
+    if rank() == 0:
+        sys.exit(3)
+    time.sleep(FOREVER)
+
+
+def until_interrupted(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
+    """Takes its time to save, longer for rank 1 than for rank 0."""
+    with Interrupt() as interrupt:
+        leave_note(run, str(os.getpid()))
+        while not interrupt.requested:
+            time.sleep(0.01)
+    time.sleep(0.4 * rank())
+    leave_note(run, "saved")
+    raise SystemExit(INTERRUPTED_EXIT_CODE)
+
+
+def deaf(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
+    """Hears SIGTERM, and does nothing about it."""
+    with Interrupt():
+        leave_note(run, str(os.getpid()))
+        time.sleep(FOREVER)
+
+
+def not_ready(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
+    """Has no handlers yet."""
+    leave_note(run, str(os.getpid()))
+    time.sleep(FOREVER)

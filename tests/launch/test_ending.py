@@ -1,0 +1,60 @@
+"""Whatever happens becomes an exit code and something to say, and survives the way to another process."""
+
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import FullshardError, LaunchError, SpecError
+from fullshard.launch.ending import Ending
+
+
+def ending_of(error: BaseException) -> Ending:
+    with Ending() as ending:
+        raise error
+    return ending
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        (SystemExit(), 0),
+        (SystemExit(75), 75),
+        (KeyboardInterrupt(), 130),
+        (SpecError("no"), SpecError.exit_code),
+        (LaunchError("no"), LaunchError.exit_code),
+        (ZeroDivisionError("no"), 1),
+    ],
+)
+def test_every_way_out_has_its_exit_code(error: BaseException, exit_code: int) -> None:
+    assert ending_of(error).exit_code == exit_code
+
+
+@pytest.mark.parametrize("error", [SpecError("no", got=3, fix="4"), ZeroDivisionError("no"), SystemExit(75)])
+def test_an_ending_is_read_as_it_was_written(error: BaseException, tmp_path: Path) -> None:
+    written = ending_of(error)
+    written.save(tmp_path / "ending.json")
+    read = Ending.load(tmp_path / "ending.json")
+    assert read is not None
+    assert (read.exit_code, read.failure) == (written.exit_code, written.failure)
+    assert [path.name for path in tmp_path.iterdir()] == ["ending.json"]
+
+
+def test_nothing_is_read_where_nothing_was_written(tmp_path: Path) -> None:
+    assert Ending.load(tmp_path / "ending.json") is None
+
+
+def test_a_foreseen_error_says_what_it_says_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FULLSHARD_TRACEBACK", raising=False)
+    error: FullshardError = SpecError("no.", got=3, why="it is not 4", fix="4")
+    failure = ending_of(error).failure
+    assert failure is not None
+    assert failure.text() == f"SpecError: {error}"
+    assert failure.text(rank=2) == f"rank 2: SpecError: {error}"
+
+
+def test_an_unforeseen_error_says_where_in_the_code_of_the_user() -> None:
+    with Ending() as ending:
+        Path("/nowhere/at/all").read_text()  # raised in a library, called from here
+    assert ending.failure is not None
+    assert f"where: {__file__}:" in ending.failure.message
+    assert "FULLSHARD_TRACEBACK=1" in ending.failure.message

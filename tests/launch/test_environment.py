@@ -1,0 +1,89 @@
+"""Who started this process is read from its environment, and nothing is guessed."""
+
+import pytest
+
+from fullshard.launch.environment import (
+    first_host,
+    from_slurm,
+    quiet_logs,
+    share_cores,
+    tasks_on_node,
+    under_srun,
+    under_torchrun,
+)
+
+SRUN = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_STEP_NODELIST": "gpu[007-009,12]",
+}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("gpu1", "gpu1"),
+        ("gpu1,gpu2", "gpu1"),
+        ("gpu[003-006,9],login1", "gpu003"),
+        ("gpu[9,12]", "gpu9"),
+        ("rack[2-3]-node[04,06],a", "rack2-node04"),
+        ("gpu[1-2].cluster.example", "gpu1.cluster.example"),
+    ],
+)
+def test_the_first_host_of_a_node_list(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize(("node", "tasks"), [(0, 2), (2, 2), (3, 1), (4, 4)])
+def test_tasks_on_a_node(node: int, tasks: int) -> None:
+    assert tasks_on_node("2(x3),1,4", node) == tasks
+
+
+def test_a_task_of_srun_becomes_a_rank_of_torchrun() -> None:
+    environment = from_slurm(SRUN)
+    port = int(environment.pop("MASTER_PORT"))
+    assert environment == {
+        "RANK": "5",
+        "WORLD_SIZE": "7",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "gpu007",
+    }
+    assert 1024 < port < 32768
+    assert under_torchrun({**environment, "MASTER_PORT": str(port)})
+
+
+def test_all_tasks_of_a_step_meet_at_one_port_and_other_steps_at_another() -> None:
+    ports = [
+        from_slurm(SRUN | changed)["MASTER_PORT"]
+        for changed in ({}, {"SLURM_PROCID": "0"}, {"SLURM_STEP_ID": "3"})
+    ]
+    assert ports[0] == ports[1] != ports[2]
+
+
+@pytest.mark.parametrize(
+    "not_srun",
+    [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}],
+)
+def test_one_process_in_a_batch_script_or_an_interactive_shell_is_no_rank(not_srun: dict[str, str]) -> None:
+    assert under_srun(SRUN)
+    assert not under_srun(not_srun)
+
+
+def test_what_the_user_set_is_kept() -> None:
+    chosen = {"OMP_NUM_THREADS": "5", "NCCL_DEBUG": "INFO", "TORCH_CPP_LOG_LEVEL": "INFO"}
+    environment = dict(chosen)
+    quiet_logs(environment)
+    share_cores(environment)
+    assert environment == chosen
+
+
+def test_no_rank_is_left_without_a_thread() -> None:
+    environment = {"LOCAL_WORLD_SIZE": "100000"}
+    share_cores(environment)
+    assert environment["OMP_NUM_THREADS"] == "1"

@@ -1,0 +1,151 @@
+"""Ranks in processes of their own: what a person who starts, breaks or interrupts a run gets to see."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import INTERRUPTED_EXIT_CODE, DataError, LaunchError
+from fullshard.launch.ending import CTRL_C_EXIT_CODE
+
+# Far less than the jobs sleep, so that waiting for a rank that should have been ended fails the test.
+TIMEOUT = 60
+# Less than the 30 seconds for which torchelastic by itself waits for ranks that do not heed SIGTERM.
+SOONER_THAN_TORCHELASTIC = 25
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`start(job)`: two ranks that do `job`, whose notes lie in `tmp_path`."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start_one(job: str, *, by: tuple[str, ...] = (), **environment: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, *by, "-m", "tests.launch.command", job, str(tmp_path)]
+        clean = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        clean["TMPDIR"] = str(tmp_path)  # a launcher that is killed leaves its directory behind
+        process = subprocess.Popen(
+            command, env=clean | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        return process
+
+    yield start_one
+    for process in started:
+        process.kill()
+        with process:  # closes the pipes; a rank that was left behind may still hold their other end
+            pass
+
+
+def notes(directory: Path, *, of: int = 2) -> list[str]:
+    """The notes of all ranks, once they are there."""
+    paths = [directory / f"note-{rank}" for rank in range(of)]
+    deadline = time.monotonic() + TIMEOUT
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, "the ranks did not come so far"
+        time.sleep(0.02)
+    return [path.read_text() for path in paths]
+
+
+def test_every_rank_performs_the_request_with_its_part_of_the_cores(start: Start, tmp_path: Path) -> None:
+    process = start("describe")
+    out, err = process.communicate(timeout=TIMEOUT)
+    threads = max(len(os.sched_getaffinity(0)) // 2, 1)
+    seen = [f"{rank} of 2, {threads} threads, resume=True, steps=7" for rank in (0, 1)]
+    assert notes(tmp_path) == seen
+    assert (process.returncode, out) == (0, "")
+    assert sorted(err.splitlines()) == ["print of rank 0", "print of rank 1"]
+
+
+def test_a_rank_that_raises_ends_all_and_its_message_is_the_only_one(start: Start, tmp_path: Path) -> None:
+    process = start("fail_on_rank_1")
+    notes(tmp_path)
+    out, err = process.communicate(timeout=SOONER_THAN_TORCHELASTIC)
+    assert err == "rank 1: DataError: the well is dry.\n  got: 0 documents\n  try: another well\n"
+    assert (process.returncode, out) == (DataError.exit_code, "")
+
+
+def test_a_killed_rank_is_named_and_not_those_that_lost_it(start: Start) -> None:
+    process = start("lose_a_peer")
+    _, err = process.communicate(timeout=TIMEOUT)
+    assert err.startswith("rank 1: LaunchError: rank 1 was killed by SIGKILL.\n  why: mostly the kernel")
+    assert (process.returncode, err.count("rank ")) == (LaunchError.exit_code, 2)
+
+
+def test_an_error_in_user_code_is_shown_with_its_place_and_on_demand_its_traceback(start: Start) -> None:
+    process = start("fail_in_user_code", FULLSHARD_TRACEBACK="1")
+    _, err = process.communicate(timeout=TIMEOUT)
+    assert "Traceback" in err
+    shown = err[err.index("\nrank ") :].splitlines()
+    assert shown[1].endswith("ValueError: three is not four")
+    assert "tests/launch/jobs.py:" in shown[2]
+    assert process.returncode == 1
+
+
+def test_interrupted_ranks_are_waited_for_until_all_have_saved(start: Start, tmp_path: Path) -> None:
+    process = start("until_interrupted")
+    notes(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=TIMEOUT)
+    assert (process.returncode, notes(tmp_path)) == (INTERRUPTED_EXIT_CODE, ["saved", "saved"])
+    assert err == "SIGTERM: the ranks finish this step and save (Ctrl-C again ends them now)\n"
+
+
+def test_a_second_ctrl_c_ends_ranks_that_do_not_heed_the_first(start: Start, tmp_path: Path) -> None:
+    process = start("deaf")
+    pids = [int(note) for note in notes(tmp_path)]
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.7)  # the first of two within half a second counts for both
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == CTRL_C_EXIT_CODE
+    assert err.endswith("ended at once; what was not saved is lost\n")
+    assert not any(runs(pid) for pid in pids)
+
+
+def test_an_interrupt_that_no_rank_could_note_says_that_nothing_was_saved(
+    start: Start, tmp_path: Path
+) -> None:
+    process = start("not_ready")
+    notes(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "interrupted outside of training" in err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
+def test_no_rank_outlives_a_launcher_that_is_killed(start: Start, tmp_path: Path) -> None:
+    process = start("deaf")
+    pids = [int(note) for note in notes(tmp_path)]
+    process.kill()
+    deadline = time.monotonic() + TIMEOUT
+    while any(runs(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    left = [pid for pid in pids if runs(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def test_under_torchrun_the_command_takes_the_ranks_that_it_is_given(start: Start, tmp_path: Path) -> None:
+    by = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+    process = start("describe", by=by, OMP_NUM_THREADS="3")
+    out, _ = process.communicate(timeout=TIMEOUT)
+    assert (process.returncode, out) == (0, "")
+    assert notes(tmp_path) == [f"{rank} of 2, 3 threads, resume=True, steps=7" for rank in (0, 1)]
+
+
+def runs(pid: int) -> bool:
+    """Whether the process is there, and is no zombie that nobody has collected yet."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False

@@ -1,0 +1,62 @@
+"""What cannot run is refused before any rank is started."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fullshard.errors import FullshardError, LaunchError, PlanError
+from fullshard.launch.request import Request
+from fullshard.launch.start import own_ranks, start
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+
+NO_JOB = "tests.launch.jobs:absent"  # a rank that was started would fail with another message
+
+
+def run_with(*overrides: str) -> Run:
+    return Run.load(overrides=["run.device=cpu", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("run", "plan", "error", "said"),
+    [
+        (run_with("run.ranks=5"), None, PlanError, "train.global_batch = 20 or 25"),
+        (
+            run_with("run.ranks=2"),
+            Plan.from_run(run_with(), world_size=4),
+            PlanError,
+            "the plan is for 4 ranks",
+        ),
+    ],
+)
+def test_a_run_that_cannot_be_laid_out_is_refused(
+    run: Run, plan: Plan | None, error: type[FullshardError], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        start(Request(run=run, plan=plan, job=NO_JOB))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test does without")
+def test_a_gpu_that_is_asked_for_must_be_there() -> None:
+    with pytest.raises(LaunchError, match="no CUDA device"):
+        start(Request(run=run_with("run.device=cuda"), job=NO_JOB))
+
+
+def test_ranks_are_those_asked_for_else_those_of_the_plan_else_two() -> None:
+    plan = Plan.from_run(run_with(), world_size=4)
+    assert own_ranks(Request(run=run_with("run.ranks=8"))) == (8, "cpu")
+    assert own_ranks(Request(run=run_with(), plan=plan)) == (4, "cpu")
+    assert own_ranks(Request(run=run_with())) == (2, "cpu")
+
+
+def test_a_job_that_is_no_function_is_named() -> None:
+    with pytest.raises(LaunchError, match="jobs:absent is no function"):
+        Request(run=Run(), job=NO_JOB).perform()
+
+
+def test_a_request_is_read_as_it_was_written(tmp_path: Path) -> None:
+    plan = Plan.from_run(run_with("sharding.strategy=zero2"), world_size=2)
+    request = Request(run=plan.run, plan=plan, resume=True)
+    request.save(tmp_path)
+    assert Request.load(tmp_path) == request

@@ -1,0 +1,73 @@
+"""A step on real ranks, measured; and the same step, predicted. Both return plain values."""
+
+import dataclasses
+from collections.abc import Iterator
+from fnmatch import fnmatch
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.models.decoder import DecoderModel
+from fullshard.planner.memory import peak_bytes
+from fullshard.profiler.memory import Peak, measure_peak
+from fullshard.sharding.apply import shard
+from fullshard.sharding.describe import describe
+from fullshard.spec.memory import MemoryTerms
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.training.loss import next_token_loss
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.state import TrainState
+from fullshard.training.step import run_step
+
+# Large enough that scalars and scratch are nothing, small enough for a step in a tenth of a second.
+SHAPES = ["model.d_model=128", "model.layers=3", "model.d_ff=384", "model.vocabulary=1024"]
+
+
+def plan_of(ranks: int, *overrides: str, accumulation: int = 1) -> Plan:
+    """A plan of 2 sequences of 64 tokens a microbatch, in fp32, with `overrides` over it."""
+    batch = [f"train.global_batch={2 * ranks * accumulation}", "train.microbatch=2"]
+    fixed = [*SHAPES, *batch, "data.sequence_length=64", "precision.mode=fp32"]
+    return Plan.from_run(Run.load(overrides=[*fixed, *overrides]), world_size=ranks)
+
+
+def meta_model(plan: Plan, *, frozen: str = "") -> nn.Module:
+    """`frozen`: a shell pattern of parameters that are not trained."""
+    with torch.device("meta"):
+        model = DecoderModel(plan.run.model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not fnmatch(name, frozen))
+    return model
+
+
+def predicted(plan: Plan, *, frozen: str = "", rank: int = 0) -> MemoryTerms:
+    return peak_bytes(describe(meta_model(plan, frozen=frozen), plan, loss=next_token_loss), plan, rank=rank)
+
+
+def microbatches(plan: Plan) -> Iterator[dict[str, Tensor]]:
+    shape = (plan.microbatch, plan.run.data.sequence_length)
+    for _ in range(plan.accumulation):
+        yield {name: torch.randint(0, plan.run.model.vocabulary, shape) for name in ("tokens", "labels")}
+
+
+def measured(plan: Plan, frozen: str = "") -> dict[str, int]:
+    """On a rank: the parts of a later step's peak. The first step makes the optimizer's state.
+
+    The lower of two: where the machine is busy, gloo's thread may let go of a tensor last, and that release
+    the meter does not see. So a step may look higher than it was, but never lower.
+    """
+    model = shard(meta_model(plan, frozen=frozen), plan)
+    state = TrainState(model, build_optimizer(model, plan))
+
+    def step() -> None:
+        run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss, learning_rate=1e-3)
+
+    step()
+    peaks: list[Peak] = []
+    for _ in range(2):
+        with measure_peak(torch.device("cpu"), model=model, optimizer=state.optimizer) as peak:
+            step()
+        peaks.append(peak)
+    parts = min(peaks, key=lambda one: one.bytes).parts
+    assert parts is not None, "a model was given"
+    return dataclasses.asdict(parts)

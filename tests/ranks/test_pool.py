@@ -1,0 +1,132 @@
+"""The pool itself: workers are reused, failures are shown, and nothing hangs."""
+
+import os
+import signal
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fullshard.errors import MissingExtraError, ShardError
+from tests.ranks import RankFailed
+
+
+def gathered_ranks(offset: int) -> list[int]:
+    world = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(world, torch.tensor([dist.get_rank() + offset]))
+    return [int(t) for t in world]
+
+
+def rank_and_pid() -> tuple[int, int]:
+    return dist.get_rank(), os.getpid()
+
+
+def fail_on_rank_one_while_others_wait() -> None:
+    if dist.get_rank() == 1:
+        raise ShardError("rank one says no.", fix="nothing")
+    dist.barrier()
+
+
+def raise_what_cannot_be_pickled() -> None:
+    raise MissingExtraError("extra", package="absent", needed_for="this")
+
+
+def die_on_rank_one_while_others_wait() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def sleep_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(600)
+
+
+def leave_a_mess() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(7)
+    os.environ["LEFT_BEHIND"] = "1"
+    os.chdir("/")
+
+
+def what_is_left() -> tuple[object, ...]:
+    return torch.get_default_dtype(), torch.initial_seed(), os.environ.get("LEFT_BEHIND"), os.getcwd()
+
+
+def sum_over_columns(shape: tuple[int, int]) -> float:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("row", "column"))["column"]
+    tensor = distribute_tensor(torch.arange(12.0), mesh, [Shard(0)])
+    return float((tensor * 2).sum().full_tensor())
+
+
+def threads_and_sockets() -> tuple[int, int]:
+    files = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    sockets = sum(os.path.islink(file) and os.readlink(file).startswith("socket:") for file in files)
+    return len(os.listdir("/proc/self/task")), sockets
+
+
+def warn() -> None:
+    warnings.warn("careful", stacklevel=1)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_results_come_back_by_rank(ranks, n):
+    assert ranks(n).run(gathered_ranks, 10) == [[10 + rank for rank in range(n)]] * n
+
+
+def test_workers_are_reused_also_by_pools_of_another_size(ranks):
+    first = ranks(2).run(rank_and_pid)
+    assert ranks(2).run(rank_and_pid) == first
+    assert ranks(1).run(rank_and_pid) == first[:1]
+
+
+def test_a_failing_rank_is_shown_and_the_pool_goes_on(ranks):
+    with pytest.raises(ShardError, match="rank one says no") as raised:
+        ranks(2).run(fail_on_rank_one_while_others_wait)
+    assert raised.value.fix == "nothing"
+    note = "".join(raised.value.__notes__)
+    assert note.startswith("on rank 1:")
+    assert "in fail_on_rank_one_while_others_wait" in note
+    assert ranks(2).run(gathered_ranks, 0) == [[0, 1]] * 2
+
+
+def test_ranks_that_all_failed_are_kept(ranks):
+    before = ranks(2).run(rank_and_pid)
+    with pytest.raises(RankFailed, match="MissingExtraError: this needs the package 'absent'"):
+        ranks(2).run(raise_what_cannot_be_pickled)
+    assert ranks(2).run(rank_and_pid) == before
+
+
+def test_a_killed_rank_is_noticed_and_replaced(ranks):
+    with pytest.raises(RankFailed, match=r"rank 1 died \(exit code -9\)"):
+        ranks(2).run(die_on_rank_one_while_others_wait)
+    assert ranks(2).run(gathered_ranks, 0) == [[0, 1]] * 2
+
+
+def test_a_hung_rank_is_ended_by_the_timeout(ranks):
+    with pytest.raises(RankFailed, match=r"rank \d did not answer within 1 s"):
+        ranks(2, timeout_seconds=1.0).run(sleep_on_rank_one)
+    assert ranks(2).run(gathered_ranks, 0) == [[0, 1]] * 2
+
+
+def test_nothing_leaks_from_one_call_to_the_next(ranks):
+    before = ranks(1).run(what_is_left)
+    ranks(1).run(leave_a_mess)
+    assert ranks(1).run(what_is_left) == before
+
+
+def test_new_meshes_leave_no_threads_or_sockets_and_no_stale_groups(ranks):
+    ranks(2).run(sum_over_columns, (1, 2))
+    before = ranks(2).run(threads_and_sockets)
+    for shape in [(1, 2), (2, 1), (1, 2), (2, 1)]:
+        assert ranks(2).run(sum_over_columns, shape) == [132.0, 132.0]
+    assert ranks(2).run(threads_and_sockets) == before
+
+
+def test_a_warning_is_an_error_in_a_rank_too(ranks):
+    with pytest.raises(UserWarning, match="careful"):
+        ranks(1).run(warn)

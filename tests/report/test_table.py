@@ -1,0 +1,87 @@
+"""The table says what was measured, names its units, and says nothing about the rest."""
+
+import io
+
+from fullshard.report.table import measurement_rows, show_measurement
+from fullshard.spec.measurement import Measurement, Pace
+from tests.spec.test_measurement import measurement, pace
+
+GIB = 1024**3
+
+
+def whole() -> Measurement:
+    peak = {"parameter_shards": GIB, "gradients": GIB, "optimizer_state": 2 * GIB, "buffers": 0}
+    peak |= {
+        "units_in_flight": 0,
+        "rest": 4 * GIB,
+        "active": 9 * GIB,
+        "allocated": 8 * GIB,
+        "reserved": 10 * GIB,
+    }
+    return measurement(
+        first_loss=5.5,
+        last_loss=1.5,
+        validation_loss=2.4,
+        byte_entropy=3.2,
+        startup_seconds=8.0,
+        checkpoint="runs/default/checkpoints/step-00000010",
+        peak_bytes=peak,
+    )
+
+
+def printed(made: Measurement) -> str:
+    file = io.StringIO()
+    show_measurement(made, file=file)
+    return file.getvalue()
+
+
+def test_the_table_is_short_plain_and_aligned_off_a_terminal():
+    text = printed(whole())
+    lines = text.splitlines()
+    assert len(lines) <= 25
+    assert text.isascii()
+    assert "\x1b" not in text
+    labels = [label for label, _ in measurement_rows(whole())]
+    column = max(map(len, labels)) + 2
+    assert [line[:column].rstrip() for line in lines] == labels
+
+
+def test_speed_is_that_of_all_ranks_and_of_one_and_says_what_was_left_out():
+    rows = list(measurement_rows(whole()))
+    assert ("speed", "200 tokens/s on all ranks, 100 a rank") in rows
+    assert ("", "over 6 steps, the 4 warmup steps before them left out") in rows
+    assert ("step", "500.0 ms, of these 100.0 ms waiting for data") in rows
+
+
+def test_mfu_says_what_it_is_held_against():
+    rows = dict(measurement_rows(whole()))
+    assert rows["MFU"] == "10.0 % of 1.00 GFLOP/s a rank (cpu, fp32, a matmul measured here)"
+
+
+def test_validation_is_held_against_the_entropy_of_the_bytes():
+    rows = dict(measurement_rows(whole()))
+    assert rows["validation"] == "2.4000 nats a token = 0.750 of the entropy of the byte frequencies (3.2000)"
+
+
+def test_memory_is_told_by_part_and_as_cuda_counts_it():
+    rows = dict(measurement_rows(whole()))
+    assert rows["memory"] == "8.00 GiB at the peak of the fullest rank"
+    assert rows["  optimizer state"] == "2.00 GiB"
+    assert rows["  CUDA"] == "active 9.00 GiB, allocated 8.00 GiB, reserved 10.00 GiB"
+    assert "  buffers" not in rows  # there are none
+
+
+def test_what_was_not_measured_has_no_line():
+    bare = measurement(peak=None, peak_bytes=None, world_size=1)
+    labels = [label for label, _ in measurement_rows(bare)]
+    assert labels == ["run", "steps", "speed", "", "step"]
+
+
+def test_a_run_of_nothing_but_warmup_has_no_speed():
+    rows = dict(measurement_rows(measurement(pace=pace(3))))
+    assert rows["speed"] == "not known: all 3 steps were warmup"
+
+
+def test_a_resumed_run_that_was_at_its_end_says_so():
+    rows = dict(measurement_rows(measurement(first_step=301, pace=Pace(warmup_steps=5))))
+    assert rows["steps"] == "none: 300 were done before"

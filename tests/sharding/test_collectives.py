@@ -1,0 +1,49 @@
+"""The gloo collectives give what the engine's own would, with no memory beside input and output."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard.profiler.memory import measure_peak
+from fullshard.sharding.collectives import DirectAllGather, InPlaceReduceScatter
+
+CHUNK = 50_000
+
+
+def gathered(async_op: bool) -> tuple[list[float], int]:
+    """The first number of each rank's chunk, and the bytes that the gather allocated."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    comm = DirectAllGather()
+    output = comm.allocate((CHUNK * ranks,), dtype=torch.float32, device=torch.device("cpu"))
+    own = output.narrow(0, CHUNK * rank, CHUNK).fill_(rank + 1)
+    with measure_peak(torch.device("cpu")) as peak:
+        work = comm(output, own, dist.group.WORLD, async_op)
+        if work is not None:
+            work.wait()
+    chunks = output.view(ranks, CHUNK)
+    assert all(chunk.eq(chunk[0]).all() for chunk in chunks), "a chunk came in part"
+    return chunks[:, 0].tolist(), peak.bytes
+
+
+def reduced(dtype: torch.dtype) -> tuple[list[float], int]:
+    """The own chunk's first and last number, and the bytes that the reduction allocated."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    comm = InPlaceReduceScatter()
+    whole = torch.arange(ranks, dtype=dtype).repeat_interleave(CHUNK) + rank
+    own = comm.allocate((CHUNK,), dtype=dtype, device=torch.device("cpu"))
+    with measure_peak(torch.device("cpu")) as peak:
+        comm(own, whole, dist.group.WORLD, dist.ReduceOp.SUM)
+    return [own[0].item(), own[-1].item()], peak.bytes
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_every_rank_gets_every_chunk_in_place(ranks, n, async_op):
+    assert ranks(n).run(gathered, async_op) == [([rank + 1.0 for rank in range(n)], 0)] * n
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [2, 3])
+def test_every_rank_gets_the_sum_of_its_chunk(ranks, n, dtype):
+    offset = sum(range(n))
+    assert ranks(n).run(reduced, dtype) == [([float(n * r + offset)] * 2, 0) for r in range(n)]

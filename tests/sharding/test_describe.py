@@ -1,0 +1,185 @@
+"""The spec says what the CPU allocator counts, without ever allocating a weight."""
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard.errors import ShardError
+from fullshard.models.decoder import DecoderModel
+from fullshard.profiler.memory import measure_peak
+from fullshard.sharding.describe import describe
+from fullshard.sharding.precision import TORCH_DTYPE
+from fullshard.sharding.recompute import apply_recompute
+from fullshard.sharding.units import find_repeated, find_units
+from fullshard.spec.model import ModelSpec, Phase
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.training.loss import next_token_loss
+from tests.fakes.models import VOCABULARY, OddModel
+
+CPU = torch.device("cpu")
+# What torch keeps of the CPU's random state for each block that it may compute again; no operation makes it.
+RANDOM_STATE_BYTES = 5056
+# What bf16 attention allocates and frees within one operation, which fake tensors do not show.
+SCRATCH_BYTES = 16 * 1024
+SHAPES = [
+    "model.d_model=64",
+    "model.layers=3",
+    "model.d_ff=160",
+    "model.vocabulary=256",
+    "data.sequence_length=64",
+]
+
+
+def plan_of(*overrides: str) -> Plan:
+    run = Run.load(overrides=[*SHAPES, "train.global_batch=2", "precision.mode=fp32", *overrides])
+    return Plan.from_run(run, world_size=1)
+
+
+def decoder(plan: Plan) -> DecoderModel:
+    with torch.device("meta"):
+        return DecoderModel(plan.run.model)
+
+
+def specify(plan: Plan) -> ModelSpec:
+    return describe(decoder(plan), plan, loss=next_token_loss)
+
+
+def highest(phases: tuple[Phase, ...]) -> int:
+    """The peak of one microbatch on one device, which keeps every gradient that the phases hand over."""
+    kept = peak = 0
+    for phase, following in zip(phases, [*phases[1:], None], strict=True):
+        peak = max(peak, kept + phase.peak.total)
+        if following is not None and following.event == "post_backward":
+            kept += phase.end.gradients - (following.end.gradients if following.unit == -1 else 0)
+    return peak
+
+
+def allocated(model: nn.Module, plan: Plan, *, vocabulary: int, accumulating: bool = False) -> int:
+    """The peak of one microbatch of the whole model, as the CPU allocator tells it."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(TORCH_DTYPE[plan.precision.param])
+    units = find_units(model, plan.run.sharding.units)
+    apply_recompute(find_repeated(model, plan.run.sharding.units, units=units), plan.run.recompute)
+    shape = (plan.microbatch, plan.run.data.sequence_length)
+    batch = {name: torch.randint(0, vocabulary, shape) for name in ("tokens", "labels")}
+    if accumulating:
+        next_token_loss(model, batch)[0].backward()
+    with measure_peak(CPU) as peak:
+        total, count = next_token_loss(model, batch)
+        total.backward()
+        del total, count
+    return peak.bytes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "full", "every", "selective"])
+def test_the_trace_counts_what_the_allocator_counts(recompute, precision):
+    plan = plan_of(f"recompute.mode={recompute}", f"precision.mode={precision}")
+    counted = allocated(DecoderModel(plan.run.model), plan, vocabulary=256)
+    difference = counted - highest(specify(plan).trace.phases)
+    blocks = {"none": 0, "every": 2}.get(recompute, 3)
+    scratch = SCRATCH_BYTES if precision == "bf16" else 0
+    assert 0 <= difference <= blocks * RANDOM_STATE_BYTES + scratch
+
+
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"mixture": True}])
+def test_odd_models_too(options):
+    plan = plan_of()
+    with torch.device("meta"):
+        model = OddModel(**options)
+    spec = describe(model, plan, loss=next_token_loss)
+    counted = allocated(OddModel(**options), plan, vocabulary=VOCABULARY)
+    scalar = 512  # the gradient of a 0-d parameter, which no unit holds, and its like
+    assert abs(counted - highest(spec.trace.phases)) <= scalar
+
+
+def test_gradients_that_are_added_to_in_place_are_not_there_twice():
+    plan = plan_of(
+        *("train.global_batch=4", "train.microbatch=2", "train.accumulate_sync=last", "recompute.mode=full")
+    )
+    trace = specify(plan).trace
+    counted = allocated(DecoderModel(plan.run.model), plan, vocabulary=256, accumulating=True)
+    assert 0 <= counted - highest(trace.accumulating) <= 3 * RANDOM_STATE_BYTES
+    assert highest(trace.accumulating) < highest(trace.phases)
+
+
+def test_a_model_of_70_billion_parameters_is_described_without_its_weights():
+    plan = plan_of(
+        *("model.d_model=8192", "model.layers=80", "model.d_ff=28672", "model.vocabulary=128256"),
+        *("model.heads=64", "model.kv_heads=8", "model.max_sequence=8192", "data.sequence_length=8192"),
+    )
+    model = decoder(plan)
+    for parameter in model.blocks[2:].parameters():
+        assert parameter.is_meta
+    del model.blocks[2:]  # two blocks tell what eighty would, in less time
+    with measure_peak(CPU) as peak:
+        spec = describe(model, plan, loss=next_token_loss)
+    assert spec.numel > 3e9
+    assert peak.bytes < 2**20
+
+
+def test_a_model_with_weights_gives_the_same_spec_and_keeps_them():
+    plan = plan_of("recompute.mode=full", "precision.mode=bf16")
+    model = DecoderModel(plan.run.model)
+    before = {name: (id(p), p.dtype, p.grad) for name, p in model.named_parameters()}
+    forwards = [block.forward for block in model.blocks]
+    spec = describe(model, plan, loss=next_token_loss)
+    assert spec == specify(plan)
+    assert {name: (id(p), p.dtype, p.grad) for name, p in model.named_parameters()} == before
+    assert [block.forward for block in model.blocks] == forwards
+
+
+def test_full_recompute_saves_the_inputs_of_blocks_alone():
+    spec = specify(plan_of("recompute.mode=full"))
+    hidden = 2 * 64 * 64 * 4  # (microbatch, sequence, d_model) in fp32
+    first = next(i for i, unit in enumerate(spec.units) if unit.is_block)
+    assert spec.trace.saved_bytes(first) == hidden
+    assert specify(plan_of()).trace.saved_bytes(first) > 10 * hidden
+
+
+def test_a_finished_microbatch_leaves_nothing_alive():
+    for phases in (
+        specify(plan_of()).trace.phases,
+        specify(plan_of("recompute.mode=selective")).trace.phases,
+    ):
+        assert phases[-1].event == "end_backward"
+        assert phases[-1].end.total == 0
+
+
+def test_units_carry_names_shapes_ties_and_what_is_frozen():
+    plan = plan_of()
+    with torch.device("meta"):
+        model = OddModel(tied=True)
+    spec = describe(model, plan, loss=next_token_loss)
+    parameters = {p.name: p for unit in spec.units for p in unit.parameters}
+    assert parameters["embedding.weight"].aliases == ("head.weight",)
+    assert not parameters["layers.0.frozen.weight"].requires_grad
+    assert parameters["layers.1.up.weight"].shape == (7, 10)
+    assert spec.numel == sum(p.numel() for p in model.parameters() if p.ndim > 0)
+    assert [unit.name for unit in spec.units if unit.is_block] == ["layers.0", "layers.1", "layers.2"]
+    assert ModelSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+def test_a_run_will_do_and_its_spec_is_that_of_its_plans():
+    run = Run.load(
+        overrides=[
+            *SHAPES,
+            *("train.global_batch=8", "train.microbatch=2", "precision.mode=bf16"),
+            *("sharding.strategy=hybrid_shard", "sharding.shard_degree=2"),
+        ]
+    )
+    plan = Plan.from_run(run, world_size=4)
+    assert describe(decoder(plan), run, loss=next_token_loss) == specify(plan)
+
+
+def describe_a_sharded_model() -> None:
+    from fullshard.sharding.apply import shard
+
+    plan = plan_of()
+    describe(shard(decoder(plan), plan), plan, loss=next_token_loss)
+
+
+def test_a_sharded_model_is_refused(ranks):
+    with pytest.raises(ShardError, match="DecoderModel is sharded already"):
+        ranks(1).run(describe_a_sharded_model)

@@ -1,0 +1,143 @@
+"""What a run.toml may say, and what is answered to what it may not."""
+
+import tomllib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from fullshard.errors import SpecError
+from fullshard.spec.run import STRATEGY_ALIASES, Run, Strategy, parse_strategy
+
+NAMES = {**STRATEGY_ALIASES, **{str(strategy): strategy for strategy in Strategy}}
+
+_OVERRIDE = "sharding.units.overrides.0.reshard_after_forward"
+
+
+def parsed(text: str) -> Run:
+    return Run.parse(tomllib.loads(text), source="run.toml")
+
+
+@given(st.sampled_from(sorted(NAMES)), st.data())
+def test_every_name_of_a_strategy_is_known_in_any_case_and_hyphenation(name, data):
+    spelled = "".join(data.draw(st.sampled_from([c.lower(), c.upper()])) for c in name)
+    spelled = "".join(data.draw(st.sampled_from("-_")) if c == "_" else c for c in spelled)
+    if spelled.lower().startswith("zero"):
+        spelled = spelled[:4] + data.draw(st.sampled_from(["", "-", "_"])) + spelled[4:]
+    assert parse_strategy(data.draw(st.sampled_from(["", "_"])) + spelled) is NAMES[name]
+
+
+def test_a_run_without_a_file_is_the_default():
+    assert Run.load() == Run() == parsed("")
+
+
+def test_a_file_says_what_it_overrides(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[train]\nsteps = 7\n[sharding]\nstrategy = "ZeRO-2"\n')
+    run = Run.load(path, overrides=["train.steps=9", "sharding.units.policy=size"])
+    assert run.train.steps == 9
+    assert run.sharding.strategy is Strategy.SHARD_GRAD_OP
+    assert run.sharding.units.policy == "size"
+    assert run.tokens_per_step == run.train.global_batch * run.data.sequence_length
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("train.steps=500", "train", "steps", 500),
+        ("optimizer.learning_rate=1e-4", "optimizer", "learning_rate", 1e-4),
+        ("run.dir=runs/two", "run", "dir", "runs/two"),
+        ('run.dir="runs/two"', "run", "dir", "runs/two"),
+        ("model.tied=true", "model", "tied", True),
+        ("log.trackers=['wandb']", "log", "trackers", ("wandb",)),
+        ("sharding.strategy = hsdp", "sharding", "strategy", Strategy.HYBRID_SHARD),
+        ("run.dir=a=b", "run", "dir", "a=b"),
+    ],
+)
+def test_overrides_take_toml_values_and_plain_words(override, section, key, value):
+    extra = ["sharding.shard_degree=2"] if "hsdp" in override else []
+    assert getattr(getattr(Run.load(overrides=[override, *extra]), section), key) == value
+
+
+def test_the_last_override_holds():
+    assert Run.load(overrides=["train.steps=1", "train.steps=2"]).train.steps == 2
+
+
+@pytest.mark.parametrize("override", ["train.steps", "steps=5", "=5", "train.=5", "run.dir.deeper=1"])
+def test_an_override_that_names_no_key_is_refused(override):
+    with pytest.raises(SpecError, match=r"run\.dir|section\.key=value"):
+        Run.load(overrides=["run.dir=x", override])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[trian]\nsteps = 1", "try: train"),
+        ("[train]\nstep = 1", "try: train.steps"),
+        ("[train]\nlearning_rate = 1", "try: optimizer.learning_rate"),
+        ("[sharding]\npolicy = 'size'", "try: sharding.units.policy"),
+        ("[sharding.units]\npolice = 'size'", "try: sharding.units.policy"),
+        ("[[sharding.units.overrides]]\nmtach = 'x'", "try: sharding.units.overrides.0.match"),
+        ("[data]\nevery = 1", "try: recompute.every or checkpoint.every or log.every"),
+        ("steps = 1", "try: train.steps"),
+        ("[run]\nxyzzy = 1", "try: one of dir, seed, device"),
+        ("[train]\nstep = 1\nspeed = 2", "(and 1 more)"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest_or_its_section(text, message):
+    with pytest.raises(SpecError) as raised:
+        parsed(text)
+    assert message in str(raised.value)
+    assert "unknown key" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "why"),
+    [
+        ("[train]\nsteps = 0", "train.steps", "greater than 0"),
+        ("[train]\nsteps = 'many'", "train.steps", "integer"),
+        ("train = 3", "train", "dictionary"),
+        ("[optimizer]\nlearning_rate = inf", "optimizer.learning_rate", "finite"),
+        ("[optimizer]\nbetas = [0.9, 1.0]", "optimizer.betas.1", "less than 1"),
+        ("[data]\nvalidation_fraction = 1.0", "data.validation_fraction", "less than 1"),
+        ("[data]\nsource = 'text'", "data", 'paths = ["data/*.txt"]'),
+        ("[data]\npaths = ['a.txt']", "data", 'set source = "text"'),
+        ("[data]\nsequence_length = 4096", "the whole", "model.max_sequence = 2048"),
+        ("[model]\nheads = 3", "model", "must divide d_model"),
+        ("[model]\nkv_heads = 3", "model", "must divide heads"),
+        ("[model]\nd_model = 4", "model", "even head size"),
+        ("[sharding]\nstrategy = 'zero4'", "sharding.strategy", "full_shard"),
+        ("[sharding]\nstrategy = 'hpz'", "sharding", "reshard_to = <ranks>"),
+        ("[sharding]\nshard_degree = 2", "sharding", "hybrid"),
+        ("[sharding]\nstrategy = 'zero2'\nreshard_to = 2", "sharding", "not shard_grad_op"),
+        ("[sharding.units]\npolicy = 'names'", "sharding.units", 'names = ["blocks.*"]'),
+        ("[precision]\nmode = 'fp8'", "precision.mode", "bf16"),
+        ("[[sharding.units.overrides]]\nmatch = 'x'\nreshard_after_forward = 'no way'", _OVERRIDE, "boolean"),
+        ("[run]\nranks = -1", "run.ranks", "greater than or equal to 0"),
+    ],
+)
+def test_an_impossible_value_is_refused_with_its_key_and_the_reason(text, key, why):
+    with pytest.raises(SpecError) as raised:
+        parsed(text)
+    assert str(raised.value).startswith(f"run.toml: {key} is not valid")
+    assert why in str(raised.value)
+
+
+@pytest.mark.parametrize("content", [b"steps = ", b"\xff\xfe", b"[a]\n[a]"])
+def test_a_file_that_is_no_toml_is_refused_by_name(tmp_path, content):
+    path = tmp_path / "broken.toml"
+    path.write_bytes(content)
+    with pytest.raises(SpecError, match=r"broken\.toml is no TOML"):
+        Run.load(path)
+
+
+def test_a_missing_file_is_refused_with_a_way_to_make_one(tmp_path):
+    with pytest.raises(SpecError, match="fullshard init") as raised:
+        Run.load(tmp_path / "absent.toml")
+    assert raised.value.exit_code == 2
+
+
+def test_a_run_is_frozen():
+    with pytest.raises(ValidationError, match="frozen"):
+        Run().train.steps = 3  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,79 @@
+"""Bytes, counts and seconds, read and printed."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.errors import SpecError
+from fullshard.quantities import format_bytes, format_count, format_seconds, parse_bytes
+
+
+@given(st.integers(0, 2**60))
+def test_a_plain_number_is_bytes(count):
+    assert parse_bytes(str(count)) == int(float(count))
+
+
+@given(st.integers(0, 1023), st.sampled_from(["B", "KiB", "MiB", "GiB", "TiB", "PiB"]))
+def test_what_is_printed_can_be_read(count, unit):
+    size = parse_bytes(f"{count} {unit}")
+    assert parse_bytes(format_bytes(size)) == size
+
+
+@given(st.floats(1, 2**55))
+def test_printed_bytes_are_right_to_three_digits(count):
+    assert parse_bytes(format_bytes(count)) == pytest.approx(count, rel=0.005, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("80GB", 80 * 10**9),
+        ("1.5 GiB", 3 * 2**29),
+        (" 2 kib ", 2048),
+        (".5MB", 500_000),
+        ("4096", 4096),
+        ("3tb", 3 * 10**12),
+    ],
+)
+def test_units_are_read_in_any_case(text, count):
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GB", "1.5.2 GB", "-1 GB", "12 parsecs", "1 GB extra", "nan"])
+def test_what_is_no_number_of_bytes_is_refused_with_the_units(text):
+    with pytest.raises(SpecError, match="one of B, KiB, MiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("printed", "text"),
+    [
+        (format_bytes(0), "0 B"),
+        (format_bytes(1023), "1023 B"),
+        (format_bytes(3 * 2**30), "3.00 GiB"),
+        (format_bytes(-(2**20)), "-1.00 MiB"),
+        (format_bytes(5 * 2**60), "5120.00 PiB"),
+        (format_count(0), "0"),
+        (format_count(999), "999"),
+        (format_count(1000), "1.00k"),
+        (format_count(12_345_678), "12.3M"),
+        (format_count(999_999), "1.00M"),
+        (format_count(-7_000), "-7.00k"),
+        (format_seconds(0.0123), "12.3 ms"),
+        (format_seconds(1), "1.0 s"),
+        (format_seconds(93), "1 min 33 s"),
+        (format_seconds(7200), "2 h 00 min"),
+        (format_seconds(59.97), "1 min 00 s"),
+        (format_seconds(0.99997), "1.0 s"),
+    ],
+)
+def test_quantities_are_printed_as_people_write_them(printed, text):
+    assert printed == text
+
+
+@given(st.floats(0, 1e6))
+def test_no_printed_part_reaches_the_next_unit(seconds):
+    text = format_seconds(seconds)
+    numbers = [float(part) for part in text.split() if part[0].isdigit()]
+    limit = 1000 if text.endswith("ms") else 60
+    assert all(number < limit for number in numbers[-1:] + numbers[:-1] * (limit == 60 and " h " not in text))

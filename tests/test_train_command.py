@@ -1,0 +1,90 @@
+"""`fullshard train` as a person uses it: processes, a signal, --resume."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import INTERRUPTED_EXIT_CODE
+from fullshard.spec.measurement import Measurement
+
+TINY = [
+    "model.layers=2",
+    "model.d_model=16",
+    "model.heads=2",
+    "model.d_ff=32",
+    "data.sequence_length=16",
+    "train.global_batch=12",
+    "train.validate_every=0",
+    "train.validate_sequences=4",
+    "log.sample_tokens=5",
+    "run.device=cpu",
+]
+
+
+def command(directory: Path, *settings: str, resume: bool = False) -> list[str]:
+    argv = [sys.executable, "-m", "fullshard.cli.main", "train", *(["--resume"] if resume else [])]
+    return [*argv, *(p for s in [*TINY, f"run.dir={directory}", *settings] for p in ("--set", s))]
+
+
+def steps_logged(directory: Path) -> list[int]:
+    path = directory / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line)["step"] for line in lines]
+
+
+def wait_for_steps(directory: Path, process: subprocess.Popen[str], count: int) -> None:
+    while len(steps_logged(directory)) < count:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_goes_on_with_other_ranks_and_another_strategy(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    argv = command(directory, "train.steps=100000", "run.ranks=2", "sharding.strategy=full_shard")
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for_steps(directory, process, 4)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED_EXIT_CODE, said
+    assert "--resume" in said
+    done = steps_logged(directory)
+    assert done == list(range(1, len(done) + 1))
+
+    last = len(done) + 3
+    argv = command(directory, f"train.steps={last}", "run.ranks=3", "sharding.strategy=zero1", resume=True)
+    finished = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert steps_logged(directory) == list(range(1, last + 1))
+    measurement = Measurement.load(directory / "measurement.json")
+    assert (measurement.first_step, measurement.last_step, measurement.world_size) == (last - 2, last, 3)
+    assert measurement.checkpoint is not None
+    assert Path(measurement.checkpoint).is_dir()
+    assert "validation" in finished.stdout
+    assert measurement.checkpoint in finished.stdout
+
+
+def test_torchrun_gives_the_ranks(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    module = command(directory, "train.steps=3")[1:]
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *module]
+    finished = subprocess.run(
+        argv,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert Measurement.load(directory / "measurement.json").world_size == 2
+    assert finished.stdout.count("\ncheckpoint") == 1, "one rank tells what happened"

@@ -1,0 +1,228 @@
+"""train(state, plan): what it yields, when it ends, and that it can be left and entered again."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullshard.errors import TrainError
+from fullshard.spec.plan import Plan
+from fullshard.training.loop import Step, train
+from tests.training.runs import BATCH, Pairs, local_bits, mean_square, pairs, run_of, same_bits, sharded
+
+Batch = tuple[Tensor, Tensor]
+
+
+def batches(count: int, *, rows: int = 2) -> list[Batch]:
+    return [pairs(i, rows) for i in range(count)]
+
+
+def indices(steps: Iterator[Step]) -> list[int]:
+    return [step.index for step in steps]
+
+
+# Figures
+
+
+def figures() -> tuple[list[Step], tuple[int, int, int]]:
+    state, plan = sharded(run_of("train.microbatch=2", "schedule.kind=constant"))
+    steps = list(train(state, plan, loss=mean_square))
+    return steps, (state.step, state.tokens, state.skipped)
+
+
+def test_a_step_tells_what_it_did(ranks: Any) -> None:
+    """A regression, with batches that are tuples, and a loss that is a mean."""
+    first, second = ranks(2).run(figures)
+    assert first[1] == (6, 6 * 6, 0)
+    for one, other in zip(first[0], second[0], strict=True):
+        assert (one.loss, one.grad_norm, one.tokens) == (other.loss, other.grad_norm, other.tokens)
+        assert 0 <= one.data_seconds < one.seconds
+    assert [step.index for step in first[0]] == [1, 2, 3, 4, 5, 6]
+    assert [step.learning_rate for step in first[0]] == pytest.approx([0.005, *[0.01] * 5])
+    assert not any(step.skipped or step.stopping for step in first[0])
+    assert first[0][0].tokens == BATCH / 2
+
+
+def learns() -> tuple[float, float]:
+    state, plan = sharded(run_of("train.steps=60", "optimizer.learning_rate=3e-2"), data=[pairs(0)] * 60)
+    losses = [step.loss for step in train(state, plan, loss=mean_square)]
+    return losses[0], losses[-1]
+
+
+def test_any_module_learns_with_any_loss(ranks: Any) -> None:
+    first, last = ranks(1).run(learns)[0]
+    assert last < 0.2 * first
+
+
+# Data
+
+
+def without_data() -> list[str]:
+    state, plan = sharded(run_of())
+    said = []
+    for data in (None, 5):
+        state.data = data
+        with pytest.raises(TrainError) as raised:
+            next(iter(train(state, plan, loss=mean_square)))
+        said.append(str(raised.value))
+    return said
+
+
+def test_no_data_is_refused(ranks: Any) -> None:
+    absent, number = ranks(1).run(without_data)[0]
+    assert "there is no data to train on" in absent
+    assert "got: int" in number
+
+
+def uneven(counts: tuple[int, ...], microbatch: int) -> list[int]:
+    count = counts[dist.get_rank()]
+    state, plan = sharded(run_of(f"train.microbatch={microbatch}", "train.steps=30"), data=batches(count))
+    return indices(train(state, plan, loss=mean_square))
+
+
+@pytest.mark.parametrize(
+    ("counts", "microbatch", "steps"),
+    [
+        ((5, 3, 4), 4, 3),  # one microbatch a step: the shortest has three
+        ((7, 7, 5), 2, 2),  # two a step: the shortest ends in the middle of its third
+        ((4, 0, 4), 4, 0),
+    ],
+)
+def test_iterables_that_end_end_the_run_on_all_ranks_alike(
+    counts: tuple[int, ...], microbatch: int, steps: int, ranks: Any
+) -> None:
+    assert ranks(3).run(uneven, counts, microbatch) == [list(range(1, steps + 1))] * 3
+
+
+class Recorder:
+    """Batches that note which steps were asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[Batch]:
+        self.asked.append((step, rank))
+        yield from Pairs().microbatches(step, rank=rank, plan=plan)
+
+
+def asked_for() -> list[tuple[int, int]]:
+    data = Recorder()
+    state, plan = sharded(run_of("train.steps=5"), data=data)
+    state.step = 2
+    list(train(state, plan, loss=mean_square))
+    return data.asked
+
+
+def test_a_source_is_asked_for_the_step_that_the_state_is_at(ranks: Any) -> None:
+    assert ranks(2).run(asked_for) == [[(step, rank) for step in (2, 3, 4)] for rank in (0, 1)]
+
+
+# Leaving and entering
+
+
+def stopped_on_rank_one() -> tuple[list[tuple[int, bool]], int]:
+    state, plan = sharded(run_of("train.steps=20"))
+    asked = iter(range(20))
+
+    def should_stop() -> bool:
+        return next(asked) == 3 and dist.get_rank() == 1
+
+    steps = [
+        (step.index, step.stopping) for step in train(state, plan, loss=mean_square, should_stop=should_stop)
+    ]
+    return steps, state.step
+
+
+def test_a_stop_on_one_rank_is_the_last_step_on_all(ranks: Any) -> None:
+    steps = [(1, False), (2, False), (3, False), (4, True)]
+    assert ranks(3).run(stopped_on_rank_one) == [(steps, 4)] * 3
+
+
+def in_pieces(kind: str, lengths: tuple[int, ...]) -> tuple[list[int], dict[str, Tensor]]:
+    """A run of six steps, broken out of after each of `lengths` steps."""
+    plain = batches(12) if kind == "list" else iter(batches(12))
+    state, plan = sharded(run_of("train.microbatch=3"), data=Pairs() if kind == "source" else plain)
+    seen: list[int] = []
+    for length in (*lengths, 100):
+        for count, step in enumerate(train(state, plan, loss=mean_square), start=1):
+            seen.append(step.index)
+            if count == length:
+                break
+    return seen, local_bits(state)
+
+
+@pytest.mark.parametrize("kind", ["source", "list", "iterator"])
+def test_a_run_that_was_broken_out_of_goes_on(kind: str, ranks: Any) -> None:
+    straight = ranks(2).run(in_pieces, kind, ())
+    pieces = ranks(2).run(in_pieces, kind, (1, 3))
+    for (seen, bits), (expected, expected_bits) in zip(pieces, straight, strict=True):
+        assert seen == expected == [1, 2, 3, 4, 5, 6]
+        assert same_bits(bits, expected_bits)
+
+
+def epochs() -> list[list[int]]:
+    """Uneven over ranks, so that the longer one has some left when the epoch ends."""
+    state, plan = sharded(run_of("train.steps=20"), data=batches(4 + dist.get_rank(), rows=6))
+    firsts: list[float] = []
+    seen = []
+    for _ in range(3):
+        steps = list(train(state, plan, loss=count_calls))
+        firsts.append(steps[0].loss)
+        seen.append([step.index for step in steps])
+    assert firsts == [firsts[0]] * 3, "every epoch begins with the same batch"
+    return seen
+
+
+def count_calls(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean of the batch itself: it tells which batch it was."""
+    return batch[0].mean() + 0 * mean_square(model, batch)
+
+
+def test_data_that_has_ended_begins_anew(ranks: Any) -> None:
+    assert ranks(2).run(epochs) == [[[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]] * 2
+
+
+def finished() -> list[int]:
+    state, plan = sharded(run_of("train.steps=2"))
+    return [*indices(train(state, plan, loss=mean_square)), *indices(train(state, plan, loss=mean_square))]
+
+
+def test_a_finished_run_takes_no_more_steps(ranks: Any) -> None:
+    assert ranks(1).run(finished) == [[1, 2]]
+
+
+def modes() -> list[bool]:
+    state, plan = sharded(run_of("train.steps=2"))
+    state.model.eval()
+    seen: list[bool] = []
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        seen.append(model.training)
+        return mean_square(model, batch)
+
+    list(train(state, plan, loss=loss))
+    return seen
+
+
+def test_the_model_is_put_into_training_mode(ranks: Any) -> None:
+    assert ranks(1).run(modes) == [[True, True]]
+
+
+def after_a_validation() -> tuple[bool, bool]:
+    """Forwards between steps leave units gathered; training goes on with what was updated."""
+    bits = []
+    for validates in (False, True):
+        state, plan = sharded(run_of("sharding.strategy=shard_grad_op", "train.microbatch=3"))
+        for _ in train(state, plan, loss=mean_square):
+            if validates:
+                with torch.no_grad():
+                    state.model(pairs(0)[0])
+        bits.append(local_bits(state))
+    return same_bits(*bits), "optimizer.head.weight.exp_avg" in bits[1]
+
+
+def test_forwards_between_steps_change_nothing(ranks: Any) -> None:
+    assert ranks(2).run(after_a_validation) == [(True, True)] * 2

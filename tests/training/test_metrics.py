@@ -1,0 +1,94 @@
+"""metrics.jsonl: one whole line a step, whatever happened to the runs that wrote it."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.errors import SpecError
+from fullshard.training.metrics import FILE_NAME, PREVIOUS_FILE_NAME, MetricsLog, StepMetrics
+
+
+def metrics(step: int, *, loss: float = 2.5, skipped: bool = False) -> StepMetrics:
+    return StepMetrics(
+        step=step, loss=loss, grad_norm=1.0, learning_rate=1e-3, tokens=100, seconds=0.5, skipped=skipped
+    )
+
+
+def write(directory: Path, steps: range, *, after_step: int = 0) -> None:
+    log = MetricsLog(directory, after_step=after_step)
+    for step in steps:
+        log.write(metrics(step))
+    log.close()
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_line_holds_what_was_measured_and_can_be_read_at_once(tmp_path: Path):
+    log = MetricsLog(tmp_path / "runs" / "new")
+    log.write(metrics(1))
+    assert json.loads(log.path.read_text()) == {
+        "step": 1,
+        "loss": 2.5,
+        "grad_norm": 1.0,
+        "learning_rate": 1e-3,
+        "tokens": 100,
+        "seconds": 0.5,
+        "skipped": False,
+        "tokens_per_second": 200.0,
+    }
+    log.close()
+
+
+def test_a_loss_that_is_not_finite_is_null(tmp_path: Path):
+    log = MetricsLog(tmp_path)
+    log.write(metrics(1, loss=math.nan, skipped=True))
+    log.close()
+    assert json.loads(log.path.read_text())["loss"] is None
+
+
+@given(done=st.integers(0, 8), resumed=st.integers(1, 8), cut=st.integers(0, 300))
+def test_after_a_crash_and_a_resume_every_step_has_one_line(
+    tmp_path_factory: pytest.TempPathFactory, done: int, resumed: int, cut: int
+):
+    directory = tmp_path_factory.mktemp("run")
+    path = directory / FILE_NAME
+    write(directory, range(1, done + 1))
+    path.write_bytes(path.read_bytes()[: max(0, path.stat().st_size - cut)])  # the crash
+    whole = steps_in_whole_lines(path)
+    write(directory, range(resumed + 1, 10), after_step=resumed)
+    assert steps_in(path) == [step for step in whole if step <= resumed] + list(range(resumed + 1, 10))
+    assert [entry.name for entry in directory.iterdir()] == [FILE_NAME]
+
+
+def steps_in_whole_lines(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def test_a_new_run_keeps_the_file_of_the_last(tmp_path: Path):
+    write(tmp_path, range(1, 4))
+    write(tmp_path, range(1, 3))
+    assert steps_in(tmp_path / FILE_NAME) == [1, 2]
+    assert steps_in(tmp_path / PREVIOUS_FILE_NAME) == [1, 2, 3]
+
+
+def test_a_directory_that_cannot_be_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SpecError, match="cannot be written"):
+        MetricsLog(tmp_path / "file" / "run")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_ends_the_run_with_a_reason(tmp_path: Path):
+    from fullshard.errors import TrainError
+
+    (tmp_path / FILE_NAME).symlink_to("/dev/full")
+    log = MetricsLog(tmp_path)
+    with pytest.raises(TrainError, match="No space left"):
+        log.write(metrics(1))
+    log.close()

@@ -1,0 +1,263 @@
+"""The optimizer that a run names: its class, its options, its groups, and that it updates what is trained."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fullshard.errors import ShardError, SpecError, TrainError
+from fullshard.sharding.apply import shard
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.training.loop import train
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.schedule import rate_factor
+from fullshard.training.state import TrainState
+from tests.fakes.models import OddModel
+from tests.training.runs import WIDTH, Regression, mean_square, meta, pairs, run_of, sharded, unsharded, whole
+
+
+def described(*overrides: str) -> tuple[str, dict[str, Any]]:
+    """(class, the first group's options) of a run's optimizer."""
+    optimizer = sharded(run_of(*overrides))[0].optimizer
+    return type(optimizer).__name__, {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(SpecError) as raised:
+        sharded(run_of(*overrides))
+    return str(raised.value)
+
+
+def for_each(function: Callable[..., Any], cases: Sequence[Sequence[str]]) -> list[Any]:
+    """In one call of the ranks."""
+    return [function(*case) for case in cases]
+
+
+def test_adamw_is_fused_and_takes_the_sections_figures(ranks: Any) -> None:
+    name, options = ranks(1).run(described, "optimizer.betas=[0.8, 0.9]", "optimizer.eps=1e-5")[0]
+    assert name == "AdamW"
+    assert options["fused"] is True
+    assert (options["betas"], options["eps"], options["lr"]) == ((0.8, 0.9), 1e-5, 1e-2)
+    assert options["weight_decay"] == 0.1
+
+
+CLASSES: list[tuple[tuple[str, ...], str, dict[str, Any]]] = [
+    (("sgd", "optimizer.momentum=0.5"), "SGD", {"momentum": 0.5}),
+    (("torch.optim.SGD", "optimizer.options={nesterov=true, momentum=0.9}"), "SGD", {"nesterov": True}),
+    (("torch.optim.NAdam",), "NAdam", {"betas": (0.9, 0.95), "eps": 1e-8}),
+    (("torch.optim.RMSprop", "optimizer.options={alpha=0.5}"), "RMSprop", {"alpha": 0.5}),
+    (("torch.optim.Adam", "optimizer.options={foreach=true}"), "Adam", {"foreach": True}),
+    (("adamw", "optimizer.options={fused=false, amsgrad=true}"), "AdamW", {"amsgrad": True}),
+]
+
+
+def test_any_class_of_torch_optim_and_its_options(ranks: Any) -> None:
+    cases = [(f"optimizer.name={name}", *more) for (name, *more), *_ in CLASSES]
+    found = ranks(1).run(for_each, described, cases)[0]
+    for (name, options), (_, expected_name, expected) in zip(found, CLASSES, strict=True):
+        assert name == expected_name
+        assert expected.items() <= options.items()
+
+
+REFUSED = [
+    ("adamv", "{}", "names no optimizer"),
+    ("torch.optim.Adamant", "{}", "names no optimizer"),
+    ("torch.nn.Linear", "{}", "names no optimizer"),
+    ("no.such.Module", "{}", "names no optimizer"),
+    ("..Adam", "{}", "names no optimizer"),
+    ("torch.optim", "{}", "names no optimizer"),
+    ("torch.optim.Optimizer", "{}", "cannot train these parameters"),
+    ("adamw", "{nesterov=true}", "unexpected keyword argument 'nesterov'"),
+    ("adamw", "{betas=[2.0, 0.9]}", "Invalid beta"),
+    ("adamw", "{fused=true, foreach=true}", "cannot be `True` together"),
+    ("torch.optim.LBFGS", "{}", "parameter groups"),
+    ("torch.optim.SparseAdam", "{}", "dense gradients"),
+]
+
+
+def test_what_cannot_be_built_is_refused(ranks: Any) -> None:
+    cases = [(f"optimizer.name={name}", f"optimizer.options={options}") for name, options, _ in REFUSED]
+    for said, (_, _, message) in zip(ranks(1).run(for_each, refused, cases)[0], REFUSED, strict=True):
+        assert message in said
+        assert "try:" in said
+
+
+class Matrices(nn.Module):
+    """Without a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x).tanh())[:, :2]
+
+
+MAY_FAIL = ("Rprop", "Adafactor", "Muon")
+
+
+def outcome(*overrides: str) -> str:
+    try:
+        state, plan = sharded(run_of(*overrides), model=Matrices)
+    except SpecError as error:
+        return str(error)
+    return "trained" if len(list(train(state, plan, loss=mean_square))) == plan.run.train.steps else "stopped"
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_class_that_cannot_update_shards_is_refused_before_the_first_step(
+    strategy: str, ranks: Any
+) -> None:
+    """Which classes can is torch's to say: they are made of operations that sharded tensors may lack."""
+    cases = [
+        ("sharding.strategy=" + strategy, "optimizer.name=sgd", "optimizer.options={fused=true}"),
+        *(("sharding.strategy=" + strategy, f"optimizer.name=torch.optim.{c}") for c in MAY_FAIL),
+    ]
+    for rank in ranks(3).run(for_each, outcome, cases):
+        for said in rank:
+            assert said == "trained" or "cannot train these parameters" in said or "names no" in said
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has none")
+def test_muon_which_takes_matrices_alone_is_refused_for_biases(ranks: Any) -> None:
+    assert "Muon only supports 2D parameters" in ranks(1).run(refused, "optimizer.name=torch.optim.Muon")[0]
+
+
+def test_pure_bf16_takes_adamw_alone(ranks: Any) -> None:
+    pure = "precision.mode=bf16_pure"
+    assert ranks(1).run(described, pure)[0][0] == "StochasticAdamW"
+    cases = [(pure, "optimizer.name=sgd"), (pure, "optimizer.options={amsgrad=true}")]
+    for said in ranks(1).run(for_each, refused, cases)[0]:
+        assert "rounds its updates stochastically" in said
+
+
+# Groups
+
+Group = tuple[float, list[tuple[int, str, int]]]  # weight decay, (dims, dtype, mesh dims) of the parameters
+
+
+def groups_of(run: Run, model: type[nn.Module]) -> list[Group]:
+    state, _ = sharded(run, model=model)
+    found: list[Group] = []
+    for group in state.optimizer.param_groups:
+        kinds = [
+            (p.ndim, str(p.dtype), p.device_mesh.ndim if hasattr(p, "device_mesh") else 0)
+            for p in group["params"]
+        ]
+        found.append((group["weight_decay"], kinds))
+    return found
+
+
+def test_matrices_decay_alone_and_a_group_is_of_one_mesh_and_dtype(ranks: Any) -> None:
+    run = run_of(
+        "data.sequence_length=9",
+        'sharding.units.overrides=[{match="*head*", strategy="no_shard"}]',
+    )
+    groups = ranks(2).run(groups_of, run, OddModel)[0]
+    assert len(groups) == 5  # matrices and vectors on two meshes, and the scalar
+    for decay, kinds in groups:
+        assert {decay} == {0.1 if ndim >= 2 else 0.0 for ndim, *_ in kinds}
+        assert len({kind[1:] for kind in kinds}) == 1
+    assert sum(len(kinds) for _, kinds in groups) == len(
+        [p for p in meta(OddModel).parameters() if p.requires_grad]
+    )
+
+
+# Order: sharded, then built, before any forward
+
+
+def built_on_the_unsharded() -> str:
+    plan = Plan.from_run(run_of(), world_size=1)
+    with pytest.raises(ShardError) as raised:
+        build_optimizer(unsharded(plan.run), plan)
+    return raised.value.what
+
+
+def built_while_gathered() -> str:
+    state, plan = sharded(run_of("sharding.strategy=shard_grad_op"))
+    with torch.no_grad():
+        state.model(pairs(0)[0])
+    with pytest.raises(ShardError) as raised:
+        build_optimizer(state.model, plan)
+    return raised.value.what
+
+
+def built_before_sharding() -> str:
+    plan = Plan.from_run(run_of(), world_size=1)
+    model = unsharded(plan.run)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model = shard(model, plan)
+    with pytest.raises(TrainError) as raised:
+        TrainState(model, optimizer)
+    return raised.value.what
+
+
+def built_on_the_frozen() -> str:
+    plan = Plan.from_run(run_of(), world_size=1)
+    model = shard(meta(Regression).requires_grad_(False), plan)
+    with pytest.raises(ShardError) as raised:
+        build_optimizer(model, plan)
+    return raised.value.what
+
+
+@pytest.mark.parametrize(
+    ("attempt", "what"),
+    [
+        (built_on_the_unsharded, "Regression is not sharded."),
+        (built_while_gathered, "is gathered at the moment."),
+        (built_before_sharding, "the optimizer holds parameters that are not the model's."),
+        (built_on_the_frozen, "Regression has no trainable parameter."),
+    ],
+)
+def test_an_optimizer_that_would_not_update_the_shards_is_refused(
+    attempt: Any, what: str, ranks: Any
+) -> None:
+    assert what in ranks(1).run(attempt)[0]
+
+
+# Same numbers as unsharded
+
+
+def trained(run: Run) -> dict[str, Tensor]:
+    state, plan = sharded(run)
+    assert not any(step.skipped for step in train(state, plan, loss=mean_square))
+    return whole(state.model)
+
+
+def trained_plainly(run: Run, cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Tensor]:
+    model = unsharded(run)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = cls(groups, lr=1.0, **options)
+    for step in range(run.train.steps):
+        optimizer.zero_grad()
+        mean_square(model, pairs(step)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.clip_norm)
+        for group in optimizer.param_groups:
+            factor = rate_factor(run.schedule, step=step, steps=run.train.steps)
+            group["lr"] = run.optimizer.learning_rate * factor
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("n", "name", "overrides", "options"),
+    [
+        (3, "SGD", ("optimizer.name=sgd", "optimizer.momentum=0.9"), {"momentum": 0.9}),
+        (2, "RMSprop", ("optimizer.name=torch.optim.RMSprop", "train.microbatch=3"), {}),
+        (3, "Adagrad", ("optimizer.name=torch.optim.Adagrad",), {}),
+        (4, "NAdam", ("optimizer.name=torch.optim.NAdam",), {"betas": (0.9, 0.95)}),
+    ],
+)
+def test_a_sharded_optimizer_computes_what_an_unsharded_one_does(
+    n: int, name: str, overrides: tuple[str, ...], options: dict[str, Any], ranks: Any
+) -> None:
+    run = run_of("optimizer.clip_norm=0.5", *overrides)
+    expected = trained_plainly(run, getattr(torch.optim, name), options)
+    for parameters in ranks(n).run(trained, run):
+        torch.testing.assert_close(parameters, expected, rtol=1e-4, atol=1e-5)

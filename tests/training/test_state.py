@@ -1,0 +1,233 @@
+"""TrainState: what a checkpoint of it holds, and that a state that takes it over goes on bit for bit."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint.manifest import SavedTensor
+from fullshard.errors import CheckpointError
+from fullshard.spec.plan import Plan
+from fullshard.training.loop import train
+from fullshard.training.scaler import LossScale
+from fullshard.training.state import TrainState
+from tests.fakes.data import Rows
+from tests.fakes.models import VOCABULARY, OddModel
+from tests.training.runs import (
+    Regression,
+    local_bits,
+    mean_square,
+    pairs,
+    run_of,
+    same_bits,
+    sharded,
+    unsharded,
+)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A checkpoint in memory, of this rank's parts."""
+
+    values: dict[str, Any]
+    saved: dict[str, SavedTensor]
+    parts: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, state: TrainState) -> "Snapshot":
+        tensors = state.tensors()
+        saved = {name: SavedTensor.of(tensor) for name, tensor in tensors.items()}
+        return cls(state.values(), saved, {name: local(tensor).clone() for name, tensor in tensors.items()})
+
+    def load(self, state: TrainState) -> None:
+        receivers = state.receivers(self.saved)
+        for name, receiver in receivers.items():
+            assert SavedTensor.of(receiver) == self.saved[name], name
+            local(receiver).copy_(self.parts[name])
+        state.restored(self.values, receivers)
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def noisy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A loss that draws from the process's random numbers, as dropout does."""
+    return mean_square(model, batch) * (1 + torch.rand(()))
+
+
+def advance(state: TrainState, plan: Plan, *, steps: int) -> None:
+    for _, _step in zip(range(steps), train(state, plan, loss=noisy), strict=False):
+        pass
+
+
+def resumed(*overrides: str) -> tuple[dict[str, Any], dict[str, Any], bool]:
+    """Values of both, and whether the bits are the same, of a run of six steps and one that was resumed after
+    three by a state with another past."""
+    torch.manual_seed(5 + dist.get_rank())
+    state, plan = sharded(run_of("train.steps=6", *overrides))
+    advance(state, plan, steps=3)
+    snapshot = Snapshot.of(state)
+    advance(state, plan, steps=3)
+    other, _ = sharded(run_of("train.steps=6", *overrides))
+    torch.manual_seed(99)
+    advance(other, plan, steps=1)
+    snapshot.load(other)
+    assert other.step == 3
+    advance(other, plan, steps=3)
+    return state.values(), other.values(), same_bits(local_bits(state), local_bits(other))
+
+
+@pytest.mark.parametrize(
+    ("n", "overrides"),
+    [
+        (3, ()),
+        (4, ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2")),
+        (2, ("optimizer.options={fused=false, amsgrad=true}",)),
+        (2, ("optimizer.name=sgd", "optimizer.momentum=0.9")),
+        (2, ("optimizer.name=sgd",)),
+        (2, ("optimizer.name=torch.optim.ASGD",)),
+        (2, ("precision.mode=bf16_pure",)),
+        (2, ("precision.mode=fp16", "precision.loss_scale_window=2")),
+    ],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(n: int, overrides: tuple[str, ...], ranks: Any) -> None:
+    for straight, resumed_values, same in ranks(n).run(resumed, *overrides):
+        assert resumed_values == straight
+        assert straight["step"] == 6
+        assert same
+
+
+def back_to_the_start() -> bool:
+    state, plan = sharded(run_of("optimizer.name=sgd", "optimizer.momentum=0.9"))
+    snapshot = Snapshot.of(state)
+    ends = []
+    for _ in range(2):
+        snapshot.load(state)
+        advance(state, plan, steps=3)
+        ends.append(local_bits(state))
+    return same_bits(*ends)
+
+
+def test_a_state_that_goes_back_to_its_first_step_forgets_its_momentum(ranks: Any) -> None:
+    assert ranks(1).run(back_to_the_start) == [True]
+
+
+def scale_after_loading() -> tuple[LossScale, LossScale]:
+    run = run_of("precision.mode=fp16", "precision.loss_scale_window=100")
+    state, plan = sharded(run)
+    state.loss_scale = LossScale(32.0, window=50, good_steps=7)
+    other, _ = sharded(run)
+    Snapshot.of(state).load(other)
+    loaded = LossScale(**vars(other.loss_scale))
+    next(iter(train(other, plan, loss=mean_square)))
+    return loaded, other.loss_scale
+
+
+def test_the_loss_scale_goes_on_in_the_window_of_the_run(ranks: Any) -> None:
+    assert ranks(1).run(scale_after_loading) == [
+        (LossScale(32.0, window=50, good_steps=7), LossScale(32.0, window=100, good_steps=8))
+    ]
+
+
+# What it holds
+
+
+class TiedOdd(OddModel):
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+
+
+def names_and_values() -> tuple[set[str], dict[str, Any], dict[str, Any]]:
+    run = run_of("data.sequence_length=9", "train.steps=1")
+    state, plan = sharded(run, model=TiedOdd, data=Rows(VOCABULARY))
+    fresh = {name for name in state.tensors() if name.startswith("optimizer.")}
+    assert not fresh
+    list(train(state, plan))
+    parameters = dict(state.model.named_parameters())
+    shapes = {
+        name: tuple(parameter.shape) for name, parameter in parameters.items() if parameter.requires_grad
+    }
+    return set(state.tensors()), state.values(), shapes
+
+
+def test_it_holds_model_optimizer_and_random_state_under_their_names(ranks: Any) -> None:
+    for rank, (names, values, trainable) in enumerate(ranks(2).run(names_and_values)):
+        model = {name.removeprefix("model.") for name in names if name.startswith("model.")}
+        assert model == set(TiedOdd().state_dict()) - {"head.weight"}, "buffers too; tied weights once"
+        optimizer = {name for name in names if name.startswith("optimizer.")}
+        assert optimizer == {
+            f"optimizer.{n}.{k}" for n in trainable for k in ("step", "exp_avg", "exp_avg_sq")
+        }
+        assert names - optimizer - {f"model.{name}" for name in model} == {f"rng.cpu.{rank}"}
+        assert values["tied"] == {"head.weight": "embedding.weight"}
+        assert values["optimizer"] == "AdamW"
+        assert (values["step"], values["skipped"]) == (1, 0)
+
+
+def after_a_forward(strategy: str) -> tuple[bool, bool]:
+    """(the same tensors as before, the same receivers), with units that a validation left gathered."""
+    state, plan = sharded(run_of(f"sharding.strategy={strategy}"))
+    advance(state, plan, steps=2)
+    snapshot = Snapshot.of(state)
+    with torch.no_grad():
+        state.model(pairs(0)[0])
+    after = Snapshot.of(state)
+    with torch.no_grad():
+        state.model(pairs(0)[0])
+    for part in snapshot.parts.values():
+        if part.is_floating_point():
+            part.zero_()
+    snapshot.load(state)
+    with torch.no_grad():
+        loaded = bool((state.model(pairs(0)[0]) == 0).all())
+    return (after.saved == snapshot.saved) and "optimizer.head.weight.exp_avg" in after.saved, loaded
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_units_that_are_gathered_are_saved_and_loaded_as_shards(strategy: str, ranks: Any) -> None:
+    assert ranks(2).run(after_a_forward, strategy) == [(True, True)] * 2
+
+
+# What is refused
+
+
+def refusals() -> dict[str, str]:
+    state, plan = sharded(run_of())
+    advance(state, plan, steps=1)
+    snapshot = Snapshot.of(state)
+    sgd, _ = sharded(run_of("optimizer.name=sgd"))
+    said: dict[str, str] = {}
+    with pytest.raises(CheckpointError) as raised:
+        snapshot.load(sgd)
+    said["optimizer"] = str(raised.value)
+    changes = {
+        "missing": {k: v for k, v in snapshot.saved.items() if k != "model.head.weight"},
+        "extra": snapshot.saved | {"model.more": SavedTensor(shape=(2,), dtype="float32")},
+        "shape": snapshot.saved | {"model.head.bias": SavedTensor(shape=(3,), dtype="float32")},
+        "stranger": snapshot.saved | {"optimizer.more.exp_avg": SavedTensor(shape=(2,), dtype="float32")},
+    }
+    for name, saved in changes.items():
+        with pytest.raises(CheckpointError) as raised:
+            state.receivers(saved)
+        said[name] = str(raised.value)
+    return said
+
+
+def test_another_optimizer_or_model_is_refused(ranks: Any) -> None:
+    (said,) = ranks(1).run(refusals)
+    assert "AdamW in the checkpoint, SGD in the run" in said["optimizer"]
+    assert "not in the checkpoint: model.head.weight" in said["missing"]
+    assert "only in the checkpoint: model.more" in said["extra"]
+    assert "model.head.bias is float32 [3] there and float32 [2] here" in said["shape"]
+    assert "optimizer state for more, which the model does not have" in said["stranger"]
+
+
+def test_an_unsharded_model_has_a_state_too() -> None:
+    model = unsharded(run_of(), Regression)
+    state = TrainState(model, torch.optim.AdamW(model.parameters()))
+    assert set(state.tensors()) == {*(f"model.{name}" for name in model.state_dict()), "rng.cpu.0"}

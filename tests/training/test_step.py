@@ -1,0 +1,450 @@
+"""One step: denominators, the true norm, and what is skipped."""
+
+import gc
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fullshard.errors import TrainError
+from fullshard.sharding.apply import shard
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.training.loop import Step, train
+from fullshard.training.loss import next_token_loss
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.schedule import rate_factor
+from fullshard.training.state import TrainState
+from fullshard.training.step import run_step
+from tests.fakes.data import Rows, global_batch
+from tests.fakes.models import VOCABULARY, OddModel
+from tests.training.runs import (
+    Pairs,
+    Regression,
+    local_bits,
+    mean_square,
+    meta,
+    pairs,
+    run_of,
+    same_bits,
+    sharded,
+    unsharded,
+    whole,
+)
+
+SGD = ("optimizer.name=sgd", "optimizer.weight_decay=0.0", "schedule.warmup_steps=0")
+
+# Denominators: an unclipped step of SGD at rate 1 moves the parameters by the gradient.
+
+
+def gradient_of_a_step(run: Run, loss: Callable[..., Any]) -> tuple[dict[str, Tensor], Step]:
+    state, plan = sharded(run)
+    before = whole(state.model)
+    step = next(iter(train(state, plan, loss=loss)))
+    after = whole(state.model)
+    return {name: before[name] - after[name] for name in before}, step
+
+
+def plain_gradient(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    names = dict(model.named_parameters())
+    return dict(zip(names, torch.autograd.grad(loss, list(names.values())), strict=True))
+
+
+def unclipped(microbatch: int, *more: str) -> Run:
+    return run_of(
+        *SGD,
+        "optimizer.clip_norm=0",
+        "optimizer.learning_rate=1.0",
+        "train.steps=1",
+        f"train.microbatch={microbatch}",
+        *more,
+    )
+
+
+def counted_rows(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """(sum, count) over rows whose first target is positive."""
+    x, y = batch
+    counted = (y[:, 0] > 0).float()
+    return ((model(x) - y).square().sum(1) * counted).sum(), counted.sum()
+
+
+def counted_rows_as_int(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    total, count = counted_rows(model, batch)
+    return total, int(count)
+
+
+@pytest.mark.parametrize(("n", "microbatch"), [(1, 3), (2, 2), (3, 1), (3, 4)])
+def test_a_sum_is_divided_by_the_count_over_ranks_and_microbatches(
+    n: int, microbatch: int, ranks: Any
+) -> None:
+    run = unclipped(microbatch)
+    x, y = pairs(0)
+    counts = (y[:, 0] > 0).view(-1, microbatch).sum(1)
+    assert len(set(counts.tolist())) > 1, "microbatches that differ in what counts"
+    assert microbatch > 2 or 0 in counts, "and one in which nothing does"
+    model = unsharded(run)
+    total, count = counted_rows(model, (x, y))
+    expected = plain_gradient(total / count, model)
+    mean = (total / count).item()
+    for gradient, step in ranks(n).run(gradient_of_a_step, run, counted_rows):
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+        assert step.loss == pytest.approx(mean, rel=1e-5)
+        assert step.tokens == count
+
+
+def test_a_count_may_be_an_int(ranks: Any) -> None:
+    results = [
+        ranks(2).run(gradient_of_a_step, unclipped(2), f)[0] for f in (counted_rows, counted_rows_as_int)
+    ]
+    assert same_bits(results[0][0], results[1][0])
+
+
+def mean_of_counted_rows(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    total, count = counted_rows(model, batch)
+    return total / count.clamp(min=1)
+
+
+def test_a_mean_is_averaged_over_microbatches(ranks: Any) -> None:
+    run = unclipped(2)
+    model = unsharded(run)
+    means = [
+        mean_of_counted_rows(model, batch) for batch in zip(*(t.split(2) for t in pairs(0)), strict=True)
+    ]
+    mean = torch.stack(means).mean()
+    expected = plain_gradient(mean, model)
+    for gradient, step in ranks(3).run(gradient_of_a_step, run, mean_of_counted_rows):
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+        assert step.loss == pytest.approx(mean.item(), rel=1e-5)
+        assert step.tokens == 6
+
+
+# The true norm
+
+
+class OddWithUnused(OddModel):
+    """Also a matrix that no loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self.unused = nn.Linear(3, 4)
+
+
+class MixedOdd(OddModel):
+    """Experts, scalar, frozen matrices, untied head."""
+
+    def __init__(self) -> None:
+        super().__init__(mixture=True)
+
+
+def norm_run(*more: str) -> Run:
+    return run_of(*SGD, "data.sequence_length=9", "optimizer.clip_norm=0.05", "train.steps=1", *more)
+
+
+def norm_and_parameters(run: Run, model: type[nn.Module]) -> tuple[float, dict[str, Tensor]]:
+    state, plan = sharded(run, model=model, data=Rows(VOCABULARY))
+    (step,) = train(state, plan)
+    return step.grad_norm, whole(state.model)
+
+
+UNSHARDED_HEAD = 'sharding.units.overrides=[{match="*head*", strategy="no_shard"}]'
+UNSHARDED_LAYER = 'sharding.units.overrides=[{match="layers.1", strategy="no_shard"}]'
+
+
+@pytest.mark.parametrize(
+    ("n", "model", "more"),
+    [
+        (1, OddWithUnused, ()),
+        (3, OddWithUnused, (UNSHARDED_LAYER,)),
+        (4, OddWithUnused, ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2")),
+        (2, MixedOdd, (UNSHARDED_HEAD, "train.microbatch=2")),
+        (3, MixedOdd, ("sharding.strategy=no_shard", UNSHARDED_HEAD)),
+        (4, MixedOdd, (UNSHARDED_HEAD, "sharding.strategy=hybrid_shard_zero2", "sharding.shard_degree=2")),
+        (4, MixedOdd, (UNSHARDED_HEAD, "sharding.reshard_to=2", "train.microbatch=1")),
+    ],
+)
+def test_the_norm_and_what_clipping_does_are_those_of_the_unsharded_model(
+    n: int, model: type[nn.Module], more: tuple[str, ...], ranks: Any
+) -> None:
+    run = norm_run(*more)
+    plain = unsharded(run, model)
+    batch = global_batch(0, sequences=12, length=9, vocabulary=VOCABULARY)
+    total, count = next_token_loss(plain, batch)
+    (total / count).backward()
+    norm = nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.requires_grad], 0.05)
+    assert norm > 0.1, "it is clipped"
+    torch.optim.SGD(plain.parameters(), lr=run.optimizer.learning_rate).step()
+    for grad_norm, parameters in ranks(n).run(norm_and_parameters, run, model):
+        assert grad_norm == pytest.approx(float(norm), rel=1e-5)
+        torch.testing.assert_close(parameters, dict(plain.named_parameters()), rtol=1e-5, atol=1e-7)
+
+
+def norm_in_pure_bf16() -> float:
+    run = run_of("precision.mode=bf16_pure", "sharding.units.policy=names", 'sharding.units.names=["0"]')
+    plan = Plan.from_run(run, world_size=dist.get_world_size())
+    model = shard(nn.Sequential(nn.Linear(5, 7, bias=False)), plan)
+    state = TrainState(model, build_optimizer(model, plan), data=[torch.ones(6, 5)])
+    (step,) = train(state, plan, loss=lambda m, x: m(x).float().sum() / len(x))
+    return step.grad_norm
+
+
+def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16(ranks: Any) -> None:
+    """35 ones: √35 = 5.916, which bf16 would have as 5.906."""
+    assert ranks(2).run(norm_in_pure_bf16) == pytest.approx([35**0.5] * 2, rel=1e-6)
+
+
+def norms_with_half_an_optimizer() -> list[float]:
+    """The optimizer holds the first layer alone, at a rate that changes nothing."""
+    run = run_of(*SGD, "optimizer.clip_norm=0", "optimizer.learning_rate=1e-12")
+    plan = Plan.from_run(run, world_size=dist.get_world_size())
+    model = shard(meta(Regression), plan)
+    optimizer = torch.optim.SGD(model.get_submodule("layers.0").parameters(), lr=0.0)
+    state = TrainState(model, optimizer, data=[pairs(0)] * 3)
+    return [step.grad_norm for step in train(state, plan, loss=mean_square)]
+
+
+def test_gradients_that_the_optimizer_does_not_hold_do_not_add_up(ranks: Any) -> None:
+    first, *later = ranks(1).run(norms_with_half_an_optimizer)[0]
+    assert later == pytest.approx([first, first])
+
+
+# What is skipped
+
+
+def poisoned(kind: str, *, at_call: int) -> Callable[..., Any]:
+    """`mean_square`, but for one call on the last rank."""
+    calls = itertools.count(1)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        value = mean_square(model, batch)
+        if next(calls) != at_call or dist.get_rank() != dist.get_world_size() - 1:
+            return value
+        if kind == "gradient":
+            return value + (value * 0).sqrt()  # adds 0, whose gradient is 0 / 0
+        if kind == "loss":
+            return value + torch.inf  # whose gradient is as before
+        return value * {"nan": torch.nan, "inf": torch.inf}[kind]
+
+    return loss
+
+
+def poisoned_in_the_second_step(kind: str, more: tuple[str, ...]) -> dict[str, Any]:
+    state, plan = sharded(run_of("train.steps=4", "train.microbatch=2", *more))
+    skipped, touched, before = [], [], local_bits(state)
+    for step in train(state, plan, loss=poisoned(kind, at_call=2 * plan.accumulation)):
+        after = local_bits(state)
+        skipped.append(step.skipped)
+        touched.append(not same_bits(before, after))
+        before = after
+    counts = state.step, state.skipped, state.tokens
+    return {"skipped": skipped, "touched": touched, "counts": counts, "final": whole(state.model)}
+
+
+def without_the_second_step(more: tuple[str, ...]) -> dict[str, Tensor]:
+    state, plan = sharded(run_of("train.steps=4", "train.microbatch=2", *more))
+    for step in (0, 2, 3):
+        factor = rate_factor(plan.run.schedule, step=step, steps=4)
+        run_step(
+            state,
+            plan,
+            microbatches=Pairs().microbatches(step, rank=dist.get_rank(), plan=plan),
+            loss=mean_square,
+            learning_rate=plan.run.optimizer.learning_rate * factor,
+        )
+    return whole(state.model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "more"),
+    [
+        ("nan", 3, ()),
+        ("inf", 2, ("optimizer.name=sgd", "optimizer.momentum=0.9")),
+        ("gradient", 3, ("sharding.strategy=no_shard",)),
+        ("loss", 2, ("precision.mode=bf16_pure",)),
+    ],
+)
+def test_what_is_not_finite_on_one_rank_is_skipped_on_all(
+    kind: str, n: int, more: tuple[str, ...], ranks: Any
+) -> None:
+    expected = ranks(n).run(without_the_second_step, more)
+    for rank, result in enumerate(ranks(n).run(poisoned_in_the_second_step, kind, more)):
+        assert result["skipped"] == [False, True, False, False]
+        assert result["touched"] == [True, False, True, True], "parameters and optimizer, bit for bit"
+        assert result["counts"] == (4, 1, 3 * 6)  # a mean counts microbatches: 6 a step
+        assert same_bits(result["final"], expected[rank]), "the data went on, and nothing else"
+
+
+def always_nan(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    bad = dist.get_rank() == 1
+    return mean_square(model, batch) * (torch.nan if bad else 1.0)
+
+
+def run_to_the_error() -> tuple[int, int, str]:
+    state, plan = sharded(run_of("train.steps=30", "train.max_skipped_steps=3"))
+    state.step = 4
+    with pytest.raises(TrainError) as raised:
+        list(train(state, plan, loss=always_nan))
+    return state.step, state.skipped, raised.value.what
+
+
+def test_a_run_stops_on_all_ranks_after_so_many_skipped_steps_in_a_row(ranks: Any) -> None:
+    what = "3 steps in a row had a loss or gradient norm that is not finite."
+    assert ranks(3).run(run_to_the_error) == [(7, 3, what)] * 3
+
+
+def nothing_counts(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    return model(batch[0]).float().sum() * 0, 0
+
+
+def step_without_a_token() -> tuple[Step, bool, float]:
+    state, plan = sharded(run_of("precision.mode=fp16"))
+    before = local_bits(state)
+    step = next(iter(train(state, plan, loss=nothing_counts)))
+    return step, same_bits(before, local_bits(state)), state.loss_scale.scale
+
+
+def test_a_step_without_a_valid_token_anywhere_is_skipped(ranks: Any) -> None:
+    """Weight decay and momentum would move the parameters; the loss scale has nothing to learn from it."""
+    for step, untouched, scale in ranks(2).run(step_without_a_token):
+        assert step.skipped
+        assert untouched
+        assert math.isnan(step.loss)
+        assert (step.tokens, scale) == (0, 65536.0)
+
+
+# Accumulation
+
+
+class AllReduces(TorchDispatchMode):
+    """Counts them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "allreduce" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def all_reduces(microbatch: int) -> int:
+    state, plan = sharded(
+        run_of(
+            "sharding.strategy=no_shard",
+            "train.accumulate_sync=each",
+            "train.steps=1",
+            f"train.microbatch={microbatch}",
+        )
+    )
+    with AllReduces() as counted:
+        list(train(state, plan, loss=mean_square))
+    return counted.count
+
+
+def test_replicas_are_reduced_once_a_step(ranks: Any) -> None:
+    """Not once a microbatch (pytorch's own default); and one all-reduce is the step's own."""
+    units = 4  # three layers and the head
+    for microbatch in (6, 2):
+        assert ranks(2).run(all_reduces, microbatch) == [units + 1] * 2
+
+
+# What is refused
+
+
+def refusals(losses: Sequence[Callable[..., Any]], numbers: Sequence[int]) -> list[str]:
+    """What is said to each loss, and to each number of microbatches where it should be 3."""
+    said = []
+    for loss, data in [*((loss, None) for loss in losses), *((mean_square, Number(n)) for n in numbers)]:
+        state, plan = sharded(run_of("train.microbatch=4"), data=data)
+        with pytest.raises(TrainError) as raised:
+            next(iter(train(state, plan, loss=loss)))
+        said.append(str(raised.value))
+    return said
+
+
+def no_loss(model: nn.Module, batch: Any) -> Any:
+    model(batch[0])
+
+
+def loss_of_rows(model: nn.Module, batch: Any) -> Any:
+    return model(batch[0]).square().sum(1)
+
+
+def loss_as_float(model: nn.Module, batch: Any) -> Any:
+    return mean_square(model, batch).item()
+
+
+def detached_loss(model: nn.Module, batch: Any) -> Any:
+    return mean_square(model, batch).detach(), 4
+
+
+def loss_of_three(model: nn.Module, batch: Any) -> Any:
+    return mean_square(model, batch), 4, "rows"
+
+
+class Number:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from [pairs(step, plan.microbatch)] * self.number
+
+
+NO_LOSSES: dict[Callable[..., Any], str] = {
+    no_loss: "NoneType",
+    loss_of_rows: "a tensor of shape [4], requires_grad=True",
+    loss_as_float: "float",
+    detached_loss: "a tensor of shape [], requires_grad=False",
+    loss_of_three: "tuple",
+}
+
+
+def test_what_is_no_loss_is_refused(ranks: Any) -> None:
+    said = ranks(1).run(refusals, list(NO_LOSSES), [])[0]
+    for message, got in zip(said, NO_LOSSES.values(), strict=True):
+        assert "the loss function gave no loss to train on" in message
+        assert f"got: {got}\n" in message
+
+
+def test_another_number_of_microbatches_is_refused(ranks: Any) -> None:
+    said = ranks(1).run(refusals, [], [2, 4, 0])[0]
+    for message, got in zip(said, ("2", "more than 3", "0"), strict=True):
+        assert "a step takes 3 microbatches of each rank" in message
+        assert f"got: {got}\n" in message
+
+
+# What a step leaves behind
+
+
+FOREACH = ("optimizer.name=torch.optim.Adam", "optimizer.options={foreach=true}")
+
+
+def live_objects(more: tuple[str, ...]) -> list[tuple[int, int]]:
+    """(objects, tensors) after steps 10 and 60."""
+    state, plan = sharded(run_of("train.steps=60", "train.microbatch=2", *more))
+    counts = []
+    for step in train(state, plan, loss=mean_square):
+        if step.index in (10, 60):
+            gc.collect()
+            everything = gc.get_objects()
+            counts.append((len(everything), sum(issubclass(type(one), Tensor) for one in everything)))
+            del everything
+    return counts
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), id="fused"),
+        pytest.param(FOREACH, id="foreach", marks=pytest.mark.long),
+        pytest.param(("precision.mode=bf16_pure",), id="bf16_pure", marks=pytest.mark.long),
+    ],
+)
+def test_no_objects_pile_up_from_step_to_step(more: tuple[str, ...], ranks: Any) -> None:
+    """A few may: interned, cached. One a step would be 50. pytorch#188174."""
+    for (objects, tensors), (objects_later, tensors_later) in ranks(2).run(live_objects, more):
+        assert tensors_later == tensors
+        assert objects_later - objects < 20
