@@ -3,8 +3,15 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from tests.ranks import Pool, Workers
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """As a rank has: small tensors gain nothing from more, and threads that wait for each other lose a lot."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

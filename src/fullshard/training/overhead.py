@@ -6,17 +6,19 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import PlanError
 from fullshard.models.decoder import DecoderModel
 from fullshard.sharding.apply import shard
+from fullshard.sharding.collectives import use_gloo_collectives
 from fullshard.sharding.mesh import build_mesh, process_group
 from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.spec.plan import Plan
@@ -47,52 +49,65 @@ def run_overhead(run: Run, *, resume: bool, plan: Plan | None, command_started: 
                 got=f"{plan.strategy}, accumulation {plan.accumulation}, recompute {run.recompute.mode}",
                 fix="pin those in the run",
             )
-        ours, plain = _our_steps(plan), _plain_steps(plan)
-        seconds = _alternate(ours, plain, turns=turns, device=ranks.device)
+        peers = {
+            "fullshard": _our_steps(plan),
+            "plain": _plain_steps(plan, own_collectives=False),
+            "plain_same_collectives": _plain_steps(plan, own_collectives=True),
+        }
+        seconds = _in_turns(peers, turns=turns, device=ranks.device)
         if ranks.rank == 0:
             Path(run.run.dir).mkdir(parents=True, exist_ok=True)
-            Path(run.run.dir, RESULT_NAME).write_text(
-                json.dumps(summary(seconds[WARMUP_TURNS:], plan), indent=2)
-            )
+            result = summary(seconds[WARMUP_TURNS:], plan)
+            Path(run.run.dir, RESULT_NAME).write_text(json.dumps(result, indent=2))
 
 
-def summary(pairs: list[tuple[float, float]], plan: Plan) -> dict[str, object]:
-    """Ratios ours / plain of the pairs: their median, its 95 % interval (bootstrap), the seconds a step."""
-    ratios = [ours / plain for ours, plain in pairs]
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+def summary(turns: list[dict[str, float]], plan: Plan) -> dict[str, object]:
+    """For each peer the ratios fullshard / peer, turn by turn: median and its 95 % interval (bootstrap)."""
+    peers = [name for name in turns[0] if name != "fullshard"]
     return {
-        "pairs": len(pairs),
+        "turns": len(turns),
         "steps_a_turn": STEPS_A_TURN,
-        "ratio_median": statistics.median(ratios),
-        "ratio_interval": [medians[50], medians[-51]],
-        "ratios": [round(ratio, 4) for ratio in ratios],
-        "seconds_ours": statistics.median(ours for ours, _ in pairs) / STEPS_A_TURN,
-        "seconds_plain": statistics.median(plain for _, plain in pairs) / STEPS_A_TURN,
+        "seconds_a_step": {
+            name: statistics.median(turn[name] for turn in turns) / STEPS_A_TURN for name in turns[0]
+        },
+        "ratios": {peer: _spread([turn["fullshard"] / turn[peer] for turn in turns]) for peer in peers},
         "world_size": plan.world_size,
         "device": plan.device,
         "torch": torch.__version__,
     }
 
 
-def _alternate(
-    ours: Callable[[], None], plain: Callable[[], None], *, turns: int, device: torch.device
-) -> list[tuple[float, float]]:
-    """Seconds of one turn of each, turn by turn, the one that goes first alternating too."""
-    pairs: list[tuple[float, float]] = []
-    for turn in range(turns):
-        seconds: dict[Callable[[], None], float] = {}
-        for work in (ours, plain) if turn % 2 else (plain, ours):
+def _spread(ratios: list[float]) -> dict[str, float]:
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return {
+        "median": statistics.median(ratios),
+        "low": medians[50],
+        "high": medians[-51],
+        "smallest": min(ratios),
+        "largest": max(ratios),
+    }
+
+
+def _in_turns(
+    peers: dict[str, Callable[[], None]], *, turns: int, device: torch.device
+) -> list[dict[str, float]]:
+    """Seconds that each peer takes in each turn; who goes first goes last in the next."""
+    seconds: list[dict[str, float]] = []
+    order = list(peers)
+    for _ in range(turns):
+        seconds.append({})
+        for name in order:
             dist.barrier()
             started = time.perf_counter()
             for _ in range(STEPS_A_TURN):
-                work()
+                peers[name]()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             dist.barrier()
-            seconds[work] = time.perf_counter() - started
-        pairs.append((seconds[ours], seconds[plain]))
-    return pairs
+            seconds[-1][name] = time.perf_counter() - started
+        order = [*order[1:], order[0]]
+    return seconds
 
 
 def _our_steps(plan: Plan) -> Callable[[], None]:
@@ -107,8 +122,12 @@ def _our_steps(plan: Plan) -> Callable[[], None]:
     return step
 
 
-def _plain_steps(plan: Plan) -> Callable[[], None]:
-    """What a good engineer writes by hand on torch alone: same units, dtypes, optimizer and clipping."""
+def _plain_steps(plan: Plan, *, own_collectives: bool) -> Callable[[], None]:
+    """What a good engineer writes by hand on torch alone: same units, dtypes, optimizer and clipping.
+
+    `own_collectives`: with those that fullshard gives the engine on CPU meshes, which tells apart what they
+    save from what the step itself costs.
+    """
     run, mesh = plan.run, build_mesh(plan)
     torch.manual_seed(run.run.seed)
     model = DecoderModel(run.model).to(plan.device)
@@ -120,6 +139,9 @@ def _plain_steps(plan: Plan) -> Callable[[], None]:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard([model.norm, model.head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    if own_collectives and plan.device == "cpu":
+        for unit in (model.embedding, *model.blocks, model.norm, model):
+            use_gloo_collectives(cast(FSDPModule, unit))
     section = run.optimizer
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=section.learning_rate, betas=section.betas, eps=section.eps, fused=True
