@@ -10,7 +10,7 @@ from tests.ranks import Pool, Workers
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """As a rank has: small tensors gain nothing from more, and threads that wait for each other lose a lot."""
+    """As a rank has: small tensors gain nothing from more, and threads that wait lose a lot."""
     torch.set_num_threads(1)
 
 
