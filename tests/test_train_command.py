@@ -44,7 +44,7 @@ def wait_for_steps(directory: Path, process: subprocess.Popen[str], count: int) 
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_run_that_is_stopped_goes_on_with_other_ranks_and_another_strategy(
     number: signal.Signals, tmp_path: Path
 ) -> None:

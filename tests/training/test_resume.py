@@ -77,8 +77,10 @@ def part(directory: Path, strategy: str, until: int, extra: list[str], model: st
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16_pure")
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "full_shard", "hybrid_shard"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [("no_shard", "bf16_pure"), ("full_shard", "fp32"), ("hybrid_shard", "bf16")],
+)
 def test_the_same_ranks_go_on_bitwise(
     strategy: str, precision: str, ranks: Callable[..., Any], tmp_path: Path
 ) -> None:

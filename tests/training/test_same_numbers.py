@@ -237,6 +237,25 @@ def test_sharded_run_equals_unsharded_run_in_the_full_cross(
     check(case, ranks)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("accumulation", ACCUMULATION)
+@pytest.mark.parametrize(
+    ("strategy", "degree"),
+    [
+        ("hybrid_shard", "sharding.shard_degree=3"),
+        ("hybrid_shard_zero2", "sharding.shard_degree=3"),
+        ("hpz", "sharding.reshard_to=3"),
+    ],
+)
+def test_sharded_run_equals_unsharded_run_on_two_by_three(
+    strategy: str, degree: str, accumulation: tuple[int, str], model: str, ranks: Callable[..., Any]
+) -> None:
+    case = {"model": model, "ranks": 6, "strategy": strategy, "accumulation": accumulation}
+    run = make_run(**case, extra=[degree])
+    assert_same_numbers(model, ranks(6).run(train_sharded, model, run))
+
+
 def test_the_loss_is_the_default_one() -> None:
     model = materialize(build("odd", make_run(model="odd", ranks=1, strategy="no_shard")), seed=0)
     batch = global_batch(0, sequences=4, length=9, vocabulary=VOCABULARY)
