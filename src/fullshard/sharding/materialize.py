@@ -221,7 +221,7 @@ class _Filler:
                 holder = self.model.get_submodule(name.rpartition(".")[0])
                 raise ShardError(
                     f"{name} was not initialised.",
-                    got=f"{type(holder).__name__} on the meta device, with no reset_parameters that sets it",
+                    got=f"{_class_name(holder)} on the meta device, with no reset_parameters that sets it",
                     why="its values would be whatever lay in memory",
                     fix="fullshard.shard(model, plan, init=...), or a model that holds its weights",
                 )
@@ -257,7 +257,7 @@ class _Filler:
             if key in meta and (again is None or _is_marked(buffer)):
                 raise ShardError(
                     f"{prefix}{key} is a buffer on the meta device.",
-                    got=f"{type(module).__name__}, which has no reset_buffers() that sets it",
+                    got=f"{_class_name(module)}, which has no reset_buffers() that sets it",
                     why="a buffer's values are computed by the constructor, and the meta device lost them",
                     fix="build the model within fullshard.parameters_on_meta(), which keeps buffers real",
                 )
@@ -350,6 +350,11 @@ def _post_order(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         yield from _post_order(child)
     yield module
+
+
+def _class_name(module: nn.Module) -> str:
+    """The name of the user's class; the engine's own, made from it, has a prefix."""
+    return type(module).__name__.removeprefix("FSDP")
 
 
 def _seed_of(seed: int, name: str) -> int:

@@ -33,7 +33,9 @@ def _spec_error(cls: type[BaseModel], error: ValidationError, *, source: str) ->
         return _unknown_key(cls, [str(part) for part in first["loc"]], source=source, more=more)
     if first["type"] == "missing":
         return SpecError(f"{source}: {name} is missing{more}.", fix=f"set {name}")
-    reason = " or: ".join(one["msg"].removeprefix("Value error, ") for one in same)
+    reason = " or: ".join(
+        one["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list") for one in same
+    )
     return SpecError(
         f"{source}: {name or 'the whole'} is not valid{more}.", got=repr(first["input"]), why=reason
     )

@@ -20,7 +20,8 @@ class TrainState:
 
     `step`: finished steps. `tokens`: valid tokens trained on, over all ranks. `skipped`: steps left out for a
     loss or norm that was not finite. `data`: what gives microbatches by step (`training.data.Batches`), or an
-    iterable of microbatches. A checkpoint holds all of it but the data, whose position follows from `step`.
+    iterable of microbatches. A checkpoint holds all of it but the data: a source by step goes on exactly
+    where it was, a plain iterable begins anew.
     `iterator`: where a plain iterable stands, so that a `train` that was broken out of goes on there.
 
     Raises TrainError for an optimizer that does not update the model's parameters.
