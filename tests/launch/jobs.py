@@ -38,6 +38,8 @@ def fail_on_rank_1(run: Run, *, resume: bool, plan: Plan | None, command_started
     with Interrupt():
         leave_note(run, "here")
         if rank() == 1:
+            while not Path(run.run.dir, "note-0").exists():  # or it is ended before it has begun
+                time.sleep(0.01)
             raise DataError("the well is dry.", got="0 documents", fix="another well")
         time.sleep(FOREVER)
 
