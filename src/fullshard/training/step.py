@@ -25,10 +25,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
 from fullshard.errors import TrainError
+from fullshard.profiler.memory import local_tensor
 from fullshard.spec.plan import Plan
 from fullshard.training.loss import Loss
 from fullshard.training.state import TrainState, shard_replicas
-from fullshard.training.stochastic import local_tensor
 
 
 @dataclass(frozen=True)

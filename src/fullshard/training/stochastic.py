@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from fullshard.profiler.memory import local_tensor
+
 
 class StochasticAdamW(torch.optim.Optimizer):
     """AdamW: arXiv:1711.05101. 8 bytes a parameter: bf16 value, gradient and two moments.
@@ -83,11 +85,6 @@ def round_stochastically(exact: Tensor, *, out: Tensor, generator: torch.Generat
     bits = torch.randint(0, 1 << 16, exact.shape, dtype=torch.int32, device=exact.device, generator=generator)
     bits.add_(exact.view(torch.int32)).bitwise_and_(-(1 << 16))
     out.copy_(torch.where(exact.isfinite(), bits.view(torch.float32), exact))
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _shard_index(parameter: Tensor) -> int:
