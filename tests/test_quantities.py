@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.errors import SpecError
-from fullshard.quantities import format_bytes, format_count, format_seconds, parse_bytes
+from fullshard.quantities import format_bytes, format_count, format_seconds, parse_bytes, parse_count
 
 
 @given(st.integers(0, 2**60))
@@ -77,3 +77,22 @@ def test_no_printed_part_reaches_the_next_unit(seconds):
     numbers = [float(part) for part in text.split() if part[0].isdigit()]
     limit = 1000 if text.endswith("ms") else 60
     assert all(number < limit for number in numbers[-1:] + numbers[:-1] * (limit == 60 and " h " not in text))
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("15T", 15 * 10**12), ("4M", 4_000_000), ("1.5B", 1_500_000_000), ("65_536", 65536), ("2,048", 2048)],
+)
+def test_counts_are_read_as_people_write_them(text, count):
+    assert parse_count(text) == count
+
+
+@given(st.integers(0, 999), st.sampled_from(["", "k", "M", "G", "T"]))
+def test_a_printed_count_can_be_read(count, unit):
+    assert parse_count(format_count(parse_count(f"{count}{unit}"))) == parse_count(f"{count}{unit}")
+
+
+@pytest.mark.parametrize("text", ["", "many", "4MiB", "-3", "4 M M"])
+def test_what_is_no_count_is_refused(text):
+    with pytest.raises(SpecError, match="not a count"):
+        parse_count(text)

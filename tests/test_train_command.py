@@ -70,6 +70,7 @@ def test_a_run_that_is_stopped_goes_on_with_other_ranks_and_another_strategy(
     assert measurement.checkpoint is not None
     assert Path(measurement.checkpoint).is_dir()
     assert "validation" in finished.stdout
+    assert "predicted" in finished.stdout
     assert measurement.checkpoint in finished.stdout
 
 

@@ -56,7 +56,12 @@ BEFORE_ANY_RANK = [
     spec("not a number", "optimizer.learning_rate=nan", says=("optimizer.learning_rate",)),
     spec("unknown strategy", "sharding.strategy=half_shard", says=("'half_shard'", "full_shard", "hybrid")),
     spec("hpz without ranks", "sharding.strategy=hpz", says=("reshard_to",)),
-    spec("degree of full_shard", "sharding.shard_degree=2", says=("shard_degree is for hybrid",)),
+    spec(
+        "degree of full_shard",
+        "sharding.strategy=full_shard",
+        "sharding.shard_degree=2",
+        says=("shard_degree is for hybrid",),
+    ),
     spec(
         "reshard_to of zero2",
         "sharding.strategy=zero2",

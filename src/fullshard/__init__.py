@@ -2,7 +2,8 @@
 
     run = fullshard.Run.load("run.toml")
     with fullshard.process_group() as ranks:
-        plan = fullshard.Plan.from_run(run, world_size=ranks.world_size)
+        spec = fullshard.describe(model, run, loss=loss, kernels_for=ranks.device.type)
+        plan = fullshard.plan(spec, fullshard.detect_hardware(), run)
         model = fullshard.shard(model, plan)
         state = fullshard.TrainState(model, fullshard.build_optimizer(model, plan), data=data)
         for step in fullshard.train(state, plan):
@@ -19,8 +20,16 @@ if TYPE_CHECKING:
     from fullshard.checkpoint import load as load
     from fullshard.checkpoint import newest as newest
     from fullshard.checkpoint import save as save
+    from fullshard.dryrun.program import Program as Program
+    from fullshard.dryrun.run import dry_run as dry_run
     from fullshard.errors import FullshardError as FullshardError
     from fullshard.models.decoder import DecoderModel as DecoderModel
+    from fullshard.models.huggingface import meta_model as meta_model
+    from fullshard.planner.memory import peak_bytes as peak_bytes
+    from fullshard.planner.search import plan as plan
+    from fullshard.planner.search import predict as predict
+    from fullshard.planner.search import search as search
+    from fullshard.profiler.detect import detect_hardware as detect_hardware
     from fullshard.sharding.apply import shard as shard
     from fullshard.sharding.describe import describe as describe
     from fullshard.sharding.given import InitialisedWarning as InitialisedWarning
@@ -29,6 +38,9 @@ if TYPE_CHECKING:
     from fullshard.sharding.materialize import parameters_on_meta as parameters_on_meta
     from fullshard.sharding.mesh import process_group as process_group
     from fullshard.sharding.unit_sizes import UnitSizeWarning as UnitSizeWarning
+    from fullshard.spec.hardware import Hardware as Hardware
+    from fullshard.spec.hardware_text import hardware_on as hardware_on
+    from fullshard.spec.model import ModelSpec as ModelSpec
     from fullshard.spec.plan import Plan as Plan
     from fullshard.spec.run import Decoder as Decoder
     from fullshard.spec.run import Run as Run
@@ -46,16 +58,27 @@ _HOMES = {
     "load": "checkpoint",
     "newest": "checkpoint",
     "save": "checkpoint",
+    "Program": "dryrun.program",
+    "dry_run": "dryrun.run",
     "FullshardError": "errors",
     "DecoderModel": "models.decoder",
+    "meta_model": "models.huggingface",
+    "peak_bytes": "planner.memory",
+    "plan": "planner.search",
+    "predict": "planner.search",
+    "search": "planner.search",
+    "detect_hardware": "profiler.detect",
     "shard": "sharding.apply",
     "describe": "sharding.describe",
+    "InitialisedWarning": "sharding.given",
     "layout": "sharding.layout",
     "materialize": "sharding.materialize",
     "parameters_on_meta": "sharding.materialize",
     "process_group": "sharding.mesh",
-    "InitialisedWarning": "sharding.given",
     "UnitSizeWarning": "sharding.unit_sizes",
+    "Hardware": "spec.hardware",
+    "hardware_on": "spec.hardware_text",
+    "ModelSpec": "spec.model",
     "Plan": "spec.plan",
     "Decoder": "spec.run",
     "Run": "spec.run",

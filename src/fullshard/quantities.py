@@ -9,7 +9,7 @@ _DECIMAL = ("", "k", "M", "G", "T", "P")
 _BYTE_FACTORS = {unit: 1024**i for i, unit in enumerate(_BINARY)} | {
     unit: 1000**i for i, unit in enumerate(("B", "KB", "MB", "GB", "TB", "PB"))
 }
-_BYTES = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*")
+_BYTES = _COUNT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*")
 
 
 def format_bytes(count: float) -> str:
@@ -42,6 +42,15 @@ def format_count(count: float) -> str:
         return f"{sign}{int(count)}"
     digits = 2 if count < 10 else 1 if count < 100 else 0
     return f"{sign}{count:.{digits}f}{_DECIMAL[power]}"
+
+
+def parse_count(text: str) -> int:
+    """`"15T"`, `"4M"`, `"1.5B"` (a billion), `"65_536"` -> a count. Raises SpecError for anything else."""
+    match = _COUNT.fullmatch(text.replace("_", "").replace(",", ""))
+    factors = {unit.lower(): 1000**i for i, unit in enumerate(_DECIMAL)} | {"b": 1000**3}
+    if match is None or match[2].lower() not in factors:
+        raise SpecError("not a count.", got=repr(text), fix="a number, with k, M, B, T or P behind it or not")
+    return round(float(match[1]) * factors[match[2].lower()])
 
 
 def format_seconds(seconds: float) -> str:

@@ -9,7 +9,18 @@ import pytest
 from fullshard.cli.main import main
 from fullshard.errors import PlanError, SpecError
 
-VERBS = [[], ["train"], ["init"], ["version"], ["ckpt"], ["ckpt", "list"], ["ckpt", "export"]]
+VERBS = [
+    [],
+    ["train"],
+    ["plan"],
+    ["calibrate"],
+    ["report"],
+    ["init"],
+    ["version"],
+    ["ckpt"],
+    ["ckpt", "list"],
+    ["ckpt", "export"],
+]
 HEAVY = ("torch", "numpy", "fullshard.spec.run")
 
 

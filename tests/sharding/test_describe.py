@@ -6,12 +6,14 @@ from torch import nn
 
 from fullshard.errors import ShardError
 from fullshard.models.decoder import DecoderModel
+from fullshard.planner.memory import peak_bytes
 from fullshard.profiler.memory import measure_peak
 from fullshard.sharding.describe import describe
 from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.sharding.recompute import apply_recompute
 from fullshard.sharding.units import find_repeated, find_units
-from fullshard.spec.model import ModelSpec, Phase
+from fullshard.spec.measurement import model_flops_per_token
+from fullshard.spec.model import ModelSpec, Moment, Phase, Trace
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loss import next_token_loss
@@ -45,13 +47,28 @@ def specify(plan: Plan) -> ModelSpec:
     return describe(decoder(plan), plan, loss=next_token_loss)
 
 
-def highest(phases: tuple[Phase, ...]) -> int:
+def only_trace(plan: Plan) -> Trace:
+    return specify(plan).trace(plan.run.recompute, plan.microbatch)
+
+
+def saved_bytes(trace: Trace, unit: int) -> float:
+    """Bytes of activations that the forward of `unit` leaves behind for backward, of 2 sequences."""
+    index = next(i for i, p in enumerate(trace.phases) if p.event == "post_forward" and p.unit == unit)
+    ends = [phase.end.activations.at(2) for phase in trace.phases[index - 2 : index]]
+    return ends[1] - ends[0]
+
+
+def at(moment: Moment, microbatch: int) -> int:
+    return round(sum(line.at(microbatch) for line in moment))
+
+
+def highest(phases: tuple[Phase, ...], *, microbatch: int = 2) -> int:
     """The peak of one microbatch on one device, which keeps every gradient that the phases hand over."""
     kept = peak = 0
     for phase, following in zip(phases, [*phases[1:], None], strict=True):
-        peak = max(peak, kept + phase.peak.total)
+        peak = max(peak, *(kept + at(moment, microbatch) for moment in phase.peaks))
         if following is not None and following.event == "post_backward":
-            kept += phase.end.gradients - (following.end.gradients if following.unit == -1 else 0)
+            kept += round(phase.end.gradients.at(microbatch))
     return peak
 
 
@@ -77,7 +94,7 @@ def allocated(model: nn.Module, plan: Plan, *, vocabulary: int, accumulating: bo
 def test_the_trace_counts_what_the_allocator_counts(recompute, precision):
     plan = plan_of(f"recompute.mode={recompute}", f"precision.mode={precision}")
     counted = allocated(DecoderModel(plan.run.model), plan, vocabulary=256)
-    difference = counted - highest(specify(plan).trace.phases)
+    difference = counted - highest(only_trace(plan).phases)
     blocks = {"none": 0, "every": 2}.get(recompute, 3)
     scratch = SCRATCH_BYTES if precision == "bf16" else 0
     assert 0 <= difference <= blocks * RANDOM_STATE_BYTES + scratch
@@ -91,14 +108,14 @@ def test_odd_models_too(options):
     spec = describe(model, plan, loss=next_token_loss)
     counted = allocated(OddModel(**options), plan, vocabulary=VOCABULARY)
     scalar = 512  # the gradient of a 0-d parameter, which no unit holds, and its like
-    assert abs(counted - highest(spec.trace.phases)) <= scalar
+    assert abs(counted - highest(spec.trace(plan.run.recompute, plan.microbatch).phases)) <= scalar
 
 
 def test_gradients_that_are_added_to_in_place_are_not_there_twice():
     plan = plan_of(
         *("train.global_batch=4", "train.microbatch=2", "train.accumulate_sync=last", "recompute.mode=full")
     )
-    trace = specify(plan).trace
+    trace = only_trace(plan)
     counted = allocated(DecoderModel(plan.run.model), plan, vocabulary=256, accumulating=True)
     assert 0 <= counted - highest(trace.accumulating) <= 3 * RANDOM_STATE_BYTES
     assert highest(trace.accumulating) < highest(trace.phases)
@@ -134,17 +151,85 @@ def test_full_recompute_saves_the_inputs_of_blocks_alone():
     spec = specify(plan_of("recompute.mode=full"))
     hidden = 2 * 64 * 64 * 4  # (microbatch, sequence, d_model) in fp32
     first = next(i for i, unit in enumerate(spec.units) if unit.is_block)
-    assert spec.trace.saved_bytes(first) == hidden
-    assert specify(plan_of()).trace.saved_bytes(first) > 10 * hidden
+    assert saved_bytes(spec.traces[0], first) == hidden
+    assert saved_bytes(only_trace(plan_of()), first) > 10 * hidden
 
 
 def test_a_finished_microbatch_leaves_nothing_alive():
-    for phases in (
-        specify(plan_of()).trace.phases,
-        specify(plan_of("recompute.mode=selective")).trace.phases,
-    ):
+    for overrides in ([], ["recompute.mode=selective"]):
+        phases = only_trace(plan_of(*overrides)).phases
         assert phases[-1].event == "end_backward"
-        assert phases[-1].end.total == 0
+        assert phases[-1].end == Moment()
+
+
+def pins(plan: Plan) -> list[str]:
+    """What the trace depends on, and a batch for four ranks."""
+    sizes = [f"model.layers={plan.run.model.layers}", f"model.vocabulary={plan.run.model.vocabulary}"]
+    batch = ["train.global_batch=16", "train.microbatch=2", "precision.mode=bf16"]
+    return [
+        *SHAPES[:1],
+        *SHAPES[2:3],
+        *sizes,
+        *SHAPES[4:],
+        *batch,
+        f"recompute.mode={plan.run.recompute.mode}",
+    ]
+
+
+def distinct_blocks(*overrides: str) -> tuple[DecoderModel, Plan]:
+    """Blocks that differ in a setting, so that no one of them stands for another."""
+    plan = plan_of(*overrides)
+    model = decoder(plan)
+    for at, block in enumerate(model.blocks):
+        block.setting = f"block {at}"
+    return model, plan
+
+
+@pytest.mark.parametrize(
+    ("recompute", "vocabulary"),
+    [("none", 16), ("none", 2048), ("full", 16), ("every", 16), ("selective", 2048)],
+)
+def test_a_few_blocks_tell_what_all_do(recompute, vocabulary):
+    """Where the peak is in backward (few logits), and where it is at the loss."""
+    layers = f"model.layers={14 if recompute == 'every' else 9}"
+    settings = (f"model.vocabulary={vocabulary}", f"recompute.mode={recompute}", "precision.mode=bf16")
+    model, plan = distinct_blocks(layers, *settings)
+    whole = describe(model, plan, loss=next_token_loss)
+    short = describe(decoder(plan), plan, loss=next_token_loss)
+    assert not whole.traces[0].repeats
+    assert [repeat.times for repeat in short.traces[0].repeats] == [4 if recompute == "every" else 6]
+    for overrides in ([], ["sharding.strategy=zero1"], ["prefetch.mode=explicit", "prefetch.backward=3"]):
+        other = Plan.from_run(Run.load(overrides=[*overrides, *pins(plan)]), world_size=4)
+        assert peak_bytes(short, other) == peak_bytes(whole, other)
+    assert short.flops_per_token == whole.flops_per_token
+    assert short.active_numel == whole.active_numel
+
+
+@pytest.mark.parametrize("microbatch", [1, 5])
+@pytest.mark.parametrize("kernels_for", ["cpu", "cuda"])
+def test_two_sizes_of_microbatch_tell_all(microbatch, kernels_for):
+    plan = plan_of(f"train.global_batch={microbatch}")
+    shape = (microbatch, 64)
+    batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in ("tokens", "labels")}
+    batch["scalar"] = torch.empty(())  # so that the batch cannot grow, and is traced as it is
+    told = describe(decoder(plan), plan, loss=next_token_loss, kernels_for=kernels_for)
+    seen = describe(decoder(plan), plan, loss=next_token_loss, batch=batch, kernels_for=kernels_for)
+    assert seen.traces[0].microbatch == microbatch
+    ours, theirs = (spec.trace(plan.run.recompute, microbatch) for spec in (told, seen))
+    assert [max(at(moment, microbatch) for moment in phase.peaks) for phase in ours.phases] == [
+        max(at(moment, microbatch) for moment in phase.peaks) for phase in theirs.phases
+    ]
+
+
+def test_the_flops_are_those_of_the_formula():
+    spec, section = specify(plan_of()), plan_of().run.model
+    multiplied = spec.numel - section.vocabulary * section.d_model  # the table is looked up
+    norms = section.d_model * (2 * section.layers + 1)
+    formula = model_flops_per_token(
+        multiplied - norms, layers=section.layers, d_model=section.d_model, sequence_length=64
+    )
+    assert spec.active_numel == multiplied - norms
+    assert spec.flops_per_token == pytest.approx(formula, rel=0.01)  # the diagonal is not masked
 
 
 def test_units_carry_names_shapes_ties_and_what_is_frozen():
@@ -165,7 +250,7 @@ def test_a_run_will_do_and_its_spec_is_that_of_its_plans():
     run = Run.load(
         overrides=[
             *SHAPES,
-            *("train.global_batch=8", "train.microbatch=2", "precision.mode=bf16"),
+            *("train.global_batch=8", "train.microbatch=2", "precision.mode=bf16", "recompute.mode=none"),
             *("sharding.strategy=hybrid_shard", "sharding.shard_degree=2"),
         ]
     )

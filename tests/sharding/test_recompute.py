@@ -81,6 +81,20 @@ def test_selective_repeats_elementwise_work_and_no_matmul(compiled: bool) -> Non
     assert counts["none"]["aten::tanh"] == BLOCKS
 
 
+def test_of_the_matmuls_only_every_other_may_be_saved() -> None:
+    """Of a decoder's block the first, third, fifth and seventh; the last is never needed again."""
+    counts: dict[int, int] = {}
+    for save in (1, 2, 100):
+        model = materialize(on_meta("decoder"), seed=0)
+        apply_recompute(list(model.blocks), RecomputeSection(mode="selective", save_matmuls=save))
+        with CountOperations() as counting:
+            loss_of(model, tokens_of(0)).backward()
+        counts[save] = sum(counting.counts[f"aten::{name}"] for name in ("mm", "addmm", "bmm"))
+        counts[-save] = len(model.blocks)
+    assert counts[2] - counts[1] == 3 * counts[-2]
+    assert counts[100] - counts[2] == 2 * counts[-2]
+
+
 def test_selective_saves_attention() -> None:
     model = materialize(on_meta("decoder"), seed=0)
     apply_recompute(list(model.blocks), RecomputeSection(mode="selective"))

@@ -1,79 +1,100 @@
-"""The catalog is asked by the names that drivers report, and never guesses."""
+"""Hardware is a value that a file keeps to the last digit; curves and collectives follow their formulas."""
 
-import itertools
+import math
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from fullshard.spec.hardware import CATALOG, Chip, find_chip
+from fullshard.errors import SpecError
+from fullshard.spec.hardware import CollectiveRate, Hardware, Point, rate_at
+from fullshard.spec.hardware_text import hardware_on
+
+CURVE = (Point(1e3, 1e9), Point(1e6, 4e9), Point(1e9, 8e9))
+
+
+@pytest.mark.parametrize("text", ["2x8xH100", "MI300X", "4xL4"])
+def test_a_saved_file_reads_back_equal(text: str, tmp_path: Path):
+    hardware = hardware_on(text).model_copy(
+        update={"source": 'a "quoted" \\ line\nand another', "price_per_hour": 2.5, "stragglers": 1 / 3}
+    )
+    hardware.save(tmp_path / "hardware.toml")
+    assert Hardware.load(tmp_path / "hardware.toml") == hardware
+
+
+@given(
+    figure=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    name=st.text(st.characters(exclude_categories=["Cs"])),
+)
+@settings(max_examples=50, deadline=None)
+def test_any_number_and_any_text_survive_a_file(
+    figure: float, name: str, tmp_path_factory: pytest.TempPathFactory
+):
+    path = tmp_path_factory.mktemp("files") / "hardware.toml"
+    hardware = hardware_on("H100").model_copy(update={"price_per_hour": figure, "name": name})
+    hardware.save(path)
+    assert Hardware.load(path) == hardware
+
+
+def test_a_saved_file_says_its_units_and_leaves_nothing_beside_it(tmp_path: Path):
+    hardware_on("8xH100").save(tmp_path / "new" / "hardware.toml")
+    text = (tmp_path / "new" / "hardware.toml").read_text()
+    assert "memory_bytes_per_second = 3.35e12  # its peak, bytes/s" in text
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["hardware.toml"]
 
 
 @pytest.mark.parametrize(
-    ("device_name", "chip", "bf16_flops_per_second"),
+    ("text", "said"),
     [
-        ("NVIDIA H100 80GB HBM3", "H100 SXM", 989.4e12),
-        ("NVIDIA H100 PCIe", "H100 PCIe", 756e12),
-        ("NVIDIA H100 NVL", "H100 NVL", 835.5e12),
-        ("NVIDIA A100-SXM4-40GB", "A100 SXM 40 GB", 312e12),
-        ("A100-SXM4-80GB", "A100 SXM 80 GB", 312e12),
-        ("NVIDIA A100 80GB PCIe", "A100 PCIe 80 GB", 312e12),
-        ("NVIDIA H200", "H200 SXM", 989.4e12),
-        ("NVIDIA B200", "B200", 2.25e15),
-        ("NVIDIA GB200", "GB200", 2.5e15),
-        ("NVIDIA GeForce RTX 3090", "GeForce RTX 3090", 71e12),
-        ("AMD Instinct MI250X", "Instinct MI250X, one of its two dies", 191.5e12),
-        ("AMD Instinct MI300X", "Instinct MI300X", 1307.4e12),
-        ("GAUDI2", "Gaudi 2", 432e12),
+        ("name = ", "is no TOML"),
+        ("nodse = 2", "nodes"),
+        ('name = "x"', "is missing"),
     ],
 )
-def test_a_chip_is_found_by_its_device_name(device_name: str, chip: str, bf16_flops_per_second: float):
-    found = find_chip(device_name)
-    assert found is not None
-    assert found.name == chip
-    assert found.flops_per_second["bf16"] == bf16_flops_per_second
+def test_a_wrong_file_is_an_error_that_names_it(text: str, said: str, tmp_path: Path):
+    path = tmp_path / "hardware.toml"
+    path.write_text(text)
+    with pytest.raises(SpecError, match=said) as caught:
+        Hardware.load(path)
+    assert "hardware.toml" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "device_name",
-    [
-        "NVIDIA H100",
-        "NVIDIA H20",
-        "NVIDIA H800",
-        "NVIDIA A10G",
-        "NVIDIA L40",
-        "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
-        "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GeForce RTX 3090 Ti",
-        "AMD Instinct MI250X / MI250",
-        "AMD Radeon Graphics",
-        "cpu",
-        "",
-    ],
-)
-def test_a_name_that_is_not_in_the_catalog_is_no_chip(device_name: str):
-    assert find_chip(device_name) is None
+def test_an_absent_file_is_an_error_that_names_calibrate(tmp_path: Path):
+    with pytest.raises(SpecError, match="fullshard calibrate"):
+        Hardware.load(tmp_path / "absent.toml")
 
 
-def test_a_partition_under_the_whole_chips_name_is_told_by_its_memory():
-    whole, eighth = 206_141_652_992, 25_757_220_864
-    assert find_chip("AMD Instinct MI300X", memory_bytes=whole) is not None
-    assert find_chip("AMD Instinct MI300X", memory_bytes=eighth) is None
+def test_the_rate_is_exact_at_points_and_straight_in_logarithms_between():
+    for point in CURVE:
+        assert rate_at(CURVE, point.size) == pytest.approx(point.rate)
+    assert rate_at(CURVE, math.sqrt(1e3 * 1e6)) == pytest.approx(math.sqrt(1e9 * 4e9))
 
 
-def test_no_device_name_means_two_chips():
-    names = [name for chip in CATALOG for name in chip.device_names]
-    assert len(names) == len(set(names))
+def test_beyond_the_last_point_the_rate_stays_and_before_the_first_the_duration():
+    assert rate_at(CURVE, 1e12) == CURVE[-1].rate
+    first = CURVE[0].size / CURVE[0].rate
+    for size in (1.0, 10.0, 500.0):
+        assert size / rate_at(CURVE, size) == pytest.approx(first)
 
 
-@pytest.mark.parametrize("chip", CATALOG, ids=lambda chip: chip.name)
-def test_figures_are_of_one_chip_and_dense(chip: Chip):
-    assert chip.source
-    assert 24 <= chip.memory_bytes / 2**30 <= 256
-    assert 0.3e12 <= chip.memory_bytes_per_second <= 8e12
-    rates = [
-        chip.flops_per_second[dtype] for dtype in ("tf32", "bf16", "fp8") if dtype in chip.flops_per_second
-    ]
-    assert chip.flops_per_second["bf16"] == chip.flops_per_second.get("fp16", chip.flops_per_second["bf16"])
-    if chip.name != "Gaudi 3":  # whose fp8 is no faster than its bf16
-        # Half the bits, twice the rate: one figure with sparsity among dense ones would be twice too high.
-        assert all(narrow / wide == pytest.approx(2, rel=0.03) for wide, narrow in itertools.pairwise(rates))
+@given(st.floats(1, 1e12), st.floats(1, 1e12))
+def test_more_work_never_takes_less_time_on_a_curve_whose_rates_do_not_jump(one: float, other: float):
+    less, more = sorted((one, other))
+    assert less / rate_at(CURVE, less) <= more / rate_at(CURVE, more) * (1 + 1e-9)
+
+
+def test_a_collective_takes_its_latency_and_what_each_rank_receives():
+    rate = CollectiveRate(base_seconds=1e-5, hop_seconds=1e-6, bytes_per_second=1e9)
+    assert rate.seconds(8e6, 1) == 0
+    assert rate.seconds(8e6, 4) == pytest.approx(1e-5 + 3e-6 + 6e6 / 1e9)
+
+
+def test_a_measured_curve_goes_before_the_line_and_more_ranks_add_their_hops():
+    curve = (Point(1e3, 1e3 / 2e-4), Point(1e6, 1e6 / 1e-3))
+    rate = CollectiveRate(
+        base_seconds=1.0, hop_seconds=1e-5, bytes_per_second=1.0, curve=curve, curve_ranks=2
+    )
+    assert rate.seconds(2e6, 2) == pytest.approx(1e-3)
+    assert rate.seconds(2.0, 2) == pytest.approx(2e-4)
+    assert rate.seconds(4e6 / 3, 4) == pytest.approx(1e-3 + 2e-5)

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.errors import SpecError
-from fullshard.spec.measurement import MatmulPeak, Measurement, Pace, PeakBytes, model_flops_per_token
+from fullshard.spec.measurement import (
+    MatmulPeak,
+    Measurement,
+    Pace,
+    PeakBytes,
+    StepSeconds,
+    model_flops_per_token,
+)
 from fullshard.spec.run import Strategy
 
 
@@ -53,6 +60,21 @@ def test_a_pace_sums_the_steps_after_the_warmup(steps: list[tuple[int, float]], 
     assert (made.tokens_per_second is None) == (not timed)
 
 
+def test_a_step_that_was_slowed_by_being_measured_is_in_no_speed():
+    made = pace(6, 4).with_step(tokens=100, seconds=9.0, measured=True)
+    assert (made.steps, made.timed_steps, made.seconds) == (7, 2, pace(6, 4).seconds)
+    # In the warmup it is left out anyway, once.
+    warm = Pace(warmup_steps=1).with_step(tokens=100, seconds=9.0, measured=True)
+    assert (warm.untimed_steps, warm.timed_steps) == (0, 0)
+
+
+@given(parts=st.lists(st.floats(0, 1e3), min_size=8, max_size=8), total=st.floats(0, 1e3))
+def test_seconds_are_scaled_to_another_whole_by_their_shares(parts: list[float], total: float):
+    made = StepSeconds(**dict(zip(StepSeconds.model_fields, parts, strict=True)))
+    assert made.total == pytest.approx(sum(parts))
+    assert made.scaled_to(total).total == pytest.approx(total if sum(parts) > 1e-300 else 0)
+
+
 def test_mfu_is_the_flops_a_second_of_one_rank_over_its_peak():
     made = measurement()
     assert made.tokens_per_second == pytest.approx(200)
@@ -79,6 +101,17 @@ def test_a_measurement_reads_back_as_it_was_and_shows_its_rates(tmp_path: Path):
 
 def test_the_last_step_follows_from_the_first():
     assert measurement(first_step=301).last_step == 310
+
+
+def test_a_measurement_of_before_steps_were_profiled_still_loads(tmp_path: Path):
+    path = tmp_path / "measurement.json"
+    made = measurement(step_seconds=StepSeconds(compute=0.5))
+    made.save(path)
+    assert Measurement.load(path) == made
+    old = json.loads(path.read_text())
+    del old["step_seconds"], old["pace"]["untimed_steps"]
+    path.write_text(json.dumps(old))
+    assert Measurement.load(path) == measurement()
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"steps": 1}', "[1]"])

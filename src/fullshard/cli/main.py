@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import fullshard
-from fullshard.cli import bench, checkpoint, init, train, version
+from fullshard.cli import bench, calibrate, checkpoint, init, plan, report, train, version
 from fullshard.launch.ending import Ending, Failure
 
 HELP = """Train PyTorch models whose parameters, gradients and optimizer state are sharded over ranks.
@@ -32,6 +32,9 @@ def _app() -> typer.Typer:
     app = _group(HELP)
     app.callback()(_options)
     app.command("train")(train.train)
+    app.command("plan")(plan.plan)
+    app.command("calibrate")(calibrate.calibrate)
+    app.command("report")(report.report)
     app.command("init")(init.init)
     app.command("version")(version.version)
     checkpoints = _group("List and export checkpoints.")

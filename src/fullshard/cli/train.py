@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fullshard.spec.run import Run
 
 # See `fullshard.spec.measurement.Measurement`: what the job leaves in the run's directory.
-MEASUREMENT_NAME = "measurement.json"
+MEASUREMENT_NAME, PLAN_NAME = "measurement.json", "plan.json"
 
 
 def train(
@@ -37,9 +37,10 @@ def train(
     """Train a sharded model on all GPUs, or on two CPU ranks; under torchrun or srun, on the ranks given."""
     started = time.time()
     request = _request(run_path, overrides or [], plan_path=plan_path, started=started)
-    request = request.model_copy(update={"resume": resume})
+    from fullshard.cli.planned import with_plan
     from fullshard.launch.start import start
 
+    request = with_plan(request).model_copy(update={"resume": resume})
     exit_code = start(request)
     if os.environ.get("RANK", "0") == "0":
         _show_measurement(request.run, since=started, as_json=as_json)
@@ -76,5 +77,7 @@ def _show_measurement(run: "Run", *, since: float, as_json: bool) -> None:
         return
     from fullshard.report.table import show_measurement
     from fullshard.spec.measurement import Measurement
+    from fullshard.spec.plan import Plan
 
-    show_measurement(Measurement.load(path))
+    prediction = Plan.load(path.with_name(PLAN_NAME)).prediction
+    show_measurement(Measurement.load(path), prediction=prediction)

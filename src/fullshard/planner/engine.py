@@ -2,38 +2,69 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from fullshard.planner.beats import Live
 from fullshard.planner.unit_bytes import UnitBytes
-from fullshard.spec.memory import MemoryTerms
-from fullshard.spec.model import LiveBytes
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import PrefetchSection
 
 
+class Held(NamedTuple):
+    """Bytes that the engine holds at a moment.
+
+    `in_flight`: gathered parameters and reduce-scatter inputs; `buffers`: of all-gathers, which their own
+    stream allocates; `reduced`: outputs of reduce-scatters on their way to be gradients, and `gradients` of
+    the own shards, which the reduce-scatter stream allocates; `whole` gradients of units, kept without sync.
+    `chunks`: the part of `reduced` that is held to the end of backward.
+    """
+
+    in_flight: int = 0
+    buffers: int = 0
+    reduced: int = 0
+    gradients: int = 0
+    whole: int = 0
+    chunks: int = 0
+
+    @property
+    def units_in_flight(self) -> int:
+        return self.in_flight + self.buffers + self.reduced
+
+
 class Ledger:
-    """What the engine holds at the moment, by term, on top of `static`; and the highest moment so far."""
+    """What the engine holds now; the highest moment so far, with what the model held; and each stream's
+    highest.
 
-    def __init__(self, static: MemoryTerms) -> None:
-        self.best, self._static, self._highest = static, static, -1
-        self.in_flight = self.gradients = self.whole = 0
-        self.moment = static.moment
+    A stream's memory is not given to another: what the allocator reserves is the sum of their peaks.
+    """
 
-    def observe(self, live: LiveBytes) -> None:
+    def __init__(self) -> None:
+        self.in_flight = self.buffers = self.reduced = self.gradients = self.whole = self.chunks = 0
+        self.moment: tuple[str, int] = ("", -1)  # what happens, to which unit
+        self.highest = -1
+        self.best: tuple[tuple[str, int], Held, Live] = (self.moment, Held(), Live())
+        self.compute_pool = self.gather_pool = self.reduce_pool = 0
+
+    def observe(self, live: Live) -> None:
         """Takes this moment down if it is the highest; `live` is what the model's own computation holds."""
-        held = self.in_flight + self.gradients + self.whole + live.total
-        if held <= self._highest:
-            return
-        self._highest = held
-        self.best = self._static.model_copy(
-            update={
-                "moment": self.moment,
-                "gradients": self.gradients,
-                "units_in_flight": self.in_flight,
-                "whole_gradients": self.whole + live.gradients,
-                "activations": live.activations,
-                "loss": live.loss,
-                "backward": live.backward,
-            }
+        computed = self.in_flight + self.whole + live[0] + live[1] + live[2] + live[3]
+        reduced = self.reduced + self.gradients
+        held = computed + self.buffers + reduced
+        self.compute_pool = max(self.compute_pool, computed)
+        self.gather_pool = max(self.gather_pool, self.buffers)
+        self.reduce_pool = max(self.reduce_pool, reduced)
+        if held > self.highest:
+            self.highest = held
+            self.best = (self.moment, self.held(), live)
+
+    def held(self) -> Held:
+        return Held(self.in_flight, self.buffers, self.reduced, self.gradients, self.whole, self.chunks)
+
+    def skip(self, before: Held, times: int) -> None:
+        """What changed since `before` happens `times` more."""
+        now = self.held()
+        self.in_flight, self.buffers, self.reduced, self.gradients, self.whole, self.chunks = (
+            b + times * (b - a) for a, b in zip(before, now, strict=True)
         )
 
 
@@ -58,13 +89,13 @@ class Gathering:
         self.buffer = 0  # of the last unit that forward gathered
         self.order: list[int] = []  # units as their forwards ended
 
-    def pre_forward(self, index: int, live: LiveBytes) -> None:
+    def pre_forward(self, index: int, live: Live) -> None:
         self._unshard(index, live, forward=True)
         if self.section.mode == "explicit":
             at = self.by_position.index(index) + 1
             self._prefetch(self.by_position[at : at + self.section.forward], live)
 
-    def post_forward(self, index: int, live: LiveBytes) -> None:
+    def post_forward(self, index: int, live: Live) -> None:
         unit, size = self.units[index], self.sizes[index]
         if not size.gathered:
             return
@@ -78,10 +109,10 @@ class Gathering:
         self.order.append(index)
 
     def end_forward(self) -> None:
-        self.ledger.in_flight -= self.buffer
+        self.ledger.buffers -= self.buffer
         self.buffer = 0
 
-    def pre_backward(self, index: int, live: LiveBytes) -> None:
+    def pre_backward(self, index: int, live: Live) -> None:
         self._unshard(index, live, forward=False)
         if self.section.mode == "implicit":
             place = self.units[index].places.pop() if self.units[index].places else 0
@@ -99,15 +130,15 @@ class Gathering:
         """A unit that was prefetched, but not used, is let go."""
         self.order.clear()
         for unit in self.units:
-            self.ledger.in_flight -= unit.pending or 0
+            self.ledger.buffers -= unit.pending or 0
             unit.pending = None
             unit.places.clear()
 
-    def _prefetch(self, targets: Sequence[int], live: LiveBytes) -> None:
+    def _prefetch(self, targets: Sequence[int], live: Live) -> None:
         for target in targets:
             self._issue(target, live)
 
-    def _issue(self, index: int, live: LiveBytes) -> None:
+    def _issue(self, index: int, live: Live) -> None:
         """Starts the all-gather of a unit that is neither gathered nor on its way."""
         unit, size = self.units[index], self.sizes[index]
         if unit.is_unsharded or unit.pending is not None:
@@ -117,11 +148,11 @@ class Gathering:
             return
         unit.pending = size.gathered
         own = size.shard_degree // size.reshard_degree if unit.resharded else 1  # shards' worth of input
-        self.ledger.in_flight += size.gathered + own * size.cast_copy
+        self.ledger.buffers += size.gathered + own * size.cast_copy
         self.ledger.observe(live)
-        self.ledger.in_flight -= own * size.cast_copy
+        self.ledger.buffers -= own * size.cast_copy
 
-    def _unshard(self, index: int, live: LiveBytes, *, forward: bool) -> None:
+    def _unshard(self, index: int, live: Live, *, forward: bool) -> None:
         """Gathers a unit, and copies it out of the buffer into its parameters."""
         self._issue(index, live)
         unit, size = self.units[index], self.sizes[index]
@@ -137,7 +168,7 @@ class Gathering:
         if forward and self.section.mode != "none":
             self.buffer = unit.pending
         else:
-            self.ledger.in_flight -= unit.pending
+            self.ledger.buffers -= unit.pending
         unit.is_unsharded, unit.pending = True, None
 
 
@@ -147,7 +178,6 @@ class _Reduced:
 
     whole: int = 0  # kept without sync
     partial: int = 0  # reduced over shards, not yet over replicas
-    chunk: int = 0  # all-reduced, and held beside the gradient that it was cast to
     has_gradient: bool = False
 
 
@@ -159,11 +189,11 @@ class Reducing:
         self.units = [_Reduced() for _ in sizes]
         self.buffer = 0  # the reduce-scatter input of the last unit
 
-    def post_backward(self, index: int, live: LiveBytes, *, last: bool) -> None:
+    def post_backward(self, index: int, live: Live, *, last: bool) -> None:
         """`last`: of the step's microbatches. Without sync, the gradients before it are kept whole."""
         unit, size, ledger = self.units[index], self.sizes[index], self.ledger
         fresh = min(size.whole, live.gradients)  # 0 where autograd adds to those that it has
-        taken = live.model_copy(update={"gradients": live.gradients - fresh})
+        taken = live._replace(gradients=live.gradients - fresh)
         if not (last or self.plan.sync_each_microbatch):
             self._keep_whole(index, taken, fresh=fresh)
             return
@@ -178,18 +208,17 @@ class Reducing:
         ledger.observe(live)
         ledger.whole -= unit.whole
         unit.whole = 0
-        ledger.in_flight += size.reduce_output
+        ledger.reduced += size.reduce_output
         ledger.observe(taken)
         self._reduce(index, taken, last=last)
 
     def end_backward(self) -> None:
         """The engine lets go of all but the gradients."""
-        self.ledger.in_flight -= self.buffer + sum(unit.chunk for unit in self.units)
-        self.buffer = 0
-        for unit in self.units:
-            unit.chunk = 0
+        self.ledger.in_flight -= self.buffer
+        self.ledger.reduced -= self.ledger.chunks
+        self.buffer = self.ledger.chunks = 0
 
-    def _keep_whole(self, index: int, live: LiveBytes, *, fresh: int) -> None:
+    def _keep_whole(self, index: int, live: Live, *, fresh: int) -> None:
         """The gradients stay, in the dtype that they are reduced in; `fresh` bytes of them came just now."""
         unit, size = self.units[index], self.sizes[index]
         is_cast = size.whole != size.whole_reduced
@@ -199,24 +228,25 @@ class Reducing:
         if fresh and is_cast:
             # One by one: the last stands in both dtypes for a moment, or is cast to be added to the sum.
             both = size.largest_whole + (0 if kept else size.largest_whole_reduced)
-            self.ledger.observe(live.model_copy(update={"gradients": live.gradients + both}))
+            self.ledger.observe(live._replace(gradients=live.gradients + both))
 
-    def _reduce(self, index: int, live: LiveBytes, *, last: bool) -> None:
+    def _reduce(self, index: int, live: Live, *, last: bool) -> None:
         """From the reduced chunk, which is in flight, to the gradient of the own shard."""
         unit, size, ledger = self.units[index], self.sizes[index], self.ledger
         chunk, replicated = size.reduce_output, size.replicate_degree > 1
         if replicated and not last:  # replicas are reduced once a step; until then the chunks are added up
-            ledger.in_flight -= chunk if unit.partial else 0
+            ledger.reduced -= chunk if unit.partial else 0
             unit.partial = chunk
             return
         is_cast = size.gradient != chunk
         if is_cast:
-            ledger.in_flight += size.gradient
+            ledger.reduced += size.gradient
             ledger.observe(live)
-            ledger.in_flight -= size.gradient
+            ledger.reduced -= size.gradient
         # The chunk becomes the gradient, or is cast to it, or is added to it; replicas hold it meanwhile.
         is_gradient = not is_cast and not unit.has_gradient
-        unit.chunk = chunk if replicated and not is_gradient else 0
-        ledger.in_flight += unit.chunk - chunk - unit.partial
+        held = chunk if replicated and not is_gradient else 0
+        ledger.chunks += held
+        ledger.reduced += held - chunk - unit.partial
         ledger.gradients += 0 if unit.has_gradient else size.gradient
         unit.has_gradient, unit.partial = True, 0

@@ -24,10 +24,11 @@ Not counted: the random state that recompute keeps for each block (5,056 bytes o
 """
 
 from fullshard.errors import PlanError
+from fullshard.planner.beats import Beat, Live, score
 from fullshard.planner.engine import Gathering, Ledger, Reducing
-from fullshard.planner.unit_bytes import optimizer_bytes, unit_bytes, update_temporaries
+from fullshard.planner.unit_bytes import UnitBytes, optimizer_bytes, unit_bytes, update_temporaries
 from fullshard.spec.memory import MemoryTerms
-from fullshard.spec.model import LiveBytes, ModelSpec, Phase
+from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 
 
@@ -37,89 +38,123 @@ def peak_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> MemoryTerms:
     Raises PlanError if `spec` was traced with another microbatch, sequence, precision or recompute than the
     plan's, or if the state of its optimizer is not known.
     """
-    _check_trace(spec, plan)
+    check_spec(spec, plan)
     replay = _Replay(spec, plan, rank=rank)
-    for index in range(plan.accumulation):
-        adds = index > 0 and not plan.sync_each_microbatch and spec.trace.accumulating
-        replay.microbatch(index, adds or spec.trace.phases)
+    # The first microbatch makes what later ones add to; the last reduces. All between are alike.
+    for index in range(min(plan.accumulation, 3)):
+        last = index == min(plan.accumulation, 3) - 1
+        adds = index > 0 and not plan.sync_each_microbatch and bool(replay.trace.accumulating)
+        replay.microbatch(plan.accumulation if last else index + 1, last=last, accumulating=adds)
     return replay.finish()
 
 
-def _check_trace(spec: ModelSpec, plan: Plan) -> None:
-    trace = spec.trace
+def check_spec(spec: ModelSpec, plan: Plan) -> None:
+    """Raises PlanError if `spec` was described under other settings than the plan's."""
     differing = [
-        f"{name}: {traced} traced, {planned} planned"
-        for name, traced, planned in (
-            ("microbatch", trace.microbatch, plan.microbatch),
-            ("sequence_length", trace.sequence_length, plan.run.data.sequence_length),
-            ("precision", trace.precision, plan.precision),
-            ("recompute", trace.recompute, plan.run.recompute),
+        f"{name}: {described} described, {planned} planned"
+        for name, described, planned in (
+            ("sequence_length", spec.sequence_length, plan.run.data.sequence_length),
+            ("precision", spec.precision, plan.precision),
         )
-        if traced != planned
+        if described != planned
     ]
     if differing:
         raise PlanError(
-            f"the spec of {spec.name} was traced under other settings than the plan's.",
+            f"the spec of {spec.name} was described under other settings than the plan's.",
             got="; ".join(differing),
             why="what a microbatch allocates follows from them",
             fix="describe(model, plan) with this plan",
         )
 
 
+def sizes_by_kind(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> dict[int, UnitBytes]:
+    """The sizes of one unit of each kind, by the index of the first of its kind."""
+    return {kind: unit_bytes(spec.units[kind], plan, rank=rank) for kind in set(spec.unit_kinds)}
+
+
 class _Replay:
-    """Goes through a step's phases, and through what the engine does between them."""
+    """Goes through a step's beats, and through what the engine does between them."""
 
     def __init__(self, spec: ModelSpec, plan: Plan, *, rank: int) -> None:
         self.spec, self.plan = spec, plan
-        self.sizes = [unit_bytes(unit, plan, rank=rank) for unit in spec.units]
-        static = MemoryTerms(
-            moment="before the step",
-            parameter_shards=sum(size.shards for size in self.sizes),
-            optimizer_state=sum(optimizer_bytes(size, plan) for size in self.sizes),
-            buffers=spec.buffer_bytes,
-            batch=spec.trace.batch_bytes,
-        )
-        self.ledger = Ledger(static)
+        self.trace = spec.trace(plan.run.recompute, plan.microbatch)
+        self.kinds = sizes_by_kind(spec, plan, rank=rank)
+        section = plan.run.prefetch
+        self.reach = max(section.forward, section.backward) if section.mode == "explicit" else 1
+        units = score(spec, self.trace, microbatch=plan.microbatch, reach=self.reach).units
+        sizes = [self.kinds[spec.unit_kinds[unit]] for unit in units]
+        self.units = units
+        self.ledger = Ledger()
         self.gathering = Gathering(
-            self.sizes,
+            sizes,
             self.ledger,
-            section=plan.run.prefetch,
-            by_position=sorted(range(len(spec.units)), key=lambda i: spec.units[i].position),
+            section=section,
+            by_position=sorted(range(len(units)), key=lambda i: spec.units[units[i]].position),
         )
-        self.reducing = Reducing(self.sizes, self.ledger, plan=plan)
+        self.reducing = Reducing(sizes, self.ledger, plan=plan)
 
-    def microbatch(self, index: int, phases: tuple[Phase, ...]) -> None:
-        last = index == self.plan.accumulation - 1
-        live = LiveBytes()
-        for phase in phases:
-            of_unit = f" of {self.spec.units[phase.unit].name}" if phase.unit >= 0 else ""
-            self.ledger.moment = f"microbatch {index + 1}, {phase.event.replace('_', ' ')}{of_unit}"
-            self._act(phase, live, last=last)
-            self.ledger.observe(phase.peak)
-            live = phase.end
+    def microbatch(self, number: int, *, last: bool, accumulating: bool) -> None:
+        """`number`: counted from 1. `accumulating`: on top of whole gradients."""
+        found = score(
+            self.spec,
+            self.trace,
+            microbatch=self.plan.microbatch,
+            reach=self.reach,
+            accumulating=accumulating,
+        )
+        ledger, live, before = self.ledger, Live(), self.ledger.held()
+        for beat in found.beats:
+            if beat.opens:
+                before = ledger.held()
+            ledger.moment = (f"microbatch {number}, {beat.event.replace('_', ' ')}", beat.unit)
+            self._act(beat, live, last=last)
+            ledger.observe(beat.peak)
+            live = beat.end
+            if beat.skips:
+                ledger.skip(before, beat.skips)
 
     def finish(self) -> MemoryTerms:
         """The peak, the optimizer's step taken in."""
-        self.ledger.moment = "optimizer step"
-        largest = max((update_temporaries(size, self.plan) for size in self.sizes), default=0)
-        self.ledger.observe(LiveBytes(backward=largest))
-        return self.ledger.best
+        sizes, kinds = self.kinds, self.spec.unit_kinds
+        self.ledger.moment = ("optimizer step", -1)
+        self.ledger.observe(Live(backward=update_temporaries((sizes[kind] for kind in kinds), self.plan)))
+        (moment, unit), held, live = self.ledger.best
+        optimizer = {kind: optimizer_bytes(size, self.plan) for kind, size in sizes.items()}
+        lasting = {
+            "parameter_shards": sum(sizes[kind].shards for kind in kinds),
+            "optimizer_state": sum(optimizer[kind] for kind in kinds),
+            "buffers": self.spec.buffer_bytes,
+            "batch": round(self.trace.batch_bytes.at(self.plan.microbatch)),
+        }
+        ledger = self.ledger
+        pools = (ledger.compute_pool + sum(lasting.values()), ledger.gather_pool, ledger.reduce_pool)
+        return MemoryTerms(
+            moment=f"{moment} of {self.spec.units[self.units[unit]].name}" if unit >= 0 else moment,
+            **lasting,
+            gradients=held.gradients,
+            units_in_flight=held.units_in_flight,
+            whole_gradients=held.whole + live.gradients,
+            activations=live.activations,
+            loss=live.loss,
+            backward=live.backward,
+            stream_pools=pools,
+        )
 
-    def _act(self, phase: Phase, live: LiveBytes, *, last: bool) -> None:
-        """What the engine does at the event that opens `phase`; `live` is the model's own until then."""
-        match phase.event:
+    def _act(self, beat: Beat, live: Live, *, last: bool) -> None:
+        """What the engine does at the event that opens `beat`; `live` is the model's own until then."""
+        match beat.event:
             case "pre_forward":
-                self.gathering.pre_forward(phase.unit, live)
+                self.gathering.pre_forward(beat.unit, live)
             case "post_forward":
-                self.gathering.post_forward(phase.unit, live)
+                self.gathering.post_forward(beat.unit, live)
             case "end_forward":
                 self.gathering.end_forward()
             case "pre_backward":
-                self.gathering.pre_backward(phase.unit, live)
+                self.gathering.pre_backward(beat.unit, live)
             case "post_backward":
                 if last or self.plan.reshard_after_forward is not False:
-                    self.gathering.reshard(phase.unit)
-                self.reducing.post_backward(phase.unit, live, last=last)
+                    self.gathering.reshard(beat.unit)
+                self.reducing.post_backward(beat.unit, live, last=last)
             case "end_backward":
                 self.gathering.end_backward()
                 self.reducing.end_backward()

@@ -1,5 +1,6 @@
 """The sizes of one unit's tensors, from its shapes and the plan."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -127,10 +128,18 @@ def optimizer_bytes(size: UnitBytes, plan: Plan) -> int:
     )
 
 
-def update_temporaries(size: UnitBytes, plan: Plan) -> int:
-    """What the update of the unit's largest shard needs beside it. Fused AdamW and SGD work in place.
+def update_temporaries(sizes: Iterable[UnitBytes], plan: Plan) -> int:
+    """What the update needs beside what lasts, over the units of `sizes`. Fused AdamW works in place.
 
-    Stochastic rounding: fp32 copies of value, gradient and both moments, and the denominator (20 bytes an
-    element), random bits (4), and masks (7).
+    SGD adds the decay to a copy of the gradients: of one parameter at a time on the CPU, of all on GPUs.
+    Stochastic rounding, parameter by parameter: fp32 copies of value, gradient and both moments, and the
+    denominator (20 bytes an element), random bits (4), and masks (7).
     """
-    return 31 * size.largest_trained if plan.precision.stochastic_rounding else 0
+    section, units = plan.run.optimizer, list(sizes)
+    largest = max((size.largest_trained for size in units), default=0)
+    if plan.precision.stochastic_rounding:
+        return 31 * largest
+    if section.name.lower() == "sgd" and section.weight_decay:
+        elements = sum(size.trained for size in units) if plan.device == "cuda" else largest
+        return elements * max((size.master_itemsize for size in units), default=0)
+    return 0

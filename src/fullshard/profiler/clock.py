@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fullshard.spec.hardware import ComputeDtype, find_chip
+from fullshard.spec.catalog import find_chip
+from fullshard.spec.hardware import ComputeDtype
 from fullshard.spec.measurement import MatmulPeak
 from fullshard.spec.plan import Dtype
 

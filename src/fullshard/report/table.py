@@ -1,4 +1,4 @@
-"""The short table after a run: a Measurement as a person reads it."""
+"""The short table after a run: a Measurement as a person reads it, beside its prediction if there is one."""
 
 import sys
 from collections.abc import Iterator
@@ -10,13 +10,21 @@ from rich.table import Table
 from rich.text import Text
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
-from fullshard.spec.measurement import Measurement, PeakBytes
+from fullshard.report.comparison import compare, show_comparison
+from fullshard.report.plan import TIME_LABELS
+from fullshard.spec.measurement import Measurement, PeakBytes, StepSeconds
+from fullshard.spec.prediction import Prediction
 
 
-def show_measurement(measurement: Measurement, *, file: TextIO | None = None) -> None:
-    """Prints the table on `file` (standard output): fitted to a terminal, plain lines elsewhere."""
+def show_measurement(
+    measurement: Measurement, *, prediction: Prediction | None = None, file: TextIO | None = None
+) -> None:
+    """Prints the table on `file` (standard output): fitted to a terminal, plain lines elsewhere.
+
+    With a `prediction`, bytes and seconds by term stand beside the predicted ones, in a table of their own.
+    """
     out: TextIO = file or sys.stdout
-    rows = list(measurement_rows(measurement))
+    rows = list(measurement_rows(measurement, prediction=prediction))
     if out.isatty():
         table = Table.grid(padding=(0, 2, 0, 0))
         for label, text in rows:
@@ -25,12 +33,17 @@ def show_measurement(measurement: Measurement, *, file: TextIO | None = None) ->
     else:
         width = max(len(label) for label, _ in rows)
         print("\n".join(f"{label:<{width}}  {text}" for label, text in rows), file=out)
+    if prediction is not None:
+        print(file=out)
+        show_comparison(compare(prediction, measurement), file=out)
     if measurement.sample is not None:
         print(f"\na sample of what it writes\n\n{indent(measurement.sample, '    ')}", file=out)
 
 
-def measurement_rows(measurement: Measurement) -> Iterator[tuple[str, str]]:
-    """(label, text) for each line. What was not measured has none."""
+def measurement_rows(
+    measurement: Measurement, *, prediction: Prediction | None = None
+) -> Iterator[tuple[str, str]]:
+    """(label, text) for each line. None for what was not measured, or stands beside a `prediction`."""
     m = measurement
     yield (
         "run",
@@ -42,9 +55,11 @@ def measurement_rows(measurement: Measurement) -> Iterator[tuple[str, str]]:
     yield "steps", f"{m.first_step} to {m.last_step}, {m.skipped_steps} skipped"
     yield from _losses(m)
     yield from _speed(m)
+    if m.step_seconds is not None and prediction is None:
+        yield from _seconds(m.step_seconds)
     if m.startup_seconds is not None:
         yield "first step", f"done {format_seconds(m.startup_seconds)} after the command"
-    if m.peak_bytes is not None:
+    if m.peak_bytes is not None and prediction is None:
         yield from _memory(m.peak_bytes)
     if m.checkpoint is not None:
         yield "checkpoint", m.checkpoint
@@ -65,7 +80,8 @@ def _speed(m: Measurement) -> Iterator[tuple[str, str]]:
     pace, rate = m.pace, m.tokens_per_second
     left_out = min(pace.steps, pace.warmup_steps)
     if rate is None:
-        yield "speed", f"not known: all {left_out} steps were warmup"
+        why = "were warmup" if not pace.untimed_steps else "were warmup or measured otherwise"
+        yield "speed", f"not known: all {pace.steps} steps {why}"
         return
     each = (
         f" on all ranks, {format_count(rate / m.world_size)} a rank"
@@ -73,13 +89,21 @@ def _speed(m: Measurement) -> Iterator[tuple[str, str]]:
         else " on the one rank"
     )
     yield "speed", f"{format_count(rate)} tokens/s{each}"
-    yield "", f"over {pace.timed_steps} steps, the {left_out} warmup steps before them left out"
+    slowed = f", and {pace.untimed_steps} that were profiled" if pace.untimed_steps else ""
+    yield "", f"over {pace.timed_steps} steps, the {left_out} warmup steps before them left out{slowed}"
     step, data = pace.seconds / pace.timed_steps, pace.data_seconds / pace.timed_steps
     yield "step", f"{format_seconds(step)}, of these {format_seconds(data)} waiting for data"
     if m.mfu is not None and m.peak is not None:
         whence = "by its datasheet" if m.peak.source == "catalog" else "a matmul measured here"
         peak = f"{_flops(m.peak.flops_per_second)}/s a rank ({m.peak.device}, {m.peak.dtype}, {whence})"
         yield "MFU", f"{100 * m.mfu:.1f} % of {peak}"
+
+
+def _seconds(step: StepSeconds) -> Iterator[tuple[str, str]]:
+    for name, seconds in step.terms().items():
+        if seconds:
+            share = f"{100 * seconds / step.total:.1f} %"
+            yield f"  {TIME_LABELS.get(name, name)}", f"{format_seconds(seconds)}, {share}"
 
 
 def _memory(peak: PeakBytes) -> Iterator[tuple[str, str]]:

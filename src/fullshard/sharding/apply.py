@@ -68,31 +68,58 @@ def shard(
     model whose sharding failed nothing can be used. Warns of units too small or too large (UnitSizeWarning),
     and of a model that lacks some of its weights (InitialisedWarning).
     """
-    _refuse(model, methods)
+    prepared = prepare(model, plan, units=units)
+    _refuse_methods(model, methods)
+    values = take_values(model)
+    warn_of_missing(model, values, stacklevel=2)
+    hand_over(model, prepared, plan=plan, methods=methods)
+    fill(model, prepared.units, values=values, plan=plan, init=init)
+    settle(model, prepared.units, plan=plan)
+    return model
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a model is about to be sharded into. `blocks`: what recompute and the compiler apply to."""
+
+    units: list[Unit]
+    blocks: Sequence[nn.Module]
+    meshes: Meshes
+
+
+def prepare(model: nn.Module, plan: Plan, *, units: Predicate | None = None) -> Prepared:
+    """The first part of `shard`: the model is looked at, and stays as it is. Raises what `shard` does."""
+    _refuse(model)
     section = plan.run.sharding.units
     found = find_units(model, section, predicate=units)
     _check_overrides(found, plan)
     repeated = find_repeated(model, section, units=found)
     meshes = Meshes.build(plan, found)
-    warn_of_unit_sizes(found, plan, stacklevel=2)
-    values = take_values(model)
-    warn_of_missing(model, values, stacklevel=2)
-    meta_parameters(model, found, plan=plan)
-    _recompute_and_compile(repeated, found, plan=plan)
+    warn_of_unit_sizes(found, plan, stacklevel=3)
+    return Prepared(found, repeated, meshes)
+
+
+def hand_over(model: nn.Module, prepared: Prepared, *, plan: Plan, methods: Sequence[str] = ()) -> None:
+    """The second part: the engine takes over, with every shard on the meta device."""
+    units = prepared.units
+    meta_parameters(model, units, plan=plan)
+    _recompute_and_compile(prepared.blocks, units, plan=plan)
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
     with one_small_mesh():
-        for unit in found:
-            _fully_shard(unit, plan, meshes=meshes, scalars=scalars)
+        for unit in units:
+            _fully_shard(unit, plan, meshes=prepared.meshes, scalars=scalars)
     model.forward = _explained(model.forward)
     for method in methods:
         register_fsdp_forward_method(model, method)
-    fill(model, found, values=values, plan=plan, init=init)
+
+
+def settle(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> None:
+    """The last part of `shard`, once shards and buffers are allocated."""
     cast_buffers(model, plan.precision)
-    apply_prefetch(_in_order_of_use(model, found), plan.run.prefetch)
-    return model
+    apply_prefetch(_in_order_of_use(model, units), plan.run.prefetch)
 
 
-def _refuse(model: nn.Module, methods: Sequence[str]) -> None:
+def _refuse(model: nn.Module) -> None:
     name = type(model).__name__
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ShardError(f"{name} is sharded already.", fix="shard a model once")
@@ -102,8 +129,12 @@ def _refuse(model: nn.Module, methods: Sequence[str]) -> None:
             why="tensor-parallel parameters are not supported yet",
             fix="shard a model of plain parameters",
         )
+
+
+def _refuse_methods(model: nn.Module, methods: Sequence[str]) -> None:
     for method in methods:
         if not callable(getattr(model, method, None)):
+            name = type(model).__name__
             raise ShardError(f"{name} has no method {method!r}.", got=f"methods = {list(methods)}")
 
 

@@ -1,4 +1,7 @@
-"""Collectives that the engine is given in place of its own, where its own are poor."""
+"""Collectives that the engine is given in place of its own, where its own are poor.
+
+Each is a range of its own in a profiler's trace, by which `fullshard.profiler.trace` tells the kinds apart.
+"""
 
 import time
 from collections.abc import Sequence
@@ -8,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.profiler import record_function
 
 
 class InPlaceReduceScatter:
@@ -23,11 +27,12 @@ class InPlaceReduceScatter:
     def __call__(  # the engine's signature
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        holders = _holders(input_tensor)
-        dist.all_reduce(input_tensor, op=op, group=group)
-        _await_release(input_tensor, holders)
-        own = output_tensor.numel() * dist.get_rank(group)
-        output_tensor.copy_(input_tensor.narrow(0, own, output_tensor.numel()))
+        with record_function("fullshard::reduce_scatter"):
+            holders = _holders(input_tensor)
+            dist.all_reduce(input_tensor, op=op, group=group)
+            _await_release(input_tensor, holders)
+            own = output_tensor.numel() * dist.get_rank(group)
+            output_tensor.copy_(input_tensor.narrow(0, own, output_tensor.numel()))
 
 
 class DirectAllGather:
@@ -45,16 +50,17 @@ class DirectAllGather:
     ) -> dist.Work | None:
         ranks, own, length = dist.get_world_size(group), dist.get_rank(group), input_tensor.numel()
         works: list[dist.Work | None] = []
-        for step in range(1, ranks):
-            target, source = (own + step) % ranks, (own - step) % ranks
-            chunk = output_tensor.narrow(0, source * length, length)
-            works.append(dist.irecv(chunk, group=group, group_src=source))
-            works.append(dist.isend(input_tensor, group=group, group_dst=target))
-        # The engine takes one thing to wait for, or none: all but the last are waited for here.
-        last = works.pop() if async_op and works else None
-        for work in works:
-            if work is not None:
-                work.wait()
+        with record_function("fullshard::all_gather"):
+            for step in range(1, ranks):
+                target, source = (own + step) % ranks, (own - step) % ranks
+                chunk = output_tensor.narrow(0, source * length, length)
+                works.append(dist.irecv(chunk, group=group, group_src=source))
+                works.append(dist.isend(input_tensor, group=group, group_dst=target))
+            # The engine takes one thing to wait for, or none: all but the last are waited for here.
+            last = works.pop() if async_op and works else None
+            for work in works:
+                if work is not None:
+                    work.wait()
         return last
 
 

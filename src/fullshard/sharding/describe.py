@@ -1,16 +1,22 @@
 """describe(model, plan): any nn.Module -> ModelSpec, without its weights.
 
-One microbatch runs forward and backward on fake tensors: shapes, no data. Every storage is counted from its
-birth to its death, as the allocator would count it, and the count is cut into phases at the points where the
-engine acts (a unit's forward and backward begin and end). Parameters stand there in the dtype that units are
-gathered in; what the engine itself allocates is not in the trace, but added by `fullshard.planner.memory`.
+Microbatches run forward and backward on fake tensors: shapes, no data. Every storage is counted from its
+birth to its death, as the allocator would count it, every operation's FLOP and bytes are taken down, and all
+is cut into phases at the points where the engine acts (a unit's forward and backward begin and end).
+Parameters stand there in the dtype that units are gathered in; what the engine itself allocates is not in the
+trace, but added by
+`fullshard.planner.memory`.
 
-Operations take their CPU paths, and are not compiled: what `torch.compile` saves is not seen.
+Repeated blocks are traced a few times, not all (`fullshard.sharding.shortening`), and two sizes of microbatch
+tell all others (`fullshard.sharding.phases`). Where a model does not do alike in both, it is traced whole,
+for the plan's own microbatch. Operations are not compiled: what `torch.compile` saves of memory is not seen.
 """
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,14 +26,26 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fullshard.errors import ShardError
-from fullshard.sharding.allocations import storage_key
+from fullshard.sharding.allocations import Recorded
+from fullshard.sharding.cuda_kernels import cuda_kernels
+from fullshard.sharding.kernels import storages_bytes
+from fullshard.sharding.phases import KernelTable, alike, foretold, joined
 from fullshard.sharding.precision import TORCH_DTYPE, cast_buffers
 from fullshard.sharding.recompute import apply_recompute
+from fullshard.sharding.shortening import Shortened, shorten
 from fullshard.sharding.trace import LossFunction, Tracer
 from fullshard.sharding.units import Predicate, Unit, find_repeated, find_units
-from fullshard.spec.model import ModelSpec, ParamSpec, Trace, UnitSpec
-from fullshard.spec.plan import Plan
-from fullshard.spec.run import Run, Strategy
+from fullshard.spec.model import Kernel, Line, ModelSpec, ParamSpec, Phase, Repeat, Trace, UnitSpec
+from fullshard.spec.plan import DeviceType, Plan
+from fullshard.spec.run import RecomputeSection, Run, Strategy
+
+# What is traced for a Run that leaves recompute to the planner.
+RECOMPUTES = (
+    RecomputeSection(mode="none"),
+    RecomputeSection(mode="selective"),
+    RecomputeSection(mode="every", every=2),
+    RecomputeSection(mode="full"),
+)
 
 
 def describe(
@@ -37,18 +55,23 @@ def describe(
     loss: LossFunction,
     batch: Any = None,
     units: Predicate | None = None,
+    kernels_for: DeviceType | None = None,
 ) -> ModelSpec:
     """The spec of `model` (on the meta device or real; it is not changed) as `plan` runs it on one rank.
 
-    The spec holds for every plan with the same units, microbatch, sequence length, precision and recompute,
-    whatever its ranks, strategy and accumulation; so a Run will do (microbatch 1 where it leaves it open).
-    `loss(model, batch)` is the training loss. `batch`: one microbatch, any nest of tensors, of which only
-    shapes and dtypes matter; unset, int64 `tokens` and `labels` of (microbatch, sequence_length).
-    `units(name, module)` overrides the plan's unit policy, as in `shard`.
+    The spec holds for every plan with the same units, sequence length and precision, whatever its ranks,
+    strategy, microbatch and accumulation, and with a recompute that was traced: the plan's own; all modes for
+    a Run whose recompute is auto. `loss(model, batch)` is the training loss. `batch`: one microbatch, any
+    nest of tensors, of which only shapes and dtypes matter, and of which dim 0 is the microbatch; unset,
+    int64
+    `tokens` and `labels` of (microbatch, sequence_length). `units(name, module)` overrides the plan's unit
+    policy, as in
+    `shard`. `kernels_for`: which device's kernels compute; unset, the plan's.
 
     Raises ShardError for a model that is sharded already.
     """
-    plan = _on_one_rank(plan) if isinstance(plan, Run) else plan
+    device = kernels_for or _device(plan)
+    plan, recomputes = _on_one_rank(plan, device) if isinstance(plan, Run) else (plan, (plan.run.recompute,))
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ShardError(
             f"{type(model).__name__} is sharded already.",
@@ -56,43 +79,190 @@ def describe(
             fix="describe the model before shard(model, plan)",
         )
     given = find_units(model, plan.run.sharding.units, predicate=units)
-    fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    twin = _fake_twin(model, given, plan=plan, fakes=fakes)
-    found = find_units(twin, plan.run.sharding.units, predicate=units)
-    apply_recompute(find_repeated(twin, plan.run.sharding.units, units=found), plan.run.recompute)
-    fake_batch = _fake_batch(batch, plan, fakes=fakes)
-    tracer = Tracer(twin, found, plan=plan, fakes=fakes)
-    phases = tracer.microbatch(loss, fake_batch)
-    accumulating = ()
-    # Where they are reduced in another dtype, the engine takes the gradients away, and adds them up itself.
-    if plan.precision.param == plan.precision.reduce:
-        tracer.hold_gradients()
-        accumulating = tracer.microbatch(loss, fake_batch)
+    study = _Study(model, plan, loss=loss, batch=batch, predicate=units, device=device)
+    with ExitStack() as stack:
+        if device == "cuda":
+            stack.enter_context(cuda_kernels())
+        traces = [trace for section in recomputes for trace in study.traces(section, given)]
+    flops, active = _per_token(traces[0], study.table.kernels, sequence_length=plan.run.data.sequence_length)
     return ModelSpec(
         name=type(model).__name__,
+        kernels_for=device,
+        sequence_length=plan.run.data.sequence_length,
+        precision=plan.precision,
         units=tuple(_unit_specs(given, model)),
-        buffer_bytes=_bytes(twin.buffers()),
-        trace=Trace(
-            microbatch=plan.microbatch,
-            sequence_length=plan.run.data.sequence_length,
-            precision=plan.precision,
-            recompute=plan.run.recompute,
-            batch_bytes=_bytes(leaf for leaf in tree_leaves(fake_batch) if isinstance(leaf, Tensor)),
-            phases=phases,
-            accumulating=accumulating,
-        ),
+        buffer_bytes=study.buffer_bytes,
+        kernels=study.table.kernels,
+        traces=tuple(traces),
+        flops_per_token=flops,
+        active_numel=active,
     )
 
 
-def _on_one_rank(run: Run) -> Plan:
-    """A plan with the run's settings that a trace depends on."""
+def _device(plan: Plan | Run) -> DeviceType:
+    if isinstance(plan, Plan):
+        return plan.device
+    return "cuda" if plan.run.device == "cuda" else "cpu"
+
+
+def _on_one_rank(run: Run, device: DeviceType) -> tuple[Plan, tuple[RecomputeSection, ...]]:
+    """A plan with the run's settings that a trace depends on, and what it is to recompute."""
     microbatch = run.train.microbatch or 1
     train = run.train.model_copy(update={"microbatch": microbatch, "global_batch": microbatch})
     sharding = run.sharding.model_copy(
         update={"strategy": Strategy.FULL_SHARD, "shard_degree": None, "reshard_to": None}
     )
     alone = run.model_copy(update={"train": train, "sharding": sharding})
-    return Plan.from_run(alone, world_size=1, device="cuda" if run.run.device == "cuda" else "cpu")
+    open_ = run.recompute.mode == "auto"
+    return Plan.from_run(alone, world_size=1, device=device), RECOMPUTES if open_ else (run.recompute,)
+
+
+@dataclass
+class _Found:
+    """What was recorded at one size of microbatch: phases, and the same over earlier gradients."""
+
+    recording: list[Recorded]
+    accumulating: list[Recorded]
+    batch_bytes: int
+
+
+class _Study:
+    """Traces one model under one recompute setting after the other."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        *,
+        loss: LossFunction,
+        batch: Any,
+        predicate: Predicate | None,
+        device: DeviceType,
+    ) -> None:
+        self.model, self.plan, self.loss, self.batch = model, plan, loss, batch
+        self.predicate, self.device = predicate, device
+        self.table = KernelTable()
+        self.buffer_bytes = 0
+        self._single_differs: bool | None = None  # not known before the first trace
+
+    def traces(self, recompute: RecomputeSection, given: Sequence[Unit]) -> list[Trace]:
+        """One trace for any microbatch, and where a single sequence is another case one for that; or, of a
+        model that does not do alike, one for the plan's own microbatch alone."""
+        run = self.plan.run.model_copy(update={"recompute": recompute})
+        plan = self.plan.model_copy(update={"run": run})
+        for short in (True, False):
+            record, shortened = self._prepared(plan, given, short=short)
+            if record is None:
+                continue
+            if self.batch is None or _can_grow(self.batch, plan.microbatch):
+                low, high = record(2), record(3)
+                if alike(low.recording, high.recording) and _periodic(low.recording, shortened.repeats):
+                    traces = [self._trace(low, high, plan=plan, shortened=shortened)]
+                    if self._single_differs is not False:
+                        single = record(1)
+                        self._single_differs = not foretold(
+                            single.recording, low=low.recording, high=high.recording
+                        )
+                        alone = [self._trace(single, single, plan=plan, shortened=shortened, microbatch=1)]
+                        traces += alone if self._single_differs else []
+                    return traces
+            own = record(plan.microbatch)
+            if _periodic(own.recording, shortened.repeats):
+                return [self._trace(own, own, plan=plan, shortened=shortened, microbatch=plan.microbatch)]
+        raise AssertionError("a whole model is always traced")
+
+    def _prepared(
+        self, plan: Plan, given: Sequence[Unit], *, short: bool
+    ) -> tuple[Callable[[int], _Found] | None, Shortened]:
+        """What records a microbatch of a size on a fake twin; None if the twin cannot be shortened."""
+        section = plan.run.sharding.units
+        fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        twin = _fake_twin(self.model, given, plan=plan, fakes=fakes)
+        self.buffer_bytes = storages_bytes(twin.buffers())
+        found = find_units(twin, section, predicate=self.predicate)
+        shortened = Shortened()
+        if short:
+            blocks = find_repeated(twin, section, units=found)
+            shortened = shorten(twin, found, blocks=blocks, plan=plan)
+            if not shortened.repeats:
+                return None, shortened
+            found = find_units(twin, section, predicate=self.predicate)
+            if [unit.name for unit in found] != [u.name for u in given if u.name not in shortened.left_out]:
+                return None, shortened
+        apply_recompute(find_repeated(twin, section, units=found), plan.run.recompute)
+
+        def record(microbatch: int) -> _Found:
+            tracer = Tracer(twin, found, plan=plan, fakes=fakes, transients=self.device == "cuda")
+            batch = _fake_batch(self.batch, plan, microbatch=microbatch, fakes=fakes)
+            recording, accumulating = tracer.microbatch(self.loss, batch), list[Recorded]()
+            # Where they are reduced in another dtype, the engine takes the gradients away, and adds them
+            # itself.
+            if plan.precision.param == plan.precision.reduce:
+                tracer.hold_gradients()
+                accumulating = tracer.microbatch(self.loss, batch)
+                twin.zero_grad(set_to_none=True)
+            held = storages_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+            return _Found(recording, accumulating, held)
+
+        return record, shortened
+
+    def _trace(
+        self, low: _Found, high: _Found, *, plan: Plan, shortened: Shortened, microbatch: int | None = None
+    ) -> Trace:
+        first = microbatch or 2
+        grows = high.batch_bytes - low.batch_bytes
+        return Trace(
+            recompute=plan.run.recompute,
+            microbatch=microbatch,
+            batch_bytes=Line(low.batch_bytes - grows * first, grows),
+            phases=joined(low.recording, high.recording, microbatch=first, table=self.table),
+            accumulating=joined(low.accumulating, high.accumulating, microbatch=first, table=self.table),
+            repeats=shortened.repeats,
+        )
+
+
+def _periodic(recording: Sequence[Recorded], repeats: Sequence[Repeat]) -> bool:
+    """Whether each period that stands for others did the same as the one behind it."""
+
+    def done_by(first: int, count: int) -> list[tuple[object, ...]]:
+        return [
+            (one.event, one.unit - first, one.given, one.changes, one.work)
+            for one in recording
+            if first <= one.unit < first + count
+        ]
+
+    return all(
+        done_by(repeat.first, repeat.units) == done_by(repeat.first + repeat.units, repeat.units)
+        for repeat in repeats
+    )
+
+
+def _per_token(trace: Trace, kernels: Sequence[Kernel], *, sequence_length: int) -> tuple[float, int]:
+    """(FLOP of forward and backward, parameters that it is multiplied with) of one token.
+
+    Three times the forward's matmuls, and its attention with all pairs counted: see `model_flops_per_token`.
+    Backward of a matmul is two of them.
+    """
+    microbatch = trace.microbatch or 1
+    matmul = attention = 0.0
+    for phase, times in _forward_phases(trace):
+        for kernel, count in ((kernels[launch.kernel], launch.times) for launch in phase.work):
+            flops = count * times * kernel.flops.at(microbatch)
+            if kernel.kind == "attention":
+                attention += flops * (2 if kernel.causal else 1)
+            elif kernel.kind == "matmul":
+                matmul += flops
+    tokens = microbatch * sequence_length
+    return 3 * (matmul + attention) / tokens, round(matmul / tokens / 2)
+
+
+def _forward_phases(trace: Trace) -> Iterator[tuple[Phase, int]]:
+    """The phases until forward ends, and how many times each stands in the model."""
+    for phase in trace.phases:
+        if phase.event in ("end_forward", "pre_backward"):
+            return
+        inside = (r.times for r in trace.repeats if r.first <= phase.unit < r.first + r.units)
+        yield phase, next(inside, 1)
 
 
 def _fake_twin(model: nn.Module, units: Sequence[Unit], *, plan: Plan, fakes: FakeTensorMode) -> nn.Module:
@@ -116,14 +286,24 @@ def _fake_twin(model: nn.Module, units: Sequence[Unit], *, plan: Plan, fakes: Fa
     return twin
 
 
-def _fake_batch(batch: Any, plan: Plan, *, fakes: FakeTensorMode) -> Any:
+def _can_grow(batch: Any, microbatch: int) -> bool:
+    """Whether dim 0 of all that is in it is the microbatch."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return bool(tensors) and all(tensor.ndim and tensor.shape[0] == microbatch for tensor in tensors)
+
+
+def _fake_batch(batch: Any, plan: Plan, *, microbatch: int, fakes: FakeTensorMode) -> Any:
     if batch is None:
         shape = (plan.microbatch, plan.run.data.sequence_length)
         batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in ("tokens", "labels")}
+    grown = microbatch != plan.microbatch
+
+    def fake(tensor: Tensor) -> Tensor:
+        shape = (microbatch, *tensor.shape[1:]) if grown else tensor.shape
+        return torch.empty(shape, dtype=tensor.dtype, device="cpu")
+
     with fakes:
-        return tree_map_only(
-            Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), cast(object, batch)
-        )
+        return tree_map_only(Tensor, fake, cast(object, batch))
 
 
 def _unit_specs(units: Sequence[Unit], model: nn.Module) -> Iterator[UnitSpec]:
@@ -150,7 +330,3 @@ def _unit_specs(units: Sequence[Unit], model: nn.Module) -> Iterator[UnitSpec]:
             kept=unit.is_root or unit.keep_until_backward,
             override=unit.override,
         )
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -104,6 +104,18 @@ def fill(
     filler.fill_buffers(values)
 
 
+def leave_unset(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Allocates on the CPU what `fill` would, and sets no value: for tensors that are fake, and have none."""
+    filler = _Filler(model, torch.device("cpu"), seed=0, init=None)
+    filler.hang({name: filler.unset(name) for name in filler.parameters})
+    for unit in units:
+        unit.parameters = {name: filler.parameters[name] for name in unit.parameters}
+    buffers = {id(buffer): torch.empty_like(buffer, device="cpu") for buffer in model.buffers()}
+    for module in model.modules():
+        for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            module._buffers[key] = buffers[id(buffer)]  # pyright: ignore[reportPrivateUsage]
+
+
 def materialize(
     model: nn.Module, *, seed: int, device: torch.device | None = None, init: Initialise | None = None
 ) -> nn.Module:
@@ -164,6 +176,14 @@ class _Filler:
             torch.utils.swap_tensors(old, new)  # `.data =` cannot leave the meta device
         else:
             self.parameters[name] = new
+
+    def unset(self, name: str) -> nn.Parameter:
+        """Puts a shard that holds no value in the place of the parameter, and returns that."""
+        old = self.parameters[name]
+        shape = old.to_local().shape if isinstance(old, DTensor) else old.shape
+        local = torch.empty(shape, dtype=old.dtype, device=self.device)
+        self._put(name, _as_placed(local, old) if isinstance(old, DTensor) else local)
+        return self.parameters[name]
 
     def initialised(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Whole, initialised values of these parameters, in fp32 (or their own dtype if frozen)."""
@@ -298,9 +318,13 @@ def _cut(whole: Tensor, parameter: nn.Parameter) -> Tensor:
             chunks, rank = local.chunk(mesh.size(axis)), mesh.get_local_rank(axis)
             local = chunks[rank] if rank < len(chunks) else local[:0]
     # A copy, or the shard would keep the whole tensor's storage alive.
-    local = local.to(parameter.dtype, copy=True)
+    return _as_placed(local.to(parameter.dtype, copy=True), parameter)
+
+
+def _as_placed(local: Tensor, like: DTensor) -> DTensor:
+    """This rank's part of a tensor with the shape and placements of `like`."""
     return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 

@@ -28,6 +28,9 @@ _SAVED_NAMES = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
 )
+_MATMULS = frozenset(
+    getattr(_ATEN, name).default for name in ("mm", "addmm", "bmm", "baddbmm") if hasattr(_ATEN, name)
+)
 SAVED_OPERATIONS = frozenset(getattr(_ATEN, name).default for name in _SAVED_NAMES if hasattr(_ATEN, name))
 
 Contexts = Callable[[], tuple[Any, Any]]
@@ -46,8 +49,7 @@ def apply_recompute(
     contexts: Contexts | None = None
     if section.mode == "selective":
         # The compiler reads torch's contexts, and must see all operations.
-        whole = partial(create_selective_checkpoint_contexts, _save_matmuls)
-        contexts = whole if compiled else _contexts_for_saved
+        contexts = partial(_contexts, section.save_matmuls, compiled=compiled)
     step = section.every if section.mode == "every" else 1
     for block in blocks[::step]:
         block.forward = _recomputed(block.forward, contexts)
@@ -59,16 +61,29 @@ def _recomputed(forward: Callable[..., Any], contexts: Contexts | None) -> Calla
     return partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
 
 
-def _save_matmuls(  # signature: torch's policy of selective recompute
-    _context: Any, operation: Any, *_args: Any, **_kwargs: Any
-) -> CheckpointPolicy:
-    saved = operation in SAVED_OPERATIONS
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+class _Saving:
+    """Torch's policy of selective recompute: attention and every k-th matmul of a block are saved.
+
+    Forward and what is computed again count for themselves, so that both choose the same ones.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._matmuls = {False: 0, True: 0}
+
+    def __call__(self, context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        if operation not in SAVED_OPERATIONS:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if operation in _MATMULS:
+            self._matmuls[context.is_recompute] += 1
+            if (self._matmuls[context.is_recompute] - 1) % self.every:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE
 
 
-def _contexts_for_saved() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    saving, giving = create_selective_checkpoint_contexts(_save_matmuls)
-    return _ForSaved(saving), _ForSaved(giving)
+def _contexts(save_matmuls: int, *, compiled: bool) -> tuple[Any, Any]:
+    saving, giving = create_selective_checkpoint_contexts(_Saving(save_matmuls))
+    return (saving, giving) if compiled else (_ForSaved(saving), _ForSaved(giving))
 
 
 class _ForSaved(TorchDispatchMode):

@@ -14,33 +14,41 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from fullshard.sharding.allocations import Allocations
+from fullshard.sharding.allocations import Allocations, Recorded
 from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.sharding.units import Unit
-from fullshard.spec.model import Event, Phase
 from fullshard.spec.plan import Plan
 
 LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor]]
 
 
 class Tracer:
-    """Runs microbatches of `model`, whose parameters are fake, and takes the phases down."""
+    """Runs microbatches of `model`, whose parameters are fake, and takes down what happens in each phase.
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], *, plan: Plan, fakes: FakeTensorMode) -> None:
+    `transients`: see `Allocations`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        *,
+        plan: Plan,
+        fakes: FakeTensorMode,
+        transients: bool = False,
+    ) -> None:
         self.model, self.units, self.plan, self.fakes = model, units, plan, fakes
+        self.transients = transients
         self.allocations = Allocations()
-        self._phases: list[Phase] = []
-        self._opened: tuple[Event, int] = ("start", -1)
         self._to_run: list[set[nn.Module]] = [set() for _ in units]  # modules of a unit yet to run
         self._in_backward: set[int] = set()
         self._finished: set[int] = set()
         self._backward_began = False
 
-    def microbatch(self, loss: LossFunction, batch: Any) -> tuple[Phase, ...]:
+    def microbatch(self, loss: LossFunction, batch: Any) -> list[Recorded]:
         """The phases of one forward and backward. Whole gradients that were there before stay uncounted."""
-        self.allocations = Allocations()
-        self._phases, self._opened, self._finished = [], ("start", -1), set()
-        self._backward_began = False
+        self.allocations = Allocations(transients=self.transients)
+        self._finished, self._backward_began = set(), False
         self._to_run = [set() for _ in self.units]
         handles = self._hook()
         try:
@@ -52,13 +60,12 @@ class Tracer:
                 value.backward()
                 for index in self._pending():
                     self._post_backward(index)
-                self._mark("end_backward", -1)
+                self.allocations.open("end_backward", -1)
                 del result, value
         finally:
             for handle in handles:
                 handle.remove()
-        self._mark("start", -1)
-        return tuple(self._phases)
+        return self.allocations.recorded
 
     def hold_gradients(self) -> None:
         """Gives every trained parameter the whole gradient of an earlier microbatch."""
@@ -75,13 +82,6 @@ class Tracer:
                 self.allocations.ignore(tensor)
                 if tensor.grad is not None:
                     self.allocations.ignore(tensor.grad)
-
-    def _mark(self, event: Event, unit: int) -> None:
-        """Closes the phase that is open, and opens the next."""
-        peak, end = self.allocations.cut()
-        opened, of_unit = self._opened
-        self._phases.append(Phase(event=opened, unit=of_unit, peak=peak, end=end))
-        self._opened = (event, unit)
 
     # Hooks #
     def _hook(self) -> list[RemovableHandle]:
@@ -107,7 +107,7 @@ class Tracer:
             if self._to_run[index]:
                 return args, kwargs
             self._to_run[index] = set(unit.modules)
-            self._mark("pre_forward", index)
+            self.allocations.open("pre_forward", index)
             return self._watch_inputs(index, (args, kwargs)) if unit.parameters else (args, kwargs)
 
         return hook
@@ -128,18 +128,20 @@ class Tracer:
     def _post_forward(self, index: int, result: Any) -> None:
         again = self._backward_began  # computed again: the engine does not reshard
         if not again:
-            self._mark("post_forward", index)
+            self.allocations.open("post_forward", index)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda _gradient: self._pre_backward(index))
         if again and not any(self._to_run):
-            self._mark("end_forward", -1)  # to the engine, a unit inside of what is computed again is a root
+            self.allocations.open(
+                "end_forward", -1
+            )  # to the engine, a unit inside of what is computed again is a root
         if self.units[index].is_root and not again:
             for other, left in enumerate(self._to_run):
                 if left:  # part of the unit did not run: the engine ends its forward here
                     left.clear()
-                    self._mark("post_forward", other)
-            self._mark("end_forward", -1)
+                    self.allocations.open("post_forward", other)
+            self.allocations.open("end_forward", -1)
             self.allocations.kind = "loss"
 
     def _watch_inputs(self, index: int, inputs: tuple[Any, Any]) -> Any:
@@ -157,7 +159,7 @@ class Tracer:
             return
         self._in_backward.add(index)
         self._to_run[index].clear()  # computed again, a unit may break off once it has what backward needs
-        self._mark("pre_backward", index)
+        self.allocations.open("pre_backward", index)
         self.allocations.kind = "backward"
 
     def _gradient_is_there(self, parameter: Tensor) -> None:
@@ -168,10 +170,10 @@ class Tracer:
         """The engine takes the gradients away; those that autograd adds to stay, and are not counted."""
         self._in_backward.discard(index)
         self._finished.add(index)
-        self._mark("post_backward", index)
+        self.allocations.open("post_backward", index)
         for parameter in self.units[index].parameters.values():
             parameter.grad = None
-        self.allocations.restart()
+        self.allocations.given()
 
     def _pending(self) -> list[int]:
         """Units whose backward no input gradient ended, in the engine's order: as modules are registered."""

@@ -1,13 +1,16 @@
-"""The catalog of known accelerators: what each can do at most, and which datasheet says so.
+"""Hardware: what a run is planned for. Chips, how many, how joined, and how fast all that really is."""
 
-All figures are for dense matrices (datasheets often print the double, for 2:4 sparsity) and with 32-bit
-accumulation, and they are for one device as torch counts devices. A figure that no source gives, or on which
-the vendor's own papers disagree, is left out: no utilisation is better than a wrong one.
-"""
-
+import math
+from bisect import bisect_left
 from collections.abc import Mapping
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, Self
 
+from pydantic import Field, PositiveInt
+
+from fullshard.spec.hardware_file import read_toml, write_toml
+from fullshard.spec.plan import DeviceType
+from fullshard.spec.run import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from fullshard.spec.value import Value
 
 ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
@@ -28,242 +31,150 @@ class Chip(Value):
     source: str
 
 
-def find_chip(device_name: str, *, memory_bytes: int | None = None) -> Chip | None:
-    """The chip that `torch.cuda.get_device_name` (or `torch.hpu`'s) calls `device_name`; None if unknown.
+class Point(NamedTuple):
+    """At this size of one launch (FLOP or bytes), this rate (FLOP/s or bytes/s)."""
 
-    Names are compared whole, never by a part: `NVIDIA H100 PCIe`, `NVIDIA H100 NVL` and `NVIDIA H100 80GB
-    HBM3` (SXM) are three chips, and `NVIDIA A100-SXM4-40GB MIG 3g.20gb` is a slice of one. A partition that
-    bears the whole chip's name (AMD's do) shows in its memory: where `memory_bytes` is given and is not
-    about the chip's own, the answer is None too.
+    size: float
+    rate: float
+
+
+Curve = Annotated[tuple[Point, ...], Field(min_length=1)]
+
+
+def rate_at(curve: tuple[Point, ...], size: float) -> float:
+    """The rate at `size`: straight in the logarithms between two points; beyond the last, its own rate.
+
+    Before the first, as if it took the first's time however small it is: a launch has a least duration.
     """
-    name = " ".join(device_name.lower().split())
-    for vendor in ("nvidia ", "amd ", "intel "):
-        name = name.removeprefix(vendor)
-    chip = next((chip for chip in CATALOG if name in chip.device_names), None)
-    if chip is None or memory_bytes is None:
-        return chip
-    return chip if 0.85 <= memory_bytes / chip.memory_bytes <= 1.05 else None
+    if size >= curve[-1].size:
+        return curve[-1].rate
+    if size <= curve[0].size:
+        return curve[0].rate * max(size, 1.0) / curve[0].size
+    above = bisect_left(curve, size, key=lambda point: point.size)
+    (s0, r0), (s1, r1) = curve[above - 1], curve[above]
+    along = math.log(size / s0) / math.log(s1 / s0)
+    return r0 * (r1 / r0) ** along
 
 
-_GIB = 1024**3
+class Rates(Value):
+    """What one rank does in a second while the others work too. Measured, or fractions of the chip's peaks.
 
-_A100 = "NVIDIA A100 Tensor Core GPU datasheet"
-_A100_RATES: dict[ComputeDtype, float] = {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12}
+    `matmul`, `attention`, `attention_backward`: by dtype, FLOP of one launch -> FLOP/s. `memory`: bytes read
+    and written by one elementwise launch -> bytes/s; `optimizer`: the same for the fused update.
+    `launch_seconds`: host time of issuing one operation (on the CPU: on top of doing it), forward and
+    backward averaged. `unit_seconds`: host time of the engine's work at one of a unit's four hooks (before
+    and after forward and backward: gather, reshard or reduce). `step_seconds`: host time of a step outside
+    the model and engine.
+    """
 
-_HOPPER = "NVIDIA H100 Tensor Core GPU Architecture whitepaper, dense figures"
-_HOPPER_SXM_RATES: dict[ComputeDtype, float] = {
-    "fp32": 66.9e12,
-    "tf32": 494.7e12,
-    "bf16": 989.4e12,
-    "fp16": 989.4e12,
-    "fp8": 1978.9e12,
-}
-_HOPPER_PCIE_RATES: dict[ComputeDtype, float] = {
-    "fp32": 51.2e12,
-    "tf32": 378e12,
-    "bf16": 756e12,
-    "fp16": 756e12,
-    "fp8": 1513e12,
-}
-_HOPPER_NVL_RATES: dict[ComputeDtype, float] = {
-    "fp32": 60e12,
-    "tf32": 417.5e12,
-    "bf16": 835.5e12,
-    "fp16": 835.5e12,
-    "fp8": 1670.5e12,
-}
+    matmul: Mapping[ComputeDtype, Curve]
+    attention: Mapping[ComputeDtype, Curve]
+    attention_backward: Mapping[ComputeDtype, Curve]
+    memory: Curve
+    optimizer: Curve
+    launch_seconds: NonNegativeFloat
+    unit_seconds: NonNegativeFloat = 0.0
+    step_seconds: NonNegativeFloat = 0.0
 
-# fp32 is left out: 80 TFLOP/s a B200 in the brief, 75 in later HGX pages.
-_BLACKWELL = "NVIDIA Blackwell Architecture Technical Brief, dense figures"
 
-_CDNA3_RATES: dict[ComputeDtype, float] = {
-    "fp32": 163.4e12,
-    "tf32": 653.7e12,
-    "bf16": 1307.4e12,
-    "fp16": 1307.4e12,
-    "fp8": 2614.9e12,
-}
+class CollectiveRate(Value):
+    """Seconds of one collective of B bytes (the whole, unsharded) over n ranks of an axis:
 
-CATALOG: tuple[Chip, ...] = (
-    Chip(
-        name="A100 PCIe 40 GB",
-        device_names=("a100-pcie-40gb",),
-        memory_bytes=40 * _GIB,
-        memory_bytes_per_second=1555e9,
-        flops_per_second=_A100_RATES,
-        source=_A100,
-    ),
-    Chip(
-        name="A100 PCIe 80 GB",
-        device_names=("a100 80gb pcie", "a100-pcie-80gb"),
-        memory_bytes=80 * _GIB,
-        memory_bytes_per_second=1935e9,
-        flops_per_second=_A100_RATES,
-        source=_A100,
-    ),
-    Chip(
-        name="A100 SXM 40 GB",
-        device_names=("a100-sxm4-40gb", "a100-sxm-40gb"),
-        memory_bytes=40 * _GIB,
-        memory_bytes_per_second=1555e9,
-        flops_per_second=_A100_RATES,
-        source=_A100,
-    ),
-    Chip(
-        name="A100 SXM 80 GB",
-        device_names=("a100-sxm4-80gb", "a100-sxm-80gb"),
-        memory_bytes=80 * _GIB,
-        memory_bytes_per_second=2039e9,
-        flops_per_second=_A100_RATES,
-        source=_A100,
-    ),
-    Chip(
-        name="H100 SXM",
-        device_names=("h100 80gb hbm3",),
-        memory_bytes=80 * _GIB,
-        memory_bytes_per_second=3.35e12,
-        flops_per_second=_HOPPER_SXM_RATES,
-        source=f"{_HOPPER}; memory: NVIDIA H100 datasheet",
-    ),
-    Chip(
-        name="H100 PCIe",
-        device_names=("h100 pcie", "h100 80gb hbm2e"),
-        memory_bytes=80 * _GIB,
-        memory_bytes_per_second=2e12,
-        flops_per_second=_HOPPER_PCIE_RATES,
-        source=f"{_HOPPER}; memory: NVIDIA H100 datasheet",
-    ),
-    Chip(
-        name="H100 NVL",
-        device_names=("h100 nvl",),
-        memory_bytes=94 * _GIB,
-        memory_bytes_per_second=3.9e12,
-        flops_per_second=_HOPPER_NVL_RATES,
-        source="NVIDIA H100 datasheet, column H100 NVL, half of its figures with sparsity",
-    ),
-    Chip(
-        name="H200 SXM",
-        device_names=("h200",),
-        memory_bytes=141 * _GIB,
-        memory_bytes_per_second=4.8e12,
-        flops_per_second=_HOPPER_SXM_RATES,
-        source=f"{_HOPPER}, which NVIDIA's H200 datasheet repeats; memory: the H200 datasheet",
-    ),
-    Chip(
-        name="H200 NVL",
-        device_names=("h200 nvl",),
-        memory_bytes=141 * _GIB,
-        memory_bytes_per_second=4.8e12,
-        flops_per_second=_HOPPER_NVL_RATES,
-        source="NVIDIA H200 datasheet, column H200 NVL, half of its figures with sparsity",
-    ),
-    Chip(
-        name="B200",
-        device_names=("b200",),
-        memory_bytes=180 * _GIB,
-        memory_bytes_per_second=8e12,
-        flops_per_second={"tf32": 1.1e15, "bf16": 2.25e15, "fp16": 2.25e15, "fp8": 4.5e15},
-        source=f"{_BLACKWELL}; memory: an eighth of NVIDIA's DGX B200 datasheet (1,440 GB, 64 TB/s)",
-    ),
-    Chip(
-        name="GB200",  # one of the superchip's two GPUs
-        device_names=("gb200",),
-        memory_bytes=186 * _GIB,
-        memory_bytes_per_second=8e12,
-        flops_per_second={"tf32": 1.25e15, "bf16": 2.5e15, "fp16": 2.5e15, "fp8": 5e15},
-        source=f"{_BLACKWELL}; memory: a 72nd of NVIDIA's GB200 NVL72 datasheet (13.4 TB, 576 TB/s)",
-    ),
-    Chip(
-        name="L40S",
-        device_names=("l40s",),
-        memory_bytes=48 * _GIB,
-        memory_bytes_per_second=864e9,
-        flops_per_second={
-            "fp32": 91.6e12,
-            "tf32": 183e12,
-            "bf16": 362.05e12,
-            "fp16": 362.05e12,
-            "fp8": 733e12,
-        },
-        source="NVIDIA L40S datasheet",
-    ),
-    Chip(
-        name="L4",
-        device_names=("l4",),
-        memory_bytes=24 * _GIB,
-        memory_bytes_per_second=300e9,
-        flops_per_second={"fp32": 30.3e12, "tf32": 60e12, "bf16": 121e12, "fp16": 121e12, "fp8": 242.5e12},
-        source="NVIDIA L4 datasheet, half of its figures with sparsity",
-    ),
-    Chip(
-        name="A10",
-        device_names=("a10",),
-        memory_bytes=24 * _GIB,
-        memory_bytes_per_second=600e9,
-        flops_per_second={"fp32": 31.2e12, "tf32": 62.5e12, "bf16": 125e12, "fp16": 125e12},
-        source="NVIDIA A10 datasheet",
-    ),
-    Chip(
-        name="GeForce RTX 4090",
-        device_names=("geforce rtx 4090",),
-        memory_bytes=24 * _GIB,
-        memory_bytes_per_second=1008e9,
-        flops_per_second={
-            "fp32": 82.6e12,
-            "tf32": 82.6e12,
-            "bf16": 165.2e12,
-            "fp16": 165.2e12,
-            "fp8": 330.3e12,
-        },
-        source="NVIDIA Ada GPU Architecture whitepaper, appendix A, with FP32 accumulate",
-    ),
-    Chip(
-        name="GeForce RTX 3090",
-        device_names=("geforce rtx 3090",),
-        memory_bytes=24 * _GIB,
-        memory_bytes_per_second=936e9,
-        flops_per_second={"fp32": 35.6e12, "tf32": 35.6e12, "bf16": 71e12, "fp16": 71e12},
-        source="NVIDIA Ampere GA102 GPU Architecture whitepaper, appendix A, with FP32 accumulate",
-    ),
-    Chip(
-        name="Instinct MI250X, one of its two dies",  # torch counts each die as a device
-        device_names=("instinct mi250x",),
-        memory_bytes=64 * _GIB,
-        memory_bytes_per_second=1.6e12,
-        flops_per_second={"fp32": 47.85e12, "bf16": 191.5e12, "fp16": 191.5e12},
-        source="AMD Instinct MI250X data sheet, half of its figures (fp32: matrix)",
-    ),
-    Chip(
-        name="Instinct MI300X",
-        # VF: a virtual machine's view of a whole chip; the driver makes one of each
-        device_names=("instinct mi300x", "instinct mi300x oam", "instinct mi300x vf"),
-        memory_bytes=192 * _GIB,
-        memory_bytes_per_second=5.3e12,
-        flops_per_second=_CDNA3_RATES,
-        source="AMD Instinct MI300X data sheet",
-    ),
-    Chip(
-        name="Instinct MI325X",
-        device_names=("instinct mi325x", "instinct mi325x oam"),
-        memory_bytes=256 * _GIB,
-        memory_bytes_per_second=6e12,
-        flops_per_second=_CDNA3_RATES,
-        source="AMD Instinct MI325X data sheet",
-    ),
-    Chip(
-        name="Gaudi 2",
-        device_names=("gaudi2", "gaudi 2"),
-        memory_bytes=96 * _GIB,
-        memory_bytes_per_second=2.45e12,
-        flops_per_second={"bf16": 432e12, "fp8": 865e12},
-        source="Intel Gaudi 3 AI Accelerator White Paper, comparison with Gaudi 2",
-    ),
-    Chip(
-        name="Gaudi 3",
-        device_names=("gaudi3", "gaudi 3"),
-        memory_bytes=128 * _GIB,
-        memory_bytes_per_second=3.7e12,
-        flops_per_second={"bf16": 1835e12, "fp8": 1835e12},
-        source="Intel Gaudi 3 AI Accelerator White Paper",
-    ),
-)
+        base_seconds + hop_seconds * (n - 1) + x / bytes_per_second,    x = B * (n - 1) / n
+
+    which is a ring's; an all-reduce has its own rate, as measured (a ring's is half). Where `curve` was
+    measured over `curve_ranks` ranks (x -> x / seconds, latency and all), it goes before the line:
+
+        x / curve(x) + hop_seconds * (n - curve_ranks)
+    """
+
+    base_seconds: NonNegativeFloat
+    hop_seconds: NonNegativeFloat
+    bytes_per_second: PositiveFloat
+    curve: Curve | None = None
+    curve_ranks: PositiveInt | None = None
+
+    def seconds(self, count: float, ranks: int) -> float:
+        if ranks <= 1:
+            return 0.0
+        moved = count * (ranks - 1) / ranks
+        if self.curve is not None and self.curve_ranks is not None and moved > 0:
+            measured = moved / rate_at(self.curve, moved)
+            return max(measured + self.hop_seconds * (ranks - self.curve_ranks), 0.0)
+        return self.base_seconds + self.hop_seconds * (ranks - 1) + moved / self.bytes_per_second
+
+
+class Link(Value):
+    """What joins ranks. `bytes_per_second` is the peak of one rank in one direction; `source` says whose."""
+
+    name: str
+    bytes_per_second: PositiveFloat
+    all_gather: CollectiveRate
+    reduce_scatter: CollectiveRate
+    all_reduce: CollectiveRate
+    source: str = ""
+
+
+_FILE_HEAD = """hardware.toml: what `fullshard plan` and `fullshard train` take this hardware to be.
+Rates are what one rank gets while all work. Figures may be edited; `fullshard calibrate` measures them."""
+
+
+class Hardware(Value):
+    """`nodes` × `ranks_per_node` ranks of one chip.
+
+    `within` joins the ranks of a node, `across` the nodes (its rates are those of one rank while all ranks of
+    its node use their share: one collective over all ranks of several nodes has `ranks_per_node` shares). A
+    node is what `within` joins: for GB200, all 72 of a rack.
+
+    `overlap`: which part of a collective's time can pass beside computing (1 on GPUs; 0 where ranks share the
+    cores with their collectives). `contention`: how much longer computing takes meanwhile. `stragglers`: by
+    which part the slowest of many ranks is behind. `context_bytes`: what a process takes of the device beside
+    the allocator, `workspace_bytes`: what matmul libraries take of the allocator. `fragmentation`: what the
+    allocator reserves beyond the peaks of its streams, as a part of them.
+    `price_per_hour`: of one chip.
+    """
+
+    name: str
+    device: DeviceType
+    chip: Chip
+    nodes: PositiveInt = 1
+    ranks_per_node: PositiveInt = 1
+    rates: Rates
+    within: Link
+    across: Link | None = None
+    overlap: Annotated[float, Field(ge=0, le=1)] = 1.0
+    contention: NonNegativeFloat = 0.0
+    stragglers: NonNegativeFloat = 0.0
+    context_bytes: NonNegativeInt = 0
+    workspace_bytes: NonNegativeInt = 0
+    fragmentation: NonNegativeFloat = 0.0
+    usable_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    host_bytes_per_second: PositiveFloat | None = None
+    disk_bytes_per_second: PositiveFloat | None = None
+    price_per_hour: PositiveFloat | None = None
+    source: str = ""
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of one rank's device that a process may take, its context included."""
+        return int(self.chip.memory_bytes * self.usable_fraction)
+
+    def on(self, *, nodes: int, ranks_per_node: int) -> "Hardware":
+        """The same chips and links, more or fewer of them."""
+        return self.model_copy(update={"nodes": nodes, "ranks_per_node": ranks_per_node})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads a whole hardware.toml, as `save` writes it. Raises SpecError for anything else.
+
+        `fullshard.spec.catalog.hardware_on` also takes one that leaves out what the catalog knows.
+        """
+        return cls.parse(read_toml(Path(path)), source=str(path))
+
+    def save(self, path: str | Path) -> None:
+        """Writes TOML that people can edit, and that reads back equal. Raises SpecError if it cannot."""
+        write_toml(Path(path), self.model_dump(mode="json", exclude_none=True), head=_FILE_HEAD)

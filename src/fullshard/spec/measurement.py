@@ -57,20 +57,27 @@ class Pace(Value):
     """The speed of a run so far: sums over its steps, without the first `warmup_steps`.
 
     `steps` counts all of them; `tokens` (all ranks), `seconds` and `data_seconds` (of these, waiting for
-    data) those after the warmup. `pace.with_step(…)` is the pace after one more step.
+    data) those after the warmup, without the `untimed_steps` among them that were slowed by being measured.
+    `pace.with_step(…)` is the pace after one more step.
     """
 
     warmup_steps: NonNegativeInt
     steps: NonNegativeInt = 0
+    untimed_steps: NonNegativeInt = 0
     tokens: NonNegativeInt = 0
     seconds: NonNegativeFloat = 0.0
     data_seconds: NonNegativeFloat = 0.0
 
-    def with_step(self, *, tokens: int, seconds: float, data_seconds: float = 0.0) -> "Pace":
-        timed = self.steps >= self.warmup_steps
+    def with_step(
+        self, *, tokens: int, seconds: float, data_seconds: float = 0.0, measured: bool = False
+    ) -> "Pace":
+        """`measured`: the memory meter or the profiler was on, so the step's time is not the run's."""
+        warm = self.steps >= self.warmup_steps
+        timed = warm and not measured
         return Pace(
             warmup_steps=self.warmup_steps,
             steps=self.steps + 1,
+            untimed_steps=self.untimed_steps + (warm and measured),
             tokens=self.tokens + timed * tokens,
             seconds=self.seconds + timed * seconds,
             data_seconds=self.data_seconds + timed * data_seconds,
@@ -78,12 +85,58 @@ class Pace(Value):
 
     @property
     def timed_steps(self) -> int:
-        return max(0, self.steps - self.warmup_steps)
+        return max(0, self.steps - self.warmup_steps - self.untimed_steps)
 
     @property
     def tokens_per_second(self) -> float | None:
         """Of all ranks; None before the first timed step."""
         return self.tokens / self.seconds if self.seconds else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The mean of the timed steps; None before the first."""
+        return self.seconds / self.timed_steps if self.timed_steps else None
+
+
+class StepSeconds(Value):
+    """Where the seconds of one step go; `total` is their sum. See `fullshard.profiler.trace`.
+
+    compute                 forward and backward (recompute is within it); on CUDA, while a kernel of it runs
+    exposed_all_gather      waiting for parameters, while nothing is computed
+    exposed_reduce_scatter  the same for gradients that are reduced over shards
+    exposed_all_reduce      the same over replicas, and for the loss and the norm
+    engine                  copies in and out of the collectives' buffers; on the CPU, all that it does
+    optimizer               the norm, clipping and the update
+    data                    waiting for the batch
+    other                   none of these; on CUDA also the gaps in which the device waits for the host
+    """
+
+    compute: NonNegativeFloat = 0.0
+    exposed_all_gather: NonNegativeFloat = 0.0
+    exposed_reduce_scatter: NonNegativeFloat = 0.0
+    exposed_all_reduce: NonNegativeFloat = 0.0
+    engine: NonNegativeFloat = 0.0
+    optimizer: NonNegativeFloat = 0.0
+    data: NonNegativeFloat = 0.0
+    other: NonNegativeFloat = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self.terms().values())
+
+    @property
+    def waiting(self) -> float:
+        """For all collectives."""
+        return self.exposed_all_gather + self.exposed_reduce_scatter + self.exposed_all_reduce
+
+    def terms(self) -> dict[str, float]:
+        """The terms by name, in the order of the fields."""
+        return {name: float(value) for name, value in self}
+
+    def scaled_to(self, total: float) -> "StepSeconds":
+        """The same shares of another whole: term · total / self.total."""
+        factor = total / self.total if self.total else 0.0
+        return StepSeconds(**{name: value * factor for name, value in self.terms().items()})
 
 
 class PeakBytes(Value):
@@ -116,7 +169,9 @@ class Measurement(Value):
     `first_step`: the number (1 for a new run) of the first step of this command. Losses and `byte_entropy`
     (that of the byte frequencies, which a model must beat) are nats a token. `startup_seconds`: from the
     command to the end of its first step. `flops_per_token`: see `model_flops_per_token`. `sample`: text that
-    the trained model generated.
+    the trained model generated. `step_seconds`: the mean timed step of `pace`, shared out as the least
+    disturbed of a few profiled steps was on the slowest rank (the one that waited least for collectives);
+    None where no step was profiled or timed.
 
     The rates are in the JSON for whoever reads it; `load` reckons them anew.
     """
@@ -135,6 +190,7 @@ class Measurement(Value):
     flops_per_token: Annotated[float, Field(gt=0)] | None = None
     peak: MatmulPeak | None = None
     peak_bytes: PeakBytes | None = None
+    step_seconds: StepSeconds | None = None
     startup_seconds: NonNegativeFloat | None = None
     checkpoint: str | None = None
     sample: str | None = None

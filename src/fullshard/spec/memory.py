@@ -32,6 +32,8 @@ class MemoryTerms(Value):
     activations: int = 0
     loss: int = 0
     backward: int = 0
+    workspace: int = 0
+    stream_pools: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def total(self) -> int:

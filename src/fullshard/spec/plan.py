@@ -6,6 +6,7 @@ from typing import Literal, Self
 from pydantic import PositiveInt
 
 from fullshard.errors import PlanError, SpecError
+from fullshard.spec.prediction import Prediction
 from fullshard.spec.run import PrecisionMode, Run, Strategy
 from fullshard.spec.value import Value
 
@@ -67,7 +68,7 @@ class Plan(Value):
 
     `reshard_after_forward`: True frees a unit's gathered parameters after its forward, False keeps them for
     its backward, an int keeps them sharded over that many ranks in between.
-    `sync_each_microbatch`: see `TrainSection.accumulate_sync`.
+    `sync_each_microbatch`: see `TrainSection.accumulate_sync`. `run` is the run with every `auto` settled.
     """
 
     run: Run
@@ -81,6 +82,7 @@ class Plan(Value):
     microbatch: PositiveInt
     accumulation: PositiveInt
     sync_each_microbatch: bool
+    prediction: Prediction | None = None
 
     @classmethod
     def from_run(
@@ -91,6 +93,7 @@ class Plan(Value):
         `bf16_hardware`: what `precision.mode = "auto"` goes by; unset, GPUs are taken to have it.
         Raises PlanError where degrees or batches do not divide.
         """
+        run = _settled(run)
         replicate, shard = _mesh_degrees(run, world_size)
         microbatch, accumulation = _microbatches(run, world_size)
         mode = run.precision.mode
@@ -103,7 +106,7 @@ class Plan(Value):
             run=run,
             device=device,
             world_size=world_size,
-            strategy=run.sharding.strategy,
+            strategy=Strategy(run.sharding.strategy),
             replicate_degree=replicate,
             shard_degree=shard,
             reshard_after_forward=_reshard(run, shard),
@@ -123,6 +126,23 @@ class Plan(Value):
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.model_dump_json(indent=2) + "\n")
+
+
+def _settled(run: Run) -> Run:
+    """`run` with the plain default for every mechanism that it leaves to the planner."""
+    sharding, recompute, prefetch = run.sharding, run.recompute, run.prefetch
+    if sharding.strategy == "auto":
+        hybrid = sharding.shard_degree is not None
+        settled = Strategy.HYBRID_SHARD if hybrid else Strategy.FULL_SHARD
+        sharding = sharding.model_copy(update={"strategy": settled})
+    if recompute.mode == "auto":
+        recompute = recompute.model_copy(update={"mode": "none"})
+    if prefetch.mode == "auto":
+        prefetch = prefetch.model_copy(update={"mode": "implicit"})
+    place = run.run.model_copy(update={"compile": run.run.compile is True})
+    return run.model_copy(
+        update={"run": place, "sharding": sharding, "recompute": recompute, "prefetch": prefetch}
+    )
 
 
 def _mesh_degrees(run: Run, world_size: int) -> tuple[int, int]:

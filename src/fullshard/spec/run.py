@@ -49,6 +49,8 @@ def parse_strategy(name: object) -> object:
     key = "zero" + key.removeprefix("zero").strip("_") if key.startswith("zero") else key
     if key in STRATEGY_ALIASES:
         return STRATEGY_ALIASES[key]
+    if key == "auto":
+        return key
     if key in set(Strategy):
         return Strategy(key)
     raise ValueError(f"a strategy is one of {', '.join(Strategy)} (or {', '.join(STRATEGY_ALIASES)})")
@@ -181,12 +183,13 @@ class UnitSection(Value):
 
 
 class ShardingSection(Value):
-    """`shard_degree`: over how many ranks a hybrid strategy shards; it replicates over the others.
+    """`strategy` auto: the fastest that fits. `shard_degree`: over how many ranks a hybrid strategy shards;
+    it replicates over the others.
 
     `reshard_to`: after forward, keep parameters sharded over this many ranks (ZeRO++ hpZ), not over all.
     """
 
-    strategy: Annotated[Strategy, BeforeValidator(parse_strategy)] = Strategy.FULL_SHARD
+    strategy: Annotated[Strategy | Literal["auto"], BeforeValidator(parse_strategy)] = "auto"
     shard_degree: PositiveInt | None = None
     reshard_to: PositiveInt | None = None
     units: UnitSection = UnitSection()
@@ -201,6 +204,8 @@ class ShardingSection(Value):
 
     @model_validator(mode="after")
     def _degrees_fit(self) -> Self:
+        if self.strategy == "auto":
+            return self
         hybrid = self.strategy in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
         if self.shard_degree is not None and not hybrid:
             raise ValueError(f"shard_degree is for hybrid strategies, not for {self.strategy}")
@@ -226,16 +231,19 @@ class PrecisionSection(Value):
 
 class RecomputeSection(Value):
     """What is not saved for backward but computed again: `full` blocks, `every` k-th block, or by operation
-    (`selective`: matmuls and attention are saved, elementwise work is repeated)."""
+    (`selective`: attention and every `save_matmuls`-th matmul of a block are saved, all else is repeated).
+    `auto`: the planner's choice."""
 
-    mode: Literal["none", "full", "every", "selective"] = "none"
+    mode: Literal["auto", "none", "full", "every", "selective"] = "auto"
     every: PositiveInt = 2
+    save_matmuls: PositiveInt = 1
 
 
 class PrefetchSection(Value):
-    """`implicit`: the engine's own overlap of one unit; `explicit`: so many units ahead; `none`: none."""
+    """`implicit`: the engine's own overlap of one unit; `explicit`: so many units ahead; `none`: none;
+    `auto`: the planner's choice."""
 
-    mode: Literal["none", "implicit", "explicit"] = "implicit"
+    mode: Literal["auto", "none", "implicit", "explicit"] = "auto"
     forward: NonNegativeInt = 1
     backward: NonNegativeInt = 1
 
@@ -249,21 +257,25 @@ class CheckpointSection(Value):
 
 
 class LogSection(Value):
-    """`every`: steps from one line to the next. `trackers`: any of tensorboard, wandb, mlflow."""
+    """`every`: steps from one line to the next. `profile_steps`: how many steps are profiled for the table of
+    where the time goes, from the fourth on (they are in no figure of speed; a run of fewer steps has none).
+    `trackers`: any of tensorboard, wandb, mlflow."""
 
     every: PositiveInt = 10
+    profile_steps: NonNegativeInt = 2
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
     sample_tokens: NonNegativeInt = 160
 
 
 class RunSection(Value):
-    """`dir` holds the run's log, checkpoints and report. `ranks` 0: every GPU, else 2 ranks on the CPU."""
+    """`dir` holds the run's log, checkpoints and report. `ranks` 0: every GPU, else 2 ranks on the CPU.
+    `compile` auto: if the planner finds it faster."""
 
     dir: str = "runs/default"
     seed: NonNegativeInt = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     ranks: NonNegativeInt = 0
-    compile: bool = False
+    compile: bool | Literal["auto"] = False
 
 
 class Run(Value):

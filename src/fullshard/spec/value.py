@@ -37,7 +37,9 @@ def _spec_error(cls: type[BaseModel], error: ValidationError, *, source: str) ->
         one["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list") for one in same
     )
     return SpecError(
-        f"{source}: {name or 'the whole'} is not valid{more}.", got=repr(first["input"]), why=reason
+        f"{source}: {name or 'the whole'} is not valid{more}.",
+        got=repr(first["input"]) if name else None,  # the whole says no more than the reason
+        why=reason,
     )
 
 

@@ -14,10 +14,18 @@ from fullshard.errors import INTERRUPTED_EXIT_CODE
 from fullshard.models.decoder import DecoderModel
 from fullshard.profiler.clock import find_matmul_peak
 from fullshard.profiler.memory import MemoryParts, Peak, measure_peak
+from fullshard.profiler.trace import trace_step
 from fullshard.quantities import format_count, format_seconds
 from fullshard.sharding.apply import shard
 from fullshard.sharding.mesh import Ranks, process_group
-from fullshard.spec.measurement import MatmulPeak, Measurement, Pace, PeakBytes, model_flops_per_token
+from fullshard.spec.measurement import (
+    MatmulPeak,
+    Measurement,
+    Pace,
+    PeakBytes,
+    StepSeconds,
+    model_flops_per_token,
+)
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
 from fullshard.training.data import TextData, build_data
@@ -31,6 +39,9 @@ from fullshard.training.runlog import RunLog, open_run_log
 from fullshard.training.state import TrainState
 
 SAMPLE_PROMPT = "def "
+# The first steps allocate what later ones reuse; the second shows the standing peak, and from the fourth on
+# (the third warms what the memory meter cooled) steps are profiled.
+_METERED, _PROFILED_FROM = 1, 3
 
 
 @dataclass
@@ -52,6 +63,7 @@ class _Job:
     last: Step | None = None
     validation: float | None = None
     peak_bytes: PeakBytes | None = None
+    profiled: list[StepSeconds] = field(default_factory=list[StepSeconds])
     startup_seconds: float | None = None
     checkpoint: Path | None = None
     sample: str | None = None
@@ -169,30 +181,45 @@ def _flops_per_token(state: TrainState, run: Run) -> int:
 def _train(job: _Job) -> bool:
     """Runs the steps. True if a signal ended them before the last."""
     steps = train(job.state, job.plan, should_stop=lambda: job.interrupt.requested)
-    # The first steps allocate what later ones reuse; the second shows the standing peak.
-    measured = min(job.first_step + 1, job.run.train.steps)
+    metered = min(job.first_step + _METERED, job.run.train.steps)
+    profiled = _profiled(job)
     while True:
-        if job.state.step + 1 == measured:
+        index = job.state.step + 1
+        if index == metered:
             with measure_peak(job.ranks.device, model=job.state.model, optimizer=job.state.optimizer) as peak:
                 step = next(steps, None)
             job.peak_bytes = _fullest(peak, job.ranks.device)
+        elif index in profiled:
+            with trace_step(job.ranks.device) as traced:
+                step = next(steps, None)
+            assert traced.seconds is not None, "the block has ended"
+            job.profiled.append(_slowest(traced.seconds, job.ranks.device))
         else:
             step = next(steps, None)
         if step is None:
             return False
-        _note(job, step)
+        _note(job, step, measured=index == metered or index in profiled)
         if step.stopping and step.index < job.run.train.steps:
             return True
 
 
-def _note(job: _Job, step: Step) -> None:
+def _profiled(job: _Job) -> range:
+    """The steps that are profiled: all that were asked for and a step after them, or none."""
+    first = job.first_step + _PROFILED_FROM
+    steps = range(first, first + job.run.log.profile_steps)
+    return steps if steps.stop <= job.run.train.steps else range(0)
+
+
+def _note(job: _Job, step: Step, *, measured: bool) -> None:
     """Everything between one step and the next: figures, validation, checkpoint."""
     if job.startup_seconds is None:
         job.startup_seconds = time.time() - job.command_started
         job.log.say(f"first step {format_seconds(job.startup_seconds)} after the command")
     job.first_loss = job.first_loss if job.first_loss is not None else step.loss
     job.last = step
-    job.pace = job.pace.with_step(tokens=step.tokens, seconds=step.seconds, data_seconds=step.data_seconds)
+    job.pace = job.pace.with_step(
+        tokens=step.tokens, seconds=step.seconds, data_seconds=step.data_seconds, measured=measured
+    )
     train_section, last = job.run.train, step.index == job.run.train.steps
     validate = last or (train_section.validate_every and step.index % train_section.validate_every == 0)
     if validate and job.data.validation_tokens and not step.stopping:
@@ -229,8 +256,8 @@ def _finish(job: _Job, *, interrupted: bool) -> None:
         )
         job.sample = job.data.decode(tokens)
     if job.ranks.rank == 0 and job.last is not None:
-        _measurement(job).save(job.directory.measurement)
         job.plan.save(job.directory.plan)
+        _measurement(job).save(job.directory.measurement)
         if job.run.checkpoint.export and job.checkpoint is not None and not interrupted:
             export(job.checkpoint, job.directory.export)
             job.log.say(f"exported {job.directory.export}")
@@ -252,10 +279,29 @@ def _measurement(job: _Job) -> Measurement:
         flops_per_token=_flops_per_token(job.state, job.run),
         peak=job.matmul_peak,
         peak_bytes=job.peak_bytes,
+        step_seconds=_step_seconds(job),
         startup_seconds=job.startup_seconds,
         checkpoint=str(job.checkpoint) if job.checkpoint else None,
         sample=job.sample,
     )
+
+
+def _step_seconds(job: _Job) -> StepSeconds | None:
+    """The mean timed step, shared out as the quickest profiled one was: what else the machine did, and what
+    starting the profiler cost, disturbed that one least."""
+    seconds = job.pace.step_seconds
+    if seconds is None or not job.profiled:
+        return None
+    return min(job.profiled, key=lambda step: step.total).scaled_to(seconds)
+
+
+def _slowest(own: StepSeconds, device: torch.device) -> StepSeconds:
+    """Of all ranks' steps, that of the one that waited least: the others waited for it. Collective."""
+    terms = torch.tensor(list(own.terms().values()), dtype=torch.float64, device=device)
+    rows = [torch.zeros_like(terms) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, terms)
+    steps = [StepSeconds(**dict(zip(own.terms(), row.tolist(), strict=True))) for row in rows]
+    return min(steps, key=lambda step: step.waiting)
 
 
 def _fullest(peak: Peak, device: torch.device) -> PeakBytes | None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
@@ -17,6 +18,8 @@ from fullshard.training.scaler import LossScale
 from fullshard.training.schedule import rate_factor
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
+
+_DATA = "fullshard::data"  # a range of a profiler's trace: see `fullshard.profiler.trace`
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ def train(
     state.model.train()
     while state.step < plan.run.train.steps:
         started = time.perf_counter()
-        batches = source(state.step)
+        with record_function(_DATA):
+            batches = source(state.step)
         if batches is None:
             return
         timed = _Timed(batches, seconds=time.perf_counter() - started)
@@ -143,7 +147,8 @@ class _Timed:
         while True:
             started = time.perf_counter()
             try:
-                batch = next(iterator)
+                with record_function(_DATA):
+                    batch = next(iterator)
             except StopIteration:
                 return
             self.seconds += time.perf_counter() - started

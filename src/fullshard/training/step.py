@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
 from fullshard.errors import TrainError
@@ -66,7 +67,9 @@ def run_step(
     nominal = _accumulate(state, plan, microbatches=microbatches, loss=loss, sums=sums)
     gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
     _reduce_unsharded(gradients)
-    sums[2] = _squared_norm(gradients, plan.world_size)
+    # Ranges of a profiler's trace: see `fullshard.profiler.trace`.
+    with record_function("fullshard::optimizer"):
+        sums[2] = _squared_norm(gradients, plan.world_size)
     if plan.world_size > 1:
         dist.all_reduce(sums)
     loss_sum, count, squared_norm, stops = cast(list[float], sums.tolist())
@@ -75,7 +78,9 @@ def run_step(
     norm = math.sqrt(squared_norm) * unscale if squared_norm >= 0 else math.nan
     finite = math.isfinite(loss_sum) and math.isfinite(norm)
     if finite:
-        _update(state.optimizer, gradients, factor=unscale * _clip(norm, plan), learning_rate=learning_rate)
+        factor = unscale * _clip(norm, plan)
+        with record_function("fullshard::optimizer"):
+            _update(state.optimizer, gradients, factor=factor, learning_rate=learning_rate)
     # The model's, not the optimizer's: it may hold fewer, and the others' would add up.
     state.model.zero_grad(set_to_none=True)
     if count > 0:
@@ -93,13 +98,14 @@ def _accumulate(
     for index, batch in enumerate(_exactly(microbatches, plan.accumulation)):
         if engine is not None and plan.accumulation > 1:
             _set_sync(engine, plan, last=index == plan.accumulation - 1)
-        value = loss(state.model, to_device(batch, sums.device))
-        total, count = _sum_and_count(value)
-        # A sum is over the tokens of the batch; a mean counts as one thing.
-        is_sum = isinstance(value, tuple)
-        own = plan.run.tokens_per_step // plan.world_size if is_sum else plan.accumulation
-        nominal = 1 << (own - 1).bit_length()
-        (total * (state.loss_scale.scale / nominal)).backward()
+        with record_function("fullshard::compute"):
+            value = loss(state.model, to_device(batch, sums.device))
+            total, count = _sum_and_count(value)
+            # A sum is over the tokens of the batch; a mean counts as one thing.
+            is_sum = isinstance(value, tuple)
+            own = plan.run.tokens_per_step // plan.world_size if is_sum else plan.accumulation
+            nominal = 1 << (own - 1).bit_length()
+            (total * (state.loss_scale.scale / nominal)).backward()
         sums[0] += total.detach()
         sums[1] += count
     return nominal

@@ -1,0 +1,48 @@
+"""A decoder without gates, as GPT-2 and MPT are: one projection to queries, keys and values, two in the
+feed-forward.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fullshard.spec.run import Decoder
+
+
+class Block(nn.Module):
+    def __init__(self, config: Decoder) -> None:
+        super().__init__()
+        width = config.d_model
+        self.heads = config.heads
+        self.attention_norm = nn.LayerNorm(width, bias=False)
+        self.feed_forward_norm = nn.LayerNorm(width, bias=False)
+        self.inputs = nn.Linear(width, 3 * width, bias=False)
+        self.output = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, config.d_ff, bias=False)
+        self.down = nn.Linear(config.d_ff, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.inputs(self.attention_norm(x)).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.output(y)
+        return x + self.down(F.gelu(self.up(self.feed_forward_norm(x))))
+
+
+class GptModel(nn.Module):
+    """tokens (batch, sequence) -> logits; the head is the embedding's table."""
+
+    def __init__(self, config: Decoder) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocabulary, config.d_model)
+        self.positions = nn.Parameter(self.embedding.weight.new_empty(config.max_sequence, config.d_model))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.d_model, bias=False)
+        self.head = nn.Linear(config.d_model, config.vocabulary, bias=False)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))

@@ -1,0 +1,64 @@
+"""Holds what was measured (bench/runs.py) against what is predicted from the same settings.
+
+python bench/predictions.py SETTINGS.toml MEASURED.json
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+from runs import settings
+
+from fullshard.models.decoder import DecoderModel
+from fullshard.planner.memory import peak_bytes
+from fullshard.planner.step_time import step_seconds
+from fullshard.sharding.describe import describe
+from fullshard.spec.hardware import Hardware
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.training.loss import next_token_loss
+
+
+def percent(predicted: float, measured: float) -> str:
+    return f"{100 * (predicted / measured - 1):+.2f} %"
+
+
+def main(path: str, measured: str, hardware_path: str | None = None) -> None:
+    hardware = Hardware.load(hardware_path) if hardware_path else None
+    times: list[float] = []
+    rows = {row["name"]: row for row in json.loads(Path(measured).read_text())}
+    errors: list[float] = []
+    for one in settings(path):
+        row = rows.get(one["name"])
+        if row is None or "memory" not in row:
+            print(one["name"], "-", row and row.get("error"))
+            continue
+        run = Run.load(overrides=one["overrides"])
+        device = "cuda" if run.run.device == "cuda" else "cpu"
+        plan = Plan.from_run(run, world_size=row["world_size"], device=device)
+        with torch.device("meta"):
+            model = DecoderModel(run.model)
+        spec = describe(model, plan, loss=next_token_loss, kernels_for=device)
+        terms, seen = peak_bytes(spec, plan), row["memory"]
+        errors.append(terms.total / seen["bytes"] - 1)
+        seconds = ""
+        if hardware is not None:
+            time = step_seconds(spec, plan, hardware)
+            times.append(abs(time.total / row["seconds"] - 1))
+            parts = " ".join(f"{n} {1000 * s:.0f}" for n, s in time.terms().items() if s > 0.0005)
+            seconds = f", predicted {time.total:.4f} ({percent(time.total, row['seconds'])}): ms {parts}"
+        pools = f"pools {percent(sum(terms.stream_pools), seen['reserved'])}" if seen["reserved"] else ""
+        print(
+            f"{one['name']:45s} {terms.total / 2**20:10.1f} of {seen['bytes'] / 2**20:10.1f} MiB "
+            f"{percent(terms.total, seen['bytes'])}  {pools}  {row['seconds']:.4f} s{seconds}"
+        )
+    if times:
+        print(f"seconds: median {100 * statistics.median(times):.1f} %, worst {100 * max(times):.1f} %")
+    sizes = [100 * abs(error) for error in errors]
+    print(f"{len(errors)} settings: median {statistics.median(sizes):.2f} %, worst {max(sizes):.2f} %")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

@@ -1,0 +1,156 @@
+"""Holds the predicted step time against published ones, row by row (bench/published.toml).
+
+python bench/published.py [PART_OF_A_NAME]      # the table
+python bench/published.py --fit                 # what matmul rate each chip's "fit" row asks for
+"""
+
+import statistics
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpt import GptModel
+from torch import nn
+
+from fullshard.errors import FullshardError
+from fullshard.models.decoder import DecoderModel
+from fullshard.planner.search import predict
+from fullshard.sharding.describe import describe
+from fullshard.spec.hardware import CollectiveRate, Hardware, Link
+from fullshard.spec.hardware_text import hardware_on
+from fullshard.spec.model import ModelSpec
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.training.loss import next_token_loss
+
+ROWS = Path(__file__).with_name("published.toml")
+
+
+def hardware_of(row: dict[str, Any]) -> Hardware:
+    """The chip as the catalog has it; the network as the source tells."""
+    hardware = hardware_on(row["chip"]).on(nodes=row["nodes"], ranks_per_node=row["gpus_per_node"])
+    told = row.get("across_gb_per_second_per_gpu")
+    if told is None or hardware.across is None:
+        return hardware
+    return hardware.model_copy(update={"across": slowed(hardware.across, told * 1e9)})
+
+
+def slowed(link: Link, bytes_per_second: float) -> Link:
+    """The link with another peak, at the same part of which its collectives run."""
+    part = bytes_per_second / link.bytes_per_second
+
+    def rate(old: CollectiveRate) -> CollectiveRate:
+        return old.model_copy(update={"bytes_per_second": old.bytes_per_second * part})
+
+    return link.model_copy(
+        update={
+            "bytes_per_second": bytes_per_second,
+            "all_gather": rate(link.all_gather),
+            "reduce_scatter": rate(link.reduce_scatter),
+            "all_reduce": rate(link.all_reduce),
+        }
+    )
+
+
+def plan_of(row: dict[str, Any]) -> Plan:
+    ranks = row["nodes"] * row["gpus_per_node"]
+    shapes = {k: v for k, v in row["model"].items() if k not in ("gated", "positions")}
+    shapes["max_sequence"] = row["sequence_length"]
+    strategy = row["strategy"] if ranks > 1 else "full_shard"
+    torchtitan = "torchtitan" in row["name"] or "torchao" in row["name"]
+    overrides = [
+        *(f"model.{key}={str(value).lower()}" for key, value in shapes.items()),
+        f"data.sequence_length={row['sequence_length']}",
+        f"train.microbatch={row['microbatch']}",
+        f"train.global_batch={row['microbatch'] * row['accumulation'] * ranks}",
+        f"train.accumulate_sync={row.get('accumulate_sync', 'each')}",
+        f"sharding.strategy={strategy}",
+        *(
+            [f"sharding.shard_degree={row.get('shard_group', row['gpus_per_node'])}"]
+            if "hybrid" in strategy
+            else []
+        ),
+        f"recompute.mode={row['recompute']}",
+        f"recompute.every={row.get('every', 2)}",
+        f"recompute.save_matmuls={2 if torchtitan else 1}",
+        f"precision.mode={row['precision']}",
+        f"run.compile={str(row['compile']).lower()}",
+        "prefetch.mode=implicit",
+        "run.device=cuda",
+    ]
+    return Plan.from_run(Run.load(overrides=overrides), world_size=ranks, device="cuda")
+
+
+SPECS: dict[str, ModelSpec] = {}
+
+
+def spec_of(row: dict[str, Any], plan: Plan) -> ModelSpec:
+    key = str((row["model"], row["sequence_length"], plan.run.recompute, plan.precision))
+    if key not in SPECS:
+        with torch.device("meta"):
+            model: nn.Module = (DecoderModel if row["model"]["gated"] else GptModel)(plan.run.model)
+        SPECS[key] = describe(model, plan, loss=next_token_loss, kernels_for="cuda")
+    return SPECS[key]
+
+
+def tokens_per_second(row: dict[str, Any], *, scale: float = 1.0) -> float:
+    """Predicted, of one GPU, with matmuls so much faster."""
+    hardware, plan = hardware_of(row), plan_of(row)
+    matmul = {
+        dtype: tuple(point._replace(rate=point.rate * scale) for point in curve)
+        for dtype, curve in hardware.rates.matmul.items()
+    }
+    rates = hardware.rates.model_copy(update={"matmul": matmul})
+    found = predict(spec_of(row, plan), plan, hardware.model_copy(update={"rates": rates})).prediction
+    assert found is not None, "predict was asked"
+    return found.tokens_per_second / plan.world_size
+
+
+def fit() -> None:
+    for row in tomllib.loads(ROWS.read_text())["row"]:
+        if row["use"] != "fit":
+            continue
+        low, high = 0.2, 3.0
+        while high / low > 1.0005:
+            middle = (low * high) ** 0.5
+            slower = tokens_per_second(row, scale=middle) < row["tokens_per_second_per_gpu"]
+            low, high = (middle, high) if slower else (low, middle)
+        largest = hardware_of(row).rates.matmul["bf16"][-1].rate
+        print(f"{row['chip']}: {largest * low:.4g} FLOP/s, {low:.3f} of what it was, by {row['name']}")
+
+
+def main(part: str = "") -> None:
+    if part == "--fit":
+        fit()
+        return
+    errors: list[float] = []
+    for row in tomllib.loads(ROWS.read_text())["row"]:
+        if part not in row["name"]:
+            continue
+        plan = plan_of(row)
+        try:
+            prediction = predict(spec_of(row, plan), plan, hardware_of(row)).prediction
+        except FullshardError as error:
+            print(f"{row['name']}: {error}")
+            continue
+        assert prediction is not None, "predict was asked"
+        rate = prediction.tokens_per_second / plan.world_size
+        error = rate / row["tokens_per_second_per_gpu"] - 1
+        if row["use"] == "test":
+            errors.append(abs(error))
+        told = row.get("peak_memory_gib")
+        memory = f"{prediction.reserved_bytes / 2**30:6.1f} GiB, told {told}" if told else ""
+        terms = " ".join(f"{n[:12]} {s:.2f}" for n, s in prediction.time.terms().items() if s > 0.005)
+        print(
+            f"{row['use']:5s} {row['name'][:58]:58s} told {row['tokens_per_second_per_gpu']:8.0f} "
+            f"ours {rate:8.0f} {100 * error:+6.1f} %  {memory}  {prediction.time.total:.2f} s: {terms}"
+        )
+    errors.sort()
+    median, worst = 100 * statistics.median(errors), 100 * errors[-1]
+    print(f"{len(errors)} test rows: median {median:.1f} %, worst {worst:.1f} %")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])

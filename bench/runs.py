@@ -1,0 +1,118 @@
+"""Real steps of a decoder on these ranks, with what was measured of them.
+
+    torchrun --nproc-per-node 2 bench/runs.py SETTINGS.toml OUT.json      # or without torchrun: one rank
+
+Each `[[setting]]` of the file has a `name` and `overrides` (as `--set` takes them). For each: the peak bytes
+of a later step by part, and the median seconds of a few steps, written as a list of JSON objects by rank 0.
+The prediction is made elsewhere, from the same file: measuring knows nothing of it.
+"""
+
+import gc
+import json
+import statistics
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard.errors import FullshardError
+from fullshard.models.decoder import DecoderModel
+from fullshard.profiler.memory import measure_peak
+from fullshard.sharding.apply import shard
+from fullshard.sharding.mesh import Ranks, process_group
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.training.loss import next_token_loss
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.state import TrainState
+from fullshard.training.step import run_step
+
+
+def settings(path: str | Path) -> list[dict[str, Any]]:
+    """The settings of a file: its `common` overrides come before each one's own."""
+    read = tomllib.loads(Path(path).read_text())
+    common = read.get("common", [])
+    return [{**one, "overrides": [*common, *one["overrides"]]} for one in read["setting"]]
+
+
+def microbatches(plan: Plan, device: torch.device) -> Iterator[dict[str, Tensor]]:
+    shape = (plan.microbatch, plan.run.data.sequence_length)
+    for _ in range(plan.accumulation):
+        yield {
+            name: torch.randint(0, plan.run.model.vocabulary, shape, device=device)
+            for name in ("tokens", "labels")
+        }
+
+
+def measured(plan: Plan, ranks: Ranks, *, steps: int) -> dict[str, Any]:
+    """On every rank alike."""
+    device = ranks.device
+    with torch.device("meta"):
+        model = DecoderModel(plan.run.model)
+    model = shard(model, plan)
+    state = TrainState(model, build_optimizer(model, plan))
+
+    def step() -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        batches = microbatches(plan, device)
+        run_step(state, plan, microbatches=batches, loss=next_token_loss, learning_rate=1e-3)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    step()
+    step()
+    peaks: list[dict[str, Any]] = []
+    for _ in range(2 if device.type == "cpu" else 1):
+        with measure_peak(device, model=model, optimizer=state.optimizer) as peak:
+            step()
+        parts = vars(peak.parts) if peak.parts else {}
+        peaks.append(
+            {"bytes": peak.bytes, "active": peak.active_bytes, "reserved": peak.reserved_bytes, **parts}
+        )
+    seconds = sorted(step() for _ in range(steps))
+    return {
+        "memory": min(peaks, key=lambda one: one["bytes"]),
+        "seconds": statistics.median(seconds),
+        "spread": [seconds[0], seconds[-1]],
+    }
+
+
+def main(path: str, out: str, *, steps: int = 5) -> None:
+    found: list[dict[str, Any]] = []
+    with process_group() as ranks:
+        for one in settings(path):
+            result: dict[str, Any] = {"name": one["name"], "world_size": ranks.world_size}
+            try:
+                run = Run.load(overrides=one["overrides"])
+                plan = Plan.from_run(run, world_size=ranks.world_size, device=_kind(ranks))
+                result |= measured(plan, ranks, steps=steps)
+            except (FullshardError, torch.OutOfMemoryError) as error:
+                result["error"] = str(error).splitlines()[0]
+            gc.collect()
+            if ranks.device.type == "cuda":
+                torch.cuda.empty_cache()
+            rows = [result] * ranks.world_size
+            dist.all_gather_object(rows, result)
+            if ranks.rank == 0 and "memory" in result:
+                result["memory"] = max((row["memory"] for row in rows), key=lambda memory: memory["bytes"])
+                result["seconds"] = max(row["seconds"] for row in rows)
+            found.append(result)
+            if ranks.rank == 0:
+                print(json.dumps(result), flush=True)
+                Path(out).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _kind(ranks: Ranks) -> Any:
+    return "cuda" if ranks.device.type == "cuda" else "cpu"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

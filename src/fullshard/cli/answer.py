@@ -1,0 +1,221 @@
+"""What `fullshard plan` answers: the plan, why, and what else there was; as a page or as JSON."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from fullshard.cli.subject import Subject
+    from fullshard.dryrun.result import DryRun
+    from fullshard.planner.explain import Explanation
+    from fullshard.planner.search import Found
+    from fullshard.report.plan import Budget
+    from fullshard.spec.hardware import Hardware
+    from fullshard.spec.model import ModelSpec
+    from fullshard.spec.plan import Plan
+    from fullshard.spec.run import Run
+
+# The lengths that --largest sequence tries: powers of two, and halfway between.
+LENGTHS = tuple(sorted(1024 * part << power for part in (2, 3) for power in range(10)))
+RUNNERS_UP = 3
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is planned: settled but for what the planner chooses. `asked`: what the user pins."""
+
+    subject: "Subject"
+    asked: "Run"
+    hardware: "Hardware"
+    spec: "ModelSpec"
+
+    def about_saving(self, path: Path) -> str | None:
+        if self.subject.is_reference_decoder:
+            return None
+        return f"{path} is for fs.shard in your own loop: fullshard train has the reference decoder alone"
+
+    @property
+    def model_line(self) -> str:
+        spec = self.spec
+        blocks = sum(unit.is_block for unit in spec.units)
+        text = f"{self.subject.name}: {_parameters(spec.numel)} parameters"
+        # An embedding is looked up, which is no news; experts that a token does not reach are.
+        if spec.active_numel is not None and spec.active_numel < 0.7 * spec.numel:
+            text += f", {_parameters(spec.active_numel)} of them for each token"
+        return f"{text}, {blocks} blocks" if blocks else text
+
+    @property
+    def hardware_line(self) -> str:
+        from fullshard.quantities import format_bytes
+
+        h = self.hardware
+        where = f", {h.nodes:,} nodes of {h.ranks_per_node}" if h.nodes > 1 else ""
+        links = h.within.name if h.across is None or h.nodes == 1 else f"{h.within.name}, {h.across.name}"
+        joined = f"; {links}" if h.world_size > 1 else ""
+        return f"{h.world_size:,} × {h.chip.name} of {format_bytes(h.chip.memory_bytes)}{where}{joined}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The chosen plan. `found`, `explanation`: from what, and why. `largest`: of what, how large."""
+
+    question: Question
+    best: "Plan"
+    found: "Found | None" = None
+    explanation: "Explanation | None" = None
+    largest: tuple[str, int] | None = None
+    dry: "DryRun | None" = None
+
+    def show(self, budget: "Budget | None", *, compare: bool) -> None:
+        """Prints the page; with `compare` the other strategies and the rules of thumb below it."""
+        from fullshard.report.compare_plans import show_comparison
+        from fullshard.report.grid import show_rows
+        from fullshard.report.plan import PlanPage, show_plan
+
+        if self.largest is not None:
+            what, size = self.largest
+            show_rows([(f"largest {what}", f"{size:,}"), ("", "")])
+        because, runners_up, rules = self._explained()
+        show_plan(
+            PlanPage(
+                self.best,
+                self.question.asked,
+                model=self.question.model_line,
+                hardware=self.question.hardware_line,
+                rates=self.question.hardware.source,
+                why=[*because, *runners_up[:RUNNERS_UP]],
+                budget=budget,
+                dry_run=self.dry.parts() if self.dry else None,
+            )
+        )
+        if compare and self.found is not None:
+            typer.echo("")
+            show_comparison(self.best, self.found.by_strategy.values())
+            typer.echo("")
+            show_rows(("", line) for line in rules)
+
+    def _explained(self) -> tuple[list[str], list[str], list[str]]:
+        """What binds; the runners-up; the rules of thumb."""
+        if self.explanation is None:
+            return [], [], []
+        lines = self.explanation.lines()
+        instead = [line for line in lines if line.startswith("instead: ")]
+        return (
+            [line.removeprefix("binds: ") for line in lines if line.startswith("binds: ")],
+            instead,
+            [line for rule in self.explanation.rules for line in rule.lines()],
+        )
+
+    def data(self, budget: "Budget | None") -> dict[str, object]:
+        """The same as plain data; what `best` holds is what --save writes."""
+        best, spec, hardware = self.best, self.question.spec, self.question.hardware
+        data: dict[str, object] = {
+            "model": {"name": self.question.subject.name, "parameters": spec.numel},
+            "hardware": {"name": hardware.name, "ranks": hardware.world_size, "source": hardware.source},
+            "best": best.model_dump(mode="json"),
+        }
+        if best.prediction is not None:
+            data |= _summary(best, budget)
+        if self.largest is not None:
+            data["largest"] = dict([self.largest])
+        if self.explanation is not None:
+            data["why"] = self.explanation.model_dump(mode="json", exclude={"plan"})
+        if self.found is not None:
+            data["considered"] = self.found.considered
+            data["by_strategy"] = {
+                name: plan.model_dump(mode="json") for name, plan in self.found.by_strategy.items()
+            }
+        if self.dry is not None:
+            data["dry_run"] = self.dry.model_dump(mode="json") | {"peak_bytes": self.dry.peak_bytes}
+        return data
+
+
+def _summary(plan: "Plan", budget: "Budget | None") -> Mapping[str, object]:
+    prediction = plan.prediction
+    assert prediction is not None, "the chosen plan is predicted"
+    data: dict[str, object] = {
+        "fits": prediction.fits,
+        "bytes_per_rank": prediction.needed_bytes,
+        "seconds_per_step": prediction.time.total,
+    }
+    if budget is not None:
+        data["budget"] = {
+            "tokens": budget.tokens,
+            "seconds": budget.seconds(prediction),
+            "rank_hours": budget.rank_hours(plan, prediction),
+            "dollars": budget.cost(plan, prediction),
+        }
+    return data
+
+
+def answer_of(question: Question) -> Answer:
+    """The fastest plan that fits. Raises PlanError if none does: with the closest, and what would help."""
+    from fullshard.planner.explain import explain
+    from fullshard.planner.search import nothing_fits, search
+
+    spec, hardware, run = question.spec, question.hardware, question.asked
+    found = search(spec, hardware, run)
+    if found.best is None:
+        assert found.closest is not None, "a search that considered something has a best plan or a closest"
+        raise nothing_fits(found.closest, spec=spec, hardware=hardware, run=run)
+    return Answer(question, found.best, found, explanation=explain(found, hardware, spec=spec))
+
+
+def largest_of(question: Question, what: Literal["microbatch", "sequence"]) -> Answer:
+    """The plan with the largest microbatch, or sequence, that fits. Raises PlanError if none does."""
+    from fullshard.errors import SpecError
+    from fullshard.planner.capacity import largest_microbatch, largest_sequence
+
+    spec, hardware, run = question.spec, question.hardware, question.asked
+    if what == "microbatch":
+        found = largest_microbatch(spec, hardware, run=run)
+        return Answer(question, found.plan, largest=(what, found.size))
+    if question.subject.spec is not None:
+        raise SpecError(
+            "--largest sequence needs the model itself.",
+            got=question.subject.name,
+            why="a saved spec holds for the sequences that it was traced with",
+            fix="a preset, a config.json or a run.toml",
+        )
+    found = largest_sequence(
+        lambda longer: question.subject.described(longer, hardware), hardware, run=run, lengths=LENGTHS
+    )
+    return Answer(question, found.plan, largest=("sequence", found.size))
+
+
+def on_the_fewest(question: Question, *, days: float, budget: "Budget | None") -> Question:
+    """The same question on the fewest of that hardware that are done in time. Raises PlanError if none is."""
+    from fullshard.errors import SpecError
+    from fullshard.planner.capacity import fewest_ranks
+
+    if budget is None:
+        raise SpecError("to be done in days, it must be known with what.", fix="--budget 15T")
+    fleet = fewest_ranks(
+        question.spec, question.hardware, run=question.asked, tokens=budget.tokens, days=days
+    )
+    hardware = question.hardware.on(nodes=fleet.nodes, ranks_per_node=fleet.ranks_per_node)
+    return replace(question, hardware=hardware)
+
+
+def with_dry_run(answer: Answer) -> Answer:
+    """With what the plan's real step holds, run without data or devices in a process of its own."""
+    from fullshard.dryrun.run import dry_run
+    from fullshard.errors import SpecError
+
+    if not answer.question.subject.is_reference_decoder:
+        raise SpecError(
+            "--exact needs the model itself, as the reference decoder.",
+            got=answer.question.subject.name,
+            fix="fullshard.dry_run(plan, program) in Python, for a model of your own",
+        )
+    return replace(answer, dry=dry_run(answer.best))
+
+
+def _parameters(count: int) -> str:
+    """`8.03B`: people say billions of parameters, not giga."""
+    from fullshard.quantities import format_count
+
+    return format_count(count).replace("G", "B")

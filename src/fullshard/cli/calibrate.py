@@ -1,0 +1,70 @@
+"""`fullshard calibrate`."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from fullshard.launch.request import Request
+
+
+def calibrate(
+    *,
+    ranks: Annotated[
+        int, typer.Option("--ranks", min=0, help="Ranks on this machine; 0: one a GPU, or two on the CPU.")
+    ] = 0,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option("--device", help="What to measure.")
+    ] = "auto",
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", min=0.1, help="About how long to measure, if not 45.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="HARDWARE.toml", help="Where to; by default where plan and train look."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="All that was found, as JSON.")] = False,
+) -> None:
+    """Measure this machine, or under torchrun or srun the cluster, and write a hardware.toml.
+
+    The rates of matmuls, attention, memory, the optimizer, collectives, copies and the disk, each with all
+    ranks at work, are what `fullshard plan` and `fullshard train` then reckon with. The default file is
+    ~/.config/fullshard/hardware.toml, or what $FULLSHARD_HARDWARE names.
+    """
+    from fullshard.launch.start import start
+    from fullshard.profiler.detect import user_hardware_path
+    from fullshard.report.calibration import calibration_table
+    from fullshard.spec.calibration import Calibration, CalibrationSettings
+
+    with tempfile.TemporaryDirectory(prefix="fullshard-calibrate-") as name:
+        directory = Path(name)
+        settings = CalibrationSettings() if seconds is None else CalibrationSettings(seconds=seconds)
+        settings.save(directory)
+        exit_code = start(_request(directory, ranks=ranks, device=device))
+        if exit_code == 0 and os.environ.get("RANK", "0") == "0":
+            found = Calibration.load(directory)
+            path = out or user_hardware_path()
+            found.hardware.save(path)
+            typer.echo(found.model_dump_json() if as_json else calibration_table(found))
+            typer.echo(f"written: {path}", err=True)
+    raise typer.Exit(exit_code)
+
+
+def _request(directory: Path, *, ranks: int, device: str) -> "Request":
+    """The job on all ranks. Its run says no more than where; a batch of one sequence for each rank can be
+    shared out evenly, which `start` asks of every run."""
+    from fullshard.launch.request import Request
+    from fullshard.launch.start import own_ranks
+    from fullshard.spec.run import Run
+
+    run = Run.load(overrides=[f"run.dir={directory}", f"run.device={device}", f"run.ranks={ranks}"])
+    request = Request(run=run, job="fullshard.training.calibrate:run_calibration")
+    given = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS")
+    count = int(given) if given else own_ranks(request)[0]
+    batch = run.train.model_copy(update={"global_batch": count, "microbatch": 1})
+    return request.model_copy(update={"run": run.model_copy(update={"train": batch})})

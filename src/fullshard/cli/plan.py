@@ -1,0 +1,223 @@
+"""`fullshard plan`."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from fullshard.cli.answer import Question
+    from fullshard.cli.subject import Subject
+    from fullshard.report.plan import Budget
+    from fullshard.spec.hardware import Hardware
+    from fullshard.spec.model import ModelSpec
+    from fullshard.spec.plan import Plan
+    from fullshard.spec.run import Run
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A preset (llama3-8b, …), a config.json, a Hugging Face name that is cached here, a saved spec, "
+        "or a run.toml; without it, the embedded default.",
+    ),
+]
+On = Annotated[
+    str | None,
+    typer.Option(
+        "--on",
+        metavar="HARDWARE",
+        help="4xH100, 32x8xH100 (32 nodes of 8), or a hardware.toml; without it, this machine.",
+    ),
+]
+Ranks = Annotated[int | None, typer.Option("--ranks", min=1, help="So many ranks of that hardware.")]
+Length = Annotated[int | None, typer.Option("--sequence-length", min=1, metavar="TOKENS")]
+Tokens = Annotated[
+    str | None,
+    typer.Option("--tokens-per-step", metavar="TOKENS", help="Over all ranks: 4M, 524288, …"),
+]
+PrecisionOption = Annotated[
+    str | None, typer.Option("--precision", metavar="MODE", help="fp32, bf16, bf16_reduce, fp16, bf16_pure.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Pin anything of the run: sharding.strategy=zero2; may be repeated.",
+    ),
+]
+BudgetOption = Annotated[
+    str | None, typer.Option("--budget", metavar="TOKENS", help="Tell how long so many tokens take: 15T.")
+]
+Price = Annotated[
+    float | None, typer.Option("--price", metavar="DOLLARS", help="Of a GPU for an hour: what they cost.")
+]
+Compare = Annotated[bool, typer.Option("--compare", help="All strategies side by side.")]
+Exact = Annotated[
+    bool,
+    typer.Option("--exact", help="Run the chosen plan's real step without data or devices, and compare."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON on standard output.")]
+Save = Annotated[
+    Path | None, typer.Option("--save", metavar="PLAN.json", help="What fullshard train --plan takes.")
+]
+SaveSpec = Annotated[
+    Path | None,
+    typer.Option("--save-spec", metavar="SPEC.json", help="The model's spec, to plan from again."),
+]
+Days = Annotated[
+    float | None,
+    typer.Option(
+        "--fewest-gpus-in-days", metavar="DAYS", help="The fewest GPUs that do the --budget in time."
+    ),
+]
+Largest = Annotated[
+    Literal["microbatch", "sequence"] | None,
+    typer.Option("--largest", help="The largest microbatch, or sequence, that fits."),
+]
+
+
+def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
+    *,
+    model: Model = None,
+    on: On = None,
+    ranks: Ranks = None,
+    sequence_length: Length = None,
+    tokens_per_step: Tokens = None,
+    precision: PrecisionOption = None,
+    overrides: Overrides = None,
+    budget: BudgetOption = None,
+    price: Price = None,
+    compare: Compare = False,
+    exact: Exact = False,
+    as_json: AsJson = False,
+    save: Save = None,
+    save_spec: SaveSpec = None,
+    fewest_gpus_in_days: Days = None,
+    largest: Largest = None,
+) -> None:
+    """Say what a run needs and how long it takes, and choose the fastest settings that fit."""
+    from fullshard.cli.answer import answer_of, largest_of, on_the_fewest, with_dry_run
+    from fullshard.quantities import parse_count
+
+    pinned = list(overrides or [])
+    pinned += [f"data.sequence_length={sequence_length}"] if sequence_length else []
+    pinned += [f"precision.mode={precision}"] if precision else []
+    tokens = parse_count(tokens_per_step) if tokens_per_step else None
+    question = _question(
+        model, pinned, on=on, ranks=ranks, tokens=tokens, any_ranks=fewest_gpus_in_days is not None
+    )
+    if save_spec is not None:
+        _write(question.spec, save_spec)
+    spend = _budget(budget, price=price, hardware=question.hardware)
+    if fewest_gpus_in_days is not None:
+        question = on_the_fewest(question, days=fewest_gpus_in_days, budget=spend)
+    answer = largest_of(question, largest) if largest is not None else answer_of(question)
+    if save is not None:
+        _write(answer.best, save)
+        _note(question.about_saving(save))
+    if exact:
+        _note("running the real step dry, which takes a minute or more")
+        answer = with_dry_run(answer)
+    if as_json:
+        typer.echo(json.dumps(answer.data(spend), indent=2))
+    else:
+        answer.show(spend, compare=compare)
+
+
+def _question(
+    name: str | None,
+    pinned: Sequence[str],
+    *,
+    on: str | None,
+    ranks: int | None,
+    tokens: int | None,
+    any_ranks: bool,
+) -> "Question":
+    """Everything that can be wrong is found before torch is imported, but for the model itself.
+
+    `any_ranks`: how many there will be is the question itself.
+    """
+    from fullshard.cli.answer import Question
+    from fullshard.cli.subject import batch_for, batch_for_any_ranks, find_subject, hardware_for
+
+    subject = find_subject(name)
+    asked = subject.run(pinned)
+    _check_spec(subject, asked)
+    if on is not None:  # a run.toml's are of another machine; what is set here is meant
+        ranks = ranks or (asked.run.ranks if _sets("run.ranks", pinned) else None) or None
+        pinned = [*pinned, "run.ranks=0", "run.device=auto"]
+        asked = subject.run(pinned)
+    hardware = hardware_for(on, ranks=ranks, run=asked)
+    if asked.precision.mode == "auto":
+        mode = "bf16" if hardware.device == "cuda" else "fp32"
+        pinned = [*pinned, f"precision.mode={mode}"]
+        asked = subject.run(pinned)
+    if tokens is not None or (subject.chosen_here and not _sets("train.global_batch", pinned)):
+        if any_ranks:
+            sequences, note = batch_for_any_ranks(asked, tokens=tokens)
+        else:
+            sequences, note = batch_for(asked, tokens=tokens, ranks=hardware.world_size)
+        asked = subject.run([*pinned, f"train.global_batch={sequences}"])
+        _note(note)
+    for text in subject.differs:
+        _note(f"planned as the reference decoder: {text}")
+    return Question(subject, asked, hardware, spec=subject.described(asked, hardware))
+
+
+def _sets(key: str, overrides: Sequence[str]) -> bool:
+    return any(text.partition("=")[0].strip() == key for text in overrides)
+
+
+def _check_spec(subject: "Subject", asked: "Run") -> None:
+    """A saved spec holds for the sequences and the precision that it was traced with."""
+    from fullshard.errors import SpecError
+
+    if subject.spec is None:
+        return
+    traced = subject.run(())
+    for key, own, wanted in (
+        ("sequences of", traced.data.sequence_length, asked.data.sequence_length),
+        ("precision", traced.precision.mode, asked.precision.mode),
+    ):
+        if own != wanted:
+            raise SpecError(
+                f"{subject.name} was traced with {key} {own}.",
+                got=f"{wanted}",
+                why="what a microbatch computes and saves follows from it",
+                fix="plan from the model itself, and --save-spec anew",
+            )
+
+
+def _budget(tokens: str | None, *, price: float | None, hardware: "Hardware") -> "Budget | None":
+    from fullshard.errors import SpecError
+    from fullshard.quantities import parse_count
+    from fullshard.report.plan import Budget
+
+    if tokens is None:
+        if price is not None:
+            raise SpecError("a price needs a number of tokens.", got=f"--price {price:g}", fix="--budget 15T")
+        return None
+    return Budget.parse(
+        {"tokens": parse_count(tokens), "price_per_hour": price or hardware.price_per_hour},
+        source="--budget and --price",
+    )
+
+
+def _write(value: "Plan | ModelSpec", path: Path) -> None:
+    from fullshard.errors import SpecError
+
+    try:
+        value.save(path)
+    except OSError as error:
+        raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
+
+
+def _note(text: str | None) -> None:
+    """On standard error: what was not asked, but must be known."""
+    if text:
+        print(f"note: {text}", file=sys.stderr)

@@ -1,0 +1,122 @@
+"""The plan that `fullshard train` runs: the planner's choice for this machine, with whatever the run pins."""
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from fullshard.launch.environment import from_slurm, quiet_logs, share_cores, under_srun, under_torchrun
+
+if TYPE_CHECKING:
+    from fullshard.launch.request import Request
+    from fullshard.spec.hardware import Hardware
+    from fullshard.spec.model import ModelSpec
+    from fullshard.spec.plan import DeviceType, Plan
+    from fullshard.spec.run import Run
+
+
+def with_plan(request: "Request") -> "Request":
+    """`request` with the fastest plan that fits, and its prediction.
+
+    Every process that calls this for the same run on the same machine gets the same plan. Where the planner
+    cannot tell (hardware or an optimizer that it does not know), the run's plain defaults are taken, and a
+    note on standard error says so. Raises PlanError if nothing fits, before anything is allocated.
+    """
+    ranks, device = _place(request)
+    given = request.plan
+    if given is not None and (given.world_size, given.device) != (ranks, device):
+        return request  # `start` says what is wrong with that
+    if given is None:
+        from fullshard.spec.plan import Plan
+
+        # What is plainly wrong is found here, before torch is imported (if nothing has asked for it).
+        Plan.from_run(request.run, world_size=ranks, device=device)
+    plan = _planned(request, ranks=ranks, device=device)
+    return request if plan is None else request.model_copy(update={"run": plan.run, "plan": plan})
+
+
+def _place(request: "Request") -> "tuple[int, DeviceType]":
+    """How many ranks the request will run on, and what each computes on."""
+    if under_srun() and not under_torchrun():
+        os.environ.update(from_slurm(os.environ))
+    if not under_torchrun():
+        from fullshard.launch.start import own_ranks
+
+        return own_ranks(request)
+    quiet_logs(os.environ)
+    share_cores(os.environ)  # before torch is imported: this process is a rank
+    from fullshard.sharding.mesh import pick_device_type
+
+    return int(os.environ["WORLD_SIZE"]), pick_device_type(request.run.run.device)
+
+
+def _planned(request: "Request", *, ranks: int, device: "DeviceType") -> "Plan | None":
+    from fullshard.errors import PlanError, SpecError
+    from fullshard.planner.search import nothing_fits, predict, search
+    from fullshard.profiler.detect import detect_hardware
+
+    run = _with_precision(request.run, device)
+    try:
+        # Under torchrun it finds by itself how the ranks lie on nodes.
+        hardware = detect_hardware(device, ranks=None if under_torchrun() else ranks)
+        if request.plan is not None:
+            return predict(described(request.plan, device), request.plan, hardware)
+        quick = _without_recompute(run, hardware)
+        if quick is not None:
+            return quick
+        spec = described(run, device)
+        found = search(spec, hardware, run)
+    except (PlanError, SpecError) as error:
+        _note(f"not planned, so with plain defaults: {error.what}")
+        return None
+    if found.best is None:
+        assert found.closest is not None, "a search that considered something has a best plan or a closest"
+        raise nothing_fits(found.closest, spec=spec, hardware=hardware, run=run)
+    return found.best
+
+
+def _without_recompute(run: "Run", hardware: "Hardware") -> "Plan | None":
+    """The fastest plan, if it is the fastest without regard to memory too; else None.
+
+    Recompute buys memory with time, so then no plan with recompute is faster; and tracing the model without
+    it takes a quarter of what tracing all modes takes.
+    """
+    if run.recompute.mode != "auto":
+        return None
+    from fullshard.planner.search import search
+
+    plain = run.model_copy(update={"recompute": run.recompute.model_copy(update={"mode": "none"})})
+    found = search(described(plain, hardware.device), hardware, plain)
+    return found.best if found.best == found.fastest else None
+
+
+def _with_precision(run: "Run", device: "DeviceType") -> "Run":
+    """`auto` is bf16 where the device has it, which the planner cannot ask."""
+    if run.precision.mode != "auto":
+        return run
+    bf16 = False
+    if device == "cuda":
+        import torch
+
+        bf16 = torch.cuda.is_bf16_supported()
+    precision = run.precision.model_copy(update={"mode": "bf16" if bf16 else "fp32"})
+    return run.model_copy(update={"precision": precision})
+
+
+def described(plan: "Plan | Run", device: "DeviceType") -> "ModelSpec":
+    """The reference decoder as it is trained on `device`."""
+    import torch
+
+    from fullshard.models.decoder import DecoderModel
+    from fullshard.sharding.describe import describe
+    from fullshard.spec.plan import Plan
+    from fullshard.training.loss import next_token_loss
+
+    run = plan.run if isinstance(plan, Plan) else plan
+    with torch.device("meta"):
+        model = DecoderModel(run.model)
+    return describe(model, plan, loss=next_token_loss, kernels_for=device)
+
+
+def _note(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"note: {text}", file=sys.stderr)

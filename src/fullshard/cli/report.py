@@ -1,0 +1,89 @@
+"""`fullshard report`."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+if TYPE_CHECKING:
+    from fullshard.spec.measurement import Measurement
+    from fullshard.spec.plan import Plan
+
+# What a run leaves in its directory: see `fullshard.training.directory`.
+_MEASUREMENT, _PLAN, _METRICS = "measurement.json", "plan.json", "metrics.jsonl"
+
+
+class _Run(NamedTuple):
+    """What is left of one run. `plan`: None where the directory has none."""
+
+    directory: Path
+    measurement: "Measurement"
+    plan: "Plan | None"
+
+
+def report(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Directories of runs, such as runs/default.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="As a JSON list.")] = False,
+) -> None:
+    """Show what past runs were predicted to need and to take, and what was measured."""
+    runs = [_read(directory) for directory in directories]
+    if as_json:
+        typer.echo(json.dumps([_record(run) for run in runs], indent=2))
+        return
+    from fullshard.report.table import show_measurement
+
+    for index, run in enumerate(runs):
+        if index:
+            typer.echo()
+        prediction = run.plan.prediction if run.plan is not None else None
+        show_measurement(run.measurement, prediction=prediction)
+        if prediction is None:
+            typer.echo(f"note: {run.directory} holds no prediction: {_why(run.plan)}", err=True)
+
+
+def _read(directory: Path) -> _Run:
+    """Raises SpecError for a directory that is none, or not a run's, or whose run has not come to its end."""
+    from fullshard.errors import SpecError
+    from fullshard.spec.measurement import Measurement
+    from fullshard.spec.plan import Plan
+
+    if not directory.is_dir():
+        raise SpecError(f"{directory} is no directory.", fix="the directory of a run, such as runs/default")
+    measured, planned = directory / _MEASUREMENT, directory / _PLAN
+    if not measured.exists():
+        started = (directory / _METRICS).exists()
+        raise SpecError(
+            f"{directory} holds no measurement.",
+            got=f"no {_MEASUREMENT}" + ("" if started else f" and no {_METRICS}"),
+            why="a run writes it when it ends, or is stopped by Ctrl-C or SIGTERM"
+            if started
+            else "this is not the directory of a run",
+            fix="wait for its end, or go on with it: fullshard train --resume"
+            if started
+            else "the directory that run.dir names, such as runs/default",
+        )
+    # Where the run was set aside, it lies elsewhere than it did; its sample was for its end.
+    moved = {"directory": str(directory), "sample": None}
+    measurement = Measurement.load(measured).model_copy(update=moved)
+    return _Run(directory, measurement, Plan.load(planned) if planned.exists() else None)
+
+
+def _record(run: _Run) -> dict[str, object]:
+    """`comparison` and `prediction` are null where nothing was predicted."""
+    from fullshard.report.comparison import compare
+
+    prediction = run.plan.prediction if run.plan is not None else None
+    comparison = None if prediction is None else compare(prediction, run.measurement)
+    return {
+        "directory": str(run.directory),
+        "measurement": run.measurement.model_dump(mode="json"),
+        "prediction": None if prediction is None else prediction.model_dump(mode="json"),
+        "comparison": None if comparison is None else comparison.model_dump(mode="json"),
+    }
+
+
+def _why(plan: "Plan | None") -> str:
+    return f"there is no {_PLAN}" if plan is None else "its plan was made without the planner"

@@ -1,0 +1,241 @@
+"""What `fullshard plan` plans for: a model by its name or file, the run around it, and its spec."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fullshard.spec.hardware import Hardware
+    from fullshard.spec.model import ModelSpec
+    from fullshard.spec.run import Decoder, Run
+
+# Where neither the user nor a run.toml says: sequences that models are pretrained with.
+DEFAULT_SEQUENCE = 8192
+# And so many tokens a step, about.
+DEFAULT_TOKENS = 2**20
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to plan for. `settings`: what `--set` would say for it, before what the user sets.
+
+    `run_path`: a run.toml, whose model it is. `spec`: known already. `config_path`: a config.json that only
+    transformers can build. Of the latter two the run's own [model] says nothing. `chosen_here`: the run is
+    made up for this question, so its steps and batch are nobody's wish. `differs`: in what the reference
+    decoder is not the model that was named.
+    """
+
+    name: str
+    settings: tuple[str, ...] = ()
+    run_path: Path | None = None
+    spec: "ModelSpec | None" = None
+    config_path: Path | None = None
+    chosen_here: bool = True
+    differs: tuple[str, ...] = ()
+
+    @property
+    def is_reference_decoder(self) -> bool:
+        return self.spec is None and self.config_path is None
+
+    def run(self, overrides: Sequence[str]) -> "Run":
+        """The run with the user's own `section.key=value` over it. Raises SpecError."""
+        from fullshard.spec.run import Run
+
+        return Run.load(self.run_path, overrides=[*self.settings, *overrides])
+
+    def described(self, run: "Run", hardware: "Hardware") -> "ModelSpec":
+        """The spec of the model as `run` trains it on `hardware`. Imports torch, and traces the model."""
+        if self.spec is not None:
+            return self.spec
+        import torch
+
+        from fullshard.models.decoder import DecoderModel
+        from fullshard.models.huggingface import meta_model
+        from fullshard.sharding.describe import describe
+        from fullshard.training.loss import next_token_loss
+
+        if self.config_path is not None:
+            model = meta_model(self.config_path)
+        else:
+            with torch.device("meta"):
+                model = DecoderModel(run.model)
+        return describe(model, run, loss=next_token_loss, kernels_for=hardware.device)
+
+
+def find_subject(name: str | None) -> Subject:
+    """The model that `name` says: a preset, a file, or a repository that is in the Hugging Face cache.
+
+    None: the embedded default. Raises SpecError for a name that is none of these, with the nearest presets.
+    """
+    if name is None:
+        return Subject(name="the embedded default model", chosen_here=False)
+    path = Path(name)
+    if path.exists():
+        return _from_file(path)
+    if path.suffix in (".json", ".toml") or name.startswith((".", "/", "~")):
+        from fullshard.errors import SpecError
+
+        raise SpecError(f"{name} cannot be read.", got="no such file")
+    from fullshard.spec.presets import find_preset
+    from fullshard.spec.pretrained import cached_config
+
+    cached = cached_config(name) if "/" in name else None
+    if cached is not None:
+        return _from_config(cached, name=name)
+    preset = find_preset(name)
+    if preset is not None:
+        differs = (preset.differs,) if preset.differs else ()
+        return Subject(name=preset.name, settings=_model_settings(preset.model), differs=differs)
+    cached = cached_config(name)
+    if cached is not None:
+        return _from_config(cached, name=name)
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> Exception:
+    from fullshard.errors import SpecError
+    from fullshard.spec.presets import nearest_presets
+
+    return SpecError(
+        f"there is no model {name!r}.",
+        got="no preset, no file, and no repository in this machine's Hugging Face cache",
+        fix=f"{', '.join(nearest_presets(name))}; or the path of a config.json, a saved spec or a run.toml",
+    )
+
+
+def _from_file(path: Path) -> Subject:
+    from fullshard.errors import SpecError
+    from fullshard.spec.pretrained import CONFIG_NAME, read_config
+
+    if path.is_dir():
+        if not (path / CONFIG_NAME).is_file():
+            raise SpecError(f"{path} is a directory without a {CONFIG_NAME}.", fix="a preset, or a file")
+        return _from_config(path / CONFIG_NAME, name=path.resolve().name)
+    if path.suffix == ".toml":
+        return Subject(name=f"the model of {path}", run_path=path, chosen_here=False)
+    if "traces" in read_config(path):
+        return _from_spec(path)
+    return _from_config(path, name=str(path))
+
+
+def _from_config(path: Path, *, name: str) -> Subject:
+    from fullshard.errors import SpecError
+    from fullshard.spec.pretrained import expressed, read_config, why_not_expressed
+
+    config = read_config(path)
+    if "model_type" not in config:
+        raise SpecError(
+            f"{path} is no config.json of a model, and no saved spec.",
+            got=f"an object with {', '.join(list(config)[:6]) or 'nothing in it'}",
+            why="a model's has model_type, a spec that --save-spec wrote has traces",
+        )
+    if why_not_expressed(config) is None:
+        found = expressed(config, source=str(path))
+        return Subject(name=name, settings=_model_settings(found.model), differs=found.differs)
+    longest = config.get("max_position_embeddings") or config.get("n_positions") or DEFAULT_SEQUENCE
+    length = min(int(longest), DEFAULT_SEQUENCE)
+    settings = (f"data.sequence_length={length}", f"model.max_sequence={max(int(longest), length)}")
+    return Subject(name=name, settings=settings, config_path=path)
+
+
+def _from_spec(path: Path) -> Subject:
+    from fullshard.spec.model import ModelSpec
+
+    spec = ModelSpec.load(path)
+    length = spec.sequence_length
+    settings = (
+        f"data.sequence_length={length}",
+        f"model.max_sequence={length}",
+        f"precision.mode={_mode_of(spec)}",
+    )
+    return Subject(name=str(path), settings=settings, spec=spec)
+
+
+def _mode_of(spec: "ModelSpec") -> str:
+    """The name of the precision that the spec was traced with."""
+    from fullshard.spec.plan import Precision
+
+    own = (spec.precision.param, spec.precision.reduce, spec.precision.master)
+    for mode in ("fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure"):
+        named = Precision.of(mode)
+        if own == (named.param, named.reduce, named.master):
+            return mode
+    raise AssertionError(f"no precision mode computes in {own[0]}, reduces in {own[1]} and keeps {own[2]}")
+
+
+def _model_settings(model: "Decoder") -> tuple[str, ...]:
+    """As `--set` has it; and sequences that the model has positions for."""
+    length = min(model.max_sequence, DEFAULT_SEQUENCE)
+    own = tuple(f"model.{key}={json.dumps(value)}" for key, value in model)
+    return (*own, f"data.sequence_length={length}")
+
+
+def batch_for(run: "Run", *, tokens: int | None, ranks: int) -> tuple[int, str | None]:
+    """(sequences a step, what to tell the user): about `tokens`, in whole microbatches of every rank.
+
+    None: about a million. Raises PlanError where every rank's one sequence is over twice what was asked for.
+    """
+    from fullshard.errors import PlanError
+    from fullshard.quantities import format_count
+
+    length = run.data.sequence_length
+    wanted = DEFAULT_TOKENS if tokens is None else tokens
+    once = ranks * (run.train.microbatch or 1)
+    sequences = max(1, round(wanted / (length * once))) * once
+    if tokens is None:
+        return sequences, None
+    if sequences * length > 2 * tokens:
+        raise PlanError(
+            f"{format_count(tokens)} tokens a step are too few for {ranks:,} ranks.",
+            got=f"{tokens:,} tokens, {once:,} sequences of {length:,} at once",
+            why="every rank computes at least one microbatch of whole sequences a step",
+            fix=f"--tokens-per-step {sequences * length}, shorter sequences, or fewer ranks",
+        )
+    if sequences * length == tokens:
+        return sequences, None
+    return sequences, (
+        f"{tokens:,} tokens a step are {tokens / length:,.2f} sequences of {length:,}; "
+        f"planned with {sequences:,} = {sequences * length:,} tokens, which {ranks:,} ranks can share evenly"
+    )
+
+
+def batch_for_any_ranks(run: "Run", *, tokens: int | None) -> tuple[int, str | None]:
+    """(sequences a step, what to tell the user): a power of two, so that many numbers of ranks share it."""
+    wanted = 4 * DEFAULT_TOKENS if tokens is None else tokens
+    sequences = 2 ** max(0, round(math.log2(wanted / run.data.sequence_length)))
+    return (
+        sequences,
+        f"planned with {sequences:,} sequences = {sequences * run.data.sequence_length:,} tokens a step",
+    )
+
+
+def hardware_for(on: str | None, *, ranks: int | None, run: "Run") -> "Hardware":
+    """What `--on` says, with `ranks` ranks of it; or this machine, with as many as training would start.
+
+    Raises SpecError for unknown hardware, or ranks that fill no whole nodes.
+    """
+    from fullshard.errors import SpecError
+
+    if on is None:
+        from fullshard.launch.request import Request
+        from fullshard.launch.start import own_ranks
+        from fullshard.profiler.detect import detect_hardware
+
+        own, device = own_ranks(Request(run=run))
+        return detect_hardware(device, ranks=ranks or own)
+    from fullshard.spec.hardware_text import hardware_on
+
+    hardware = hardware_on(on)
+    if ranks is None or ranks == hardware.world_size:
+        return hardware
+    each = hardware.ranks_per_node
+    if ranks > each and ranks % each:
+        raise SpecError(
+            f"{ranks} ranks do not fill whole nodes.",
+            got=f"--ranks {ranks}, {each} a node",
+            fix=f"a multiple of {each}, or at most {each}",
+        )
+    return hardware.on(nodes=max(1, ranks // each), ranks_per_node=min(ranks, each))

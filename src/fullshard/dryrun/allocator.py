@@ -1,0 +1,144 @@
+"""What CUDA's caching allocator holds of the device for a sequence of allocations, by its own rules.
+
+Rules: c10/cuda/CUDACachingAllocator.cpp of PyTorch; sizes: c10/core/AllocatorConfig.h; default settings.
+
+[Note: the rules]
+round      a request is rounded up to a multiple of 512 bytes.
+pool       each stream has two: requests of at most 1 MiB are small, others large.
+best fit   the smallest free block of the pool that is large enough is taken; of equals, the lowest.
+split      what is left of it becomes a free block again: at least 512 bytes of a small one, over 1 MiB of a
+           large one. Otherwise the whole block is given out.
+segment    if none fits, the device gives a new one: 2 MiB for a small request, 20 MiB for one below 10 MiB,
+           else the request rounded up to 2 MiB.
+coalesce   a block that is freed joins its free neighbours in the segment. Segments are never given back: an
+           allocator that meets the device's end would give back the free ones, and try again.
+
+Host and device run apart, and a block that another stream still reads must not be handed out. The engine
+keeps a reference for as long as needed, so that the order of the host's calls is all that counts here.
+"""
+
+import bisect
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from fullshard.dryrun.events import Allocate, Event
+
+_MIB = 1 << 20
+ROUND = 512
+SMALL = _MIB
+SMALL_SEGMENT = 2 * _MIB
+BELOW_LARGE = 10 * _MIB
+LARGE_SEGMENT = 20 * _MIB
+ROUND_SEGMENT = 2 * _MIB
+
+
+@dataclass(frozen=True)
+class Held:
+    """The highest of each, in bytes. `allocated`: blocks in use, as `torch.cuda.max_memory_allocated` tells;
+    `reserved`: segments, as `torch.cuda.max_memory_reserved` does."""
+
+    allocated: int
+    reserved: int
+
+
+def simulate(events: Iterable[Event]) -> Held:
+    """The most that the allocator gives out, and holds, over `events`. See [Note: the rules]."""
+    pools: defaultdict[tuple[int, bool], _Pool] = defaultdict(_Pool)
+    used: dict[int, tuple[_Block, _Pool]] = {}
+    allocated = reserved = most_allocated = 0
+    for event in events:
+        if isinstance(event, Allocate):
+            size = rounded(event.size)
+            pool = pools[event.stream, size <= SMALL]
+            block = pool.best_fit(size)
+            if block is None:
+                block = _Block(address=reserved, size=segment_bytes(size))
+                reserved += block.size
+            pool.split(block, size)
+            used[event.block] = block, pool
+            allocated += block.size
+            most_allocated = max(most_allocated, allocated)
+        else:
+            block, pool = used.pop(event.block)
+            allocated -= block.size
+            pool.give_back(block)
+    return Held(most_allocated, reserved)
+
+
+def rounded(size: int) -> int:
+    """The bytes of the smallest block that serves a request of `size`."""
+    return max(ROUND, _up(size, ROUND))
+
+
+def segment_bytes(size: int) -> int:
+    """The bytes that the device is asked for, for a rounded request that no free block serves."""
+    if size <= SMALL:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if size < BELOW_LARGE else _up(size, ROUND_SEGMENT)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    """A piece of a segment, between its neighbours in it. `address`: tells blocks of one size apart."""
+
+    address: int
+    size: int
+    free: bool = False
+    left: "_Block | None" = None
+    right: "_Block | None" = None
+
+
+@dataclass
+class _Pool:
+    """The free blocks of one stream and kind, the smallest first."""
+
+    order: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # (size, address)
+    blocks: dict[int, _Block] = field(default_factory=dict[int, _Block])  # by address
+
+    def best_fit(self, size: int) -> _Block | None:
+        index = bisect.bisect_left(self.order, (size, -1))
+        return self._take(self.blocks[self.order[index][1]]) if index < len(self.order) else None
+
+    def split(self, block: _Block, size: int) -> None:
+        """Cuts `block`, which is in use, down to `size`, if what is left is worth it."""
+        left_over = block.size - size
+        worth_it = left_over >= ROUND if size <= SMALL else left_over > SMALL
+        if not worth_it:
+            return
+        rest = _Block(block.address + size, left_over, left=block, right=block.right)
+        if block.right is not None:
+            block.right.left = rest
+        block.right, block.size = rest, size
+        self._put(rest)
+
+    def give_back(self, block: _Block) -> None:
+        if block.right is not None and block.right.free:
+            block = _joined(block, self._take(block.right))
+        if block.left is not None and block.left.free:
+            block = _joined(self._take(block.left), block)
+        self._put(block)
+
+    def _put(self, block: _Block) -> None:
+        block.free = True
+        self.blocks[block.address] = block
+        bisect.insort(self.order, (block.size, block.address))
+
+    def _take(self, block: _Block) -> _Block:
+        block.free = False
+        del self.blocks[block.address]
+        del self.order[bisect.bisect_left(self.order, (block.size, block.address))]
+        return block
+
+
+def _joined(first: _Block, second: _Block) -> _Block:
+    """`first`, grown over `second`, which lies right of it."""
+    first.size += second.size
+    first.right = second.right
+    if second.right is not None:
+        second.right.left = first
+    return first

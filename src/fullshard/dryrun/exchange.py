@@ -1,0 +1,45 @@
+"""What goes to the process of a dry run, and what comes back: as JSON, through files."""
+
+from typing import Self
+
+from fullshard.dryrun.program import Program
+from fullshard.dryrun.result import DryRun
+from fullshard.errors import FullshardError, PlanError, ShardError, SpecError, TrainError
+from fullshard.spec.plan import Plan
+from fullshard.spec.value import Value
+
+_KINDS = {kind.__name__: kind for kind in (PlanError, ShardError, SpecError, TrainError)}
+
+
+class Request(Value):
+    """What to run, as which rank."""
+
+    plan: Plan
+    program: Program
+    rank: int
+
+
+class Failure(Value):
+    """An error of the project, taken apart. `kind`: its class."""
+
+    kind: str
+    what: str
+    got: str | None
+    why: str | None
+    fix: str | None
+
+    @classmethod
+    def of(cls, error: FullshardError) -> Self:
+        got = None if error.got is None else str(error.got)
+        return cls(kind=type(error).__name__, what=error.what, got=got, why=error.why, fix=error.fix)
+
+    def error(self) -> FullshardError:
+        """The error again; a ShardError where its class takes other words."""
+        return _KINDS.get(self.kind, ShardError)(self.what, got=self.got, why=self.why, fix=self.fix)
+
+
+class Answer(Value):
+    """One of both."""
+
+    result: DryRun | None = None
+    failure: Failure | None = None

@@ -1,0 +1,130 @@
+"""The dry run itself, in this process."""
+
+from collections.abc import Generator, Iterable
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+from fullshard.dryrun.allocator import Held, simulate
+from fullshard.dryrun.decoder import token_batch
+from fullshard.dryrun.events import highest
+from fullshard.dryrun.ranks import fake_ranks, own_chunks_alone, silence
+from fullshard.dryrun.recorder import Recorder
+from fullshard.dryrun.result import DryRun
+from fullshard.dryrun.step import OPTIMIZER_STEP, Loss, MakeBatch, MakeOptimizer, dry_step
+from fullshard.errors import ShardError
+from fullshard.sharding.apply import hand_over, prepare, settle
+from fullshard.sharding.cuda_kernels import cuda_kernels
+from fullshard.sharding.materialize import leave_unset
+from fullshard.sharding.units import Predicate
+from fullshard.spec.plan import Plan
+
+
+def dry_run_here(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    loss: Loss,
+    optimizer: MakeOptimizer,
+    batch: MakeBatch = token_batch,
+    units: Predicate | None = None,
+    rank: int = 0,
+) -> DryRun:
+    """Shards `model`, of which nothing can be used afterwards, as `plan` says, and runs two steps dry.
+
+    The same code runs as in training: `fully_shard`, forward, backward, reduction, optimizer. Its tensors are
+    fake (shapes without data) and its process group has no other ranks. Where the plan is for CUDA, so are
+    the kernels (`sharding.cuda_kernels`); nothing is compiled. `loss(model, microbatch)`,
+    `optimizer(model, plan)`, `batch(plan)`, a microbatch; `units` as in `shard`.
+
+    Raises ShardError if this process has a process group, or the model cannot be sharded. An error within
+    backward may end the process: see `fullshard.dryrun.run.dry_run`.
+    """
+    recorder = Recorder(plan.device)
+    plan = _on_cpu(plan)
+    with fake_ranks(plan.world_size, rank=rank), _eager_modes(recorder):
+        with own_chunks_alone():
+            prepared = prepare(model, plan, units=units)
+            hand_over(model, prepared, plan=plan)
+        silence(model)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            leave_unset(model, prepared.units)
+            settle(model, prepared.units, plan=plan)
+            recorder.note([*model.parameters(), *model.buffers()])
+            with recorder:
+                built = optimizer(model, plan)
+                gradients: set[int] = set()
+                built.register_step_pre_hook(lambda *_: gradients.update(_gradients(model, recorder)))
+                starts: list[int] = []
+                for _ in range(2):
+                    starts.append(len(recorder.events))
+                    dry_step(model, plan, optimizer=built, loss=loss, batch=batch, recorder=recorder)
+            return _result(model, built, recorder=recorder, gradients=gradients, start=starts[-1])
+
+
+@contextmanager
+def _eager_modes(recorder: Recorder) -> Generator[None]:
+    """What the whole run stands under. Autograd's own threads would have none of the modes."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(recorder.told_of_all())
+        if recorder.device == "cuda":
+            stack.enter_context(cuda_kernels())
+        try:
+            yield
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ShardError(
+                "the model cannot be run dry.",
+                got=f"{error.func}, whose result depends on values",
+                why="fake tensors have shapes, and no values",
+                fix="a step on real ranks, measured: fullshard train with a small run.ranks",
+            ) from error
+
+
+def _on_cpu(plan: Plan) -> Plan:
+    place = plan.run.run.model_copy(update={"compile": False})
+    return plan.model_copy(update={"device": "cpu", "run": plan.run.model_copy(update={"run": place})})
+
+
+def _gradients(model: nn.Module, recorder: Recorder) -> set[int]:
+    return recorder.note(p.grad for p in model.parameters() if p.grad is not None)
+
+
+def _result(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, recorder: Recorder, gradients: set[int], start: int
+) -> DryRun:
+    """The peak of the events from `start` on, and whose the blocks alive then were."""
+    peak = highest(recorder.events, start=start)
+    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+    parts = {
+        "parameter_shards": recorder.note(model.parameters()),
+        "gradients": gradients,
+        "optimizer_state": recorder.note(state),
+        "buffers": recorder.note(model.buffers()),
+        "units_in_flight": recorder.engine,
+    }
+    sizes: dict[str, int] = {}
+    left = dict(peak.live)
+    for name, blocks in parts.items():
+        sizes[name] = _taken(left, blocks)
+    steps = [after for after, name in recorder.moments if name == OPTIMIZER_STEP]
+    held = simulate(recorder.events) if recorder.device == "cuda" else Held(0, 0)
+    return DryRun(
+        moment=[name for after, name in recorder.moments if after < peak.after][-1],
+        **sizes,
+        rest=sum(left.values()),
+        optimizer_step_bytes=highest(recorder.events, start=steps[-1]).bytes,
+        allocated_bytes=held.allocated,
+        reserved_bytes=held.reserved,
+    )
+
+
+def _taken(live: dict[int, int], blocks: Iterable[int]) -> int:
+    """Takes `blocks` out of `live`; returns their bytes."""
+    return sum(live.pop(block, 0) for block in blocks)

@@ -1,0 +1,91 @@
+"""Ranks that are nowhere: a process group and collectives of the shape that real ones have."""
+
+import importlib
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from fullshard.errors import ShardError
+
+_REGISTERS_FAKE = "torch.testing._internal.distributed.fake_pg"
+
+
+@contextmanager
+def fake_ranks(world_size: int, *, rank: int) -> Generator[None]:
+    """The default process group: this process is `rank` of `world_size`, and there are no others.
+
+    Collectives return at once, and bring nothing. Raises ShardError where there is a process group already,
+    or torch has none of this kind.
+    """
+    if dist.is_initialized():
+        raise ShardError(
+            "a dry run needs a process of its own.",
+            got="a process group that is initialised already",
+            fix="fullshard.dryrun.run.dry_run, which starts one",
+        )
+    try:
+        importlib.import_module(_REGISTERS_FAKE)
+    except ImportError as error:
+        raise ShardError(
+            "this torch has no fake process group.", got=f"torch {torch.__version__}: {error}"
+        ) from error
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class SilentCollective:
+    """Allocates what a collective of the engine does, and moves nothing."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(  # the engine's signature, of both kinds
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any = None, async_op: bool = False
+    ) -> None:
+        return None
+
+
+def silence(model: nn.Module) -> None:
+    """Replaces the collectives of all units: those for gloo would send to every rank, one after the other."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(cast(Any, SilentCollective()))
+            module.set_custom_reduce_scatter(cast(Any, SilentCollective()))
+
+
+@contextmanager
+def own_chunks_alone() -> Generator[None]:
+    """Within it, `fully_shard` cuts its own chunk out of a parameter, not those of all ranks, which takes
+    minutes at 16,384. The function that cuts is exchanged; a torch without it cuts them all.
+    """
+    engine: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+    cut_all = getattr(engine, "_chunk_with_empty", None)
+    if cut_all is None:
+        yield
+        return
+    engine._chunk_with_empty = Chunks
+    try:
+        yield
+    finally:
+        engine._chunk_with_empty = cut_all
+
+
+class Chunks:
+    """`torch.chunk(tensor, count, dim)`, filled up to `count` with empty tensors; cut when asked for."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:  # signature: the engine's
+        self.tensor, self.dim = tensor, dim
+        self.rows = -(-tensor.size(dim) // num_chunks)
+
+    def __getitem__(self, index: int) -> Tensor:
+        begin = index * self.rows
+        length = min(self.rows, self.tensor.size(self.dim) - begin)
+        return self.tensor.narrow(self.dim, begin, length) if length > 0 else self.tensor.new_empty(0)

@@ -1,0 +1,186 @@
+"""Records the birth and death of every storage while a step runs on fake tensors.
+
+A storage is seen when an operation returns it, and its death is noticed. Two things are no operations: the
+engine frees the storages of gathered parameters, and brings them back, by resizing them; and recompute keeps
+the random state of each block. Of what a kernel allocates and frees within one operation, the largest is
+known: for CUDA by `sharding.kernels.transient_bytes`, for the CPU where the engine copies gradients into one
+buffer. The rest is not seen.
+"""
+
+import re
+import weakref
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fullshard.dryrun.events import Allocate, Event, Free
+from fullshard.sharding.kernels import Call, storage_key, transient_bytes
+from fullshard.spec.plan import DeviceType
+
+# The engine names what it does for torch's profiler, which these operations tell. Casts of activations are
+# marked too, but not the engine's own. The same rule as in `profiler.memory`.
+_ENGINE, _ENGINE_CASTS = "FSDP::", "FSDP::cast_"
+_RANGE = re.compile(r"FSDP::(?P<act>\w+)(?: \((?P<unit>.*)\))?$")
+_BEGIN, _END = "profiler::_record_function_enter_new", "profiler::_record_function_exit"
+
+
+class Recorder(TorchDispatchMode):
+    """While it is active (within a FakeTensorMode), `events` grows. `moments`: (how many events, the name of
+    what begins there). `engine`: the blocks that the engine allocated for itself. Streams are numbered as
+    they appear: torch's CPU streams do nothing, but tell which one the engine is on.
+    `device`: whose kernels it stands for. Of CUDA's, what they take for themselves is counted too, and random
+    states, which lie on the host, are not.
+
+    Whoever asks for a value gets 1: fake tensors have none.
+    """
+
+    def __init__(self, device: DeviceType) -> None:
+        super().__init__()
+        self.device: DeviceType = device
+        self.events: list[Event] = []
+        self.moments: list[tuple[int, str]] = []
+        self.engine: set[int] = set()
+        self._phase = ""
+        self._ranges: list[str] = []
+        self._blocks: dict[int, int] = {}  # storage -> the block that it is now; none while it has no bytes
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._streams: list[Any] = [torch.cpu.current_stream()]
+        self._count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _one(args[0].dtype)
+        name = func.name().partition(".")[0]
+        if name == _BEGIN:
+            self._begin(args[0])
+        elif name == _END:
+            self._ranges.pop()
+        # The sharding rules of DTensor compute on whole tensors, that no rank holds: they run in here, where
+        # the mode is not active.
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.note(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        if self.device == "cuda":
+            within = transient_bytes(Call(func, args, kwargs))
+        else:
+            within = _padding_bytes(func, args, kwargs=kwargs)
+        if within:
+            self.events.append(Free(self._new_block(within)))
+        return result
+
+    def note(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Sees to it that the storages of `tensors` are counted; returns their blocks."""
+        return {block for tensor in tensors if (block := self._track(local_part(tensor))) is not None}
+
+    def enter(self, phase: str) -> None:
+        """Names what begins now."""
+        self._phase = phase
+        self.moments.append((len(self.events), phase))
+
+    @contextmanager
+    def told_of_all(self) -> Generator[None]:
+        """Within it, what is no operation is seen too: the functions that do it are exchanged."""
+        resize, random_state = torch.UntypedStorage.resize_, torch.get_rng_state
+
+        def seen_resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            result = resize(storage, size)
+            self._resized(storage)
+            return result
+
+        def seen_random_state() -> Tensor:
+            state = random_state()
+            if self.device == "cpu":
+                self.note([state])
+            return state
+
+        torch.UntypedStorage.resize_ = seen_resize  # pyright: ignore[reportAttributeAccessIssue]
+        torch.get_rng_state = seen_random_state
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_, torch.get_rng_state = resize, random_state
+
+    def _begin(self, name: str) -> None:
+        outermost = not any(one.startswith(_ENGINE) for one in self._ranges)
+        self._ranges.append(name)
+        if outermost and (found := _RANGE.match(name)) and not name.startswith(_ENGINE_CASTS):
+            act = found["act"].replace("_", " ") + (f" of {found['unit']}" if found["unit"] else "")
+            self.moments.append((len(self.events), f"{self._phase}, {act}"))
+
+    def _track(self, tensor: Tensor) -> int | None:
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
+        if tensor.device.type == "meta":
+            return None
+        if key not in self._watched:
+            self._watched[key] = weakref.ref(storage, lambda _reference: self._died(key))
+            self._allocate(key, storage.nbytes())
+        return self._blocks.get(key)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata  # pyright: ignore[reportPrivateUsage]
+        if key in self._watched:
+            self._free(key)
+            self._allocate(key, storage.nbytes())
+
+    def _died(self, key: int) -> None:
+        del self._watched[key]
+        self._free(key)
+
+    def _allocate(self, key: int, size: int) -> None:
+        if size:
+            self._blocks[key] = self._new_block(size)
+
+    def _new_block(self, size: int) -> int:
+        self._count += 1
+        self.events.append(Allocate(self._count, size, self._stream()))
+        if self._in_engine():
+            self.engine.add(self._count)
+        return self._count
+
+    def _stream(self) -> int:
+        current = torch.cpu.current_stream()
+        for index, stream in enumerate(self._streams):
+            if stream is current:
+                return index
+        self._streams.append(current)
+        return len(self._streams) - 1
+
+    def _free(self, key: int) -> None:
+        if key in self._blocks:
+            self.events.append(Free(self._blocks.pop(key)))
+
+    def _in_engine(self) -> bool:
+        named = [name for name in self._ranges if name.startswith(_ENGINE)]
+        return bool(named) and not named[-1].startswith(_ENGINE_CASTS)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of `tensor`: itself, or the local part of a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def _padding_bytes(func: Any, args: Sequence[Any], *, kwargs: dict[str, Any]) -> int:
+    """What the CPU's `chunk_cat` allocates for itself: gradients of uneven rows, padded."""
+    if func.name() != "fsdp::chunk_cat":
+        return 0
+    named = dict(zip(("tensors", "dim", "num_chunks"), args, strict=False)) | kwargs
+    dim, count = named["dim"], named["num_chunks"]
+    uneven = [tensor for tensor in named["tensors"] if tensor.size(dim) % count]
+    return sum(t.nbytes // t.size(dim) * -(-t.size(dim) // count) * count for t in uneven)
+
+
+def _one(dtype: torch.dtype) -> bool | int | float:
+    if dtype is torch.bool:
+        return True
+    return 1.0 if dtype.is_floating_point else 1

@@ -1,0 +1,49 @@
+"""dry_run(plan): the peak of one rank, from the real sharded step, in a process of its own."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from fullshard.dryrun.exchange import Answer, Request
+from fullshard.dryrun.program import Program
+from fullshard.dryrun.result import DryRun
+from fullshard.errors import ShardError
+from fullshard.spec.plan import Plan
+
+
+def dry_run(plan: Plan, program: Program | None = None, *, rank: int = 0) -> DryRun:
+    """What `rank` of the plan's ranks holds at the most, from a dry run (see `dryrun.here.dry_run_here`).
+
+    Without a program, of the reference decoder that the plan's run describes. It takes a process of its own:
+    a process group is global, and an error within backward ends the process.
+
+    Raises what the dry run raised (SpecError, PlanError, ShardError, TrainError), and ShardError, with the
+    last that it said, if it ended otherwise.
+    """
+    request = Request(plan=plan, program=program or Program(), rank=rank)
+    with tempfile.TemporaryDirectory(prefix="dryrun-") as directory:
+        asked, answered = Path(directory, "request.json"), Path(directory, "answer.json")
+        asked.write_text(request.model_dump_json(), encoding="utf-8")
+        command = [sys.executable, "-m", "fullshard.dryrun.child", str(asked), str(answered)]
+        # What can be imported here can be imported there.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        child = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+        if not answered.exists():
+            raise _ended(child)
+        answer = Answer.model_validate_json(answered.read_text(encoding="utf-8"))
+    if answer.failure is not None:
+        raise answer.failure.error()
+    assert answer.result is not None, "an answer is a result or a failure"
+    return answer.result
+
+
+def _ended(child: subprocess.CompletedProcess[str]) -> ShardError:
+    said = child.stderr.strip().splitlines()
+    return ShardError(
+        "the dry run did not finish.",
+        got=said[-1] if said else f"exit code {child.returncode}",
+        why="the model's forward, loss or backward failed on fake tensors, or its process was ended",
+        fix="a step of the same model on real tensors, which shows where",
+    )

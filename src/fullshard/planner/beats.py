@@ -1,0 +1,165 @@
+"""A trace at one size of microbatch, as plain numbers, with its repeated periods shown a few times.
+
+[Note: skipping periods]
+Alike units in the middle of a model do alike: from one period to the next everything that is alive grows or
+shrinks by the same amount. So what is highest in a run of periods is highest in the first or in the last of
+them, and the ones between need not be gone through: it is enough to know by how much they change what is
+alive. A few periods stand on either side, as many as an act of the engine can reach ahead (prefetch).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fullshard.spec.model import Event, ModelSpec, Moment, Phase, Repeat, Trace
+
+
+class Live(NamedTuple):
+    """Bytes; see `fullshard.spec.model.Moment`."""
+
+    activations: int = 0
+    loss: int = 0
+    backward: int = 0
+    gradients: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.loss + self.backward + self.gradients
+
+
+class Beat(NamedTuple):
+    """A phase: `peak` the highest in it, `end` at its end. `phase` is its index in the trace.
+
+    `opens`: it begins a period, `skips` stands on the phase that ends it: so many more like it follow unseen,
+    and
+    `end` is what lives after those.
+    """
+
+    event: Event
+    unit: int
+    phase: int
+    peak: Live
+    end: Live
+    opens: bool = False
+    skips: int = 0
+
+
+@dataclass(frozen=True)
+class Score:
+    """`units`: for each unit that the beats count with, its index in the spec."""
+
+    beats: tuple[Beat, ...]
+    units: tuple[int, ...]
+
+
+class _Run(NamedTuple):
+    """Phases `start` to `end - 1` are one period's part of forward or of backward."""
+
+    start: int
+    end: int
+    repeat: Repeat
+
+
+def score(spec: ModelSpec, trace: Trace, *, microbatch: int, reach: int, accumulating: bool = False) -> Score:
+    """The beats of `trace`; `reach`: how many units ahead the engine acts at most. See [Note: skipping
+    periods].
+
+    Kept with the spec: a search asks for the same again and again.
+    """
+    key = (id(trace), microbatch, reach, accumulating)
+    found = spec.kept.get(key)
+    if not isinstance(found, Score):
+        found = _score(trace, microbatch, units=len(spec.units), reach=reach, accumulating=accumulating)
+        spec.kept[key] = found
+    return found
+
+
+def _score(trace: Trace, microbatch: int, *, units: int, reach: int, accumulating: bool) -> Score:
+    phases = trace.accumulating if accumulating else trace.phases
+    shown = {repeat: min(repeat.times, 2 * (reach // repeat.units) + 3) for repeat in trace.repeats}
+    runs = _runs(phases, trace.repeats)
+    beats: list[Beat] = []
+    shift, at, done = Live(), 0, set[Repeat]()
+    while at < len(phases):
+        run = next((run for run in runs if run.start == at), None)
+        if run is None:
+            beat = _beat(phases[at], at, microbatch=microbatch, shift=shift)
+            beats.append(beat._replace(unit=_place(beat.unit, 0, repeats=trace.repeats, shown=shown)))
+            at += 1
+            continue
+        growth = _plus(
+            _at(phases[run.end - 1].end, microbatch), _at(phases[at - 1].end, microbatch), times=-1
+        )
+        copies = shown[run.repeat]
+        backward = run.repeat in done  # from the last of them to the first
+        done.add(run.repeat)
+        for number in range(copies):
+            skips = run.repeat.times - copies if number == copies // 2 else 0
+            for index in range(run.start, run.end):
+                beat = _beat(phases[index], index, microbatch=microbatch, shift=shift)
+                copy = copies - 1 - number if backward else number
+                beat = beat._replace(unit=_place(beat.unit, copy, repeats=trace.repeats, shown=shown))
+                if index == run.end - 1:
+                    beat = beat._replace(skips=skips, end=_plus(beat.end, growth, times=skips))
+                beats.append(beat._replace(opens=index == run.start and skips > 0))
+            shift = _plus(shift, growth, times=skips + (number < copies - 1))
+        at = run.end
+    return Score(tuple(beats), _spec_units(trace.repeats, shown, units=units))
+
+
+def _runs(phases: Sequence[Phase], repeats: Sequence[Repeat]) -> list[_Run]:
+    """Where the periods' phases stand, in order."""
+    found: list[_Run] = []
+    for repeat in repeats:
+        inside = range(repeat.first, repeat.first + repeat.units)
+        start = end = -1
+        for index, phase in enumerate(phases):
+            if phase.unit in inside:
+                start, end = (index if start < 0 else start), index + 1
+            elif phase.unit >= 0 and start >= 0:
+                found.append(_Run(start, end, repeat))
+                start = -1
+        if start >= 0:
+            found.append(_Run(start, end, repeat))
+    return sorted(found)
+
+
+def _place(unit: int, copy: int, *, repeats: Sequence[Repeat], shown: dict[Repeat, int]) -> int:
+    """Where a unit of the trace stands among those shown."""
+    place = unit
+    for repeat in repeats:
+        if unit >= repeat.first + repeat.units:
+            place += (shown[repeat] - 1) * repeat.units
+        elif unit >= repeat.first:
+            place += copy * repeat.units
+    return place
+
+
+def _spec_units(repeats: Sequence[Repeat], shown: dict[Repeat, int], *, units: int) -> tuple[int, ...]:
+    """The units shown, by their index in the spec of so many; of a repeated one the copies at both ends."""
+    found: list[int] = []
+    index = skipped = 0
+    for repeat in sorted(repeats, key=lambda one: one.first):
+        first = repeat.first + skipped
+        found += range(index, first)
+        for copy in range(shown[repeat]):
+            period = copy if copy <= shown[repeat] // 2 else repeat.times - shown[repeat] + copy
+            found += range(first + period * repeat.units, first + (period + 1) * repeat.units)
+        index = first + repeat.times * repeat.units
+        skipped += (repeat.times - 1) * repeat.units
+    return (*found, *range(index, units))
+
+
+def _beat(phase: Phase, index: int, *, microbatch: int, shift: Live) -> Beat:
+    peaks = (_at(moment, microbatch) for moment in phase.peaks)
+    peak = max(peaks, key=lambda live: live.total)
+    end = _at(phase.end, microbatch)
+    return Beat(phase.event, phase.unit, index, _plus(peak, shift), _plus(end, shift))
+
+
+def _at(moment: Moment, microbatch: int) -> Live:
+    return Live(*(round(line.at(microbatch)) for line in moment))
+
+
+def _plus(live: Live, change: Live, *, times: int = 1) -> Live:
+    return Live(*(a + times * b for a, b in zip(live, change, strict=True)))

@@ -1,0 +1,206 @@
+"""What a run leaves open, spelled out: every combination of mechanisms that differs in what it does.
+
+The order is part of the meaning: of two plans that take as long, the one that comes first here is preferred.
+It goes from plain to elaborate: full_shard before the other strategies, the engine's own prefetch before none
+and explicit, nothing recomputed before something, not compiled before compiled, larger microbatches first.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from fullshard.spec.hardware import Hardware
+from fullshard.spec.model import ModelSpec
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import PrefetchSection, RecomputeSection, Run, Strategy
+
+_DEEPEST_PREFETCH = 3
+_HYBRID = (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
+_ORDER = (
+    Strategy.FULL_SHARD,
+    Strategy.SHARD_GRAD_OP,
+    Strategy.NO_SHARD,
+    Strategy.ZERO1,
+    Strategy.HYBRID_SHARD,
+    Strategy.HYBRID_SHARD_ZERO2,
+)
+
+
+class Mesh(NamedTuple):
+    """A strategy on its mesh; `reshard_to`: over how many ranks parameters are kept after forward."""
+
+    strategy: Strategy
+    shard_degree: int
+    reshard_to: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """The strategy's name; `hpz` where it reshards to fewer ranks."""
+        if self.reshard_to is None:
+            return str(self.strategy)
+        return "hpz" if self.strategy is Strategy.FULL_SHARD else f"{self.strategy}_hpz"
+
+    @property
+    def frees(self) -> bool:
+        """Whether parameters are freed after forward, as `Plan.from_run` has it."""
+        keeping = (Strategy.ZERO1, Strategy.SHARD_GRAD_OP, Strategy.HYBRID_SHARD_ZERO2)
+        return self.reshard_to is not None or self.strategy not in keeping
+
+
+class Batch(NamedTuple):
+    """How a rank's sequences of a step are cut, and when gradients are reduced."""
+
+    microbatch: int
+    accumulation: int
+    sync: Literal["each", "last"]
+
+
+class Candidate(NamedTuple):
+    """One combination. `is_double`: under another strategy's name it is the same run, and stands here
+    before."""
+
+    mesh: Mesh
+    batch: Batch
+    recompute: RecomputeSection
+    compiled: bool
+    prefetch: PrefetchSection
+    is_double: bool = False
+
+
+def candidates(spec: ModelSpec, hardware: Hardware, *, run: Run) -> Iterator[Candidate]:
+    """All that `run` leaves open on all ranks of `hardware`; what it pins is taken as it is.
+
+    Raises PlanError where the batch, or what is pinned, cannot be laid out on so many ranks.
+    """
+    world = hardware.world_size
+    meshes = list(_meshes(run, world))
+    # A plan with all that is pinned: what is impossible is said where plans are made.
+    Plan.from_run(_pinned(run, meshes[0]), world_size=world, device=hardware.device)
+    compiled = (False, True) if run.run.compile == "auto" else (run.run.compile,)
+    for mesh in meshes:
+        prefetches = _prefetches(run, mesh, units=len(spec.units))
+        for batch in _batches(run, mesh, world=world):
+            double = _is_double(run, mesh, batch=batch, world=world)
+            for recompute in _recomputes(spec, run, microbatch=batch.microbatch):
+                for is_compiled in compiled:
+                    for prefetch in prefetches:
+                        yield Candidate(mesh, batch, recompute, is_compiled, prefetch, double)
+
+
+def to_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
+    """`run` with all of it settled."""
+    mesh, batch = candidate.mesh, candidate.batch
+    train = run.train.model_copy(update={"microbatch": batch.microbatch, "accumulate_sync": batch.sync})
+    settled = _pinned(run, mesh).model_copy(
+        update={
+            "train": train,
+            "recompute": candidate.recompute,
+            "prefetch": candidate.prefetch,
+            "run": run.run.model_copy(update={"compile": candidate.compiled}),
+        }
+    )
+    return Plan.from_run(
+        settled,
+        world_size=hardware.world_size,
+        device=hardware.device,
+        bf16_hardware=hardware.device == "cuda" and "bf16" in hardware.chip.flops_per_second,
+    )
+
+
+def _pinned(run: Run, mesh: Mesh) -> Run:
+    sharding = run.sharding.model_copy(
+        update={
+            "strategy": mesh.strategy,
+            "shard_degree": mesh.shard_degree if mesh.strategy in _HYBRID else None,
+            "reshard_to": mesh.reshard_to,
+        }
+    )
+    return run.model_copy(update={"sharding": sharding})
+
+
+def divisors(count: int) -> list[int]:
+    """All of them, the largest first."""
+    small = [d for d in range(1, int(count**0.5) + 1) if count % d == 0]
+    return sorted({*small, *(count // d for d in small)}, reverse=True)
+
+
+def _meshes(run: Run, world: int) -> Iterator[Mesh]:
+    section = run.sharding
+    if section.strategy != "auto":
+        strategies: Sequence[Strategy] = (Strategy(section.strategy),)
+    else:
+        strategies = _ORDER if section.shard_degree is None else _HYBRID
+    proper = [d for d in divisors(world) if d not in (1, world)]
+    plain: list[Mesh] = []
+    for strategy in strategies:
+        if strategy not in _HYBRID:
+            plain.append(Mesh(strategy, 1 if strategy is Strategy.NO_SHARD else world))
+        elif section.shard_degree is not None:
+            plain.append(Mesh(strategy, section.shard_degree))
+        else:
+            degrees = proper if proper or section.strategy == "auto" else [world]
+            plain += [Mesh(strategy, degree) for degree in degrees]
+    freeing = [m for m in plain if m.strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)]
+    if section.reshard_to is not None:
+        k = section.reshard_to
+        fitting = [m for m in freeing if m.shard_degree % k == 0 and k not in (1, m.shard_degree)]
+        yield from (mesh._replace(reshard_to=k) for mesh in fitting or freeing[:1])
+        return
+    yield from plain
+    if section.strategy != "auto":
+        return  # a strategy that is named is meant as it is
+    for mesh in freeing:
+        inner = [d for d in divisors(mesh.shard_degree) if d not in (1, mesh.shard_degree)]
+        yield from (mesh._replace(reshard_to=degree) for degree in inner)
+
+
+def _batches(run: Run, mesh: Mesh, *, world: int) -> Iterator[Batch]:
+    each_rank = run.train.global_batch // world
+    sizes = divisors(each_rank) if run.train.microbatch is None else [run.train.microbatch]
+    for microbatch in sizes:
+        accumulation = each_rank // microbatch
+        for sync in _syncs(run, mesh, accumulation=accumulation):
+            yield Batch(microbatch, accumulation, sync)
+
+
+def _syncs(run: Run, mesh: Mesh, *, accumulation: int) -> tuple[Literal["each", "last"], ...]:
+    pinned = run.train.accumulate_sync
+    if pinned != "auto":
+        return (pinned,)
+    if mesh.strategy is Strategy.ZERO1:
+        return ("last",)
+    # shard_grad_op that reduces once a step is zero1.
+    return ("each",) if accumulation == 1 or mesh.strategy is Strategy.SHARD_GRAD_OP else ("each", "last")
+
+
+def _recomputes(spec: ModelSpec, run: Run, *, microbatch: int) -> list[RecomputeSection]:
+    """The modes that the spec was traced under, the plain ones first."""
+    if run.recompute.mode != "auto":
+        return [run.recompute]
+    known: list[RecomputeSection] = []
+    for trace in spec.traces:
+        if trace.holds_for(trace.recompute, microbatch) and trace.recompute not in known:
+            known.append(trace.recompute)
+    order = ("none", "full", "every", "selective", "auto")
+    return sorted(known, key=lambda section: (order.index(section.mode), section.every))
+
+
+def _prefetches(run: Run, mesh: Mesh, *, units: int) -> list[PrefetchSection]:
+    if run.prefetch.mode != "auto":
+        return [run.prefetch]
+    implicit = PrefetchSection(mode="implicit")
+    if mesh.shard_degree == 1:
+        return [implicit]  # nothing is gathered
+    deepest = min(_DEEPEST_PREFETCH, units - 1)
+    ahead = [PrefetchSection(mode="explicit", forward=d, backward=d) for d in range(1, deepest + 1)]
+    return [implicit, PrefetchSection(mode="none"), *ahead]
+
+
+def _is_double(run: Run, mesh: Mesh, *, batch: Batch, world: int) -> bool:
+    if run.sharding.strategy != "auto" or run.sharding.shard_degree is not None:
+        return False
+    same_as_full = world == 1 and mesh.strategy is Strategy.NO_SHARD
+    same_as_grad_op = mesh.strategy is Strategy.ZERO1 and (
+        batch.accumulation == 1 or run.train.accumulate_sync == "each"
+    )
+    pinned_last = mesh.strategy is Strategy.ZERO1 and run.train.accumulate_sync == "last"
+    return same_as_full or same_as_grad_op or pinned_last

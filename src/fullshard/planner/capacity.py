@@ -1,0 +1,152 @@
+"""The questions around a plan: the fewest GPUs for a deadline, and the largest of something that still
+fits."""
+
+from collections.abc import Callable, Sequence
+
+from fullshard.errors import PlanError
+from fullshard.planner.candidates import divisors
+from fullshard.planner.search import search
+from fullshard.quantities import format_count
+from fullshard.spec.hardware import Hardware
+from fullshard.spec.model import ModelSpec
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.spec.value import Value
+
+_SECONDS_A_DAY = 86_400
+
+
+class Fleet(Value):
+    """A number of ranks, the best plan on them, and the days that it takes for the tokens asked for."""
+
+    nodes: int
+    ranks_per_node: int
+    plan: Plan
+    days: float
+
+
+class Largest(Value):
+    """The largest `size` that fits (a microbatch, a sequence length, a number of parameters), and its
+    plan."""
+
+    size: int
+    plan: Plan
+
+
+def fewest_ranks(
+    spec: ModelSpec, hardware: Hardware, *, run: Run, tokens: int, days: float, most_nodes: int = 4096
+) -> Fleet:
+    """The fewest ranks of this kind that see `tokens` in `days`.
+
+    Numbers of ranks are those that a cluster is given out in and that `train.global_batch` can be shared out
+    over: up to a node the divisors of its ranks, then whole nodes. More ranks are not always faster (a
+    smaller batch a rank hides less), so each number is tried, from the fewest on; a number is passed over
+    without a search if not even the chips' peak would do.
+
+    Raises PlanError if none does: with the nearest.
+    """
+    nearest: Fleet | None = None
+    got = "not even at the chips' peak"
+    for nodes, ranks in _fleets(hardware, run, most_nodes=most_nodes):
+        fleet = hardware.on(nodes=nodes, ranks_per_node=ranks)
+        if _least_days(spec, fleet, tokens=tokens) > days:
+            continue
+        best = search(spec, fleet, run).best
+        if best is None or best.prediction is None:
+            got = "nothing fits"
+            continue
+        needed = tokens / best.prediction.tokens_per_second / _SECONDS_A_DAY
+        found = Fleet(nodes=nodes, ranks_per_node=ranks, plan=best, days=needed)
+        if needed <= days:
+            return found
+        if nearest is None or needed < nearest.days:
+            nearest = found
+    if nearest is not None:
+        got = f"{nearest.days:.1f} days on {nearest.nodes} × {nearest.ranks_per_node}"
+    raise PlanError(
+        f"no number of ranks sees {format_count(tokens)} tokens in {days:g} days.",
+        got=got,
+        why=f"train.global_batch = {run.train.global_batch} can be shared out over no more ranks than that",
+        fix="a larger train.global_batch, or more days",
+    )
+
+
+def largest_microbatch(spec: ModelSpec, hardware: Hardware, *, run: Run) -> Largest:
+    """The largest microbatch that fits, whatever the rest. Raises PlanError if none does."""
+    each_rank = run.train.global_batch // hardware.world_size
+    for microbatch in divisors(each_rank) if each_rank else []:
+        train = run.train.model_copy(update={"microbatch": microbatch})
+        best = search(spec, hardware, run.model_copy(update={"train": train})).best
+        if best is not None:
+            return Largest(size=microbatch, plan=best)
+    raise _none_fits("microbatch", f"divisors of {each_rank} sequences a rank")
+
+
+def largest_sequence(
+    describe: Callable[[Run], ModelSpec], hardware: Hardware, *, run: Run, lengths: Sequence[int]
+) -> Largest:
+    """The largest of `lengths` that fits. `describe(run)`: the spec of a run with another sequence length.
+
+    Longer sequences need no fewer bytes, so the lengths are halved in between. The context that the model is
+    made for (`model.max_sequence`) grows with the length where it must. Raises PlanError if none fits.
+    """
+
+    def best_at(length: int) -> Plan | None:
+        data = run.data.model_copy(update={"sequence_length": length})
+        room = max(length, run.model.max_sequence)
+        model = run.model.model_copy(update={"max_sequence": room})
+        longer = run.model_copy(update={"data": data, "model": model})
+        return search(describe(longer), hardware, longer).best
+
+    ordered = sorted(set(lengths))
+    found = _last_that_fits(ordered, best_at)
+    if found is None:
+        raise _none_fits(
+            "sequence length", f"{len(ordered)} lengths from {ordered[0]}" if ordered else "none"
+        )
+    return found
+
+
+def largest_model(specs: Sequence[ModelSpec], hardware: Hardware, *, run: Run) -> Largest:
+    """The largest of `specs`, by parameters, that fits. Raises PlanError if none does."""
+    for spec in sorted(specs, key=lambda one: -one.numel):
+        best = search(spec, hardware, run).best
+        if best is not None:
+            return Largest(size=spec.numel, plan=best)
+    raise _none_fits("model", ", ".join(spec.name for spec in specs) or "none")
+
+
+def _fleets(hardware: Hardware, run: Run, *, most_nodes: int) -> list[tuple[int, int]]:
+    per_node, batch = hardware.ranks_per_node, run.train.global_batch
+    most = most_nodes if hardware.across is not None else 1
+    sizes = [(1, ranks) for ranks in sorted(divisors(per_node))]
+    sizes += [(nodes, per_node) for nodes in range(2, most + 1)]
+    at_once = run.train.microbatch or 1
+    return [(nodes, ranks) for nodes, ranks in sizes if batch % (nodes * ranks * at_once) == 0]
+
+
+def _least_days(spec: ModelSpec, hardware: Hardware, *, tokens: int) -> float:
+    """At the fastest of the chip's peaks; 0 where they are not known."""
+    peak = max(hardware.chip.flops_per_second.values(), default=0.0)
+    if not peak or spec.flops_per_token is None:
+        return 0.0
+    # Attention in it counts all pairs of positions, of which a causal kernel computes half.
+    needed = spec.flops_per_token / 2 * tokens
+    return needed / (peak * hardware.world_size) / _SECONDS_A_DAY
+
+
+def _last_that_fits(sizes: Sequence[int], best_at: Callable[[int], Plan | None]) -> Largest | None:
+    found: Largest | None = None
+    low, high = 0, len(sizes) - 1
+    while low <= high:
+        middle = (low + high) // 2
+        best = best_at(sizes[middle])
+        if best is None:
+            high = middle - 1
+        else:
+            found, low = Largest(size=sizes[middle], plan=best), middle + 1
+    return found
+
+
+def _none_fits(what: str, tried: str) -> PlanError:
+    return PlanError(f"no {what} fits.", got=f"tried: {tried}", fix="more ranks, or a smaller model")

@@ -1,0 +1,93 @@
+"""Seconds of a collective over one axis of the mesh.
+
+[Note: where groups lie]
+Ranks are numbered node by node, and the mesh is (replicate, shard): a shard group is S ranks in a row, a
+replicate group R ranks at distance S. A group whose ranks all stand in one node uses the link within it.
+Another one crosses nodes. NCCL then lays rings through all ranks of the group, which enter a node at one of
+them and leave it at another, one ring for each NIC; so with p ranks of the group in each node
+
+    bytes_per_second = min(within, p * across)
+
+where `across` is one rank's share of its node's NICs. Where nodes hold different numbers of the group's
+ranks, the fewest decide. Latency: of the n - 1 hops of a ring, m - 1 are from node to node. An all-reduce
+over many nodes goes over trees instead, with at most 2 * log2(m) such hops at the ring's bandwidth (NCCL
+since 2.4: Jeaugey, "Massively Scale Your Deep Learning Training with NCCL 2.4"). Groups of other axes that
+work at the same time have their own share of the NICs already.
+"""
+
+from math import ceil, log2
+from typing import Literal, NamedTuple
+
+from fullshard.errors import PlanError
+from fullshard.spec.hardware import CollectiveRate, Hardware, Link
+
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
+
+
+class Group(NamedTuple):
+    """The ranks of one collective: `ranks` of them, the fewest in a node `in_node`, over `nodes` nodes."""
+
+    ranks: int
+    in_node: int
+    nodes: int
+
+
+def shard_group(degree: int, *, per_node: int, world_size: int) -> Group:
+    """The worst laid out of the groups of `degree` ranks in a row."""
+    if degree <= per_node and (per_node % degree == 0 or world_size <= per_node):
+        return Group(degree, degree, 1)
+    if degree % per_node == 0:
+        return Group(degree, per_node, degree // per_node)
+    worst = Group(degree, degree, 1)
+    for start in range(0, min(world_size, degree * per_node), degree):
+        first = min(per_node - start % per_node, degree)
+        last = (start + degree - 1) % per_node + 1 if first < degree else degree
+        nodes = (start + degree - 1) // per_node - start // per_node + 1
+        fewest = min(first, last)
+        worst = Group(degree, min(worst.in_node, fewest), max(worst.nodes, nodes))
+    return worst
+
+
+def replicate_group(replicas: int, shard_degree: int, *, per_node: int) -> Group:
+    """The groups of `replicas` ranks that are `shard_degree` apart."""
+    if replicas * shard_degree <= per_node:
+        return Group(replicas, replicas, 1)
+    in_node = min(max(1, per_node // shard_degree), replicas)
+    return Group(replicas, in_node, ceil(replicas / in_node))
+
+
+def collective_seconds(kind: Collective, count: float, *, group: Group, hardware: Hardware) -> float:
+    """Seconds of a collective of `count` bytes (the whole, unsharded). See [Note: where groups lie].
+
+    Raises PlanError for a group that crosses nodes on hardware that does not say what joins them.
+    """
+    if group.ranks <= 1:
+        return 0.0
+    within = _rate(hardware.within, kind)
+    if group.nodes == 1:
+        return within.seconds(count, group.ranks)
+    if hardware.across is None:
+        raise PlanError(
+            f"{hardware.name}: what joins its nodes is not known.",
+            got=f"{hardware.nodes} nodes, and a group of {group.ranks} ranks that spans {group.nodes}",
+            fix="a hardware.toml with [across], or one node",
+        )
+    across = _rate(hardware.across, kind)
+    far = group.nodes - 1
+    near = group.ranks - group.nodes
+    if kind == "all_reduce":
+        far = min(far, 2 * ceil(log2(group.nodes)))
+    moved = count * (group.ranks - 1) / group.ranks
+    # Each of the rings moves its part over `far` hops: what the whole would be of which so much is moved.
+    seconds = across.seconds(moved / group.in_node * (far + 1) / far, far + 1)
+    if near:
+        seconds = max(seconds, moved / within.bytes_per_second) + near * within.hop_seconds
+    return seconds
+
+
+def _rate(link: Link, kind: Collective) -> CollectiveRate:
+    return {
+        "all_gather": link.all_gather,
+        "reduce_scatter": link.reduce_scatter,
+        "all_reduce": link.all_reduce,
+    }[kind]

@@ -1,0 +1,124 @@
+"""A trace as the order in which the engine acts on the model's units, with what repeats said once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fullshard.errors import PlanError
+from fullshard.spec.model import Event, ModelSpec, Phase, Repeat, Trace
+
+
+class Step(NamedTuple):
+    """One phase: its `event`, the model's unit (in a repeated segment: on the first turn; -1: the run), the
+    unit that stands for it in the trace, and the phase's own index."""
+
+    event: Event
+    unit: int
+    traced: int
+    phase: int
+
+
+class Segment(NamedTuple):
+    """Phases that follow each other `times` times; each turn is about units `stride` further on."""
+
+    steps: tuple[Step, ...]
+    times: int = 1
+    stride: int = 0
+
+
+@dataclass(frozen=True)
+class Program:
+    """The acts of one microbatch.
+
+    `segments`: as the phases are; `turns` of each phase. `traced`: which unit of the trace stands for each
+    unit of the model. `before`: for each of the model's units, which one's forward ended right before each of
+    its own (-1: none), in order; the engine prefetches it in backward.
+    """
+
+    segments: tuple[Segment, ...]
+    turns: tuple[int, ...]
+    traced: tuple[int, ...]
+    before: tuple[tuple[int, ...], ...]
+
+
+def program_of(spec: ModelSpec, trace: Trace, *, phases: Sequence[Phase]) -> Program:
+    """`phases` are `trace.phases` or `trace.accumulating`. Raises PlanError where the units do not add up."""
+    traced, firsts = _units(spec, trace)
+    segments: list[Segment] = []
+    turns = [1] * len(phases)
+    for start, end, repeat in _runs(phases, trace.repeats):
+        run = phases[start:end]
+        times, units = (repeat.times, repeat.units) if repeat else (1, 0)
+        descends = any(phase.event in ("pre_backward", "post_backward") for phase in run)
+        last = (times - 1) * units if descends else 0
+        steps = tuple(
+            Step(p.event, firsts[p.unit] + last if p.unit >= 0 else -1, p.unit, i)
+            for i, p in enumerate(run, start)
+        )
+        turns[start:end] = [times] * len(run)
+        segments.append(Segment(steps, times, -units if descends else units))
+    has_parameters = [bool(spec.units[firsts[unit]].parameters) for unit in range(len(firsts))]
+    before = _order(segments, count=len(spec.units), has_parameters=has_parameters)
+    return Program(tuple(segments), tuple(turns), traced, before)
+
+
+def _runs(phases: Sequence[Phase], repeats: Sequence[Repeat]) -> list[tuple[int, int, Repeat | None]]:
+    """Stretches of phases, each of one period or of none. What the run itself does amid a period is part of
+    it."""
+    of_unit = {unit: r for r in repeats for unit in range(r.first, r.first + r.units)}
+    runs: list[tuple[int, int, Repeat | None]] = []
+    start, current = 0, None
+    pending = 0  # phases of the run itself, at the end of what may or may not go on
+    for index, phase in enumerate(phases):
+        if phase.unit < 0:
+            pending += 1
+            continue
+        repeat = of_unit.get(phase.unit)
+        if repeat is not current:
+            end = index if current is None else index - pending
+            runs.append((start, end, current))
+            if end < index:
+                runs.append((end, index, None))
+            start, current = index, repeat
+        pending = 0
+    end = len(phases) if current is None else len(phases) - pending
+    runs += [(start, end, current), (end, len(phases), None)]
+    return [run for run in runs if run[0] < run[1]]
+
+
+def _units(spec: ModelSpec, trace: Trace) -> tuple[tuple[int, ...], list[int]]:
+    """For each unit of the model its unit in the trace, and for each of the trace the first of the model."""
+    starts: dict[int, Repeat] = {repeat.first: repeat for repeat in trace.repeats}
+    missing = sum((repeat.times - 1) * repeat.units for repeat in trace.repeats)
+    count = len(spec.units) - missing
+    traced: list[int] = []
+    firsts: list[int] = []
+    unit = 0
+    while unit < count:
+        repeat = starts.get(unit)
+        period = repeat.units if repeat else 1
+        firsts += range(len(traced), len(traced) + period)
+        traced += list(range(unit, unit + period)) * (repeat.times if repeat else 1)
+        unit += period
+    if len(traced) != len(spec.units):
+        raise PlanError(
+            f"the trace of {spec.name} is not of its units.",
+            got=f"{len(traced)} units in the trace, {len(spec.units)} in the model",
+            fix="describe(model, plan) again",
+        )
+    return tuple(traced), firsts
+
+
+def _order(
+    segments: Sequence[Segment], *, count: int, has_parameters: Sequence[bool]
+) -> tuple[tuple[int, ...], ...]:
+    before: list[list[int]] = [[] for _ in range(count)]
+    last = -1
+    for segment in segments:
+        ends = [s for s in segment.steps if s.event == "post_forward" and has_parameters[s.traced]]
+        for turn in range(segment.times if ends else 0):
+            for step in ends:
+                unit = step.unit + turn * segment.stride
+                before[unit].append(last)
+                last = unit
+    return tuple(tuple(units) for units in before)

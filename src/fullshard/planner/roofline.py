@@ -1,0 +1,82 @@
+"""Seconds of what a model computes: each launch takes as long as the slower of its arithmetic and its bytes.
+
+Williams et al., "Roofline", CACM 52(4), 2009. The rates are data (`Rates`): curves over the size of a launch.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from fullshard.errors import PlanError
+from fullshard.spec.hardware import ComputeDtype, Curve, Rates, rate_at
+from fullshard.spec.model import Kernel, Phase
+from fullshard.spec.plan import Dtype
+
+# What a launch runs at where its own dtype has no curve: first what shares its units, then what is wider.
+_NEAREST: dict[Dtype, tuple[ComputeDtype, ...]] = {
+    "fp32": ("fp32", "tf32", "bf16", "fp16"),
+    "bf16": ("bf16", "fp16", "tf32", "fp32"),
+    "fp16": ("fp16", "bf16", "tf32", "fp32"),
+}
+
+
+class PhaseCost(NamedTuple):
+    """`seconds` of the device's work, and from how many `launches` of the host."""
+
+    seconds: float
+    launches: int
+
+
+def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
+    """Seconds of one launch:
+
+        max(flops / rate(flops), bytes / memory(bytes))
+
+    with the curve of its kind and dtype (or the nearest that is there); elementwise ones have bytes alone.
+    """
+    moved = memory_seconds(kernel.bytes.at(microbatch), rates.memory)
+    if kernel.kind == "elementwise":
+        return moved
+    curves = {
+        "matmul": rates.matmul,
+        "attention": rates.attention,
+        "attention_backward": rates.attention_backward,
+    }[kernel.kind]
+    flops = kernel.flops.at(microbatch)
+    if flops <= 0:
+        return moved
+    return max(flops / rate_at(nearest_curve(curves, kernel.dtype), flops), moved)
+
+
+def memory_seconds(count: float, curve: Curve) -> float:
+    """Seconds of one launch that reads and writes `count` bytes; 0 for none."""
+    return count / rate_at(curve, count) if count > 0 else 0.0
+
+
+def nearest_curve(curves: Mapping[ComputeDtype, Curve], dtype: Dtype) -> Curve:
+    """The curve of `dtype`, or of the nearest dtype that has one. Raises PlanError if none has."""
+    for name in _NEAREST[dtype]:
+        if name in curves:
+            return curves[name]
+    raise PlanError(
+        f"the hardware has no rate for {dtype}.",
+        got=f"rates for {', '.join(curves) or 'nothing'}",
+        fix="fullshard calibrate, which measures them",
+    )
+
+
+def phase_costs(
+    phases: Sequence[Phase], kernels: Sequence[Kernel], *, rates: Rates, microbatch: int, fused: bool
+) -> tuple[PhaseCost, ...]:
+    """What each phase costs. `fused`: runs of elementwise operations are one kernel, as the compiler makes
+    them."""
+    seconds: dict[int, float] = {}
+    costs: list[PhaseCost] = []
+    for phase in phases:
+        total, launches = 0.0, 0
+        for index, times in phase.fused if fused else phase.work:
+            if index not in seconds:
+                seconds[index] = kernel_seconds(kernels[index], rates, microbatch=microbatch)
+            total += seconds[index] * times
+            launches += times
+        costs.append(PhaseCost(total, launches))
+    return tuple(costs)

@@ -1,0 +1,386 @@
+"""search(spec, hardware, run): the fastest plan that fits, the next ones, and the nearest if none fits.
+
+[Note: exact pruning]
+The search is over all candidates, and its answer is that of predicting each. What it need not predict in full
+it leaves out by bounds: a candidate that cannot be done before another is (its computing alone, or one of its
+streams alone, takes longer) or cannot fit (what its mesh holds and what its microbatch makes, without most of
+what the engine adds). Candidates are taken in the order of their bound on time, so that the fastest come
+early.
+
+Two plans whose times differ by less than the rounding of what is known, a thousandth, are taken to be equally
+fast, and the plainer one (see `planner.candidates`) goes first. So that "equally fast" has no chains, times
+are sorted into bins a thousandth wide, and compared by bin.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from pydantic import NonNegativeInt
+
+from fullshard.errors import PlanError
+from fullshard.planner.candidates import Candidate, candidates, to_plan
+from fullshard.planner.memory import peak_bytes
+from fullshard.planner.memory_bound import Habits, Held, Relief, held_of, least_bytes, relief_of
+from fullshard.planner.step_time import Computing, Demand, StepTimer
+from fullshard.quantities import format_bytes, format_seconds
+from fullshard.spec.hardware import ComputeDtype, Hardware
+from fullshard.spec.memory import MemoryTerms
+from fullshard.spec.model import ModelSpec
+from fullshard.spec.plan import Plan
+from fullshard.spec.prediction import Prediction
+from fullshard.spec.run import Run
+from fullshard.spec.value import Value
+
+RANKED = 20
+_SAME = 1e-3
+Memory = Callable[[ModelSpec, Plan], MemoryTerms]
+Order = tuple[int, int]
+
+
+class Found(Value):
+    """What a search found. Every plan in it carries its prediction.
+
+    `best`: the fastest that fits; None if none does. `ranked`: it and the next fastest that fit, best first.
+    `fastest`: if memory had no limit. `closest`: if none fits, the one that needs the fewest bytes.
+    `by_strategy`: of each kind (a strategy, or `hpz`: full_shard that reshards to fewer ranks) the fastest
+    that fits, or the one that needs the fewest bytes. `considered`: distinct candidates, of which `predicted`
+    had to be predicted in full; the others cannot be among these.
+    """
+
+    best: Plan | None
+    ranked: tuple[Plan, ...]
+    fastest: Plan
+    closest: Plan | None
+    by_strategy: Mapping[str, Plan]
+    considered: NonNegativeInt
+    predicted: NonNegativeInt
+
+
+def search(  # signature: the library's, the same for all its questions
+    spec: ModelSpec,
+    hardware: Hardware,
+    run: Run,
+    *,
+    capacity_bytes: int | None = None,
+    memory: Memory = peak_bytes,
+) -> Found:
+    """The fastest plans of `spec` on all ranks of `hardware`, over everything that `run` leaves open.
+
+    `capacity_bytes`: what one rank may take of its device, context included; unset, `hardware` says.
+    `memory`: what tells a plan's peak; never below `least_bytes`. See [Note: exact pruning].
+
+    Raises PlanError where the global batch cannot be shared out, what is pinned cannot be laid out, or `spec`
+    was described under other settings.
+    """
+    if capacity_bytes is not None:
+        hardware = with_capacity(hardware, capacity_bytes)
+    return _Search(spec, hardware, run=run, memory=memory).found()
+
+
+def predict(  # signature: the library's
+    spec: ModelSpec, plan: Plan, hardware: Hardware
+) -> Plan:
+    """`plan` with its prediction: bytes and seconds, term by term.
+
+    Ranks are laid out on nodes as `hardware` has them, however many the plan has. Raises PlanError if `spec`
+    does not tell what this plan needs (see `peak_bytes`), or `hardware` not what joins its nodes.
+    """
+    memory = with_workspace(peak_bytes(spec, plan), hardware)
+    return _predicted(plan, StepTimer(spec, hardware), memory=memory)
+
+
+def plan(  # signature: the library's
+    spec: ModelSpec, hardware: Hardware, run: Run
+) -> Plan:
+    """The fastest plan that fits. Raises PlanError if none does: with the closest, and what would make it
+    fit."""
+    found = search(spec, hardware, run)
+    if found.best is not None:
+        return found.best
+    assert found.closest is not None, "a search that considered something has a best plan or a closest"
+    raise nothing_fits(found.closest, spec=spec, hardware=hardware, run=run)
+
+
+def with_capacity(hardware: Hardware, capacity_bytes: int) -> Hardware:
+    """The same hardware, of whose devices a process may take so many bytes."""
+    chip = hardware.chip.model_copy(update={"memory_bytes": capacity_bytes})
+    return hardware.model_copy(update={"chip": chip, "usable_fraction": 1.0})
+
+
+def with_workspace(memory: MemoryTerms, hardware: Hardware) -> MemoryTerms:
+    """The same, with what the hardware's matmul library keeps."""
+    return memory.model_copy(update={"workspace": hardware.workspace_bytes})
+
+
+def reserve_bytes(hardware: Hardware, memory: MemoryTerms) -> int:
+    """What a caching allocator takes beyond the tensors' peak: the sum of the streams' own peaks, for it
+    gives none of them another's memory, and what does not fit its blocks. The CPU's gives back what is freed.
+    """
+    if hardware.device == "cpu":
+        return 0
+    pools = sum(memory.stream_pools) + memory.workspace
+    return max(0, round((1 + hardware.fragmentation) * pools) - memory.total)
+
+
+def order_of(seconds: float, index: int) -> Order:
+    """What candidates are ranked by: see [Note: exact pruning]."""
+    return math.floor(math.log(seconds) / _SAME), index
+
+
+def nothing_fits(closest: Plan, *, spec: ModelSpec, hardware: Hardware, run: Run) -> PlanError:
+    """The error of a `run` that no plan fits: how near the closest comes, and what would make it fit."""
+    prediction = closest.prediction
+    assert prediction is not None, "the closest plan is predicted"
+    over = prediction.needed_bytes - prediction.capacity_bytes
+    terms = sorted(prediction.memory.terms().items(), key=lambda term: -term[1])
+    largest, count = terms[0]
+    return PlanError(
+        f"no plan fits {format_bytes(prediction.capacity_bytes)} per rank.",
+        got=f"closest: {describe_plan(closest)} -> {format_bytes(prediction.needed_bytes)}"
+        f" ({format_bytes(over)} over)",
+        why=f"largest: {largest.replace('_', ' ')}, {format_bytes(count)}",
+        fix=_way_out(spec, hardware, run=run),
+    )
+
+
+def describe_plan(plan: Plan) -> str:
+    """The mechanisms of a plan in one line."""
+    mesh = f"dp_shard={plan.shard_degree}"
+    if plan.replicate_degree > 1:
+        mesh = f"dp_replicate={plan.replicate_degree}, {mesh}"
+    reshard = plan.reshard_after_forward
+    kept = f", reshard_to={reshard}" if not isinstance(reshard, bool) else ""
+    prefetch = plan.run.prefetch
+    depth = f" {prefetch.forward}" if prefetch.mode == "explicit" else ""
+    return (
+        f"{plan.strategy}, {mesh}{kept}, microbatch={plan.microbatch} × {plan.accumulation}, "
+        f"recompute={plan.run.recompute.mode}, prefetch={prefetch.mode}{depth}"
+        + (", compiled" if plan.run.run.compile is True else "")
+    )
+
+
+def _way_out(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str | None:
+    """The cheapest change that fits: a pin let go, else the fewest times as many ranks."""
+    for change, freed in _without_pins(run):
+        best = search(spec, hardware, freed).best
+        if best is not None:
+            return f"{change}: {_cost_of(best)}"
+    for factor in (2, 4, 8, 16, 32, 64):
+        more = hardware.on(nodes=hardware.nodes * factor, ranks_per_node=hardware.ranks_per_node)
+        if more.across is None:  # one node it must remain
+            more = hardware.on(nodes=1, ranks_per_node=hardware.ranks_per_node * factor)
+        batch = -(-run.train.global_batch // more.world_size) * more.world_size
+        wider = run.model_copy(update={"train": run.train.model_copy(update={"global_batch": batch})})
+        best = search(spec, more, wider).best if _divides(wider, more.world_size) else None
+        if best is not None:
+            grown = f", train.global_batch = {batch}" if batch != run.train.global_batch else ""
+            return f"{more.world_size} ranks{grown}: {_cost_of(best)}"
+    return "a shorter data.sequence_length, or a smaller model"
+
+
+def _without_pins(run: Run) -> Iterator[tuple[str, Run]]:
+    """The run with one pin less, and how to let go of it; the least change first."""
+    if run.prefetch.mode != "auto":
+        section = run.prefetch.model_copy(update={"mode": "auto"})
+        yield 'prefetch.mode = "auto"', run.model_copy(update={"prefetch": section})
+    if run.train.microbatch is not None:
+        section = run.train.model_copy(update={"microbatch": None})
+        yield "train.microbatch left out", run.model_copy(update={"train": section})
+    if run.recompute.mode != "auto":
+        section = run.recompute.model_copy(update={"mode": "auto"})
+        yield 'recompute.mode = "auto"', run.model_copy(update={"recompute": section})
+    if run.sharding.strategy != "auto" or run.sharding.shard_degree is not None:
+        free = {"strategy": "auto", "shard_degree": None, "reshard_to": None}
+        section = run.sharding.model_copy(update=free)
+        yield 'sharding.strategy = "auto"', run.model_copy(update={"sharding": section})
+
+
+def _divides(run: Run, world_size: int) -> bool:
+    return run.train.global_batch % (world_size * (run.train.microbatch or 1)) == 0
+
+
+def _cost_of(plan: Plan) -> str:
+    prediction = plan.prediction
+    assert prediction is not None, "plans of a search are predicted"
+    seconds = format_seconds(prediction.time.total)
+    return f"{describe_plan(plan)} -> {format_bytes(prediction.needed_bytes)}, {seconds} a step"
+
+
+def _predicted(plan: Plan, timer: StepTimer, *, memory: MemoryTerms) -> Plan:
+    hardware, spec = timer.hardware, timer.spec
+    time = timer.seconds(plan)
+    tokens = plan.run.tokens_per_step
+    peak = _peak_flops(hardware, plan)
+    rate = tokens / time.total
+    mfu = None
+    if peak is not None and spec.flops_per_token:
+        mfu = spec.flops_per_token * rate / (peak * plan.world_size)
+    prediction = Prediction(
+        hardware=hardware.name,
+        memory=memory,
+        allocator_reserve_bytes=reserve_bytes(hardware, memory),
+        context_bytes=hardware.context_bytes,
+        capacity_bytes=hardware.capacity_bytes,
+        time=time,
+        tokens_per_step=tokens,
+        tokens_per_second=rate,
+        mfu=mfu,
+    )
+    return plan.model_copy(update={"prediction": prediction})
+
+
+def _peak_flops(hardware: Hardware, plan: Plan) -> float | None:
+    """The chip's dense matmul peak in the dtype that the plan computes in."""
+    dtype: ComputeDtype = plan.precision.param
+    return hardware.chip.flops_per_second.get(dtype)
+
+
+@dataclass
+class _Kind:
+    """What is known of the candidates of one kind."""
+
+    best: tuple[Order, Plan] | None = None
+    too_large: list[tuple[int, int, Candidate]] = field(default_factory=list[tuple[int, int, Candidate]])
+
+
+class _Search:
+    """One search; remembers what candidates share."""
+
+    def __init__(self, spec: ModelSpec, hardware: Hardware, *, run: Run, memory: Memory) -> None:
+        self.spec, self.hardware, self.run, self.memory = spec, hardware, run, memory
+        self.timer = StepTimer(spec, hardware)
+        self.kinds: dict[str, _Kind] = defaultdict(_Kind)
+        self.ranked: list[tuple[Order, Plan]] = []
+        self.fastest: tuple[Order, Plan] | None = None
+        self.predicted = 0
+        self._demand: dict[object, Demand] = {}
+        self._computing: dict[object, Computing] = {}
+        self._held: dict[object, Held] = {}
+        self._relief: dict[object, Relief] = {}
+        self._peaks: dict[object, MemoryTerms] = {}
+
+    def found(self) -> Found:
+        """Goes through the candidates."""
+        bounded = [
+            (self._least_seconds(one), index, one)
+            for index, one in enumerate(candidates(self.spec, self.hardware, run=self.run))
+        ]
+        if not bounded:
+            self.spec.trace(self.run.recompute, self.run.train.microbatch or 1)  # says what is missing
+            raise PlanError(f"the spec of {self.spec.name} has no trace.", fix="describe(model, plan)")
+        for least, index, candidate in sorted(bounded, key=lambda one: one[:2]):
+            self._try(candidate, index, least=order_of(least, index))
+        for kind in self.kinds.values():
+            if kind.best is None:
+                kind.best = self._smallest(kind)
+        best = self.ranked[0][1] if self.ranked else None
+        by_kind = {name: kind.best for name, kind in self.kinds.items() if kind.best is not None}
+        closest = None if best else min(by_kind.values(), key=_by_bytes)[1]
+        assert self.fastest is not None, "something was considered"
+        return Found(
+            best=best,
+            ranked=tuple(plan for _, plan in self.ranked),
+            fastest=self.fastest[1],
+            closest=closest,
+            by_strategy={name: plan for name, (_, plan) in by_kind.items()},
+            considered=sum(not candidate.is_double for *_, candidate in bounded),
+            predicted=self.predicted,
+        )
+
+    def _try(self, candidate: Candidate, index: int, *, least: Order) -> None:
+        """Predicts a candidate, unless it is neither among the fastest nor the fastest of its kind."""
+        kind = self.kinds[candidate.mesh.kind]
+        if self.fastest is None or least < self.fastest[0]:
+            self._note_fastest(candidate, index)
+        may_rank = not candidate.is_double and (len(self.ranked) < RANKED or least < self.ranked[-1][0])
+        if not may_rank and kind.best is not None and least > kind.best[0]:
+            return
+        bound = self._least_bytes(candidate)
+        if not self._may_fit(bound) or not self._fits(self._peak(candidate)):
+            kind.too_large.append((bound, index, candidate))
+            return
+        plan = self._predict(candidate)
+        assert plan.prediction is not None, "it was just predicted"
+        order = order_of(plan.prediction.time.total, index)
+        if kind.best is None or order < kind.best[0]:
+            kind.best = (order, plan)
+        if not candidate.is_double:
+            self.ranked = sorted([*self.ranked, (order, plan)], key=lambda one: one[0])[:RANKED]
+
+    def _note_fastest(self, candidate: Candidate, index: int) -> None:
+        plan = self._predict(candidate)
+        assert plan.prediction is not None, "it was just predicted"
+        order = order_of(plan.prediction.time.total, index)
+        if self.fastest is None or order < self.fastest[0]:
+            self.fastest = (order, plan)
+
+    def _smallest(self, kind: _Kind) -> tuple[Order, Plan] | None:
+        """Of candidates that do not fit the one that needs the fewest bytes, and of these the plainest."""
+        best: tuple[int, int, Candidate] | None = None
+        for bound, index, candidate in sorted(kind.too_large, key=lambda one: one[:2]):
+            if best is not None and bound > best[0]:
+                break
+            needed = (self._needed(self._peak(candidate)), index, candidate)
+            best = needed if best is None or needed[:2] < best[:2] else best
+        if best is None:
+            return None
+        plan = self._predict(best[2])
+        assert plan.prediction is not None, "it was just predicted"
+        return order_of(plan.prediction.time.total, best[1]), plan
+
+    def _fits(self, memory: MemoryTerms) -> bool:
+        return self._needed(memory) <= self.hardware.capacity_bytes
+
+    def _needed(self, memory: MemoryTerms) -> int:
+        return memory.total + reserve_bytes(self.hardware, memory) + self.hardware.context_bytes
+
+    def _may_fit(self, tensors: int) -> bool:
+        """Of a bound. The allocator reserves nothing for it, so that this holds however that is told."""
+        return tensors + self.hardware.context_bytes <= self.hardware.capacity_bytes
+
+    def _predict(self, candidate: Candidate) -> Plan:
+        self.predicted += 1
+        return _predicted(self._plan(candidate), self.timer, memory=self._peak(candidate))
+
+    def _plan(self, candidate: Candidate) -> Plan:
+        return to_plan(candidate, self.run, hardware=self.hardware)
+
+    def _peak(self, candidate: Candidate) -> MemoryTerms:
+        mesh, batch, recompute, _, prefetch, _ = candidate
+        key = (mesh, batch, recompute, prefetch)
+        if key not in self._peaks:
+            memory = self.memory(self.spec, self._plan(candidate))
+            self._peaks[key] = with_workspace(memory, self.hardware)
+        return self._peaks[key]
+
+    def _least_seconds(self, candidate: Candidate) -> float:
+        mesh, batch, recompute, compiled, prefetch, _ = candidate
+        shared, own = (mesh, batch), (batch, recompute, compiled)
+        if shared not in self._demand:
+            self._demand[shared] = self.timer.demand(self._plan(candidate))
+        if own not in self._computing:
+            self._computing[own] = self.timer.computing(self._plan(candidate))
+        inline = prefetch.mode == "none"
+        return self.timer.least_seconds(self._computing[own], self._demand[shared], inline=inline)
+
+    def _least_bytes(self, candidate: Candidate) -> int:
+        mesh, own = candidate.mesh, (candidate.batch.microbatch, candidate.recompute)
+        if mesh not in self._held:
+            self._held[mesh] = held_of(self.spec, self._plan(candidate))
+        if own not in self._relief:
+            self._relief[own] = relief_of(self.spec, self._plan(candidate))
+        habits = Habits(
+            accumulates=candidate.batch.accumulation > 1,
+            syncs=candidate.batch.sync == "each",
+            keeps=not mesh.frees,
+            prefetches=candidate.prefetch.mode != "none",
+        )
+        return least_bytes(self._relief[own], self._held[mesh], habits=habits)
+
+
+def _by_bytes(one: tuple[Order, Plan]) -> tuple[int, Order]:
+    prediction = one[1].prediction
+    assert prediction is not None, "plans of a search are predicted"
+    return prediction.needed_bytes, one[0]

@@ -1,0 +1,274 @@
+"""step_seconds(spec, plan, hardware): how long a step takes, term by term, by simulating one rank's streams.
+
+    total = (streams + contention + optimizer) * (1 + stragglers)
+
+streams      when the compute stream is done with all microbatches: see [Note: the engine's order] in
+             `planner.streams`. The time is computing, copies, or waiting for one kind of collective.
+contention   hardware.contention * overlapped, where of the seconds of all collectives
+                 overlapped = min(busy, sent + busy - streams)      busy = computing + copies
+             pass beside what the compute stream does.
+optimizer    the norm of the gradients (read once), their scaling (read and written), and the update, which
+             for fused AdamW reads value, gradient and two moments and writes all but the gradient: 28 bytes a
+             parameter in fp32. All over the own shards.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fullshard.errors import PlanError
+from fullshard.planner.links import collective_seconds, shard_group
+from fullshard.planner.program import program_of
+from fullshard.planner.roofline import memory_seconds, phase_costs
+from fullshard.planner.streams import Streams
+from fullshard.planner.timeline import Policy, Timeline, Work
+from fullshard.planner.unit_bytes import UnitBytes, unit_bytes
+from fullshard.planner.unit_costs import TICKS, UnitCost, ticks, unit_cost
+from fullshard.spec.hardware import Hardware
+from fullshard.spec.model import ModelSpec, Trace
+from fullshard.spec.plan import ITEMSIZE, Plan
+from fullshard.spec.prediction import TimeTerms
+from fullshard.spec.run import RecomputeSection
+
+_ROUNDING = 1e-6  # what whole ticks may be below their durations, and more
+_SUM_BYTES = 32  # loss, count, squared norm and stop, in fp64: see `training.step`
+
+
+def step_seconds(  # signature: as `search.predict`
+    spec: ModelSpec, plan: Plan, hardware: Hardware
+) -> TimeTerms:
+    """Seconds of one optimizer step of `plan`. Raises PlanError where `spec` or `hardware` cannot tell."""
+    return StepTimer(spec, hardware).seconds(plan)
+
+
+class Units(NamedTuple):
+    """The units of a trace on one mesh: their sizes and costs, how often each stands in the model, and ticks
+    of the optimizer's step (`all_reduce`: of it, the sum over ranks)."""
+
+    sizes: tuple[UnitBytes, ...]
+    costs: tuple[UnitCost, ...]
+    counts: tuple[int, ...]
+    update: int
+    all_reduce: int
+
+
+class Demand(NamedTuple):
+    """Ticks of a step that no order of acts can save: see `least_seconds`."""
+
+    copied: int
+    network: int
+    apart: int
+    replicas: int
+    inline: int  # on top of `copied` where gathers are not prefetched
+    tail: int
+
+
+class Computing(NamedTuple):
+    """Ticks of a step's phases: of the device, and of the host's launches."""
+
+    device: int
+    issue: int
+
+
+@dataclass
+class StepTimer:
+    """Times plans of one spec on one hardware; remembers what they share. `skips`: see [Note: skipping]."""
+
+    spec: ModelSpec
+    hardware: Hardware
+    skips: bool = True
+    _work: dict[tuple[int, int, bool, bool], Work] = field(
+        default_factory=dict[tuple[int, int, bool, bool], Work]
+    )
+    _units: dict[tuple[object, ...], Units] = field(default_factory=dict[tuple[object, ...], Units])
+
+    def __post_init__(self) -> None:
+        units = self.spec.units
+        self._by_position = tuple(sorted(range(len(units)), key=lambda i: units[i].position))
+        self._place = {unit: place for place, unit in enumerate(self._by_position)}
+        self._serial = self.hardware.device == "cpu"
+
+    def seconds(self, plan: Plan) -> TimeTerms:
+        """Seconds of one step of `plan`, term by term."""
+        trace = self.spec.trace(plan.run.recompute, plan.microbatch)
+        units = self.units(plan, trace)
+        streams = Streams(serial=self._serial, blocking=1 - self.hardware.overlap)
+        policy = Policy(
+            prefetch=plan.run.prefetch,
+            keeps=plan.reshard_after_forward is False,
+            syncs=plan.sync_each_microbatch,
+            by_position=self._by_position,
+            place=self._place,
+            hook=ticks(self.hardware.rates.unit_seconds),
+            skips=self.skips,
+        )
+        work, accumulating = self._works(plan, trace)
+        Timeline(streams, units.costs, policy).step(
+            work, accumulating=accumulating, accumulation=plan.accumulation
+        )
+        again = self._recomputed(plan, trace)
+        return self._terms(streams, units, recompute=min(again, streams.computed))
+
+    def units(self, plan: Plan, trace: Trace) -> Units:
+        """Sizes and costs of the trace's units on the plan's mesh."""
+        mesh = (plan.replicate_degree, plan.shard_degree, plan.reshard_after_forward, plan.precision)
+        key = (*mesh, id(trace), plan.run.optimizer.name, plan.run.optimizer.momentum)
+        if key not in self._units:
+            self._units[key] = self._measure(plan, trace)
+        return self._units[key]
+
+    def demand(self, plan: Plan) -> Demand:
+        """What a step takes at least beside computing; the same for all recompute modes and prefetches."""
+        trace = self.spec.trace(plan.run.recompute, plan.microbatch)
+        units = self.units(plan, trace)
+        begun = [
+            {p.unit for p in trace.phases if p.event == event} for event in ("pre_forward", "pre_backward")
+        ]
+        frees = plan.reshard_after_forward is not False
+        reductions = plan.accumulation if plan.sync_each_microbatch else 1
+        copied = network = apart = replicas = inline = 0
+        for index, (cost, count) in enumerate(zip(units.costs, units.counts, strict=True)):
+            if not cost.has_parameters:
+                continue
+            times = (plan.accumulation if frees else 1) * count
+            forward = times if index in begun[0] else 0
+            again = times if frees and cost.reshards and index in begun[1] else 0
+            copied += (forward + again) * cost.copy_out + again * cost.put_back
+            inline += forward * (cost.copy_in + cost.gather) + again * (cost.again_in + cost.again)
+            network += forward * cost.gather
+            if cost.apart:
+                apart += again * cost.again
+            else:
+                network += again * cost.again
+            if cost.is_trained and index in begun[1]:
+                copied += count * (
+                    reductions * cost.pack
+                    + (plan.accumulation - reductions) * min(cost.keep, cost.keep_again)
+                )
+                network += count * reductions * cost.scatter if cost.is_sharded else 0
+                if cost.shares_wires:
+                    network += count * cost.all_reduce
+                else:
+                    replicas += count * cost.all_reduce
+        return Demand(copied, network, apart, replicas, inline, units.update + units.all_reduce)
+
+    def computing(self, plan: Plan) -> Computing:
+        """What a step computes; the same for all meshes."""
+        trace = self.spec.trace(plan.run.recompute, plan.microbatch)
+        device = issue = 0
+        for work, times in zip(self._works(plan, trace), (1, plan.accumulation - 1), strict=True):
+            for (length, launched), turns in zip(work.lengths, work.program.turns, strict=True):
+                device += length * turns * times
+                issue += launched * turns * times
+        return Computing(device, issue)
+
+    def least_seconds(self, computing: Computing, demand: Demand, *, inline: bool) -> float:
+        """A bound below `seconds(plan).total`: no stream is done before it has done its own.
+
+        `inline`: gathers are not prefetched.
+        """
+        busy = computing.device + demand.copied
+        if self._serial:
+            busy += computing.issue
+        sent = demand.network + demand.apart + demand.replicas
+        end = busy + (demand.inline if inline and not self._serial else 0)
+        end += int((1 - self.hardware.overlap) * sent) if not inline or self._serial else 0
+        end = max(end, computing.issue, demand.network, demand.apart, demand.replicas)
+        overlapped = min(busy, max(0, sent + busy - end))
+        # Where collectives cost computing more than their own time, waiting for them may be the shorter way.
+        contention = self.hardware.contention if self.hardware.contention <= 1 else 0.0
+        total = (end + contention * overlapped + demand.tail) / TICKS + self.hardware.rates.step_seconds
+        return total * (1 + self.hardware.stragglers) * (1 - _ROUNDING)
+
+    def _works(self, plan: Plan, trace: Trace) -> tuple[Work, Work]:
+        """The first microbatch, and the others."""
+        fused = plan.run.run.compile is True
+        adds = bool(trace.accumulating) and not plan.sync_each_microbatch
+        return tuple(  # pyright: ignore[reportReturnType]
+            self._work_of(trace, microbatch=plan.microbatch, fused=fused, adds=one) for one in (False, adds)
+        )
+
+    def _work_of(self, trace: Trace, *, microbatch: int, fused: bool, adds: bool) -> Work:
+        key = (id(trace), microbatch, fused, adds)
+        if key not in self._work:
+            phases, rates = trace.accumulating if adds else trace.phases, self.hardware.rates
+            costs = phase_costs(phases, self.spec.kernels, rates=rates, microbatch=microbatch, fused=fused)
+            launch = ticks(rates.launch_seconds)
+            lengths = tuple((ticks(cost.seconds), cost.launches * launch) for cost in costs)
+            self._work[key] = Work(program_of(self.spec, trace, phases=phases), lengths)
+        return self._work[key]
+
+    def _measure(self, plan: Plan, trace: Trace) -> Units:
+        program = self._work_of(trace, microbatch=plan.microbatch, fused=False, adds=False).program
+        firsts = {traced: unit for unit, traced in reversed(list(enumerate(program.traced)))}
+        sizes = tuple(unit_bytes(self.spec.units[firsts[i]], plan) for i in range(len(firsts)))
+        counts = tuple(program.traced.count(i) for i in range(len(firsts)))
+        costs = tuple(unit_cost(size, self.hardware, world_size=plan.world_size) for size in sizes)
+        group = shard_group(
+            plan.world_size, per_node=self.hardware.ranks_per_node, world_size=plan.world_size
+        )
+        summed = collective_seconds("all_reduce", _SUM_BYTES, group=group, hardware=self.hardware)
+        update = ticks(self._update_seconds(plan, sizes, counts=counts))
+        return Units(sizes, costs, counts, update, ticks(summed))
+
+    def _update_seconds(self, plan: Plan, sizes: tuple[UnitBytes, ...], *, counts: tuple[int, ...]) -> float:
+        rates = self.hardware.rates
+        shards = sum(
+            size.trained * size.master_itemsize * count for size, count in zip(sizes, counts, strict=True)
+        )
+        return memory_seconds(3 * shards, rates.memory) + memory_seconds(
+            _touched(plan) * shards, rates.optimizer
+        )
+
+    def _recomputed(self, plan: Plan, trace: Trace) -> int:
+        """Ticks of a step by which its phases take longer than those of the trace that saves everything."""
+        none = RecomputeSection(mode="none")
+        plain = next((one for one in self.spec.traces if one.holds_for(none, plan.microbatch)), trace)
+        if plain is trace:
+            return 0
+        own, other = (
+            self._work_of(one, microbatch=plan.microbatch, fused=plan.run.run.compile is True, adds=False)
+            for one in (trace, plain)
+        )
+        return max(0, self._device_ticks(own) - self._device_ticks(other)) * plan.accumulation
+
+    def _device_ticks(self, work: Work) -> int:
+        return sum(
+            (length + (launched if self._serial else 0)) * turns
+            for (length, launched), turns in zip(work.lengths, work.program.turns, strict=True)
+        )
+
+    def _terms(self, streams: Streams, units: Units, *, recompute: int) -> TimeTerms:
+        busy = streams.computed + streams.copied - streams.idle
+        overlapped = min(busy, max(0, streams.sent + busy - streams.compute))
+        # The step before ended with the host reading the loss: the device waits for what it does in between.
+        between = self.hardware.rates.step_seconds
+        terms = TimeTerms(
+            compute=(streams.computed - recompute) / TICKS + between,
+            recompute=recompute / TICKS,
+            exposed_all_gather=streams.waited_all_gather / TICKS,
+            exposed_reduce_scatter=streams.waited_reduce_scatter / TICKS,
+            exposed_all_reduce=(streams.waited_all_reduce + units.all_reduce) / TICKS,
+            engine=streams.copied / TICKS,
+            contention=self.hardware.contention * overlapped / TICKS,
+            optimizer=units.update / TICKS,
+        )
+        return terms.model_copy(update={"stragglers": self.hardware.stragglers * terms.total})
+
+
+def _touched(plan: Plan) -> float:
+    """How often the update reads or writes a value of the size of the shards.
+
+    Rounding stochastically, it also writes and reads the temporaries that `update_temporaries` counts.
+    Raises PlanError for an optimizer that is not known.
+    """
+    section = plan.run.optimizer
+    name = section.name.lower()
+    if name == "adamw":
+        return 7 + (2 * 31 / ITEMSIZE[plan.precision.master] if plan.precision.stochastic_rounding else 0)
+    if name == "sgd":
+        return 5 if section.momentum else 3
+    raise PlanError(
+        "how long this optimizer's update takes is not known.",
+        got=f"optimizer.name = {section.name!r}",
+        fix="adamw or sgd, for a prediction",
+    )

@@ -1,0 +1,193 @@
+"""The streams of one rank, and what the engine puts on them, in the order in which it really does.
+
+[Note: the engine's order]
+What `torch.distributed.fsdp._fully_shard` (2.11 to 2.13) does on CUDA; the host issues it all and never
+waits:
+
+gather        copied into its buffer on a stream of its own, sent on the all-gather stream. Both wait first
+              for a copy-out: in forward that of the unit before the last gathered one (two buffers), in
+              backward that of the last. `prefetch.mode = none` copies on the compute stream, and sends after
+              it.
+wait          the compute stream waits for the gather, and copies the parameters out.
+prefetch      forward, implicit: none is asked for; the host has run ahead to the next unit by itself.
+              Backward, implicit: once a unit is there, the one that ran forward before it. Explicit: the next
+              ones as registered, after each unit's own gather in forward and in backward.
+reduce        the compute stream waits for the reduce-scatter before this one (one input buffer lives), copies
+              gradients in; the reduce-scatter stream sends, casts and adds. Replicas are all-reduced on a
+              stream of their own, in the last microbatch only.
+communicator  gathers and reduce-scatters over the shard axis are one NCCL communicator, which works them off
+              in the order of issue. A gather over fewer ranks (hpZ) and the all-reduce have their own. They
+              pass beside the others if one is within nodes and the other across; over the same wires no two
+              are sent in less than the sum of their times, and so they are put in the same row.
+end           after each backward the compute stream waits for all reductions; the next root's forward lets
+              the gather streams wait for the compute stream.
+
+On the CPU there is one timeline: the host computes, copies, and (`overlap` 0) waits in each collective.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fullshard.planner.unit_costs import UnitCost
+
+Cause = Literal["all_gather", "reduce_scatter", "all_reduce", "copy"]
+
+
+@dataclass(slots=True)
+class Streams:
+    """Clocks in ticks: when each stream is done with all that was put on it; and where the time went.
+
+    `compute` is always the sum of `computed` (with `idle`, the gaps in which it waited for the host),
+    `copied` and `waited_*`. `sent`: of all collectives. `slack`: by how much, at least, the host was ahead
+    since it was last reset; negative if it was waited for. `serial`: host and device are one. `blocking`:
+    which part of a collective computing waits for in any case.
+    """
+
+    serial: bool
+    blocking: float = 0.0
+    host: int = 0
+    compute: int = 0
+    copy_in: int = 0
+    gather: int = 0
+    network: int = 0  # the shard axis's communicator, and what shares its wires
+    apart: int = 0  # that of gathers over fewer ranks, if over other wires
+    reduce: int = 0
+    all_reduce: int = 0
+    input_free: int = 0  # when the reduce-scatter's input may go
+    copied_out: int = 0  # what the next forward's copy-out lets the gather streams wait for
+    computed: int = 0
+    copied: int = 0
+    waited_all_gather: int = 0
+    waited_reduce_scatter: int = 0
+    waited_all_reduce: int = 0
+    idle: int = 0
+    sent: int = 0
+    slack: int = 0
+
+    def work(self, length: int, *, issue: int) -> None:
+        """Kernels that take `length`, and the host `issue` to launch. It stays ahead, or is waited for."""
+        if self.serial:
+            self.compute += length + issue
+            self.computed += length + issue
+            self.host = self.compute
+            return
+        done, issued = self.compute + length, self.host + max(length, issue)
+        self.slack = min(self.slack, done - issued)
+        end = max(done, issued)
+        self.computed += end - self.compute
+        self.idle += end - done
+        self.compute = end
+        self.host += issue
+
+    def on_host(self, length: int) -> None:
+        """The engine's own work at a hook."""
+        self.host += length
+        if self.serial:
+            self.compute = self.host
+            self.copied += length
+
+    def copy(self, length: int) -> None:
+        """A copy on the compute stream."""
+        if not length:
+            return
+        self._reach_host()
+        self.compute += length
+        self.copied += length
+        if self.serial:
+            self.host = self.compute
+
+    def wait(self, until: int, cause: Cause) -> None:
+        """The compute stream waits."""
+        gap = until - self.compute
+        if gap <= 0:
+            return
+        self.compute = until
+        self._blame(gap, cause)
+        if self.serial:
+            self.host = self.compute
+
+    def start_gather(self, cost: UnitCost, *, again: bool, inline: bool, after: int) -> int:
+        """Issues an all-gather; returns when it will be there. `after`: what its streams wait for before."""
+        into, length = (cost.again_in, cost.again) if again else (cost.copy_in, cost.gather)
+        inline = inline or self.serial
+        if inline:
+            self.copy(into)
+            start = self.compute
+        else:
+            ready = max(self.copy_in, after)
+            self.slack = min(self.slack, ready - self.host)
+            self.copy_in = max(ready, self.host) + into
+            start = max(self.gather, self.copy_in)
+        if again and cost.apart:
+            end = self.apart = max(start, self.apart) + length
+        else:
+            end = self.network = max(start, self.network) + length
+        if not inline:
+            self.gather = end
+        self._send(length, "all_gather")
+        return end
+
+    def hold_gathers(self, until: int) -> None:
+        """The gather streams wait."""
+        self.copy_in = max(self.copy_in, until)
+        self.gather = max(self.gather, until)
+
+    def scatter(self, cost: UnitCost) -> None:
+        """Gradients into the buffer, and the reduce-scatter; over one rank it is a copy."""
+        self.wait(self.input_free, "reduce_scatter" if cost.is_sharded else "copy")
+        self.copy(cost.pack)
+        if not cost.is_sharded:
+            self.on_reduce(cost.scatter)
+        else:
+            end = max(self.reduce, self.compute, self.network) + cost.scatter
+            self.network = self.reduce = end
+            self._send(cost.scatter, "reduce_scatter")
+        self.input_free = self.reduce
+
+    def on_reduce(self, length: int) -> None:
+        """A copy on the reduce-scatter stream, after what the compute stream has done until now."""
+        if self.serial:
+            self.copy(length)
+        self.reduce = max(self.reduce, self.compute) + (0 if self.serial else length)
+
+    def start_all_reduce(self, cost: UnitCost, *, settle: int) -> None:
+        """The all-reduce over replicas, and the cast behind it."""
+        end = max(self.all_reduce, self.reduce) + cost.all_reduce
+        if cost.shares_wires:
+            end = self.network = max(self.all_reduce, self.reduce, self.network) + cost.all_reduce
+        self._send(cost.all_reduce, "all_reduce")
+        if self.serial:
+            self.copy(settle)
+        self.all_reduce = max(end, self.compute) if self.serial else end + settle
+
+    def finish(self, *, is_sharded: bool) -> None:
+        """The compute stream waits for all reductions."""
+        self.wait(self.reduce, "reduce_scatter" if is_sharded else "copy")
+        self.wait(self.all_reduce, "all_reduce")
+
+    def _send(self, length: int, cause: Cause) -> None:
+        self.sent += length
+        if self.blocking and length:
+            blocked = round(self.blocking * length)
+            self.compute += blocked
+            self._blame(blocked, cause)
+            if self.serial:
+                self.host = self.compute
+
+    def _blame(self, length: int, cause: Cause) -> None:
+        if cause == "all_gather":
+            self.waited_all_gather += length
+        elif cause == "reduce_scatter":
+            self.waited_reduce_scatter += length
+        elif cause == "all_reduce":
+            self.waited_all_reduce += length
+        else:
+            self.copied += length
+
+    def _reach_host(self) -> None:
+        gap = self.host - self.compute
+        self.slack = min(self.slack, -gap)
+        if gap > 0:
+            self.compute = self.host
+            self.computed += gap
+            self.idle += gap

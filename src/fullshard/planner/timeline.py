@@ -1,0 +1,230 @@
+"""A step on the streams, act by act, with what repeats itself counted and not walked through.
+
+See [Note: skipping] in `planner.cycles`, and [Note: the engine's order] in `planner.streams`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fullshard.planner.cycles import GATHER_CLOCKS, NEVER, REDUCE_CLOCKS, Mark, clamp, mark, skip
+from fullshard.planner.program import Program, Segment, Step
+from fullshard.planner.streams import Streams
+from fullshard.planner.unit_costs import UnitCost
+from fullshard.spec.model import Event
+from fullshard.spec.run import PrefetchSection
+
+
+class Work(NamedTuple):
+    """One microbatch: the acts, and for each phase the ticks of the device and of the host's launches."""
+
+    program: Program
+    lengths: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What of a plan the order of acts depends on. `by_position`: the model's units as
+    registered; `place`: where each stands there."""
+
+    prefetch: PrefetchSection
+    keeps: bool  # parameters stay gathered from microbatch to microbatch
+    syncs: bool  # gradients are reduced in each microbatch
+    by_position: Sequence[int]
+    place: Mapping[int, int]
+    hook: int  # ticks of the host at one hook
+    skips: bool = True
+
+
+@dataclass
+class Timeline:
+    """Puts microbatches on `streams`. `costs`: of the units of the trace."""
+
+    streams: Streams
+    costs: Sequence[UnitCost]
+    policy: Policy
+    pending: dict[int, int] = field(default_factory=dict[int, int])
+    put_back: dict[int, int] = field(default_factory=dict[int, int])
+    unsharded: set[int] = field(default_factory=set[int])
+    uses: dict[int, int] = field(default_factory=dict[int, int])
+    buffered: bool = False
+    in_backward: bool = False
+
+    def step(self, work: Work, *, accumulating: Work, accumulation: int) -> None:
+        """All microbatches of a step; `accumulating` are those after the first."""
+        marks: list[Mark] = []
+        index = 0
+        while index < accumulation:
+            self.streams.slack = NEVER
+            first, last = index == 0, index == accumulation - 1
+            self._microbatch(work if first else accumulating, first=first, last=last)
+            # The next forward lets the gather streams wait for the compute stream, and that has waited for
+            # all.
+            clamp(self.streams, (*GATHER_CLOCKS, *REDUCE_CLOCKS))
+            if not first:
+                marks.append(mark(self.streams, self.pending))
+            index += 1
+            index += self._skip(marks, left=accumulation - 1 - index, stride=0)
+
+    def _microbatch(self, work: Work, *, first: bool, last: bool) -> None:
+        self.uses.clear()
+        self.in_backward = False
+        for segment in work.program.segments:
+            self._segment(segment, work, first=first, last=last)
+
+    def _segment(self, segment: Segment, work: Work, *, first: bool, last: bool) -> None:
+        if segment.times == 1:
+            self._turn(segment.steps, work, shift=0, first=first, last=last)
+            return
+        prefetch = self.policy.prefetch
+        ahead = max(prefetch.forward, prefetch.backward) if prefetch.mode == "explicit" else 1
+        behind = ahead // abs(segment.stride) + 1  # turns that see units behind the segment
+        marks: list[Mark] = []
+        turn, slack = 0, self.streams.slack
+        while turn < segment.times:
+            self.streams.slack = NEVER
+            self._turn(segment.steps, work, shift=turn * segment.stride, first=first, last=last)
+            turn += 1
+            left = segment.times - behind - turn
+            if left > 0 and self.policy.skips:
+                clamp(self.streams, REDUCE_CLOCKS)
+                marks.append(mark(self.streams, self.pending))
+                skipped = self._skip(marks, left=left, stride=segment.stride)
+                self._copy_states(segment, turn, skipped=skipped)
+                turn += skipped
+            slack = min(slack, self.streams.slack)
+        self.streams.slack = slack
+
+    def _turn(self, steps: Sequence[Step], work: Work, *, shift: int, first: bool, last: bool) -> None:
+        streams, lengths, program = self.streams, work.lengths, work.program
+        for event, unit, traced, phase in steps:
+            if unit < 0:
+                self._of_the_run(event)
+            elif (cost := self.costs[traced]).has_parameters:
+                streams.on_host(self.policy.hook)
+                if event == "pre_forward":
+                    self._pre_forward(unit + shift, cost, program=program)
+                elif event == "post_forward":
+                    self._post_forward(unit + shift, cost)
+                elif event == "pre_backward":
+                    self._pre_backward(unit + shift, cost, program=program)
+                else:
+                    self._post_backward(unit + shift, cost, first=first, last=last)
+            length, issue = lengths[phase]
+            if issue or length:
+                streams.work(length, issue=issue)
+
+    def _of_the_run(self, event: Event) -> None:
+        if event == "end_forward" and self.buffered:
+            self.streams.hold_gathers(self.streams.copied_out)
+            self.buffered = False
+        elif event == "end_backward":
+            self.pending.clear()
+            self.put_back.clear()
+            self.streams.finish(is_sharded=any(cost.is_sharded for cost in self.costs))
+            self.streams.input_free = self.streams.compute
+
+    def _pre_forward(self, unit: int, cost: UnitCost, *, program: Program) -> None:
+        self._issue(unit, cost)
+        self._arrive(unit, cost, forward=True)
+        if self.policy.prefetch.mode == "explicit":
+            at = self.policy.place[unit] + 1
+            self._prefetch(self.policy.by_position[at : at + self.policy.prefetch.forward], program)
+
+    def _post_forward(self, unit: int, cost: UnitCost) -> None:
+        if cost.reshards and unit in self.unsharded:
+            self.unsharded.discard(unit)
+            if cost.resharded:
+                self.streams.copy(cost.put_back)
+                self.put_back[unit] = self.streams.compute
+
+    def _pre_backward(self, unit: int, cost: UnitCost, *, program: Program) -> None:
+        self.in_backward = True
+        self._issue(unit, cost)
+        self._arrive(unit, cost, forward=False)
+        prefetch, order = self.policy.prefetch, self.policy.by_position
+        if prefetch.mode == "implicit":
+            before, used = program.before[unit], self.uses.get(unit, 0)
+            self.uses[unit] = used + 1
+            if used < len(before) and before[-1 - used] >= 0:
+                self._prefetch((before[-1 - used],), program)
+        elif prefetch.mode == "explicit":
+            at = self.policy.place[unit]
+            self._prefetch(order[max(at - prefetch.backward, 0) : at][::-1], program)
+
+    def _post_backward(self, unit: int, cost: UnitCost, *, first: bool, last: bool) -> None:
+        streams = self.streams
+        if last or not self.policy.keeps:
+            self.unsharded.discard(unit)
+        if not (last or self.policy.syncs):
+            streams.copy(cost.keep if first else cost.keep_again)
+            return
+        if not cost.is_trained:
+            return
+        if not first and not self.policy.syncs:
+            streams.copy(cost.keep_again)
+        streams.scatter(cost)
+        adds = not first and self.policy.syncs
+        if cost.is_replicated:
+            if adds:
+                streams.on_reduce(cost.add_partial)
+            if last:
+                streams.start_all_reduce(cost, settle=cost.settle)
+        else:
+            streams.on_reduce(cost.settle_again if adds else cost.settle)
+
+    def _prefetch(self, units: Sequence[int], program: Program) -> None:
+        for unit in units:
+            cost = self.costs[program.traced[unit]]
+            if cost.has_parameters:
+                self._issue(unit, cost)
+
+    def _issue(self, unit: int, cost: UnitCost) -> None:
+        """Starts the all-gather of a unit that is neither gathered nor on its way."""
+        if unit in self.unsharded or unit in self.pending:
+            return
+        if not cost.is_sharded:
+            self.pending[unit] = 0
+            return
+        self.pending[unit] = self.streams.start_gather(
+            cost,
+            again=self.in_backward and cost.reshards,
+            inline=self.policy.prefetch.mode == "none",
+            after=self.put_back.pop(unit, 0),
+        )
+
+    def _arrive(self, unit: int, cost: UnitCost, *, forward: bool) -> None:
+        """Waits for a unit's all-gather, and copies it out."""
+        there = self.pending.pop(unit, None)
+        if there is None:
+            return
+        streams, defers = self.streams, forward and self.policy.prefetch.mode != "none" and cost.is_sharded
+        if forward:
+            self._of_the_run("end_forward")
+        streams.wait(there, "all_gather")
+        streams.copy(cost.copy_out)
+        if defers:
+            streams.copied_out, self.buffered = streams.compute, True
+        elif cost.is_sharded:
+            streams.hold_gathers(streams.compute)
+        self.unsharded.add(unit)
+
+    def _skip(self, marks: Sequence[Mark], *, left: int, stride: int) -> int:
+        if not self.policy.skips or left <= 0:
+            return 0
+        return skip(self.streams, marks, left=left, stride=stride, pending=self.pending)
+
+    def _copy_states(self, segment: Segment, turn: int, *, skipped: int) -> None:
+        """What was skipped is left as the last turn left its units."""
+        if not skipped:
+            return
+        units = {step.unit for step in segment.steps}
+        for unit in units:
+            is_unsharded = unit + (turn - 1) * segment.stride in self.unsharded
+            gone = range(
+                unit + turn * segment.stride, unit + (turn + skipped) * segment.stride, segment.stride
+            )
+            if is_unsharded:
+                self.unsharded.update(gone)
+            else:
+                self.unsharded.difference_update(gone)

@@ -1,0 +1,288 @@
+"""What one rank computes, copies and writes in a second, measured while all ranks do the same."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from fullshard.profiler.clock import timeline
+from fullshard.spec.hardware import ComputeDtype, Curve, Point
+
+_TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+_MATMUL_EDGES = {
+    "cpu": (32, 64, 128, 256, 512, 1024),
+    "cuda": (128, 256, 512, 1024, 2048, 4096, 8192),
+}
+_SEQUENCES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 512, 1024, 2048, 4096, 8192)}
+_HEADS, _HEAD_DIM = {"cpu": 4, "cuda": 32}, {"cpu": 64, "cuda": 128}
+_ELEMENTS = {
+    "cpu": tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22)),
+    "cuda": tuple(2**power for power in (12, 15, 18, 20, 22, 24, 26)),
+}
+_COPY_BYTES = _FILE_BYTES = 64 * 1024**2
+_WINDOWS = 8
+_ISSUED = 64  # operations of one chain in `measure_launch`
+
+
+class Task(NamedTuple):
+    """What is timed: one call of `work` does `amount` FLOP or bytes, in launches of `size` each."""
+
+    work: Callable[[], object]
+    size: float
+    amount: float
+
+
+class Meter:
+    """Times tasks on one device, on all ranks at once; every rank gets the mean of all."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
+        self.on = timeline(device)
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Normal numbers: on GPUs, data that is all alike takes less power, and so less time."""
+        return torch.randn(*shape, generator=self._generator, device=self.device).to(dtype)
+
+    def calls_per_second(self, work: Callable[[], object], *, seconds: float) -> float:
+        """The second best of eight windows, each with all ranks at work; of all ranks the mean.
+
+        Windows and not single calls: where more ranks run than there are cores, a call that falls between two
+        switches shows a whole core, and a window shows this rank's share of it. Not the mean of them, since
+        what else the machine does only takes away; not the best, which may be such a fall.
+        """
+        work()  # the first call of a shape chooses a kernel
+        once = self._seconds(work, 2) / 2
+        calls = max(1, round(seconds / _WINDOWS / max(once, 1e-7)))
+        rates: list[float] = []
+        for _ in range(_WINDOWS):
+            mean_over_ranks(0.0)  # nobody starts before all are there
+            rates.append(calls / self._seconds(work, calls))
+        return mean_over_ranks(sorted(rates)[-2])
+
+    def _seconds(self, work: Callable[[], object], calls: int) -> float:
+        start = self.on.mark()
+        for _ in range(calls):
+            work()
+        return max(self.on.seconds(start, self.on.mark()), 1e-9)
+
+    def curve(self, tasks: Sequence[Callable[[], Task]], *, seconds: float) -> Curve:
+        """The rate of each task, in about `seconds` together. Tasks of rising size; the larger are left out
+        where one call takes more than its part."""
+        window, points = seconds / len(tasks), list[Point]()
+        for make in tasks:
+            task = make()
+            rate = self.calls_per_second(task.work, seconds=window)
+            points.append(Point(task.size, _rounded(rate * task.amount)))
+            if _WINDOWS / rate > 2 * window:
+                break
+        return tuple(points)
+
+
+def mean_over_ranks(value: float) -> float:
+    """Collective where there is a process group. Over the CPU's backend, which every group has."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def measured_dtypes(device: torch.device) -> tuple[ComputeDtype, ...]:
+    """What matmuls are measured in on this device."""
+    if device.type != "cuda":
+        return ("fp32", "bf16")  # fp16 is emulated, and some 50 times slower than fp32
+    tensor_cores = torch.cuda.get_device_capability(device) >= (8, 0) or torch.version.hip is not None
+    return ("fp32", "tf32", "bf16", "fp16") if tensor_cores else ("fp32", "fp16")
+
+
+def measure_matmul(meter: Meter, dtype: ComputeDtype, *, seconds: float) -> Curve:
+    """FLOP/s of the three matmuls of a linear layer of n × n on 2n tokens: 4 n³ FLOP each."""
+
+    def task(n: int) -> Task:
+        x, w, g = (meter.random(rows, n, dtype=_TORCH_DTYPES[dtype]) for rows in (2 * n, n, 2 * n))
+
+        def work() -> None:
+            torch.mm(x, w.t())
+            torch.mm(g, w)
+            torch.mm(g.t(), x)
+
+        return Task(work, size=4 * n**3, amount=12 * n**3)
+
+    with _arithmetic(dtype):
+        return meter.curve(_each(task, _MATMUL_EDGES[meter.kind]), seconds=seconds)
+
+
+def measure_attention(meter: Meter, dtype: ComputeDtype, *, seconds: float) -> tuple[Curve, Curve]:
+    """FLOP/s of causal attention, forward and backward.
+
+    Counted are the pairs of positions that are computed, S (S + 1) / 2 of a head: forward two matmuls
+    (4 · head size FLOP a pair), backward five.
+    """
+    heads, size = _HEADS[meter.kind], _HEAD_DIM[meter.kind]
+
+    def inputs(sequence: int) -> list[Tensor]:
+        return [meter.random(1, heads, sequence, size, dtype=_TORCH_DTYPES[dtype]) for _ in range(4)]
+
+    def forward(sequence: int) -> Task:
+        q, k, v, _ = inputs(sequence)
+        flops = 4 * size * heads * sequence * (sequence + 1) / 2
+
+        def work() -> None:
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        return Task(work, size=flops, amount=flops)
+
+    def backward(sequence: int) -> Task:
+        q, k, v, gradient = inputs(sequence)
+        needed = [one.requires_grad_() for one in (q, k, v)]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        flops = 10 * size * heads * sequence * (sequence + 1) / 2
+
+        def work() -> None:
+            torch.autograd.grad(out, needed, gradient, retain_graph=True)
+
+        return Task(work, size=flops, amount=flops)
+
+    sequences = _SEQUENCES[meter.kind]
+    with torch.no_grad():
+        first = meter.curve(_each(forward, sequences), seconds=seconds * 0.4)
+    return first, meter.curve(_each(backward, sequences), seconds=seconds * 0.6)
+
+
+def measure_memory(meter: Meter, *, seconds: float) -> Curve:
+    """Bytes/s, read and written, of elementwise work.
+
+    A product (12 bytes an element) and a SiLU (8), each into memory that is allocated for it, as in a model.
+    """
+
+    def task(n: int) -> Task:
+        a, b = meter.random(n), meter.random(n)
+
+        def work() -> None:
+            torch.mul(a, b)
+            F.silu(a)
+
+        return Task(work, size=10 * n, amount=20 * n)
+
+    return meter.curve(_each(task, _ELEMENTS[meter.kind]), seconds=seconds)
+
+
+def measure_optimizer(meter: Meter, *, seconds: float) -> Curve:
+    """Bytes/s of fused AdamW in fp32: reads four tensors of the parameter's size, and writes three."""
+
+    def task(n: int) -> Task:
+        parameter = meter.random(n).requires_grad_()
+        parameter.grad = meter.random(n)
+        optimizer = torch.optim.AdamW([parameter], fused=True)
+        return Task(optimizer.step, size=28 * n, amount=28 * n)
+
+    return meter.curve(_each(task, _ELEMENTS[meter.kind]), seconds=seconds)
+
+
+def measure_launch(meter: Meter, *, seconds: float) -> float:
+    """Host seconds of one operation, forward and backward averaged: of a chain of small products through
+    autograd, over 2 operations a link. On the CPU what the operation itself takes is taken off."""
+    start, factor = meter.random(64).requires_grad_(), meter.random(64)
+
+    def through_autograd() -> None:
+        x = start
+        for _ in range(_ISSUED):
+            x = x * factor
+        x.backward(factor)
+
+    def alone() -> None:
+        with torch.no_grad():
+            x = start
+            for _ in range(2 * _ISSUED):
+                x = x * factor
+
+    whole = 1 / meter.calls_per_second(through_autograd, seconds=seconds / 2)
+    bare = 1 / meter.calls_per_second(alone, seconds=seconds / 2) if meter.kind == "cpu" else 0.0
+    return max(whole - bare, 0.0) / (2 * _ISSUED)
+
+
+def measure_host_copies(meter: Meter, *, seconds: float) -> float | None:
+    """Bytes/s from pinned host memory to the device and back, the mean of both; None on the CPU."""
+    if meter.kind == "cpu":
+        return None
+    there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=meter.device)
+    here = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    def work() -> None:
+        there.copy_(here, non_blocking=True)
+        here.copy_(there, non_blocking=True)
+
+    return _rounded(2 * _COPY_BYTES * meter.calls_per_second(work, seconds=seconds))
+
+
+def measure_disk(directory: str = ".") -> float | None:
+    """Bytes/s of writing a file of 64 MiB down to the disk; None where it cannot be written."""
+    data = os.urandom(_FILE_BYTES)
+    mean_over_ranks(0.0)
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            started = time.perf_counter()
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            rate = _FILE_BYTES / (time.perf_counter() - started)
+    except OSError:
+        rate = 0.0
+    writable = mean_over_ranks(float(rate > 0)) == 1
+    mean = mean_over_ranks(rate)
+    return _rounded(mean) if writable else None
+
+
+def measure_context(device: torch.device) -> int:
+    """Bytes that this process takes beside torch's allocator: of the device's memory, or of the host's.
+
+    On CUDA all that is in use and not the allocator's, so no other process should run on the device.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(total - free - torch.cuda.memory_reserved(device), 0)
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+@contextmanager
+def _arithmetic(dtype: ComputeDtype) -> Generator[None]:
+    """Within it, fp32 matmuls on CUDA are done in `dtype`."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def _each(make: Callable[[int], Task], sizes: Sequence[int]) -> list[Callable[[], Task]]:
+    """A task for each size, made when its turn comes: all at once would not fit."""
+
+    def later(size: int) -> Callable[[], Task]:
+        return lambda: make(size)
+
+    return [later(size) for size in sizes]
+
+
+def _rounded(rate: float) -> float:
+    """To four digits, which is more than a clock can tell."""
+    return float(f"{rate:.4g}")

@@ -1,0 +1,223 @@
+"""Which hardware this is: by the user's hardware.toml, or by what the driver and the kernel call it."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from fullshard.errors import SpecError
+from fullshard.spec.catalog import find_chip, find_entry
+from fullshard.spec.hardware import Chip, CollectiveRate, Hardware, Link
+from fullshard.spec.hardware_text import hardware_of
+from fullshard.spec.links import find_link
+from fullshard.spec.rates import default_cpu_rates, efficiencies
+
+HARDWARE_VARIABLE = "FULLSHARD_HARDWARE"
+# Asked in a process of its own: a CUDA context in the one that starts the ranks would take memory on a GPU of
+# theirs, and forbid it to fork. torch is asked and not NVML, which knows nothing of AMD's and of hidden GPUs.
+_ASK = """
+import json, torch
+n = torch.cuda.device_count()
+p = torch.cuda.get_device_properties(0) if n else None
+print(json.dumps([n, p.name, p.total_memory] if p else [0, "", 0]))
+"""
+
+
+# What the drivers of NVIDIA, AMD and WSL show on Linux; without any of them nobody need be asked.
+_DRIVER_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+
+
+class Gpus(NamedTuple):
+    """How many torch can use, and what the first is."""
+
+    number: int
+    name: str
+    memory_bytes: int
+
+
+_NO_GPUS = Gpus(0, "", 0)
+
+
+def detect_hardware(
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    *,
+    ranks: int | None = None,
+    ranks_per_node: int | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Hardware:
+    """The hardware that a run here would have, with `ranks` ranks in all.
+
+    `ranks` None: torchrun's where that has started this process, else one for each GPU; on the CPU as many
+    as the calibrated file is for, else one. A hardware.toml ($FULLSHARD_HARDWARE, or the one that `fullshard
+    calibrate` wrote) is used if it is of this chip, and on the CPU of as many ranks a node: they share the
+    cores. Otherwise the catalog knows GPUs by name, and CPUs get the figures of a measured core.
+
+    Raises SpecError for a file that is not valid, or a GPU that neither knows.
+    """
+    if ranks is None and "WORLD_SIZE" in environment:
+        ranks = int(environment["WORLD_SIZE"])
+        ranks_per_node = ranks_per_node or int(environment.get("LOCAL_WORLD_SIZE", str(ranks)))
+    path = user_hardware_path(environment)
+    saved = Hardware.load(path) if path.exists() or environment.get(HARDWARE_VARIABLE) else None
+    gpus = find_gpus(device)
+    by_file = saved.ranks_per_node if saved is not None and saved.device == "cpu" else 1
+    count = ranks or gpus.number or by_file
+    each = ranks_per_node or count
+    if saved is not None and _same_chip(saved, gpus) and (gpus.number or saved.ranks_per_node == each):
+        return saved.on(nodes=max(1, count // each), ranks_per_node=each)
+    found = describe_machine(gpus, ranks=count, ranks_per_node=each)
+    if gpus.number and find_entry(found.chip) is None:
+        raise SpecError(
+            "this GPU is not in the catalog.",
+            got=gpus.name,
+            why="nobody has said what it can do",
+            fix="fullshard calibrate, which measures it; or a hardware.toml in $FULLSHARD_HARDWARE",
+        )
+    if saved is None:
+        return found
+    other = f"; {path} is of {saved.ranks_per_node} ranks on {saved.chip.name}"
+    return found.model_copy(update={"source": found.source + other})
+
+
+def find_gpus(device: Literal["auto", "cpu", "cuda"] = "auto") -> Gpus:
+    """How many GPUs torch can use here, and what the first is; none for the CPU."""
+    return _NO_GPUS if device == "cpu" else _gpus()
+
+
+def describe_machine(gpus: Gpus, *, ranks: int, ranks_per_node: int) -> Hardware:
+    """This machine by what its chip is called, whatever is saved.
+
+    A GPU that the catalog does not know gets placeholders for its rates, which `calibrate` measures.
+    """
+    nodes = max(1, ranks // ranks_per_node)
+    if not gpus.number:
+        cpu = _cpu(ranks_per_node).on(nodes=nodes, ranks_per_node=ranks_per_node)
+        return cpu if nodes > 1 else cpu.model_copy(update={"across": None})
+    chip = find_chip(gpus.name, memory_bytes=gpus.memory_bytes)
+    entry = find_entry(chip) if chip is not None else None
+    if entry is not None:
+        return hardware_of(entry).on(nodes=nodes, ranks_per_node=ranks_per_node)
+    return Hardware(
+        name=gpus.name,
+        device="cuda",
+        chip=Chip(
+            name=gpus.name,
+            device_names=(),
+            memory_bytes=gpus.memory_bytes,
+            memory_bytes_per_second=1.0,
+            flops_per_second={},
+            source="not in the catalog",
+        ),
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        rates=default_cpu_rates(1),
+        within=find_link("pcie4"),
+        across=find_link("nic-100"),
+        source="not in the catalog",
+    )
+
+
+def user_hardware_path(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where the user's hardware.toml lies: $FULLSHARD_HARDWARE, or in the user's configuration."""
+    if environment.get(HARDWARE_VARIABLE):
+        return Path(environment[HARDWARE_VARIABLE])
+    configuration = environment.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(configuration).expanduser() / "fullshard" / "hardware.toml"
+
+
+def cpu_name() -> str:
+    """`AMD EPYC, 2 cores`: the model and the cores that this process may use."""
+    cores = _cores()
+    return f"{_cpu_model()}, {cores} core{'s' if cores > 1 else ''}"
+
+
+def _same_chip(saved: Hardware, gpus: Gpus) -> bool:
+    if not gpus.number:
+        return saved.device == "cpu" and saved.chip.name == cpu_name()
+    chip = find_chip(gpus.name, memory_bytes=gpus.memory_bytes)
+    return saved.device == "cuda" and saved.chip.name == (chip.name if chip is not None else gpus.name)
+
+
+def _gpus() -> Gpus:
+    if sys.platform == "linux" and not any(Path(path).exists() for path in _DRIVER_FILES):
+        return _NO_GPUS
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return Gpus(torch.cuda.device_count(), properties.name, properties.total_memory)
+    if torch is not None and not torch.cuda.device_count():  # asks the driver, and makes no context
+        return _NO_GPUS
+    try:
+        done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SpecError("torch could not be asked for GPUs.", got=str(error)) from error
+    if done.returncode:
+        raise SpecError("torch could not be asked for GPUs.", got=done.stderr.strip().splitlines()[-1:])
+    return Gpus(*json.loads(done.stdout))
+
+
+def _cpu(ranks_per_node: int) -> Hardware:
+    """A rank's part of this machine's CPU and memory, by the measured core of `rates.toml`."""
+    table = efficiencies().cpu
+    cores = max(_cores() / ranks_per_node, 1 / ranks_per_node)
+    rates = default_cpu_rates(cores)
+    rate = CollectiveRate(
+        base_seconds=0.0,
+        hop_seconds=table.collective_seconds,
+        bytes_per_second=table.collective_bytes_per_second,
+    )
+    link = Link(
+        name="this machine's memory",
+        bytes_per_second=table.collective_bytes_per_second,
+        all_gather=rate,
+        reduce_scatter=rate,
+        all_reduce=rate,
+        source=table.source,
+    )
+    chip = Chip(
+        name=cpu_name(),
+        device_names=("cpu",),
+        memory_bytes=_host_memory_bytes() // ranks_per_node,
+        memory_bytes_per_second=table.bytes_per_second * cores,
+        flops_per_second={"fp32": table.flops_per_second * cores},
+        source=table.source,
+    )
+    return Hardware(
+        name=chip.name,
+        device="cpu",
+        chip=chip,
+        rates=rates,
+        within=link,
+        across=link,
+        overlap=0.0,  # the ranks' threads and those that communicate share the cores
+        source=f"not calibrated; {table.source}",
+    )
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine() or "CPU")
+
+
+def _host_memory_bytes() -> int:
+    """The machine's memory, or what a container may take of it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdecimal() else total

@@ -1,0 +1,230 @@
+"""Where the seconds of a step go: what the profiler saw of it, shared out over the terms of `StepSeconds`.
+
+[Note: what counts as what]
+Ranges of the profiler named `fullshard::<kind>` (kinds: compute, all_gather, reduce_scatter, optimizer, data)
+mark what the step does, and `FSDP::...` what the engine does. Every moment of the step goes to one kind: the
+first in order of those that are active then; where none is, to `other`.
+
+CPU    What the calling thread is in, where work and waiting are one. First the collectives (an all-reduce
+       without a range lasts from its call to the thread's next operation), then the engine, optimizer, data,
+       and last the range of the microbatch, which holds them all and is computing otherwise.
+CUDA   What the device runs. First kernels of the model, then those that the optimizer and the engine
+       launched: so a collective counts only while none of these runs, which is what `exposed` says. Where
+       several collectives run by themselves, the first in order counts. The device idle while the host
+       fetches data is `data`, idle otherwise is `other`.
+"""
+
+import os
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.autograd.profiler import profile, record_function
+
+from fullshard.spec.measurement import StepSeconds
+
+_STEP = "fullshard::step"
+_RANGES = {
+    "fullshard::compute": "compute",
+    "fullshard::all_gather": "exposed_all_gather",
+    "fullshard::reduce_scatter": "exposed_reduce_scatter",
+    "fullshard::optimizer": "optimizer",
+    "fullshard::data": "data",
+}
+# Activations that the engine casts are the model's.
+_ENGINE, _ENGINE_CASTS = "FSDP::", "FSDP::cast_"
+_ALL_REDUCE = "c10d::allreduce_"
+_RUNTIME = ("cuda", "cuLaunch", "hip")  # the driver's own calls, whose ids are of another count
+_KERNELS = {
+    "AllGather": "exposed_all_gather",
+    "ReduceScatter": "exposed_reduce_scatter",
+    "AllReduce": "exposed_all_reduce",
+}
+_COLLECTIVES = ("exposed_all_gather", "exposed_reduce_scatter", "exposed_all_reduce")
+HOST_ORDER = (*_COLLECTIVES, "engine", "optimizer", "data", "compute")
+DEVICE_ORDER = ("compute", "optimizer", "engine", *_COLLECTIVES, "data")
+
+
+class Event(NamedTuple):
+    """One entry of a trace, in ns. `launched_by`: of a kernel, the `id` of the host's event behind it."""
+
+    name: str
+    start: int
+    end: int
+    thread: int = 0
+    id: int = 0
+    launched_by: int = 0
+    on_device: bool = False
+
+
+class Span(NamedTuple):
+    """Something of one kind, from `start` to `end`, ns."""
+
+    kind: str
+    start: int
+    end: int
+
+
+@dataclass
+class TracedStep:
+    """What `trace_step` saw; set when its block ends."""
+
+    seconds: StepSeconds | None = None
+
+
+@contextmanager
+def trace_step(device: torch.device) -> Generator[TracedStep]:
+    """Profiles the block, which runs one step. Nothing is installed before or after it.
+
+    The block is slower by what the profiler costs each operation (no shapes, stacks or memory are recorded),
+    most of which falls on computing.
+    """
+    traced = TracedStep()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # as in `profiler.memory`: it announces itself otherwise
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.synchronize(device)  # what the step before left running is not of this one
+    with (
+        profile(use_cpu=True, use_kineto=True, use_device="cuda" if on_cuda else None) as profiler,
+        record_function(_STEP),
+    ):
+        yield traced
+    assert profiler is not None, "it is enabled"
+    traced.seconds = step_seconds(_events(profiler))
+
+
+def step_seconds(events: Sequence[Event]) -> StepSeconds:
+    """The seconds of the step that `events` tell of, term by term. See [Note: what counts as what]."""
+    step = next(event for event in events if event.name == _STEP and not event.on_device)
+    device = [event for event in events if event.on_device]
+    if not device:
+        own = [event for event in events if event.thread == step.thread]
+        nanoseconds = shared_out(host_spans(own), HOST_ORDER, start=step.start, end=step.end)
+    else:
+        spans = [*device_spans(events), *(s for s in host_spans(events) if s.kind == "data")]
+        end = max(step.end, *(event.end for event in device))
+        nanoseconds = shared_out(spans, DEVICE_ORDER, start=step.start, end=end)
+    return StepSeconds(**{kind: count * 1e-9 for kind, count in nanoseconds.items()})
+
+
+def shared_out(spans: Iterable[Span], order: Sequence[str], *, start: int, end: int) -> dict[str, int]:
+    """By kind, how much of [start, end] is its own: where no span of a kind that stands before it in `order`
+    is active. `other` is where none is; all sum to end - start.
+    """
+    place = {kind: index for index, kind in enumerate(order)}
+    edges: list[tuple[int, int, int]] = []
+    for span in spans:
+        first, last = max(span.start, start), min(span.end, end)
+        if first < last:
+            edges += [(first, 1, place[span.kind]), (last, -1, place[span.kind])]
+    edges.sort()
+    active, own = [0] * len(order), [0] * (len(order) + 1)
+    now = start
+    for moment, change, index in edges:
+        if moment > now:
+            own[next((i for i, count in enumerate(active) if count), len(order))] += moment - now
+            now = moment
+        active[index] += change
+    own[-1] += end - now
+    return dict(zip([*order, "other"], own, strict=True))
+
+
+def host_spans(events: Iterable[Event]) -> list[Span]:
+    """What the ranges of the host say, and its all-reduces, which are waited for where they are called."""
+    spans: list[Span] = []
+    waiting: Event | None = None  # an all-reduce
+    around: list[Event] = []  # ranges that are open
+    host = (event for event in events if not event.on_device)
+    for event in sorted(host, key=lambda one: (one.thread, one.start, -one.end)):
+        if waiting is not None and (event.thread != waiting.thread or event.start >= waiting.end):
+            spans.append(_wait(waiting, around, before=event))
+            waiting = None
+        while around and (around[-1].thread != event.thread or around[-1].end <= event.start):
+            around.pop()
+        if event.name == _ALL_REDUCE:
+            waiting = event
+        kind = _range_kind(event.name)
+        if kind is not None:
+            spans.append(Span(kind, event.start, event.end))
+        if kind is not None or event.name == _STEP:
+            around.append(event)
+    if waiting is not None:
+        spans.append(_wait(waiting, around, before=None))
+    return spans
+
+
+def _wait(call: Event, around: Sequence[Event], *, before: Event | None) -> Span:
+    """From an all-reduce's call to the next event of its thread, or the end of the range it is in."""
+    ends = [event.end for event in around if event.thread == call.thread and event.end >= call.end]
+    if before is not None and before.thread == call.thread:
+        ends.append(before.start)
+    return Span("exposed_all_reduce", call.start, min(ends, default=call.end))
+
+
+def _range_kind(name: str) -> str | None:
+    if name.startswith(_ENGINE):
+        return None if name.startswith(_ENGINE_CASTS) else "engine"
+    return _RANGES.get(name)
+
+
+def device_spans(events: Iterable[Event]) -> list[Span]:
+    """Kernels and copies of the device: a collective by its name, others by the range of their launch."""
+    events = list(events)
+    ranges = _innermost(event for event in events if not event.on_device)
+    spans: list[Span] = []
+    for event in events:
+        if event.on_device:
+            inside = ranges.get(event.launched_by, "") if event.launched_by else ""
+            spans.append(Span(_device_kind(event.name, inside), event.start, event.end))
+    return spans
+
+
+def _device_kind(name: str, inside: str) -> str:
+    """`inside`: the innermost range around the launch."""
+    if "nccl" in name.lower():
+        named = next((kind for part, kind in _KERNELS.items() if part in name), None)
+        if named is not None:
+            return named
+        # Generic kernels do not say what they do.
+        if inside.startswith("FSDP::all_gather"):
+            return "exposed_all_gather"
+        return "exposed_reduce_scatter" if inside.startswith(_ENGINE) else "exposed_all_reduce"
+    kind = _range_kind(inside)
+    return kind if kind in ("engine", "optimizer") else "compute"
+
+
+def _innermost(events: Iterable[Event]) -> dict[int, str]:
+    """For each event of the host, the name of the innermost range around it or of itself; by its id."""
+    found: dict[int, str] = {}
+    around: list[Event] = []
+    for event in sorted(events, key=lambda one: (one.thread, one.start, -one.end)):
+        while around and (around[-1].thread != event.thread or around[-1].end <= event.start):
+            around.pop()
+        if event.name in _RANGES or event.name.startswith(_ENGINE):
+            around.append(event)
+        found[event.id] = around[-1].name if around else ""
+    return found
+
+
+def _events(profiler: profile) -> list[Event]:
+    """What the profiler recorded, without what ranges leave on the device's timeline."""
+    assert profiler.kineto_results is not None, "the profiler has ended"
+    events: list[Event] = []
+    for one in profiler.kineto_results.events():
+        on_device = one.device_type() != torch.autograd.DeviceType.CPU
+        if one.is_user_annotation() if on_device else one.is_async() or one.name().startswith(_RUNTIME):
+            continue
+        events.append(
+            Event(
+                one.name(),
+                one.start_ns(),
+                one.start_ns() + one.duration_ns(),
+                thread=one.start_thread_id(),
+                id=one.correlation_id(),
+                launched_by=one.linked_correlation_id(),
+                on_device=on_device,
+            )
+        )
+    return events

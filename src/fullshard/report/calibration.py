@@ -1,0 +1,66 @@
+"""What `fullshard calibrate` found, as a short table."""
+
+from collections.abc import Iterator
+
+from fullshard.quantities import format_bytes, format_count, format_seconds
+from fullshard.spec.calibration import Calibration
+from fullshard.spec.hardware import Curve, Hardware, Link
+
+
+def calibration_table(calibration: Calibration) -> str:
+    """A line for each figure: the best of a curve and where it is reached, and how well formulas fit."""
+    rows = list(_rows(calibration))
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(f"{label:<{width}}  {text}".rstrip() for label, text in rows)
+
+
+def _rows(calibration: Calibration) -> Iterator[tuple[str, str]]:
+    hardware, rates = calibration.hardware, calibration.hardware.rates
+    yield "hardware", _layout(hardware)
+    yield "measured in", f"{format_seconds(calibration.took_seconds)}, all ranks at once; a rank's rates:"
+    for dtype, curve in rates.matmul.items():
+        yield f"matmul {dtype}", _best(curve, amount="FLOP")
+    for label, curves in (("attention", rates.attention), ("  backward", rates.attention_backward)):
+        for dtype, curve in curves.items():
+            yield f"{label} {dtype}", _best(curve, amount="FLOP")
+    yield "memory", _best(rates.memory, amount="B")
+    yield "fused AdamW", _best(rates.optimizer, amount="B")
+    yield "launch", f"{rates.launch_seconds * 1e6:.1f} us an operation"
+    yield "engine", f"{rates.unit_seconds * 1e6:.0f} us a hook of a unit"
+    yield "step", f"{format_seconds(rates.step_seconds)} outside of model and engine"
+    for axis, link in (("within", hardware.within), ("across", hardware.across)):
+        if link is not None and any(name.startswith(f"{axis}.") for name in calibration.fit_errors):
+            yield from _collectives(axis, link, calibration=calibration)
+    if hardware.host_bytes_per_second is not None:
+        yield "host copies", f"{format_count(hardware.host_bytes_per_second)}B/s"
+    if hardware.disk_bytes_per_second is not None:
+        yield "disk, writing", f"{format_count(hardware.disk_bytes_per_second)}B/s"
+    yield "process", f"{format_bytes(hardware.context_bytes)} beside the tensors"
+
+
+def _layout(hardware: Hardware) -> str:
+    ranks = f"{hardware.ranks_per_node} rank{'s' if hardware.ranks_per_node > 1 else ''}"
+    nodes = f" on each of {hardware.nodes} nodes" if hardware.nodes > 1 else ""
+    return f"{hardware.name}, {ranks}{nodes}"
+
+
+def _best(curve: Curve, *, amount: str) -> str:
+    best = max(curve, key=lambda point: point.rate)
+    text = f"{format_count(best.rate)}{amount}/s at {format_count(best.size)}{amount} a launch"
+    if best is not curve[-1]:
+        text += f", {format_count(curve[-1].rate)}{amount}/s at {format_count(curve[-1].size)}{amount}"
+    return text
+
+
+def _collectives(axis: str, link: Link, *, calibration: Calibration) -> Iterator[tuple[str, str]]:
+    ranks = calibration.hardware.ranks_per_node if axis == "within" else calibration.hardware.nodes
+    kinds = {
+        "all_gather": link.all_gather,
+        "reduce_scatter": link.reduce_scatter,
+        "all_reduce": link.all_reduce,
+    }
+    for kind, rate in kinds.items():
+        latency = format_seconds(rate.base_seconds + rate.hop_seconds * (ranks - 1))
+        error = calibration.fit_errors[f"{axis}.{kind}"]
+        line = f"{format_count(rate.bytes_per_second)}B/s after {latency}"
+        yield f"{kind.replace('_', '-')} {axis}", f"{line}; this line is off by at most {100 * error:.0f} %"

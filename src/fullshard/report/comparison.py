@@ -1,0 +1,162 @@
+"""Predicted | measured: what was said of a run beside what was seen of it, term by term.
+
+[Note: terms that are one line]
+What the meters cannot tell apart stands on one line, and so does what was predicted of it.
+
+bytes     The rest (batch, whole gradients, activations, loss, backward) is one part on the CPU. CUDA's
+          allocator does not tell what is alive at the peak: there gradients and units in flight are in it.
+seconds   Recompute is within computing, contention makes computing slower, and the gaps in which the device
+          waits for the host are predicted as computing: all this stands beside what was measured as compute
+          and other. Stragglers are predicted apart, and measured within the waiting.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TextIO
+
+from pydantic import computed_field
+
+from fullshard.quantities import format_bytes, format_count, format_seconds
+from fullshard.report.grid import show_grid
+from fullshard.report.plan import MEMORY_LABELS, TIME_LABELS
+from fullshard.spec.measurement import Measurement, PeakBytes
+from fullshard.spec.prediction import Prediction
+from fullshard.spec.value import Value
+
+HEADER = ("", "predicted", "measured", "error")
+_LABELS = {
+    **MEMORY_LABELS,
+    **TIME_LABELS,
+    "rest": "activations, rest",
+    "compute": "compute, host",
+    "data": "waiting: data",
+    "total": "in all",
+    "reserved": "reserved",
+    "tokens_per_second": "tokens/s",
+    "mfu": "MFU",
+}
+_SAME_BYTES = ("parameter_shards", "gradients", "optimizer_state", "buffers", "units_in_flight")
+_NOT_TOLD_BY_CUDA = ("gradients", "units_in_flight")
+_SAME_SECONDS = (
+    "exposed_all_gather",
+    "exposed_reduce_scatter",
+    "exposed_all_reduce",
+    "engine",
+    "optimizer",
+)
+
+
+class Compared(Value):
+    """One line. What was not predicted, or cannot be measured apart, is None."""
+
+    term: str
+    predicted: float | None = None
+    measured: float | None = None
+
+    @computed_field
+    @property
+    def error_percent(self) -> float | None:
+        """100 · (predicted / measured - 1); None where one of both is not known, or nothing was measured."""
+        if self.predicted is None or not self.measured:
+            return None
+        return 100 * (self.predicted / self.measured - 1)
+
+
+class Comparison(Value):
+    """`memory`: bytes at the peak of the fullest rank. `step`: seconds of one step. `speed`: tokens/s of all
+    ranks, and MFU. Each with `total` (and `reserved`) behind its terms; empty where nothing was measured."""
+
+    memory: tuple[Compared, ...] = ()
+    step: tuple[Compared, ...] = ()
+    speed: tuple[Compared, ...] = ()
+
+
+def compare(prediction: Prediction, measurement: Measurement) -> Comparison:
+    """Holds one against the other. See [Note: terms that are one line]."""
+    peak = measurement.peak_bytes
+    return Comparison(
+        memory=() if peak is None else tuple(_memory(prediction, peak)),
+        step=tuple(_step(prediction, measurement)),
+        speed=tuple(_speed(prediction, measurement)),
+    )
+
+
+def show_comparison(comparison: Comparison, *, file: TextIO | None = None) -> None:
+    """Prints the table on `file` (standard output)."""
+    show_grid(HEADER, comparison_rows(comparison), file=file)
+
+
+def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """The cells, under a line for memory and one for the step. What is nothing in both has no line."""
+    rows: list[tuple[str, ...]] = []
+    if comparison.memory:
+        rows.append(("memory", "", "", ""))
+        rows += _cells(comparison.memory, format_bytes)
+    if comparison.step:
+        rows.append(("step", "", "", ""))
+        rows += _cells(comparison.step, format_seconds)
+    for line in comparison.speed:
+        show = format_count if line.term == "tokens_per_second" else _percent
+        rows += _cells([line], show, indent="")
+    return rows
+
+
+def _memory(prediction: Prediction, peak: PeakBytes) -> Iterable[Compared]:
+    on_cuda = peak.allocated is not None
+    same = [name for name in _SAME_BYTES if not (on_cuda and name in _NOT_TOLD_BY_CUDA)]
+    told = prediction.memory.terms()
+    total = peak.total if peak.allocated is None else peak.allocated
+    seen = {name: getattr(peak, name) for name in same}
+    for name in same:
+        yield Compared(term=name, predicted=told[name], measured=seen[name])
+    yield Compared(
+        term="rest",
+        predicted=prediction.memory.total - sum(told[name] for name in same),
+        measured=total - sum(seen.values()),
+    )
+    yield Compared(term="total", predicted=prediction.memory.total, measured=total)
+    if peak.reserved is not None:
+        yield Compared(term="reserved", predicted=prediction.reserved_bytes, measured=peak.reserved)
+
+
+def _step(prediction: Prediction, measurement: Measurement) -> Iterable[Compared]:
+    told, step = prediction.time, measurement.step_seconds
+    if step is not None:
+        yield Compared(
+            term="compute",
+            predicted=told.compute + told.recompute + told.contention,
+            measured=step.compute + step.other,
+        )
+        seen: Mapping[str, float] = step.terms()
+        for name in _SAME_SECONDS:
+            yield Compared(term=name, predicted=told.terms()[name], measured=seen[name])
+        yield Compared(term="data", measured=step.data)
+        yield Compared(term="stragglers", predicted=told.stragglers)
+    seconds = measurement.pace.step_seconds
+    if seconds is not None:
+        yield Compared(term="total", predicted=told.total, measured=seconds)
+
+
+def _speed(prediction: Prediction, measurement: Measurement) -> Iterable[Compared]:
+    rate = measurement.tokens_per_second
+    if rate is not None:
+        yield Compared(term="tokens_per_second", predicted=prediction.tokens_per_second, measured=rate)
+    if measurement.mfu is not None and prediction.mfu is not None:
+        yield Compared(term="mfu", predicted=prediction.mfu, measured=measurement.mfu)
+
+
+def _cells(
+    lines: Iterable[Compared], show: Callable[[float], str], *, indent: str = "  "
+) -> Iterable[tuple[str, ...]]:
+    for line in lines:
+        if line.predicted or line.measured:
+            error = line.error_percent
+            yield (
+                f"{indent}{_LABELS.get(line.term, line.term)}",
+                "-" if line.predicted is None else show(line.predicted),
+                "-" if line.measured is None else show(line.measured),
+                "" if error is None else f"{error:+,.{1 if abs(error) < 1000 else 0}f} %",
+            )
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.1f} %"

@@ -1,0 +1,56 @@
+"""Lines of a label and a text, and tables: fitted to a terminal; elsewhere plain, of at most 100 columns."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from textwrap import wrap
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+PLAIN_COLUMNS = 100
+
+
+def show_rows(rows: Iterable[tuple[str, str]], *, file: TextIO | None = None) -> None:
+    """Prints (label, text) lines; a text that is too long goes on below itself."""
+    out: TextIO = file or sys.stdout
+    rows = list(rows)
+    console = Console(file=out, highlight=False, soft_wrap=True)
+    columns = console.width if out.isatty() else PLAIN_COLUMNS
+    width = max((len(label) for label, _ in rows), default=0)
+    for label, text in rows:
+        style = "dim" if label.startswith(" ") else "bold"
+        for index, line in enumerate(_lines(text, columns - width - 2)):
+            shown = f"{label if index == 0 else '':<{width}}"
+            if out.isatty():
+                console.print(Text.assemble((shown, style), f"  {line}"))
+            else:
+                print(f"{shown}  {line}".rstrip(), file=out)
+
+
+def show_grid(header: Sequence[str], rows: Sequence[Sequence[str]], *, file: TextIO | None = None) -> None:
+    """Prints a table: the first column to the left, the others to the right."""
+    out: TextIO = file or sys.stdout
+    lines = list(grid_lines(header, rows))
+    if out.isatty():
+        console = Console(file=out, highlight=False, soft_wrap=True)
+        console.print(Text(lines[0], style="bold"))
+        lines = lines[1:]
+    print("\n".join(lines), file=out)
+
+
+def grid_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:
+    """The lines of that table."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    for row in [header, *rows]:
+        cells = [
+            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}"
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _lines(text: str, columns: int) -> list[str]:
+    if len(text) <= columns:
+        return [text]
+    return wrap(text, max(columns, 20), subsequent_indent="  ", break_on_hyphens=False)

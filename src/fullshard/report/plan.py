@@ -1,0 +1,244 @@
+"""A plan before it runs, as a person reads it: settings, bytes, seconds, speed, cost, and why."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TextIO
+
+from pydantic import PositiveInt
+
+from fullshard.quantities import format_bytes, format_count, format_seconds
+from fullshard.report.grid import show_rows
+from fullshard.spec.plan import Plan
+from fullshard.spec.prediction import Prediction
+from fullshard.spec.run import PositiveFloat, Run, Strategy
+from fullshard.spec.value import Value
+
+BAR_COLUMNS = 24
+CRUMB = 1e-3  # the part of the whole below which a term gets no line of its own
+
+# In words, the fields of `MemoryTerms` and `TimeTerms`.
+MEMORY_LABELS = {
+    "parameter_shards": "parameter shards",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "buffers": "buffers",
+    "batch": "batch",
+    "units_in_flight": "units in flight",
+    "whole_gradients": "whole gradients",
+    "activations": "activations",
+    "loss": "logits and loss",
+    "backward": "backward",
+    "workspace": "kernels' workspace",
+}
+TIME_LABELS = {
+    "compute": "compute",
+    "recompute": "recompute",
+    "exposed_all_gather": "waiting: all-gather",
+    "exposed_reduce_scatter": "waiting: reduce-scatter",
+    "exposed_all_reduce": "waiting: all-reduce",
+    "engine": "copies of the engine",
+    "contention": "contention",
+    "optimizer": "optimizer",
+    "stragglers": "stragglers",
+}
+
+
+class Budget(Value):
+    """So many tokens to train on, at a price of `price_per_hour` dollars a rank where it is known."""
+
+    tokens: PositiveInt
+    price_per_hour: PositiveFloat | None = None
+
+    def seconds(self, prediction: Prediction) -> float:
+        return self.tokens / prediction.tokens_per_second
+
+    def rank_hours(self, plan: Plan, prediction: Prediction) -> float:
+        return self.seconds(prediction) / 3600 * plan.world_size
+
+    def cost(self, plan: Plan, prediction: Prediction) -> float | None:
+        return self.price_per_hour and self.rank_hours(plan, prediction) * self.price_per_hour
+
+
+class PlanPage(NamedTuple):
+    """All that is said of one plan. `model` and `hardware`: a line about each. `rates`: whence they are.
+
+    `why`: paragraphs. `dry_run`: bytes by part, as a dry run of the real step counted them.
+    """
+
+    plan: Plan
+    asked: Run
+    model: str
+    hardware: str
+    rates: str = ""
+    why: Sequence[str] = ()
+    budget: Budget | None = None
+    dry_run: Mapping[str, int] | None = None
+
+
+def show_plan(page: PlanPage, *, file: TextIO | None = None) -> None:
+    """Prints the page on `file` (standard output)."""
+    show_rows(plan_rows(page), file=file)
+
+
+def plan_rows(page: PlanPage) -> Iterator[tuple[str, str]]:
+    """(label, text) for each line; what is nothing has none."""
+    plan, prediction = page.plan, page.plan.prediction
+    yield "model", page.model
+    yield "hardware", page.hardware
+    if page.rates:
+        yield "  rates", page.rates
+    yield from _settings(plan, page.asked)
+    if prediction is None:
+        yield "prediction", "none was made"
+        return
+    yield from _memory(prediction)
+    if page.dry_run is not None:
+        yield from _dry_run(page.dry_run, prediction)
+    yield from _time(prediction)
+    yield from _speed(plan, prediction)
+    if page.budget is not None:
+        yield from _spending(page.budget, plan)
+    for index, text in enumerate(page.why):
+        yield "why" if index == 0 else "", text
+
+
+def mesh_text(plan: Plan) -> str:
+    """`full_shard over 8 ranks`, `hybrid_shard over 8 ranks, in 4 replicas`."""
+    if plan.strategy is Strategy.NO_SHARD:
+        return f"{plan.strategy}: {_times(plan.world_size, 'replica')}"
+    text = f"{plan.strategy} over {_times(plan.shard_degree, 'rank')}"
+    if plan.replicate_degree > 1:
+        text += f", in {plan.replicate_degree} replicas"
+    if type(plan.reshard_after_forward) is int:
+        text += f", kept over {plan.reshard_after_forward} between forward and backward"
+    return text
+
+
+def recompute_text(run: Run) -> str:
+    """`every 2nd block`, `full`, `selective`, `none`."""
+    section = run.recompute
+    if section.mode != "every":
+        return section.mode
+    ends = {1: "st", 2: "nd", 3: "rd"}
+    end = "th" if 10 <= section.every % 100 <= 20 else ends.get(section.every % 10, "th")
+    return f"every {section.every}{end} block"
+
+
+def _settings(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
+    def settled(text: str, *, pinned: bool) -> str:
+        return f"{text}  (as asked)" if pinned else text
+
+    run, precision = plan.run, plan.precision
+    yield "strategy", settled(mesh_text(plan), pinned=asked.sharding.strategy != "auto")
+    sequences = plan.world_size * plan.microbatch * plan.accumulation
+    batch = f"microbatch {plan.microbatch}"
+    if plan.accumulation > 1:
+        when = "each" if plan.sync_each_microbatch else "once a step"
+        batch += f" × {plan.accumulation} accumulated (reduced {when})"
+    yield "batch", settled(batch, pinned=asked.train.microbatch is not None)
+    length = run.data.sequence_length
+    yield (
+        "",
+        f"× {_times(plan.world_size, 'rank')} = {sequences:,} sequences of {length:,} "
+        f"= {format_count(sequences * length)} tokens a step",
+    )
+    kept = "" if precision.master == precision.reduce else f", kept in {precision.master}"
+    yield "precision", f"{precision.param} computed, {precision.reduce} reduced{kept}"
+    yield "recompute", settled(recompute_text(run), pinned=asked.recompute.mode != "auto")
+    prefetch = run.prefetch.mode
+    if prefetch == "explicit":
+        prefetch += f": {run.prefetch.forward} ahead in forward, {run.prefetch.backward} in backward"
+    yield "prefetch", settled(prefetch, pinned=asked.prefetch.mode != "auto")
+    yield "compile", "yes" if run.run.compile is True else "no"
+
+
+def _memory(prediction: Prediction) -> Iterator[tuple[str, str]]:
+    needed, capacity = prediction.needed_bytes, prediction.capacity_bytes
+    rest = f"{format_bytes(abs(capacity - needed))} {'free' if prediction.fits else 'TOO MUCH'}"
+    yield (
+        "memory",
+        f"{format_bytes(needed)} of {format_bytes(capacity)} on the fullest rank "
+        f"({100 * needed / capacity:.0f} %): {rest}",
+    )
+    terms: dict[str, float] = {
+        MEMORY_LABELS.get(name, name): count for name, count in prediction.memory.terms().items()
+    }
+    terms["allocator reserve"] = prediction.allocator_reserve_bytes
+    terms["device context"] = prediction.context_bytes
+    yield from _bars(terms, format_bytes, whole=needed)
+    yield "  highest at", prediction.memory.moment
+
+
+def _dry_run(parts: Mapping[str, int], prediction: Prediction) -> Iterator[tuple[str, str]]:
+    """The tensors of the real step beside those that were predicted. `rest` is what no part claims."""
+    terms = prediction.memory.terms()
+    predicted = {name: terms.get(name, 0) for name in parts}
+    predicted["rest"] = prediction.memory.total - sum(predicted.values())
+    counted, told = sum(parts.values()), prediction.memory.total
+    yield (
+        "dry run",
+        f"{format_bytes(counted)} of tensors at the peak; predicted {format_bytes(told)}"
+        + (f" ({100 * (told / counted - 1):+.1f} %)" if counted else ""),
+    )
+    for name, count in parts.items():
+        if count or predicted[name]:
+            label = MEMORY_LABELS.get(name, "activations, rest")
+            yield f"  {label}", f"{format_bytes(count):>10}; predicted {format_bytes(predicted[name])}"
+
+
+def _time(prediction: Prediction) -> Iterator[tuple[str, str]]:
+    total = prediction.time.total
+    yield "step", format_seconds(total)
+    terms = {TIME_LABELS.get(name, name): seconds for name, seconds in prediction.time.terms().items()}
+    yield from _bars(terms, format_seconds, whole=total)
+
+
+def _bars(
+    terms: Mapping[str, float], show: Callable[[float], str], *, whole: float
+) -> Iterator[tuple[str, str]]:
+    """A line for each term: its figure, its part of the `whole`, and that as a bar. Crumbs share a line."""
+    crumbs = {label: value for label, value in terms.items() if value < CRUMB * whole}
+    shown = {label: value for label, value in terms.items() if label not in crumbs}
+    shown["other"] = sum(crumbs.values())
+    width = max(len(show(value)) for value in shown.values())
+    for label, value in shown.items():
+        part = value / whole if whole else 0.0
+        if value > 0:
+            bar = "█" * round(part * BAR_COLUMNS)
+            share = f"{100 * part:3.0f} %" if part >= 0.005 else " <1 %"
+            yield f"  {label}", f"{show(value):>{width}}  {share}  {bar}".rstrip()
+
+
+def _speed(plan: Plan, prediction: Prediction) -> Iterator[tuple[str, str]]:
+    rate = prediction.tokens_per_second
+    each = f", {format_count(rate / plan.world_size)} a rank" if plan.world_size > 1 else ""
+    yield "speed", f"{format_count(rate)} tokens/s{each}"
+    if prediction.mfu is not None:
+        yield "MFU", f"{100 * prediction.mfu:.1f} %"
+
+
+def _spending(budget: Budget, plan: Plan) -> Iterator[tuple[str, str]]:
+    prediction = plan.prediction
+    assert prediction is not None, "only what is predicted has a price"
+    hours = budget.rank_hours(plan, prediction)
+    yield f"{format_count(budget.tokens)} tokens", format_duration(budget.seconds(prediction))
+    kind = "GPU" if plan.device == "cuda" else "rank"
+    text = f"{_rounded(hours)} {kind} hours"
+    cost = budget.cost(plan, prediction)
+    if cost is not None:
+        text += f" at ${budget.price_per_hour:,.2f} = ${_rounded(cost)}"
+    yield "", text
+
+
+def format_duration(seconds: float) -> str:
+    """`90` -> `1 min 30 s`; from two days on `41.2 days`."""
+    days = seconds / 86400
+    return format_seconds(seconds) if days < 2 else f"{days:,.1f} days"
+
+
+def _rounded(value: float) -> str:
+    """`1234567.8` -> `1,234,568`; small figures keep two digits behind the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:,.2f}"
+
+
+def _times(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

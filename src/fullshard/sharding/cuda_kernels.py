@@ -1,0 +1,82 @@
+"""The operations that CUDA has fused kernels for, on tensors that claim to be the CPU's.
+
+A build of torch for CPUs cannot make fake CUDA tensors, and on CPU tensors these functions take other paths:
+RMS norm in pieces, that keep several copies; dropout with a float mask; attention with another layout. So,
+while a model is described for a GPU, they call the fused operations, which shapes are known of on any device.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+_ATEN = torch.ops.aten
+
+
+def _attention(  # signature: aten::scaled_dot_product_attention  # noqa: PLR0913, PLR0917
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    half, grouped = query.dtype in (torch.float16, torch.bfloat16), key.shape[1] != query.shape[1]
+    if attn_mask is None and half:  # it reads the number of heads off the shapes
+        return _ATEN._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+    if grouped:  # the kernel that takes masks and fp32 takes no fewer key/value heads
+        return _ATEN._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    mask = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
+    return _ATEN._scaled_dot_product_efficient_attention(
+        query, key, value, mask, True, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _rms_norm(  # signature: aten::rms_norm
+    value: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    del eps
+    if weight is None or tuple(weight.shape) != tuple(normalized_shape):
+        weight = torch.ones(normalized_shape, dtype=value.dtype)
+    return cast(Tensor, _RmsNorm.apply(value, weight))
+
+
+class _RmsNorm(torch.autograd.Function):
+    """One kernel each way; it keeps its input, and one fp32 number a row. The values mean nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weight: Tensor) -> Tensor:
+        rows = value.shape[: value.ndim - weight.ndim]
+        ctx.save_for_backward(value, weight, value.new_empty(rows, dtype=torch.float32))
+        return value * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        value, weight, _ = ctx.saved_tensors
+        return gradients[0] * value, torch.empty_like(weight)
+
+
+def _dropout(value: Tensor, p: float, train: bool) -> Tensor:  # signature: aten::dropout
+    return _ATEN.native_dropout(value, p, train)[0] if train and p > 0 else value
+
+
+@contextmanager
+def cuda_kernels() -> Generator[None]:
+    """While it is open, CPU tensors of this process take CUDA's paths: for fake ones alone."""
+    library: Any = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+    try:
+        library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
+        library.impl("dropout", _dropout, "AutogradCPU")
+        library.impl("rms_norm", _rms_norm, "AutogradCPU")
+        yield
+    finally:
+        library._destroy()  # pyright: ignore[reportPrivateUsage]

@@ -1,0 +1,118 @@
+"""What one operation costs: its kind, FLOP and bytes, read off its arguments' shapes."""
+
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from fullshard.spec.plan import Dtype
+
+KernelKind = Literal["matmul", "attention", "attention_backward", "elementwise"]
+
+_DTYPE: dict[torch.dtype, Dtype] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_ATTENTION = "_scaled_dot_product_"
+# They make tensors, or look at them, and launch nothing.
+_NO_WORK = ("empty", "new_empty", "detach", "device", "_local_scalar", "lift", "is_same_size", "alias")
+
+
+class Call(NamedTuple):
+    """An operation and what it is called with."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.func._schema.name.partition("::")[2]
+
+    def named(self) -> dict[str, Any]:
+        """The arguments by the names that the schema gives them."""
+        names = [argument.name for argument in self.func._schema.arguments]
+        return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+
+
+class Launch(NamedTuple):
+    """One operation on its shapes. `flops` of causal attention: of the pairs that are not masked."""
+
+    kind: KernelKind
+    dtype: Dtype
+    flops: int
+    bytes: int
+    causal: bool = False
+
+
+def launch_of(call: Call, result: Any) -> Launch | None:
+    """What `call` launches; None for views, allocations and questions about a tensor."""
+    name = call.name
+    if getattr(call.func, "is_view", False) or name.startswith(_NO_WORK) or name == "_unsafe_view":
+        return None
+    read, written = _tensors((call.args, call.kwargs)), _tensors(result)
+    if not written:
+        return None
+    moved = sum(map(_bytes, read)) + sum(map(_bytes, written))
+    dtypes = (tensor.dtype for tensor in (*read, *written) if tensor.dtype in _DTYPE)
+    dtype = _DTYPE[next(dtypes, torch.float32)]
+    if name.startswith(_ATTENTION):
+        return _attention(call, moved=moved)
+    count = flop_registry.get(call.func.overloadpacket)
+    if count is not None:
+        return Launch("matmul", dtype, int(count(*call.args, **call.kwargs, out_val=result)), moved)
+    return Launch("elementwise", dtype, 0, moved)
+
+
+def transient_bytes(call: Call) -> int:
+    """What the CUDA kernel of `call` allocates for itself and frees when it is done, on top of its results.
+
+    Attention backward: the gradient of the queries in fp32, one number a row in fp32, and with fewer
+    key/value heads the gradients of the keys and values for every query head, before they are summed.
+    Measured for cuDNN's on an H200; flash attention's source allocates the same. Embedding backward: one fp32
+    row a token.
+    """
+    name = call.name
+    if name.startswith(_ATTENTION) and name.endswith("backward"):
+        named = call.named()
+        query, key = named["query"], named["key"]
+        if query.dtype == torch.float32:
+            return 0
+        rows = query.numel() // query.shape[-1]
+        expanded = 2 * rows // query.shape[2] * key.shape[2] * query.shape[-1] * query.itemsize
+        return 4 * query.numel() + 4 * rows + (expanded if key.shape[1] != query.shape[1] else 0)
+    if name == "embedding_dense_backward":
+        return 4 * call.args[0].numel()
+    return 0
+
+
+def _attention(call: Call, *, moved: int) -> Launch:
+    """Two matmuls in forward, five in backward, over the pairs of positions that are not masked."""
+    named = call.named()
+    query, key = named["query"], named["key"]
+    batch, heads, rows, width = query.shape
+    columns, causal = key.shape[2], bool(named.get("is_causal", False))
+    pairs = rows * (columns + 1) // 2 if causal else rows * columns
+    backward = call.name.endswith("backward")
+    flops = (10 if backward else 4) * batch * heads * pairs * width
+    kind: KernelKind = "attention_backward" if backward else "attention"
+    return Launch(kind, _DTYPE.get(query.dtype, "fp32"), flops, moved, causal)
+
+
+def _tensors(nest: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensor: Tensor) -> int:
+    """What is there to be read: of an expanded tensor, its storage."""
+    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+
+
+def storages_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind `tensors`, each once."""
+    return sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Tells the storage of `tensor` from all others alive; a fake one has no address to tell it by."""
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

@@ -1,0 +1,139 @@
+"""Recordings of a microbatch at two sizes -> phases that hold for any size.
+
+An operation on twice the sequences allocates twice as much, or as much (a weight's gradient): every change is
+a line over the microbatch, and two recordings give it. So is every running total; the highest moment of a
+phase is one of the lines of their upper envelope, whichever the microbatch is.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from fullshard.sharding.allocations import KINDS, Kind, Recorded
+from fullshard.sharding.kernels import Launch
+from fullshard.spec.model import Kernel, Launches, Line, Moment, Phase
+
+Recording = Sequence[Recorded]
+_State = tuple[Line, ...]  # by kind
+
+
+class KernelTable:
+    """The kinds of launch seen so far, by what they are."""
+
+    def __init__(self) -> None:
+        self._index: dict[Kernel, int] = {}
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        return tuple(self._index)
+
+    def launches(
+        self, low: Sequence[Launch], *, high: Sequence[Launch], microbatch: int
+    ) -> tuple[Launches, ...]:
+        """The launches by kind, in order of first use."""
+        counts: dict[int, int] = {}
+        for a, b in zip(low, high, strict=True):
+            kernel = Kernel(
+                kind=a.kind,
+                dtype=a.dtype,
+                flops=_line(a.flops, b.flops, microbatch=microbatch),
+                bytes=_line(a.bytes, b.bytes, microbatch=microbatch),
+                causal=a.causal,
+            )
+            index = self._index.setdefault(kernel, len(self._index))
+            counts[index] = counts.get(index, 0) + 1
+        return tuple(Launches(kernel, times) for kernel, times in counts.items())
+
+
+def joined(low: Recording, high: Recording, *, microbatch: int, table: KernelTable) -> tuple[Phase, ...]:
+    """The phases of a recording at `microbatch` and one at `microbatch + 1` (or twice the same: fixed)."""
+    phases: list[Phase] = []
+    state: _State = (Line(),) * len(KINDS)
+    for a, b in zip(low, high, strict=True):
+        totals = _totals(state, low=a, high=b, microbatch=microbatch)
+        state = totals[-1]
+        phases.append(
+            Phase(
+                event=a.event,
+                unit=a.unit,
+                peaks=tuple(_moment(total) for total in _envelope(totals[a.given :])),
+                end=_moment(state),
+                work=table.launches(a.work, high=b.work, microbatch=microbatch),
+                fused=table.launches(a.fused, high=b.fused, microbatch=microbatch),
+            )
+        )
+    return tuple(phases)
+
+
+def alike(low: Recording, high: Recording) -> bool:
+    """Whether the same happened in both, if to tensors of other sizes."""
+    return [_form(one) for one in low] == [_form(one) for one in high]
+
+
+def foretold(smaller: Recording, *, low: Recording, high: Recording) -> bool:
+    """Whether the lines through `low` (at 2) and `high` (at 3) tell what `smaller` (at 1) saw."""
+    if not alike(low, smaller):
+        return False
+    return all(
+        2 * a[1] - b[1] == c[1]
+        for one, other, third in zip(low, high, smaller, strict=True)
+        for a, b, c in zip(one.changes, other.changes, third.changes, strict=True)
+    )
+
+
+def _form(recorded: Recorded) -> tuple[object, ...]:
+    kinds = [(kind, size > 0) for kind, size in recorded.changes]
+    work = [[(launch.kind, launch.dtype) for launch in some] for some in (recorded.work, recorded.fused)]
+    return recorded.event, recorded.unit, recorded.given, kinds, work
+
+
+def _line(low: int, high: int, *, microbatch: int) -> Line:
+    return Line(float(low - (high - low) * microbatch), float(high - low))
+
+
+def _totals(state: _State, *, low: Recorded, high: Recorded, microbatch: int) -> list[_State]:
+    """What is alive before the first change, and after each."""
+    totals = [state]
+    for (kind, a), (_, b) in zip(low.changes, high.changes, strict=True):
+        state = _added(state, _line(a, b, microbatch=microbatch), kind=kind)
+        totals.append(state)
+    return totals
+
+
+def _added(state: _State, change: Line, *, kind: Kind) -> _State:
+    at = KINDS.index(kind)
+    old = state[at]
+    new = Line(old.fixed + change.fixed, old.per_sequence + change.per_sequence)
+    return (*state[:at], new, *state[at + 1 :])
+
+
+def _moment(state: _State) -> Moment:
+    return Moment(**dict(zip(KINDS, state, strict=True)))
+
+
+def _envelope(states: Sequence[_State]) -> list[_State]:
+    """Those that are the highest for some microbatch of 1 or more."""
+
+    def sums(state: _State) -> tuple[float, float]:
+        return sum(line.per_sequence for line in state), sum(line.fixed for line in state)
+
+    # By slope; of the same slope the highest. Then each must begin to be the highest before the next does.
+    ordered = sorted(((*sums(state), i) for i, state in enumerate(states)), key=lambda one: (one[0], one[1]))
+    steepest = [list(group)[-1] for _, group in groupby(ordered, key=lambda one: one[0])]
+    kept: list[tuple[float, float, int]] = []
+    for slope, fixed, index in steepest:
+        while kept and _overtakes(kept, slope=slope, fixed=fixed):
+            kept.pop()
+        kept.append((slope, fixed, index))
+    return [states[index] for _, _, index in kept]
+
+
+def _overtakes(kept: list[tuple[float, float, int]], *, slope: float, fixed: float) -> bool:
+    """Whether a steeper line leaves the last one no microbatch of 1 or more to be the highest at."""
+    last_slope, last_fixed, _ = kept[-1]
+    meets = (last_fixed - fixed) / (slope - last_slope)
+    if meets <= 1:
+        return True
+    if len(kept) == 1:
+        return False
+    before_slope, before_fixed, _ = kept[-2]
+    return meets <= (before_fixed - last_fixed) / (last_slope - before_slope)

@@ -1,0 +1,116 @@
+"""A model with most of its repeated blocks left out: what a few of them do tells what all do.
+
+Blocks repeat with a period: one by itself, or so many of which only some recompute or attend alike. Two
+periods are kept in front and two or more behind, so that what lies around a block in the middle is there too,
+and the two inner ones can be held against each other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fullshard.sharding.units import Unit
+from fullshard.spec.model import Repeat
+from fullshard.spec.plan import Plan
+
+_LONGEST_PERIOD = 8  # blocks; models that alternate do so by 2 to 6
+# Attributes that count blocks: alike blocks differ in them.
+_COUNTS = ("idx", "index", "number", "layer_id", "block_id", "depth")
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """`left_out`: names of the units that are gone. `repeats`: what stands for them, in the trace's units."""
+
+    left_out: frozenset[str] = frozenset()
+    repeats: tuple[Repeat, ...] = ()
+
+
+def shorten(model: nn.Module, units: Sequence[Unit], *, blocks: Sequence[nn.Module], plan: Plan) -> Shortened:
+    """Takes blocks out of the lists that hold them, in place; names of those that stay do not change.
+
+    Only blocks that look alike go: the same classes, shapes, settings and unit overrides. Whether they did
+    alike is seen in the trace.
+    """
+    owner = {module: unit for unit in units for module in unit.modules}
+    left_out: set[str] = set()
+    templates: list[tuple[list[str], int]] = []
+    for container in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
+        run = list(container.children())
+        if len(run) < 2 or any(module not in set(blocks) for module in run):
+            continue
+        period = _period([_signature(block, at, owner=owner) for at, block in enumerate(run)], plan)
+        if period is None:
+            continue
+        dropped = range(2 * period, len(run) - 2 * period - (len(run) - 4 * period) % period)
+        if not dropped:
+            continue
+        inside = [_units_below(run[at], units) for at in range(period, 2 * period)]
+        templates.append(([name for some in inside for name in some], 1 + len(dropped) // period))
+        keys = list(container._modules)  # pyright: ignore[reportPrivateUsage]
+        for at in dropped:
+            left_out.update(_units_below(run[at], units))
+        for at in dropped:
+            del container._modules[keys[at]]  # pyright: ignore[reportPrivateUsage]
+    return Shortened(frozenset(left_out), _repeats(templates, units=units, left_out=left_out))
+
+
+def _repeats(
+    templates: Sequence[tuple[list[str], int]], *, units: Sequence[Unit], left_out: set[str]
+) -> tuple[Repeat, ...]:
+    kept = [unit.name for unit in units if unit.name not in left_out]
+    found: list[Repeat] = []
+    for names, times in templates:
+        indices = sorted(kept.index(name) for name in names)
+        if not indices or indices != list(range(indices[0], indices[0] + len(indices))):
+            return ()  # blocks share a unit, or are used out of order: the caller sees that units are missing
+        found.append(Repeat(first=indices[0], units=len(indices), times=times))
+    return tuple(found)
+
+
+def _units_below(block: nn.Module, units: Sequence[Unit]) -> list[str]:
+    inside = set(block.modules())
+    return [unit.name for unit in units if all(module in inside for module in unit.modules)]
+
+
+def _period(signatures: Sequence[Any], plan: Plan) -> int | None:
+    """After how many blocks they begin anew; the first may differ from all others."""
+    section = plan.run.recompute
+    step = section.every if section.mode == "every" else 1
+    for period in range(step, max(step, _LONGEST_PERIOD) + 1, step):
+        later = range(2 * period, len(signatures) - period)
+        if all(signatures[at] == signatures[period + at % period] for at in later):
+            return period
+    return None
+
+
+def _signature(block: nn.Module, at: int, *, owner: dict[nn.Module, Unit]) -> Any:
+    """All that tells one block from another, but its place and its values."""
+    modules: list[Any] = []
+    for name, module in block.named_modules():
+        own = [
+            (key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+            for key, tensor in [
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            ]
+        ]
+        plain = sorted(
+            (key, value)
+            for key, value in vars(module).items()
+            if isinstance(value, (bool, int, float, str)) and not _counts(key, value, at=at)
+        )
+        unit = owner.get(module)
+        override = None if unit is None else (unit.override, unit.keep_until_backward, unit.is_block)
+        modules.append((name, type(module), own, plain, override))
+    return modules
+
+
+def _counts(key: str, value: object, *, at: int) -> bool:
+    return (
+        key == "training"
+        or key.endswith(_COUNTS)
+        or (isinstance(value, int) and key == "layer" and value == at)
+    )

@@ -1,0 +1,46 @@
+"""Calibration: what `fullshard calibrate` is asked for, and what it found."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+from fullshard.errors import SpecError
+from fullshard.spec.hardware import Hardware
+from fullshard.spec.run import NonNegativeFloat, PositiveFloat
+from fullshard.spec.value import Value
+
+SETTINGS_NAME, RESULT_NAME = "calibrate.json", "calibration.json"
+
+
+class CalibrationSettings(Value):
+    """`seconds`: about how long to measure, starting the ranks not counted."""
+
+    seconds: PositiveFloat = 45.0
+
+    def save(self, directory: Path) -> None:
+        """Leaves it where every rank's job looks for it."""
+        Path(directory, SETTINGS_NAME).write_text(self.model_dump_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        return cls.model_validate_json(Path(directory, SETTINGS_NAME).read_text(encoding="utf-8"))
+
+
+class Calibration(Value):
+    """`fit_errors`: for each collective (`within.all_gather`) the largest relative error of its line over the
+    sizes that were measured. `took_seconds`: how long measuring took."""
+
+    hardware: Hardware
+    fit_errors: Mapping[str, NonNegativeFloat] = {}
+    took_seconds: NonNegativeFloat = 0.0
+
+    def save(self, directory: Path) -> None:
+        Path(directory, RESULT_NAME).write_text(self.model_dump_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """What `save` left. Raises SpecError where there is nothing."""
+        try:
+            return cls.model_validate_json(Path(directory, RESULT_NAME).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise SpecError("calibrating left no result.", got=str(error).splitlines()[0]) from error

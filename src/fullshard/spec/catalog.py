@@ -1,0 +1,91 @@
+"""The catalog of known accelerators: what each can do at most, and which datasheet says so.
+
+The figures stand in `catalog.toml`, whose head says what they are; the rest in `links.toml` and `rates.toml`.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from pydantic import PositiveInt
+
+from fullshard.spec.hardware import Chip, ComputeDtype
+from fullshard.spec.run import PositiveFloat
+from fullshard.spec.value import Value
+
+
+class ListedChip(Value):
+    """One entry of `catalog.toml`, whose head says what each field is."""
+
+    name: str
+    device_names: tuple[str, ...]
+    aliases: tuple[str, ...]
+    memory_gib: PositiveInt
+    memory_bytes_per_second: PositiveFloat
+    flops_per_second: Mapping[ComputeDtype, PositiveFloat]
+    source: str
+    matmul_flops_per_second: PositiveFloat | None = None
+    matmul_source: str = ""
+    attention: tuple[PositiveFloat, PositiveFloat] | None = None
+    attention_source: str = ""
+    within: str
+    pair: str | None = None
+    across: str
+    ranks_per_node: PositiveInt
+    host_bytes_per_second: PositiveFloat
+    ecc: bool = False
+
+    @property
+    def chip(self) -> Chip:
+        return Chip(
+            name=self.name,
+            device_names=self.device_names,
+            memory_bytes=self.memory_gib * 1024**3,
+            memory_bytes_per_second=self.memory_bytes_per_second,
+            flops_per_second=self.flops_per_second,
+            source=self.source,
+        )
+
+    def answers_to(self, key: str) -> bool:
+        """Whether people call it so; `key` as `chip_key` makes it."""
+        return key in {chip_key(name) for name in (self.name, *self.aliases, *self.device_names)}
+
+
+@cache
+def listed_chips() -> tuple[ListedChip, ...]:
+    """All chips of the catalog."""
+    with Path(__file__).with_name("catalog.toml").open("rb") as file:
+        entries = tomllib.load(file)["chips"]
+    return tuple(ListedChip.parse(entry, source=f"catalog.toml, {entry['name']}") for entry in entries)
+
+
+def find_chip(device_name: str, *, memory_bytes: int | None = None) -> Chip | None:
+    """The chip that `torch.cuda.get_device_name` (or `torch.hpu`'s) calls `device_name`; None if unknown.
+
+    Names are compared whole, never by a part: `NVIDIA H100 PCIe`, `NVIDIA H100 NVL` and `NVIDIA H100 80GB
+    HBM3` (SXM) are three chips, and `NVIDIA A100-SXM4-40GB MIG 3g.20gb` is a slice of one. A partition that
+    bears the whole chip's name (AMD's do) shows in its memory: where `memory_bytes` is given and is not
+    about the chip's own, the answer is None too.
+    """
+    name = " ".join(device_name.lower().split())
+    for vendor in ("nvidia ", "amd ", "intel "):
+        name = name.removeprefix(vendor)
+    chip = next((entry.chip for entry in listed_chips() if name in entry.device_names), None)
+    if chip is None or memory_bytes is None:
+        return chip
+    return chip if 0.85 <= memory_bytes / chip.memory_bytes <= 1.05 else None
+
+
+def find_entry(chip: Chip) -> ListedChip | None:
+    """The entry of a chip that `find_chip` gave."""
+    return next((entry for entry in listed_chips() if entry.name == chip.name), None)
+
+
+def chip_key(name: str) -> str:
+    """A name without its case, blanks, dashes and vendor: `NVIDIA H100-PCIe` -> `h100pcie`."""
+    key = re.sub(r"[^a-z0-9]", "", name.lower())
+    for word in ("nvidia", "amd", "intel", "geforce", "instinct"):
+        key = key.removeprefix(word)
+    return key

@@ -1,0 +1,123 @@
+"""hardware.toml: plain data as TOML that a person reads and edits, with a unit beside each figure."""
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import SpecError
+
+# What stands behind a key, once for all tables. `rates.matmul.bf16` is looked up by `matmul`.
+_COMMENTS = {
+    "nodes": "groups of ranks that `across` joins",
+    "ranks_per_node": "ranks of a group, which `within` joins",
+    "overlap": "part of a collective that can pass beside computing, 0 to 1",
+    "contention": "how much longer computing takes beside a collective, as a part of it",
+    "stragglers": "by which part the slowest of many ranks is behind",
+    "context_bytes": "what a process takes of the device beside the allocator, bytes",
+    "workspace_bytes": "what matmul libraries take of the allocator, bytes",
+    "fragmentation": "what the allocator reserves over the peaks of its streams, as a part of them",
+    "usable_fraction": "part of memory_bytes that a process may take",
+    "host_bytes_per_second": "device <-> host, one rank while all copy, bytes/s",
+    "disk_bytes_per_second": "one rank while all write, bytes/s",
+    "price_per_hour": "of one chip",
+    "memory_bytes": "of one rank's device, bytes",
+    "memory_bytes_per_second": "its peak, bytes/s",
+    "flops_per_second": "peak of dense matmuls by dtype, FLOP/s",
+    "matmul": "[FLOP of one launch, FLOP/s]",
+    "attention": "[FLOP of one launch, FLOP/s]; of the pairs of positions that are computed",
+    "attention_backward": "[FLOP of one launch, FLOP/s]",
+    "memory": "elementwise: [bytes read and written by one launch, bytes/s]",
+    "optimizer": "the fused update: [bytes read and written, bytes/s]",
+    "launch_seconds": "host time of issuing one operation, s",
+    "unit_seconds": "host time of the engine at one hook of one unit, s",
+    "step_seconds": "host time of a step outside of model and engine, s",
+    "bytes_per_second": "bytes/s",
+    "base_seconds": "of a collective, s",
+    "hop_seconds": "for each rank beyond the first, s",
+    "curve": "[bytes that a rank receives, bytes/s with the latency]; goes before the line",
+    "curve_ranks": "over so many ranks",
+}
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The file's tables. Raises SpecError if it cannot be read or is no TOML."""
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise SpecError(
+            f"{path} cannot be read.", got=error.strerror, fix="fullshard calibrate, which writes one"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path} is no TOML.", got=str(error)) from error
+
+
+def write_toml(path: Path, data: Mapping[str, Any], *, head: str) -> None:
+    """Writes `data` whole or not at all. Raises SpecError if it cannot be written."""
+    text = "".join(f"# {line}\n" for line in head.splitlines()) + "\n" + toml_text(data)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise SpecError(f"{path} cannot be written.", got=error.strerror) from error
+
+
+def toml_text(data: Mapping[str, Any]) -> str:
+    """`data` as TOML that reads back to the very same numbers. None has no place in TOML, and is left out."""
+    return "\n".join(_table(data, [])).strip() + "\n"
+
+
+def _table(data: Mapping[str, Any], path: list[str]) -> Iterator[str]:
+    plain = {key: value for key, value in data.items() if not isinstance(value, Mapping)}
+    tables = {key: value for key, value in data.items() if isinstance(value, Mapping)}
+    if path and (plain or not tables):
+        comment = _COMMENTS.get(path[-1])
+        yield ""
+        yield f"[{'.'.join(map(_key, path))}]" + (f"  # {comment}" if comment else "")
+    for key, value in plain.items():
+        if value is None:
+            continue
+        comment, text = _COMMENTS.get(key), f"{_key(key)} = {_value(value)}"
+        if comment and "\n" in text:
+            yield f"# {comment}"
+        yield f"{text}  # {comment}" if comment and "\n" not in text else text
+    for key, value in tables.items():
+        yield from _table(value, [*path, key])
+
+
+def _key(name: str) -> str:
+    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else _string(name)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return f"{value:_}" if abs(value) >= 10_000 else str(value)
+    if isinstance(value, float):
+        return _float(value)
+    if isinstance(value, str):
+        return _string(value)
+    assert isinstance(value, Sequence), f"{type(value).__name__} has no form in TOML"
+    items = [_value(item) for item in value]
+    if items and isinstance(value[0], Sequence) and not isinstance(value[0], str):
+        return "[\n" + "".join(f"    {item},\n" for item in items) + "]"
+    return f"[{', '.join(items)}]"
+
+
+def _float(value: float) -> str:
+    """The shortest text that reads back to `value`: `0.125`, `2.039e12`."""
+    if value == 0 or 1e-3 <= abs(value) < 1e6:
+        return repr(value)
+    mantissa, _, exponent = f"{Decimal(repr(value)).normalize():e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def _string(text: str) -> str:
+    """A basic string: `"` and the backslash are escaped, and so are control characters."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in escaped) + '"'

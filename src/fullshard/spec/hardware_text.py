@@ -1,0 +1,163 @@
+"""Short texts that name hardware: `8xH100`, `32x8xH100`, `my.toml`; and the files that they may name."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import SpecError
+from fullshard.spec.catalog import ListedChip, chip_key, find_entry, listed_chips
+from fullshard.spec.hardware import Chip, Hardware, Link
+from fullshard.spec.hardware_file import read_toml
+from fullshard.spec.links import find_link, listed_links
+from fullshard.spec.rates import default_rates, efficiencies
+
+_COUNTS = re.compile(r"\s*(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(.+?)\s*", re.IGNORECASE)
+_EXAMPLES = "8xH100, 32x8xH100 (32 nodes of 8), H200, or a hardware.toml"
+
+
+def hardware_on(text: str) -> Hardware:
+    """The hardware that `text` names, e.g. for `--on`.
+
+        H200              one
+        8xMI300X          eight; more than a node holds are laid out on nodes of the usual size
+        2x8xA100-80GB     two nodes of eight
+        my.toml           as the file says; `4x8xmy.toml` of its chip, so many
+
+    Case, blanks and dashes do not count; `H100` and `A100` are the SXM ones, the latter with 80 GB. Chips
+    that are not calibrated get rates from the catalog. A file may leave out what the catalog knows:
+    `chip = "H100"` is enough, and a `[chip]` of its own with `name`, `memory_bytes`,
+    `memory_bytes_per_second` and `flops_per_second` gets rates and links as any other (`within = "nvlink4"`).
+
+    Raises SpecError for an unknown chip or file, or a count that does not fill its nodes.
+    """
+    match = _COUNTS.fullmatch(text)
+    if match is None:
+        raise SpecError("no hardware is named.", got=repr(text), fix=_EXAMPLES)
+    first, second, name = match.groups()
+    counts = [int(count) for count in (first, second) if count is not None]
+    if 0 in counts:
+        raise SpecError("there is no hardware with 0 of anything.", got=text, fix=_EXAMPLES)
+    hardware = _from_file(Path(name)) if name.lower().endswith(".toml") else hardware_of(_named(name, text))
+    if not counts:
+        return hardware
+    if len(counts) == 2:
+        return _laid_out(hardware, nodes=counts[0], ranks_per_node=counts[1])
+    nodes, ranks_per_node = _split(counts[0], hardware, text=text)
+    return _laid_out(hardware, nodes=nodes, ranks_per_node=ranks_per_node)
+
+
+def hardware_of(entry: ListedChip) -> Hardware:
+    """One rank on this chip, uncalibrated; `Hardware.on` gives more."""
+    table = efficiencies()
+    memory = table.memory_use
+    rates = default_rates(
+        entry.chip, matmul_flops_per_second=entry.matmul_flops_per_second, attention=entry.attention
+    )
+    sources = (entry.matmul_source, entry.attention_source)
+    return Hardware(
+        name=entry.name,
+        device="cuda",  # whatever has memory of its own
+        chip=entry.chip,
+        rates=rates,
+        within=find_link(entry.within),
+        across=find_link(entry.across),
+        contention=table.overlap.contention,
+        context_bytes=memory.context_bytes,
+        workspace_bytes=memory.workspace_bytes,
+        fragmentation=memory.fragmentation,
+        usable_fraction=memory.ecc_fraction if entry.ecc else memory.usable_fraction,
+        host_bytes_per_second=entry.host_bytes_per_second * table.host.copy_efficiency,
+        source="; ".join(["catalog, not calibrated", *filter(None, sources)]),
+    )
+
+
+def _named(name: str, text: str) -> ListedChip:
+    key = chip_key(name)
+    found = next((entry for entry in listed_chips() if entry.answers_to(key)), None)
+    if found is not None:
+        return found
+    known = {
+        chip_key(alias): entry.name for entry in listed_chips() for alias in (entry.name, *entry.aliases)
+    }
+    near = dict.fromkeys(known[one] for one in difflib.get_close_matches(key, known, n=3, cutoff=0.5))
+    raise SpecError(
+        f"{name!r} is no chip of the catalog.",
+        got=text,
+        fix=f"{' or '.join(near)}, or a hardware.toml" if near else _EXAMPLES,
+    )
+
+
+def _split(count: int, hardware: Hardware, *, text: str) -> tuple[int, int]:
+    """(nodes, ranks a node) of so many chips."""
+    entry = find_entry(hardware.chip)
+    size = entry.ranks_per_node if entry is not None else hardware.ranks_per_node
+    if count <= size:
+        return 1, count
+    if count % size:
+        below, above = count // size * size, (count // size + 1) * size
+        raise SpecError(
+            f"{count} of {hardware.chip.name} do not fill nodes of {size}.",
+            got=text,
+            fix=f"{below} or {above} of them, or the layout itself: NODES x RANKS x CHIP",
+        )
+    return count // size, size
+
+
+def _laid_out(hardware: Hardware, *, nodes: int, ranks_per_node: int) -> Hardware:
+    """So many of the same, with the link that a pair has where it has one of its own."""
+    entry = find_entry(hardware.chip)
+    laid_out = hardware.on(nodes=nodes, ranks_per_node=ranks_per_node)
+    if (
+        entry is None
+        or entry.pair is None
+        or ranks_per_node != 2
+        or hardware.within != find_link(entry.within)
+    ):
+        return laid_out
+    return laid_out.model_copy(update={"within": find_link(entry.pair)})
+
+
+def _from_file(path: Path) -> Hardware:
+    """A hardware.toml, with what it leaves out taken from the catalog."""
+    data = read_toml(path)
+    if "rates" in data and isinstance(data.get("chip"), Mapping) and isinstance(data.get("within"), Mapping):
+        return Hardware.parse(data, source=str(path))
+    entry = _entry_of(data.get("chip"), path)
+    known = hardware_of(entry).model_dump()
+    for side in ("within", "across"):
+        if isinstance(data.get(side), str):
+            data[side] = _link_of(data[side], path).model_dump()
+    return Hardware.parse({**known, **data, "chip": known["chip"]}, source=str(path))
+
+
+def _entry_of(chip: Any, path: Path) -> ListedChip:
+    if isinstance(chip, str):
+        return _named(chip, f'chip = "{chip}" in {path}')
+    if not isinstance(chip, Mapping):
+        raise SpecError(f"{path}: chip is missing.", fix='chip = "H100", or a table [chip] with its peaks')
+    own = {"device_names": (), "source": str(path), **chip}
+    whole = Chip.parse(own, source=f"{path}, [chip]")
+    if "bf16" not in whole.flops_per_second:
+        raise SpecError(f"{path}: the chip's bf16 peak is missing.", fix="flops_per_second.bf16")
+    plain = listed_chips()[0]
+    return plain.model_copy(
+        update={
+            "name": whole.name,
+            "device_names": whole.device_names,
+            "aliases": (),
+            "memory_gib": whole.memory_bytes / 1024**3,
+            "memory_bytes_per_second": whole.memory_bytes_per_second,
+            "flops_per_second": whole.flops_per_second,
+            "source": whole.source,
+            "matmul_flops_per_second": None,
+            "attention": None,
+        }
+    )
+
+
+def _link_of(name: str, path: Path) -> Link:
+    if name not in listed_links():
+        raise SpecError(f"{path}: no link is called {name!r}.", fix=f"one of {', '.join(listed_links())}")
+    return find_link(name)

@@ -1,0 +1,53 @@
+"""Links that join ranks: their peaks, and what collectives reach of these. The figures: `links.toml`."""
+
+import tomllib
+from functools import cache
+from pathlib import Path
+
+from pydantic import Field
+
+from fullshard.spec.hardware import CollectiveRate, Link
+from fullshard.spec.run import NonNegativeFloat, PositiveFloat
+from fullshard.spec.value import Value
+
+
+class ListedLink(Value):
+    """One entry of `links.toml`, whose head says what each field is."""
+
+    bytes_per_second: PositiveFloat
+    efficiency: float = Field(gt=0, le=1)
+    base_seconds: NonNegativeFloat
+    hop_seconds: NonNegativeFloat
+    source: str
+
+
+@cache
+def listed_links() -> dict[str, ListedLink]:
+    """All links of the catalog, by name."""
+    with Path(__file__).with_name("links.toml").open("rb") as file:
+        entries = tomllib.load(file)
+    return {name: ListedLink.parse(entry, source=f"links.toml, {name}") for name, entry in entries.items()}
+
+
+def find_link(name: str) -> Link:
+    """The link with the rates of its collectives. `name` is one of the catalog's (KeyError otherwise).
+
+    An all-reduce is a reduce-scatter and an all-gather: a ring moves each byte twice, so half the rate and
+    twice the hops. Switches that reduce (NVLink SHARP) do better; the catalog does not count on them.
+    """
+    entry = listed_links()[name]
+    rate = entry.bytes_per_second * entry.efficiency
+    once = CollectiveRate(
+        base_seconds=entry.base_seconds, hop_seconds=entry.hop_seconds, bytes_per_second=rate
+    )
+    twice = CollectiveRate(
+        base_seconds=entry.base_seconds, hop_seconds=2 * entry.hop_seconds, bytes_per_second=rate / 2
+    )
+    return Link(
+        name=name,
+        bytes_per_second=entry.bytes_per_second,
+        all_gather=once,
+        reduce_scatter=once,
+        all_reduce=twice,
+        source=entry.source,
+    )

@@ -1,0 +1,71 @@
+"""Prediction: what a plan is said to need and to take, term by term."""
+
+from pydantic import PositiveInt
+
+from fullshard.spec.memory import MemoryTerms
+from fullshard.spec.run import NonNegativeFloat, NonNegativeInt, PositiveFloat
+from fullshard.spec.value import Value
+
+
+class TimeTerms(Value):
+    """Seconds of one optimizer step on the slowest rank; `total` is their sum.
+
+    compute                 forward and backward kernels, with the gaps in which the device waits for the host
+    recompute               of backward, what is computed a second time
+    exposed_all_gather      waiting for parameters that are not there yet
+    exposed_reduce_scatter  waiting for gradients that are still being reduced over shards
+    exposed_all_reduce      the same, over replicas, and for the loss
+    engine                  copies in and out of the collectives' buffers
+    contention              what computing loses to collectives that run beside it
+    optimizer               clipping and the update
+    stragglers              waiting for the slowest rank
+    """
+
+    compute: NonNegativeFloat = 0.0
+    recompute: NonNegativeFloat = 0.0
+    exposed_all_gather: NonNegativeFloat = 0.0
+    exposed_reduce_scatter: NonNegativeFloat = 0.0
+    exposed_all_reduce: NonNegativeFloat = 0.0
+    engine: NonNegativeFloat = 0.0
+    contention: NonNegativeFloat = 0.0
+    optimizer: NonNegativeFloat = 0.0
+    stragglers: NonNegativeFloat = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self.terms().values())
+
+    def terms(self) -> dict[str, float]:
+        """The terms by name, in the order of the fields."""
+        return {name: float(value) for name, value in self}
+
+
+class Prediction(Value):
+    """What is said of a plan before it runs.
+
+    Of the fullest rank: `memory` are live tensors (`max_memory_allocated`); with `allocator_reserve_bytes`
+    they are what the allocator takes of the device (`max_memory_reserved`); with `context_bytes`, all that
+    the process needs, which must not pass `capacity_bytes`. `mfu` is None where the chip's peak is not known.
+    """
+
+    hardware: str
+    memory: MemoryTerms
+    allocator_reserve_bytes: NonNegativeInt = 0
+    context_bytes: NonNegativeInt = 0
+    capacity_bytes: PositiveInt
+    time: TimeTerms
+    tokens_per_step: PositiveInt
+    tokens_per_second: PositiveFloat
+    mfu: PositiveFloat | None = None
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.memory.total + self.allocator_reserve_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        return self.reserved_bytes + self.context_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_bytes <= self.capacity_bytes

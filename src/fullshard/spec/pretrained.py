@@ -1,0 +1,125 @@
+"""A `config.json` of Hugging Face: where it lies on this machine, and which Decoder says the same."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import SpecError
+from fullshard.spec.presets import QK_NORMS, QKV_BIASES, SCALED_POSITIONS, SOME_POSITIONS
+from fullshard.spec.run import Decoder
+from fullshard.spec.value import Value
+
+CONFIG_NAME = "config.json"
+_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_EXPRESSED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+
+
+class Expressed(Value):
+    """A Decoder that stands for a config.json, and what it leaves out (nothing: the same tensors)."""
+
+    model: Decoder
+    differs: tuple[str, ...] = ()
+
+
+def cached_config(name: str, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The config.json of the repository `name` in the Hugging Face cache; None if it is not there.
+
+    `models--org--name/snapshots/<revision>/config.json` below HF_HUB_CACHE, else HF_HOME/hub, else
+    ~/.cache/huggingface/hub; of `main`, or of whatever revision was fetched last.
+    https://huggingface.co/docs/huggingface_hub/guides/manage-cache
+    """
+    if not _REPOSITORY.fullmatch(name):
+        return None
+    repository = _cache(environment) / f"models--{name.replace('/', '--')}"
+    found = list(repository.glob(f"snapshots/*/{CONFIG_NAME}"))
+    main = repository / "refs" / "main"
+    if main.is_file():
+        revision = main.read_text(encoding="utf-8").strip()
+        found = [path for path in found if path.parent.name == revision] or found
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _cache(environment: Mapping[str, str]) -> Path:
+    if environment.get("HF_HUB_CACHE"):
+        return Path(environment["HF_HUB_CACHE"]).expanduser()
+    home = environment.get("HF_HOME")
+    if not home:
+        home = Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(home, "hub").expanduser()
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises SpecError for anything else."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpecError(f"{path} cannot be read.", got=error.strerror) from error
+    except ValueError as error:
+        raise SpecError(f"{path} is no JSON.", got=str(error)) from error
+    if not isinstance(data, dict):
+        raise SpecError(f"{path} holds no JSON object.", got=type(data).__name__)
+    return data
+
+
+def why_not_expressed(config: Mapping[str, Any]) -> str | None:
+    """What keeps the reference decoder from being this model; None if it can stand for it."""
+    kind = config.get("model_type")
+    if kind not in _EXPRESSED:
+        return f"model_type {kind!r}"
+    d_model, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if not isinstance(d_model, int) or not isinstance(heads, int) or heads < 1:
+        return "no hidden_size, or no num_attention_heads"
+    if config.get("head_dim") not in (None, d_model / heads):
+        return f"head_dim = {config['head_dim']}, which is not hidden_size / heads = {d_model / heads:g}"
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        return f"hidden_act = {config['hidden_act']!r}"
+    if config.get("mlp_bias"):
+        return "biases in the feed-forward"
+    return None
+
+
+def expressed(config: Mapping[str, Any], *, source: str) -> Expressed:
+    """The Decoder with the sizes of `config`.
+
+    Raises SpecError for a config that no Decoder stands for, or that lacks a size.
+    """
+    reason = why_not_expressed(config)
+    if reason is not None:
+        raise SpecError(f"{source}: the reference decoder cannot express it.", got=reason)
+    heads = config["num_attention_heads"]
+    rope = config.get("rope_parameters") or {}  # transformers 5 writes the base in there
+    sizes = {
+        "vocabulary": config.get("vocab_size"),
+        "d_model": config["hidden_size"],
+        "layers": config.get("num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "d_ff": config.get("intermediate_size"),
+        "max_sequence": config.get("max_position_embeddings"),
+        "rope_theta": config.get("rope_theta") or rope.get("rope_theta"),
+        "norm_eps": config.get("rms_norm_eps"),
+        "tied": config.get("tie_word_embeddings", config["model_type"] == "smollm3"),
+    }
+    model = Decoder.parse({key: value for key, value in sizes.items() if value is not None}, source=source)
+    missing = [key for key in ("vocabulary", "layers", "d_ff") if sizes[key] is None]
+    if missing:
+        raise SpecError(f"{source}: sizes are missing.", got=f"no {' and no '.join(missing)}")
+    return Expressed(model=model, differs=tuple(_differences(config)))
+
+
+def _differences(config: Mapping[str, Any]) -> list[str]:
+    kind = config["model_type"]
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    window = config.get("sliding_window") if config.get("use_sliding_window", kind == "mistral") else None
+    found = {
+        QKV_BIASES: kind == "qwen2",
+        "the biases of its attention are left out": bool(config.get("attention_bias")),
+        QK_NORMS: kind == "qwen3",
+        SOME_POSITIONS: kind == "smollm3",
+        SCALED_POSITIONS: scaling.get("rope_type", scaling.get("type", "default")) != "default",
+        f"attention sees the whole sequence, not a window of {window}": bool(window),
+    }
+    return [text for text, holds in found.items() if holds]

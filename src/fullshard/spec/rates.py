@@ -1,0 +1,141 @@
+"""Rates of chips that nobody calibrated: parts of their peaks, by the size of a launch (`rates.toml`)."""
+
+import tomllib
+from functools import cache
+from pathlib import Path
+
+from pydantic import Field
+
+from fullshard.spec.hardware import Chip, ComputeDtype, Curve, Point, Rates
+from fullshard.spec.run import NonNegativeFloat, NonNegativeInt, PositiveFloat
+from fullshard.spec.value import Value
+
+# (seconds at the chip's peak, part of the rate that is reached), by rising seconds.
+Shape = tuple[tuple[float, float], ...]
+
+
+class _Matmul(Value):
+    sustained: PositiveFloat
+    curve: Shape
+    source: str
+
+
+class _Memory(Value):
+    curve: Shape
+    source: str
+
+
+class _Attention(Value):
+    forward: PositiveFloat
+    backward: PositiveFloat
+    source: str
+
+
+class _Host(Value):
+    copy_efficiency: PositiveFloat
+    copy_source: str
+    launch_seconds: NonNegativeFloat
+    unit_seconds: NonNegativeFloat
+    source: str
+
+
+class _Overlap(Value):
+    contention: NonNegativeFloat
+    source: str
+
+
+class _MemoryUse(Value):
+    usable_fraction: float = Field(gt=0, le=1)
+    ecc_fraction: float = Field(gt=0, le=1)
+    context_bytes: NonNegativeInt
+    workspace_bytes: NonNegativeInt
+    fragmentation: NonNegativeFloat
+    memory_source: str
+    source: str
+
+
+class _Cpu(Value):
+    flops_per_second: PositiveFloat
+    bytes_per_second: PositiveFloat
+    collective_bytes_per_second: PositiveFloat
+    collective_seconds: NonNegativeFloat
+    launch_seconds: NonNegativeFloat
+    unit_seconds: NonNegativeFloat
+    source: str
+
+
+class Efficiencies(Value):
+    """All of `rates.toml`, whose comments say what each figure is."""
+
+    matmul: _Matmul
+    memory: _Memory
+    attention: _Attention
+    host: _Host
+    overlap: _Overlap
+    memory_use: _MemoryUse
+    cpu: _Cpu
+
+
+@cache
+def efficiencies() -> Efficiencies:
+    """The table that all chips share."""
+    with Path(__file__).with_name("rates.toml").open("rb") as file:
+        return Efficiencies.parse(tomllib.load(file), source="rates.toml")
+
+
+def default_rates(
+    chip: Chip, *, matmul_flops_per_second: float | None, attention: tuple[float, float] | None
+) -> Rates:
+    """What one GPU of this kind does, as far as its peaks tell.
+
+        matmul(FLOP)  = sustained * part(FLOP / peak)
+        memory(bytes) = peak bytes/s * part(bytes / peak bytes/s)
+
+    `matmul_flops_per_second` is what bf16 sustains; other dtypes sustain the same part of their peaks.
+    Attention follows the shape of matmuls up to its own part of the peak (forward, backward).
+    """
+    table = efficiencies()
+    known = chip.flops_per_second
+    sustained = table.matmul.sustained
+    if matmul_flops_per_second is not None:
+        sustained = matmul_flops_per_second / known["bf16"]
+    forward, backward = attention or (table.attention.forward, table.attention.backward)
+
+    def by_dtype(part: float) -> dict[ComputeDtype, Curve]:
+        return {dtype: _curve(peak, table.matmul.curve, part=part) for dtype, peak in known.items()}
+
+    memory = _curve(chip.memory_bytes_per_second, table.memory.curve)
+    return Rates(
+        matmul=by_dtype(sustained),
+        attention=by_dtype(forward),
+        attention_backward=by_dtype(backward),
+        memory=memory,
+        optimizer=memory,
+        launch_seconds=table.host.launch_seconds,
+        unit_seconds=table.host.unit_seconds,
+    )
+
+
+def default_cpu_rates(cores: float) -> Rates:
+    """What a rank with so many cores does, if they are like those that were measured for the table."""
+    cpu = efficiencies().cpu
+    flops = (Point(1.0e6, cpu.flops_per_second * cores),)
+    memory = (Point(1.0e4, cpu.bytes_per_second * cores),)
+    return Rates(
+        matmul={"fp32": flops},
+        attention={"fp32": flops},
+        attention_backward={"fp32": flops},
+        memory=memory,
+        optimizer=memory,
+        launch_seconds=cpu.launch_seconds,
+        unit_seconds=cpu.unit_seconds,
+    )
+
+
+def _curve(peak: float, shape: Shape, *, part: float = 1.0) -> Curve:
+    return tuple(Point(_short(seconds * peak), _short(peak * reached * part)) for seconds, reached in shape)
+
+
+def _short(figure: float) -> float:
+    """To four digits, which is more than the sources have."""
+    return float(f"{figure:.4g}")

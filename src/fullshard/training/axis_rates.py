@@ -1,0 +1,191 @@
+"""Collectives over one mesh axis, as the engine does them, and the engine's own time at a unit's hooks."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from fullshard.profiler.fit import Sample, fit_collective
+from fullshard.sharding.collectives import DirectAllGather, InPlaceReduceScatter
+from fullshard.spec.hardware import CollectiveRate, Link
+
+_SIZES = {
+    "cpu": tuple(2**power for power in (12, 14, 16, 18, 20, 22, 24)),
+    "cuda": tuple(2**power for power in (16, 18, 20, 22, 24, 26, 28)),
+}
+_WINDOWS, _LEAST_CALLS, _MOST_CALLS = 24, 1, 2000
+_LEAST_SIZES = 5
+_UNITS, _WIDTH, _HOOKS = 12, 16, 4  # of `measure_unit`; a unit's hooks: before and after forward and backward
+
+Collective = Callable[[Tensor], object]
+
+
+def measure_link(mesh: DeviceMesh, *, name: str, seconds: float) -> tuple[Link, dict[str, float]]:
+    """The link that joins the ranks of `mesh` (one axis), and for each collective how far its fit is off.
+
+    On CPU meshes these are fullshard's own collectives; on CUDA NCCL's.
+    """
+    kinds = _collectives(mesh)
+    fits: dict[str, tuple[CollectiveRate, float]] = {}
+    for kind, collective in kinds.items():
+        samples: list[Sample] = []
+        for size in _SIZES[mesh.device_type]:
+            whole = torch.ones(size // 4 // mesh.size() * mesh.size(), device=mesh.device_type)
+            window = seconds / len(kinds) / len(_SIZES[mesh.device_type])
+            took = seconds_of(lambda c=collective, t=whole: c(t), mesh=mesh, seconds=window)
+            samples.append(Sample(whole.numel() * 4, took))
+            if len(samples) >= _LEAST_SIZES and _WINDOWS * took > window:
+                break  # the next one, four times as large, would take far more than its part
+        fits[kind] = fit_collective(samples, ranks=mesh.size())
+    best = max(rate.bytes_per_second for rate, _ in fits.values())
+    link = Link(
+        name=name,
+        bytes_per_second=best,
+        all_gather=fits["all_gather"][0],
+        reduce_scatter=fits["reduce_scatter"][0],
+        all_reduce=fits["all_reduce"][0],
+        source=f"measured over {mesh.size()} ranks, {'gloo' if mesh.device_type == 'cpu' else 'NCCL'}",
+    )
+    return link, {kind: error for kind, (_, error) in fits.items()}
+
+
+def _collectives(mesh: DeviceMesh) -> dict[str, Collective]:
+    """What the engine calls, each on a whole tensor of which this rank's chunk is a part."""
+    group, own, ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+    gather, scatter = DirectAllGather(), InPlaceReduceScatter()
+    # torch 2.13 gave both a new name, and deprecates the old one.
+    functions = vars(dist)
+    nccl_gather = functions.get("all_gather_single") or functions["all_gather_into_tensor"]
+    nccl_scatter = functions.get("reduce_scatter_single") or functions["reduce_scatter_tensor"]
+    cpu = mesh.device_type == "cpu"
+
+    def chunk(whole: Tensor) -> Tensor:
+        length = whole.numel() // ranks
+        return whole.narrow(0, own * length, length)
+
+    def all_gather(whole: Tensor) -> None:
+        if cpu:
+            gather(whole, chunk(whole), group, async_op=False)
+        else:
+            nccl_gather(whole, chunk(whole), group=group)
+
+    def reduce_scatter(whole: Tensor) -> None:
+        out = torch.empty(whole.numel() // ranks, device=whole.device)
+        if cpu:
+            scatter(out, whole, group, dist.ReduceOp.AVG, async_op=False)
+        else:
+            nccl_scatter(out, whole, op=dist.ReduceOp.AVG, group=group)
+
+    def all_reduce(whole: Tensor) -> None:
+        dist.all_reduce(whole, op=dist.ReduceOp.AVG, group=group)
+
+    return {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
+
+
+def seconds_of(work: Callable[[], object], *, mesh: DeviceMesh, seconds: float) -> float:
+    """Seconds of one call of `work`: the quickest of a few windows, the mean of all ranks.
+
+    The quickest, since one late rank holds up all: what else the machine does would show many times over.
+
+    Every rank calls it as often as the slowest has time for, or some would wait for calls that never come.
+    """
+    work()
+    estimate = _over_ranks(_window(work, 2, mesh=mesh), dist.ReduceOp.MAX)
+    calls = int(seconds / _WINDOWS / max(estimate, 1e-9))
+    calls = min(max(calls, _LEAST_CALLS), _MOST_CALLS)
+    taken = min(_window(work, calls, mesh=mesh) for _ in range(_WINDOWS))
+    return _over_ranks(taken, dist.ReduceOp.SUM) / dist.get_world_size()
+
+
+def _window(work: Callable[[], object], calls: int, *, mesh: DeviceMesh) -> float:
+    _over_ranks(0.0, dist.ReduceOp.MAX)
+    started = time.perf_counter()
+    for _ in range(calls):
+        work()
+    if mesh.device_type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) / calls
+
+
+def _over_ranks(value: float, op: dist.ReduceOp.RedOpType) -> float:
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total, op=op)
+    return total.item()
+
+
+def measure_unit(mesh: DeviceMesh, *, seconds: float) -> float:
+    """Host seconds of the engine at one hook of one unit.
+
+    A chain of tiny sharded linear layers against the same not sharded, forward and backward, over its units
+    and their hooks. The engine does all its work, but for the collectives: these would be most of it.
+    """
+    plain = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_UNITS)))
+    plain.to(mesh.device_type)
+    sharded = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_UNITS)))
+    sharded.to(mesh.device_type)
+    for module in (*sharded, sharded):
+        silence(fully_shard(module, mesh=mesh))
+    x = torch.ones(1, _WIDTH, device=mesh.device_type)
+
+    def step(model: nn.Module) -> None:
+        model(x).sum().backward()
+
+    with_engine = seconds_of(lambda: step(sharded), mesh=mesh, seconds=seconds / 2)
+    without = seconds_of(lambda: step(plain), mesh=mesh, seconds=seconds / 2)
+    return max(with_engine - without, 0.0) / _UNITS / _HOOKS
+
+
+def silence(unit: FSDPModule) -> None:
+    """Takes the collectives out of a unit's hooks, to time the rest. What it computes then is worthless."""
+    unit.set_custom_all_gather(cast(Any, _SilentAllGather()))
+    unit.set_custom_reduce_scatter(cast(Any, _SilentReduceScatter()))
+
+
+class _SilentAllGather:
+    """Takes the place of an all-gather, and sends nothing: only the own chunk is in the result."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(*size, dtype=dtype, device=device)
+
+    def __call__(  # the engine's signature
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> None:
+        return None
+
+
+class _SilentReduceScatter:
+    """Takes the place of a reduce-scatter, and sends nothing: the result is the own part of the input."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(  # the engine's signature
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        output_tensor.copy_(input_tensor.narrow(0, 0, output_tensor.numel()))
+
+
+def measure_contention(mesh: DeviceMesh, *, seconds: float) -> float:
+    """How much longer a large matmul takes on CUDA while all-gathers run beside it, as a part of its time."""
+    a = torch.randn(4096, 4096, device=mesh.device_type, dtype=torch.bfloat16)
+    whole, side = torch.ones(2**24, device=mesh.device_type), torch.cuda.Stream()
+    gather = _collectives(mesh)["all_gather"]
+    alone = seconds_of(lambda: torch.mm(a, a), mesh=mesh, seconds=seconds / 2)
+    each = seconds_of(lambda: gather(whole), mesh=mesh, seconds=seconds / 2)
+    matmuls = max(1, round(4 * each / alone))
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(side):
+        for _ in range(12):  # longer than the matmuls, also where these slow them down
+            gather(whole)
+    start.record()
+    for _ in range(matmuls):
+        torch.mm(a, a)
+    end.record()
+    torch.cuda.synchronize()
+    beside = _over_ranks(start.elapsed_time(end) / 1000 / matmuls, dist.ReduceOp.SUM) / dist.get_world_size()
+    return max(beside / alone - 1, 0.0)

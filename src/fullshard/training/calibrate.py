@@ -1,0 +1,102 @@
+"""`fullshard calibrate`, the ranks' part: measures this machine or cluster with all ranks at work."""
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from fullshard.profiler import calibrate as meters
+from fullshard.profiler.calibrate import Meter
+from fullshard.profiler.detect import describe_machine, find_gpus
+from fullshard.sharding.mesh import Ranks, process_group
+from fullshard.spec.calibration import Calibration, CalibrationSettings
+from fullshard.spec.catalog import find_entry
+from fullshard.spec.hardware import ComputeDtype, Curve, Hardware, Link, Rates
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.training.axis_rates import measure_contention, measure_link, measure_unit
+from fullshard.training.step_overhead import measure_step
+
+# Which part of the time each measurement gets.
+_MATMUL, _ATTENTION, _MEMORY, _OPTIMIZER, _LAUNCH, _UNIT, _COPIES, _LINKS = 25, 20, 10, 8, 3, 6, 3, 25
+
+
+def run_calibration(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
+    """One rank of `fullshard calibrate`. Rank 0 leaves the Calibration in `run.run.dir`."""
+    del resume, plan, command_started
+    settings = CalibrationSettings.load(Path(run.run.dir))
+    with process_group(run.run.device) as ranks:
+        found = measure(ranks, seconds=settings.seconds)
+        if ranks.rank == 0:
+            found.save(Path(run.run.dir))
+
+
+def measure(ranks: Ranks, *, seconds: float) -> Calibration:
+    """Measures this hardware with all ranks at work, in about `seconds`. Collective: every rank calls it."""
+    started = time.monotonic()
+    share = seconds / (_MATMUL + _ATTENTION + _MEMORY + _OPTIMIZER + _LAUNCH + 2 * _UNIT + _COPIES + _LINKS)
+    meter = Meter(ranks.device)
+    gpus = find_gpus(meter.kind)
+    known = describe_machine(gpus, ranks=ranks.world_size, ranks_per_node=ranks.local_world_size)
+    context = meters.measure_context(ranks.device)
+    rates = _rates(meter, share=share)
+    links, errors = _links(ranks, share=share)
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
+    updated: dict[str, object] = {
+        "rates": rates,
+        "context_bytes": int(meters.mean_over_ranks(context)),
+        "host_bytes_per_second": meters.measure_host_copies(meter, seconds=_COPIES * share),
+        "disk_bytes_per_second": meters.measure_disk(),
+        "source": f"fullshard calibrate, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
+        **links,
+    }
+    if ranks.device.type == "cuda" and ranks.local_world_size > 1:
+        mesh = init_device_mesh("cuda", (ranks.world_size,))
+        updated["contention"] = measure_contention(mesh, seconds=_COPIES * share)
+    if find_entry(known.chip) is None:  # nobody has said what it can do at most
+        best = {dtype: max(point.rate for point in curve) for dtype, curve in rates.matmul.items()}
+        peak = max(point.rate for point in rates.memory)
+        updated["chip"] = known.chip.model_copy(
+            update={"flops_per_second": best, "memory_bytes_per_second": peak, "source": "measured"}
+        )
+    hardware = Hardware.model_validate(known.model_copy(update=updated).model_dump())
+    return Calibration(hardware=hardware, fit_errors=errors, took_seconds=time.monotonic() - started)
+
+
+def _rates(meter: Meter, *, share: float) -> Rates:
+    dtypes = meters.measured_dtypes(meter.device)
+    matmul: dict[ComputeDtype, Curve] = {}
+    forward: dict[ComputeDtype, Curve] = {}
+    backward: dict[ComputeDtype, Curve] = {}
+    for dtype in dtypes:
+        part = share / len(dtypes)
+        matmul[dtype] = meters.measure_matmul(meter, dtype, seconds=_MATMUL * part)
+        forward[dtype], backward[dtype] = meters.measure_attention(meter, dtype, seconds=_ATTENTION * part)
+    mesh = init_device_mesh(meter.kind, (dist.get_world_size(),))
+    return Rates(
+        matmul=matmul,
+        attention=forward,
+        attention_backward=backward,
+        memory=meters.measure_memory(meter, seconds=_MEMORY * share),
+        optimizer=meters.measure_optimizer(meter, seconds=_OPTIMIZER * share),
+        launch_seconds=meters.measure_launch(meter, seconds=_LAUNCH * share),
+        unit_seconds=measure_unit(mesh, seconds=_UNIT * share),
+        step_seconds=measure_step(mesh, seconds=_UNIT * share),
+    )
+
+
+def _links(ranks: Ranks, *, share: float) -> tuple[dict[str, Link], dict[str, float]]:
+    """The links that there are collectives over: `within` a node, `across` nodes."""
+    local = ranks.local_world_size
+    nodes = ranks.world_size // local
+    mesh = init_device_mesh(ranks.device.type, (nodes, local), mesh_dim_names=("across", "within"))
+    links: dict[str, Link] = {}
+    errors: dict[str, float] = {}
+    axes = [axis for axis, size in (("within", local), ("across", nodes)) if size > 1]
+    for axis in axes:
+        links[axis], off = measure_link(mesh[axis], name=axis, seconds=_LINKS * share / len(axes))
+        errors |= {f"{axis}.{kind}": error for kind, error in off.items()}
+    return links, errors

@@ -1,0 +1,29 @@
+"""`fullshard calibrate` starts its ranks, writes the file, and says what it found."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fullshard.cli.main import main
+from fullshard.spec.calibration import Calibration
+from fullshard.spec.hardware import Hardware
+
+
+def test_the_file_holds_what_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    path = tmp_path / "hardware.toml"
+    arguments = ["--device", "cpu", "--ranks", "1", "--seconds", "0.5", "--out", str(path), "--json"]
+    assert main(["calibrate", *arguments]) == 0
+    out, err = capfd.readouterr()
+    found = Calibration.model_validate(json.loads(out))
+    assert Hardware.load(path) == found.hardware
+    assert found.hardware.world_size == 1
+    assert str(path) in err
+
+
+def test_a_place_that_cannot_be_written_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "hardware.toml"
+    arguments = ["--device", "cpu", "--ranks", "1", "--seconds", "0.1", "--out", str(path)]
+    assert main(["calibrate", *arguments]) == 2
+    assert "hardware.toml cannot be written" in capfd.readouterr().err

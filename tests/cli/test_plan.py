@@ -1,0 +1,158 @@
+"""`fullshard plan`, from a saved spec: in a blink, without torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fullshard.cli.main import main
+from fullshard.errors import PlanError, SpecError
+from fullshard.spec.hardware_text import hardware_on
+from fullshard.spec.model import ModelSpec
+from fullshard.spec.plan import Plan
+
+SMALL = ("model.layers=3", "model.d_model=64", "model.heads=4", "model.d_ff=128", "data.sequence_length=64")
+
+
+@pytest.fixture(scope="module")
+def spec_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small decoder, described once for all that follow."""
+    path = tmp_path_factory.mktemp("plan") / "spec.json"
+    settings = [part for setting in SMALL for part in ("--set", setting)]
+    assert main(["plan", *settings, "--on", "2xH100", "--save-spec", str(path)]) == 0
+    return path
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    capsys.readouterr()
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_planning_from_a_saved_spec_imports_no_torch(spec_path: Path) -> None:
+    code = (
+        "import sys; from fullshard.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    )
+    for hardware in ("8xH100", "2x8xH100"):
+        arguments = ["plan", str(spec_path), "--on", hardware, "--compare", "--budget", "1B", "--price", "2"]
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, timeout=60
+        )
+        assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+def test_the_page_fits_a_hundred_columns_and_says_what_it_is_for(
+    spec_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(spec_path), "--on", "8xH100", "--compare", "--budget", "15T"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    labels = {line.split("  ")[0].strip() for line in lines}
+    assert {"model", "hardware", "strategy", "memory", "step", "speed", "MFU", "15.0T tokens"} <= labels
+    assert sum(line.endswith("chosen") for line in lines) == 1
+
+
+def test_what_is_pinned_is_kept(spec_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pins = ("sharding.strategy=zero2", "recompute.mode=full", "train.microbatch=2")
+    data = planned(
+        capsys, str(spec_path), "--on", "4xH100", *(part for pin in pins for part in ("--set", pin))
+    )
+    best = Plan.parse(data["best"], source="--json")  # type: ignore[arg-type]
+    assert (best.strategy, best.run.recompute.mode, best.microbatch) == ("shard_grad_op", "full", 2)
+    assert best.world_size == 4
+
+
+def test_ranks_of_the_hardware_can_be_chosen(spec_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--ranks", "4"], ["--set", "run.ranks=4"]):
+        data = planned(capsys, str(spec_path), "--on", "8xH100", *arguments)
+        assert data["hardware"]["ranks"] == 4  # type: ignore[index]
+
+
+def test_a_saved_plan_is_the_one_that_was_shown(
+    spec_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    data = planned(capsys, str(spec_path), "--on", "8xH100", "--save", str(path))
+    assert Plan.load(path).model_dump(mode="json") == data["best"]
+    assert Plan.load(path).prediction is not None
+
+
+def test_a_saved_spec_reads_back(spec_path: Path) -> None:
+    assert ModelSpec.load(spec_path).sequence_length == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        (["lama3-8b"], SpecError, "llama3-8b"),
+        (["SPEC", "--on", "8xH1000"], SpecError, "H100"),
+        (["SPEC", "--on", "8xH100", "--sequence-length", "32"], SpecError, "traced with sequences of 64"),
+        (["SPEC", "--on", "8xH100", "--precision", "fp32"], SpecError, "traced with precision bf16"),
+        (["SPEC", "--on", "8xH100", "--ranks", "12"], SpecError, "a multiple of 8"),
+        (["SPEC", "--on", "8xH100", "--price", "2"], SpecError, "--budget 15T"),
+        (["SPEC", "--on", "8xH100", "--budget", "lots"], SpecError, "not a count"),
+        (["SPEC", "--on", "8xH100", "--tokens-per-step", "100"], PlanError, "too few for 8 ranks"),
+        (["SPEC", "--on", "8xH100", "--save", "absent/plan.json"], SpecError, "cannot be written"),
+        (["SPEC", "--on", "8xH100", "--exact"], SpecError, "needs the model itself"),
+        (["SPEC", "--on", "8xH100", "--set", "train.globl_batch=8"], SpecError, "train.global_batch"),
+    ],
+)
+def test_a_mistake_says_what_to_try(
+    arguments: list[str],
+    error: type[SpecError],
+    said: str,
+    spec_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = [str(spec_path) if argument == "SPEC" else argument for argument in arguments]
+    capsys.readouterr()
+    assert main(["plan", *arguments]) == error.exit_code
+    err = capsys.readouterr().err
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_a_way_out(
+    spec_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hardware = hardware_on("2xL4")
+    chip = hardware.chip.model_copy(update={"memory_bytes": hardware.context_bytes + 10**6})
+    path = tmp_path / "small.toml"
+    hardware.model_copy(update={"chip": chip, "usable_fraction": 1.0}).save(path)
+    assert main(["plan", str(spec_path), "--on", str(path)]) == PlanError.exit_code
+    out, err = capsys.readouterr()
+    assert out == ""
+    for words in ("no plan fits", "closest: ", "over)", "try: "):
+        assert words in err
+
+
+def test_why_and_the_runners_up_are_told(spec_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(spec_path), "--on", "8xH100", "--compare"]) == 0
+    out = capsys.readouterr().out
+    assert "\nwhy " in out
+    assert "instead: " in out
+    assert "rule of thumb, strategy: " in out
+    data = planned(capsys, str(spec_path), "--on", "8xH100")
+    assert {"binds", "runners_up", "rules"} <= set(data["why"])  # type: ignore[call-overload]
+
+
+def test_the_largest_microbatch_fits_and_is_planned_with(
+    spec_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = planned(
+        capsys, str(spec_path), "--on", "8xH100", "--set", "train.global_batch=64", "--largest", "microbatch"
+    )
+    assert (data["largest"], data["fits"]) == ({"microbatch": 8}, True)
+    assert data["best"]["microbatch"] == 8  # type: ignore[index]
+
+
+def test_the_fewest_gpus_are_done_in_time(spec_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(spec_path), "--on", "8xH100", "--budget", "10T"]
+    one = planned(capsys, *arguments, "--ranks", "1", "--tokens-per-step", "4M")
+    seconds = one["budget"]["seconds"]  # type: ignore[index]
+    few = planned(capsys, *arguments, "--tokens-per-step", "4M", "--fewest-gpus-in-days", f"{seconds / 2e5}")
+    assert few["budget"]["seconds"] <= 86400 * seconds / 2e5  # type: ignore[index]
+    assert few["hardware"]["ranks"] > 1  # type: ignore[index]
+    assert main(["plan", *arguments[:3], "--fewest-gpus-in-days", "3"]) == SpecError.exit_code

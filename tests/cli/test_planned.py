@@ -1,0 +1,86 @@
+"""The plan that `fullshard train` runs: chosen where the run leaves it open, kept where it pins."""
+
+from pathlib import Path
+
+import pytest
+
+from fullshard.cli.planned import described, with_plan
+from fullshard.errors import PlanError
+from fullshard.launch.request import Request
+from fullshard.planner.search import search
+from fullshard.profiler.detect import detect_hardware
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+
+SMALL = (
+    "model.layers=2",
+    "model.d_model=16",
+    "model.heads=2",
+    "model.d_ff=32",
+    "data.sequence_length=16",
+    "train.global_batch=12",
+    "run.device=cpu",
+    "precision.mode=fp32",
+)
+
+
+@pytest.fixture(autouse=True)
+def no_hardware_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+
+def request(*overrides: str) -> Request:
+    return Request(run=Run.load(overrides=[*SMALL, *overrides]))
+
+
+def planned(*overrides: str) -> Plan:
+    plan = with_plan(request(*overrides)).plan
+    assert plan is not None
+    return plan
+
+
+def test_what_is_left_open_is_the_best_of_all_that_the_planner_knows() -> None:
+    run = request().run
+    best = search(described(run, "cpu"), detect_hardware("cpu", ranks=2), run).best
+    assert planned() == best
+
+
+def test_the_choice_is_the_same_each_time_and_is_predicted() -> None:
+    first = planned()
+    assert first == planned()
+    assert first.prediction is not None
+    assert first.world_size == 2
+    assert "auto" not in (first.run.sharding.strategy, first.run.recompute.mode, first.run.prefetch.mode)
+
+
+def test_what_is_pinned_is_kept_and_predicted() -> None:
+    pins = ("sharding.strategy=zero1", "recompute.mode=full", "prefetch.mode=none", "train.microbatch=3")
+    plan = planned(*pins, "run.ranks=2")
+    assert (plan.strategy, plan.run.recompute.mode, plan.run.prefetch.mode) == ("zero1", "full", "none")
+    assert (plan.microbatch, plan.accumulation) == (3, 2)
+    assert plan.prediction is not None
+
+
+def test_a_plan_that_is_given_is_only_predicted() -> None:
+    run = request("sharding.strategy=full_shard").run
+    given = Plan.from_run(run, world_size=2)
+    found = with_plan(Request(run=given.run, plan=given)).plan
+    assert found is not None
+    assert found.prediction is not None
+    assert found.model_copy(update={"prediction": None}) == given
+
+
+def test_an_optimizer_of_unknown_state_runs_with_plain_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert with_plan(request("optimizer.name=torch.optim.Adagrad")).plan is None
+    assert capsys.readouterr().err.startswith("note: not planned, so with plain defaults: ")
+
+
+def test_a_run_that_fits_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = detect_hardware("cpu", ranks=2)
+    chip = hardware.chip.model_copy(update={"memory_bytes": 50_000})
+    hardware.model_copy(update={"chip": chip}).save(tmp_path / "tiny.toml")
+    monkeypatch.setenv("FULLSHARD_HARDWARE", str(tmp_path / "tiny.toml"))
+    with pytest.raises(PlanError, match="no plan fits") as raised:
+        with_plan(request("recompute.mode=none"))
+    assert "closest: " in str(raised.value)
+    assert "try: " in str(raised.value)

@@ -1,0 +1,80 @@
+"""`fullshard report`: past runs beside what was said of them, or a message that says what is missing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fullshard.cli.main import main
+from fullshard.errors import SpecError
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from tests.report.test_comparison import measured, prediction
+
+
+def run_directory(path: Path, *, predicted: bool = True) -> Path:
+    path.mkdir()
+    measured().save(path / "measurement.json")
+    plan = Plan.from_run(Run(), world_size=2)
+    plan.model_copy(update={"prediction": prediction() if predicted else None}).save(path / "plan.json")
+    return path
+
+
+def test_runs_stand_below_one_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = run_directory(tmp_path / "one"), run_directory(tmp_path / "other")
+    assert main(["report", str(one), str(other)]) == 0
+    text = capsys.readouterr().out
+    assert text.count("predicted") == text.count("measured   ") == 2
+    assert text.index(str(one)) < text.index(str(other))
+
+
+def test_json_has_what_was_said_what_was_seen_and_the_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = run_directory(tmp_path / "run")
+    assert main(["report", str(directory), "--json"]) == 0
+    (record,) = json.loads(capsys.readouterr().out)
+    assert record["directory"] == str(directory)
+    assert record["prediction"]["memory"]["parameter_shards"] == 100
+    assert record["measurement"]["step_seconds"]["compute"] == pytest.approx(0.3)
+    gradients = next(line for line in record["comparison"]["memory"] if line["term"] == "gradients")
+    assert gradients == {
+        "term": "gradients",
+        "predicted": 50,
+        "measured": 40,
+        "error_percent": pytest.approx(25),
+    }
+
+
+@pytest.mark.parametrize("has_plan", [True, False])
+def test_a_run_without_a_prediction_shows_what_was_measured_and_says_so(
+    tmp_path: Path, has_plan: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = run_directory(tmp_path / "run", predicted=False)
+    if not has_plan:
+        (directory / "plan.json").unlink()
+    assert main(["report", str(directory)]) == 0
+    said = capsys.readouterr()
+    assert "activations, rest" in said.out
+    assert "holds no prediction" in said.err
+
+
+@pytest.mark.parametrize(
+    ("left", "message"),
+    [
+        (None, "is no directory"),
+        ([], "not the directory of a run"),
+        (["metrics.jsonl"], "train --resume"),
+        (["measurement.json"], "not a saved measurement"),
+    ],
+)
+def test_a_directory_that_holds_no_measurement_is_told(
+    tmp_path: Path, left: list[str] | None, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "run"
+    if left is not None:
+        directory.mkdir()
+        for name in left:
+            (directory / name).touch()
+    assert main(["report", str(directory)]) == SpecError.exit_code
+    assert message in capsys.readouterr().err

@@ -1,0 +1,67 @@
+"""A dry run in a process of its own: what comes back, and what it says when it fails."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fullshard.dryrun.exchange import Failure
+from fullshard.dryrun.program import Program, look_up
+from fullshard.dryrun.run import dry_run
+from fullshard.errors import MissingExtraError, PlanError, ShardError, SpecError, TrainError
+from fullshard.spec.plan import Plan
+from tests.dryrun.test_here import dry
+from tests.planner.measured import plan_of
+
+
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("no gradient today")
+
+
+def two_layers(plan: Plan) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))
+
+
+def rows(plan: Plan) -> Tensor:
+    return torch.zeros(plan.microbatch, 8)
+
+
+def failing(model: nn.Module, batch: Tensor) -> Tensor:
+    return _Failing.apply(model(batch)).mean()
+
+
+HERE = "tests.dryrun.test_run"
+
+
+def test_the_process_finds_what_is_found_here():
+    plan = plan_of(2, "precision.mode=bf16")
+    assert dry_run(plan, rank=1) == dry(plan, rank=1)
+
+
+def test_an_error_within_backward_is_told():
+    with pytest.raises(ShardError, match="did not finish") as ended:
+        dry_run(plan_of(2), Program(model=f"{HERE}:two_layers", loss=f"{HERE}:failing", batch=f"{HERE}:rows"))
+    assert "no gradient today" in str(ended.value)
+
+
+@pytest.mark.parametrize("kind", [PlanError, ShardError, SpecError, TrainError])
+def test_the_projects_errors_come_back_as_they_are(kind):
+    error = kind("what", got=3, why="why", fix="fix")
+    back = Failure.model_validate_json(Failure.of(error).model_dump_json()).error()
+    assert (type(back), str(back)) == (kind, str(error))
+
+
+def test_an_error_of_another_kind_comes_back_with_its_words():
+    error = MissingExtraError("hf", package="transformers", needed_for="this model")
+    assert str(Failure.of(error).error()) == str(error)
+
+
+@pytest.mark.parametrize("name", ["", "no_module:f", "fullshard.errors:nothing", "math:pi", ":f"])
+def test_a_name_that_is_no_function_is_refused(name):
+    with pytest.raises(SpecError, match="module:function"):
+        look_up(name)

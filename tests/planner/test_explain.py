@@ -1,0 +1,68 @@
+"""The explanation names what binds, and what each other plan would cost."""
+
+import pytest
+
+from fullshard.planner.explain import Explanation, explain
+from fullshard.planner.search import search
+from fullshard.spec.hardware import Hardware
+from tests.fakes.hardware import hardware_of
+from tests.fakes.specs import LLAMA_8B, decoder_spec, run_for
+
+
+def explained(hardware: Hardware, *overrides: str, batch: int = 16) -> Explanation:
+    spec = decoder_spec(LLAMA_8B)
+    run = run_for(LLAMA_8B, f"train.global_batch={batch}", *overrides)
+    return explain(search(spec, hardware, run), hardware, spec=spec)
+
+
+def test_plenty_of_all_leaves_computing_to_bind():
+    hardware = hardware_of(1, 8, gib=4000, scale=10)
+    hardware = hardware.model_copy(update={"contention": 0.0})
+    assert explained(hardware).binds == "computing"
+
+
+def test_slow_links_bind():
+    assert explained(hardware_of(1, 8, gib=4000, scale=0.01)).binds == "links"
+
+
+def test_memory_binds_where_more_of_it_would_be_faster():
+    found = explained(hardware_of(1, 8, gib=60))
+    assert found.binds == "memory"
+    assert "would save" in found.because
+    assert found.runners_up[-1].lacks_bytes > 0
+
+
+def test_memory_binds_where_nothing_fits():
+    found = explained(hardware_of(1, 8, gib=10))
+    assert (found.binds, found.fits) == ("memory", False)
+
+
+def test_runners_up_cost_time_or_do_not_fit():
+    found = explained(hardware_of(1, 8, gib=80))
+    assert found.runners_up
+    for one in found.runners_up:
+        assert one.lacks_bytes > 0 or one.seconds >= -1e-3 * abs(one.seconds)
+
+
+@pytest.mark.parametrize(
+    ("gib", "nodes", "advice"),
+    [(4000, 1, "no_shard"), (200, 1, "shard_grad_op"), (40, 1, "full_shard"), (40, 16, "shard_grad_op")],
+)
+def test_the_rule_on_strategies_goes_by_memory(gib: int, nodes: int, advice: str):
+    rules = {rule.name: rule for rule in explained(hardware_of(nodes, 8, gib=gib), batch=16 * nodes).rules}
+    assert rules["strategy"].advises == advice
+
+
+def test_rules_carry_this_cases_figures():
+    found = explained(hardware_of(1, 8))
+    names = [rule.name for rule in found.rules]
+    assert names == ["strategy", "offload", "precision", "prefetch", "bucket size"]
+    assert all(any(digit in rule.figures for digit in "0123456789") for rule in found.rules)
+
+
+def test_it_reads_as_lines():
+    lines = explained(hardware_of(1, 8)).lines()
+    assert lines[0].startswith("chosen: ")
+    assert lines[1].startswith("binds: ")
+    assert sum(line.startswith("instead: ") for line in lines) >= 1
+    assert sum(line.startswith("rule of thumb, ") for line in lines) == 5

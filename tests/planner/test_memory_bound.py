@@ -1,0 +1,52 @@
+"""The quick bound on memory is never above what it stands for, and not far below."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.planner.candidates import candidates, to_plan
+from fullshard.planner.memory import peak_bytes
+from fullshard.planner.memory_bound import Habits, held_of, least_bytes, relief_of
+from fullshard.spec.model import ModelSpec
+from fullshard.spec.plan import Plan
+from tests.fakes.hardware import hardware_of
+from tests.fakes.specs import LLAMA_8B, Shape, decoder_spec, run_for
+
+SHAPES = st.builds(
+    Shape,
+    layers=st.integers(3, 9),
+    d_model=st.sampled_from([64, 512]),
+    vocabulary=st.sampled_from([256, 32_000]),
+    precision=st.sampled_from(["fp32", "bf16", "bf16_reduce", "bf16_pure"]),
+)
+
+
+def bound_of(spec: ModelSpec, plan: Plan) -> int:
+    habits = Habits(
+        accumulates=plan.accumulation > 1,
+        syncs=plan.sync_each_microbatch,
+        keeps=plan.reshard_after_forward is False,
+        prefetches=plan.run.prefetch.mode != "none",
+    )
+    return least_bytes(relief_of(spec, plan), held_of(spec, plan), habits=habits)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_the_bound_is_never_above_the_peak(data: st.DataObject):
+    shape, world = data.draw(SHAPES), data.draw(st.sampled_from([1, 2, 8, 12]))
+    hardware, spec = hardware_of(1, world), decoder_spec(shape)
+    everything = list(candidates(spec, hardware, run=run_for(shape, f"train.global_batch={3 * world}")))
+    for candidate in data.draw(st.lists(st.sampled_from(everything), min_size=10, max_size=20)):
+        plan = to_plan(candidate, run_for(shape, f"train.global_batch={3 * world}"), hardware=hardware)
+        assert bound_of(spec, plan) <= peak_bytes(spec, plan).total
+
+
+def test_the_bound_is_near_enough_to_spare_most_of_the_peaks():
+    hardware, spec = hardware_of(1, 8), decoder_spec(LLAMA_8B)
+    run = run_for(LLAMA_8B, "train.global_batch=16")
+    ratios = sorted(
+        bound_of(spec, plan) / peak_bytes(spec, plan).total
+        for candidate in candidates(spec, hardware, run=run)
+        for plan in (to_plan(candidate, run, hardware=hardware),)
+    )
+    assert ratios[len(ratios) // 2] > 0.9

@@ -1,0 +1,134 @@
+"""What was said and what was seen stand on one line, and lines sum to the totals under them."""
+
+import io
+import json
+
+import pytest
+
+from fullshard.report.comparison import Compared, compare, comparison_rows
+from fullshard.report.table import measurement_rows, show_measurement
+from fullshard.spec.measurement import Measurement, PeakBytes, StepSeconds
+from fullshard.spec.memory import MemoryTerms
+from fullshard.spec.prediction import Prediction, TimeTerms
+from tests.spec.test_measurement import measurement, pace
+
+MEMORY = MemoryTerms(
+    moment="backward",
+    parameter_shards=100,
+    gradients=50,
+    optimizer_state=200,
+    buffers=0,
+    batch=1,
+    units_in_flight=30,
+    whole_gradients=9,
+    activations=80,
+    loss=20,
+    backward=10,
+    workspace=3,
+)
+TIME = TimeTerms(
+    compute=0.25,
+    recompute=0.05,
+    exposed_all_gather=0.04,
+    exposed_reduce_scatter=0.02,
+    exposed_all_reduce=0.01,
+    engine=0.01,
+    contention=0.02,
+    optimizer=0.03,
+    stragglers=0.01,
+)
+
+
+def prediction() -> Prediction:
+    return Prediction(
+        hardware="2 x cpu",
+        memory=MEMORY,
+        allocator_reserve_bytes=100,
+        capacity_bytes=1000,
+        time=TIME,
+        tokens_per_step=100,
+        tokens_per_second=100 / TIME.total,
+        mfu=0.2,
+    )
+
+
+def measured(**changes: object) -> Measurement:
+    peak = PeakBytes(
+        parameter_shards=100, gradients=40, optimizer_state=200, buffers=0, units_in_flight=30, rest=130
+    )
+    seconds = StepSeconds(compute=6, exposed_all_gather=1, engine=1, optimizer=1, data=0.5, other=0.5)
+    return measurement(**{"peak_bytes": peak, "step_seconds": seconds.scaled_to(0.5)} | changes)
+
+
+def on_cuda() -> Measurement:
+    # The meter counts all gradients as if they were there at the peak, and units in flight as rest.
+    peak = PeakBytes(
+        parameter_shards=100,
+        gradients=60,
+        optimizer_state=200,
+        buffers=0,
+        units_in_flight=0,
+        rest=140,
+        allocated=500,
+        active=520,
+        reserved=640,
+    )
+    return measured(peak_bytes=peak)
+
+
+@pytest.mark.parametrize("made", [measured(), on_cuda()], ids=["cpu", "cuda"])
+def test_lines_sum_to_the_totals(made: Measurement):
+    comparison = compare(prediction(), made)
+    for lines in (comparison.memory, comparison.step):
+        terms = [line for line in lines if line.term not in ("total", "reserved")]
+        total = next(line for line in lines if line.term == "total")
+        assert sum(line.predicted or 0 for line in terms) == pytest.approx(total.predicted)
+        assert sum(line.measured or 0 for line in terms) == pytest.approx(total.measured)
+
+
+def test_what_meters_cannot_tell_apart_stands_on_one_line():
+    by_term = {line.term: line for line in compare(prediction(), measured()).memory}
+    assert by_term["rest"].predicted == 1 + 9 + 80 + 20 + 10 + 3
+    assert by_term["gradients"].error_percent == pytest.approx(25)
+    cuda = {line.term: line for line in compare(prediction(), on_cuda()).memory}
+    assert cuda["rest"].predicted == 123 + 30 + 50
+    assert cuda["rest"].measured == 500 - 300
+    assert (cuda["reserved"].predicted, cuda["reserved"].measured) == (603, 640)
+    assert {"gradients", "units_in_flight"}.isdisjoint(cuda)
+    step = {line.term: line for line in compare(prediction(), measured()).step}
+    assert step["compute"].predicted == pytest.approx(0.25 + 0.05 + 0.02)
+    assert step["compute"].measured == pytest.approx(0.325)
+    assert (step["data"].predicted, step["stragglers"].measured) == (None, None)
+
+
+def test_an_error_is_of_what_was_measured():
+    assert Compared(term="x", predicted=90, measured=100).error_percent == pytest.approx(-10)
+    assert Compared(term="x", predicted=90, measured=0).error_percent is None
+    assert Compared(term="x", measured=100).error_percent is None
+
+
+def test_a_person_reads_both_and_every_term_once():
+    rows = {row[0].strip(): row[1:] for row in comparison_rows(compare(prediction(), measured()))}
+    assert rows["gradients"] == ("50 B", "40 B", "+25.0 %")
+    assert rows["optimizer"] == ("30.0 ms", "50.0 ms", "-40.0 %")
+    assert rows["waiting: data"] == ("-", "25.0 ms", "")
+    assert rows["tokens/s"][1:] == ("200", "+13.6 %")
+    assert "buffers" not in rows, "what is nothing has no line"
+    out = io.StringIO()
+    show_measurement(measured(), prediction=prediction(), file=out)
+    assert out.getvalue().count("parameter shards") == 1
+    assert max(map(len, out.getvalue().splitlines())) <= 100
+
+
+def test_without_a_prediction_the_seconds_stand_with_the_measurement():
+    rows = dict(measurement_rows(measured()))
+    assert rows["  waiting: all-gather"] == "50.0 ms, 10.0 %"
+    assert rows["  gradients"] == "40 B"
+    beside = [label.strip() for label, _ in measurement_rows(measured(), prediction=prediction())]
+    assert {"gradients", "waiting: all-gather"}.isdisjoint(beside)
+
+
+def test_what_was_not_measured_is_not_compared():
+    bare = compare(prediction(), measured(peak_bytes=None, step_seconds=None, pace=pace(2)))
+    assert bare.memory == bare.step == bare.speed == ()
+    assert json.loads(compare(prediction(), measured()).model_dump_json())["step"][0]["term"] == "compute"

@@ -1,0 +1,107 @@
+"""A plan's page says every term once, holds it against the whole, and fits 100 columns off a terminal."""
+
+import io
+
+import pytest
+
+from fullshard.report.compare_plans import comparison_rows, show_comparison
+from fullshard.report.grid import show_rows
+from fullshard.report.plan import MEMORY_LABELS, TIME_LABELS, Budget, PlanPage, plan_rows, show_plan
+from fullshard.spec.plan import Plan
+from fullshard.spec.prediction import TimeTerms
+from fullshard.spec.run import Run
+from tests.report.plans import GIB, predicted
+
+
+def page(plan: Plan, *, budget: Budget | None = None, why: tuple[str, ...] = ()) -> PlanPage:
+    return PlanPage(plan, Run(), model="a model", hardware="8 × H100", why=why, budget=budget)
+
+
+def rows(plan: Plan, *, budget: Budget | None = None) -> dict[str, str]:
+    return {label.strip(): text for label, text in plan_rows(page(plan, budget=budget)) if label}
+
+
+def test_every_term_has_words():
+    prediction = predicted().prediction
+    assert prediction is not None
+    assert set(MEMORY_LABELS) == set(prediction.memory.terms())
+    assert set(TIME_LABELS) == set(TimeTerms.model_fields)
+
+
+def test_bytes_are_held_against_what_the_device_has():
+    said = rows(predicted())
+    assert said["memory"] == "45.00 GiB of 80.00 GiB on the fullest rank (56 %): 35.00 GiB free"
+    assert said["activations"].split()[:4] == ["16.00", "GiB", "36", "%"]
+    assert said["allocator reserve"].split()[:4] == ["4.00", "GiB", "9", "%"]
+    assert "buffers" not in said, "what is nothing has no line"
+
+
+def test_a_plan_that_does_not_fit_says_by_how_much():
+    said = rows(predicted(capacity=40 * GIB))
+    assert said["memory"].endswith("(112 %): 5.00 GiB TOO MUCH")
+
+
+def test_seconds_are_held_against_the_step():
+    said = rows(predicted())
+    assert said["step"] == "2.0 s"
+    assert said["compute"].split()[:4] == ["1.5", "s", "75", "%"]
+    assert said["waiting: all-gather"].split()[:4] == ["500.0", "ms", "25", "%"]
+    assert said["speed"] == "524k tokens/s, 65.5k a rank"
+    assert said["MFU"] == "40.0 %"
+
+
+def test_a_budget_is_time_and_hours_and_money():
+    text = dict(plan_rows(page(predicted(), budget=Budget(tokens=15 * 10**12, price_per_hour=2.5))))
+    assert text["15.0T tokens"] == "331.1 days"
+    lines = [line for _, line in plan_rows(page(predicted(), budget=Budget(tokens=15 * 10**12)))]
+    assert "63,578 GPU hours" in lines
+    hours = 15e12 / (128 * 8192 / 2.0) / 3600 * 8
+    assert Budget(tokens=15 * 10**12, price_per_hour=2.5).rank_hours(
+        predicted(), predicted().prediction
+    ) == pytest.approx(hours)
+
+
+def test_what_was_asked_for_is_told_from_what_was_chosen():
+    plan = predicted("sharding.strategy=zero2")
+    asked = Run.load(overrides=["sharding.strategy=zero2"])
+    said = {label: text for label, text in plan_rows(PlanPage(plan, asked, model="", hardware=""))}
+    assert said["strategy"] == "shard_grad_op over 8 ranks  (as asked)"
+    assert said["recompute"] == "none"
+
+
+def test_the_page_fits_a_hundred_columns():
+    out = io.StringIO()
+    show_plan(page(predicted(), why=("it is the fastest " * 20,)), file=out)
+    assert max(map(len, out.getvalue().splitlines())) <= 100
+    assert out.getvalue().count("fastest") == 20
+
+
+def test_a_long_text_goes_on_below_itself():
+    out = io.StringIO()
+    show_rows([("label", "word " * 30), ("other", "text")], file=out)
+    first, second, other = out.getvalue().splitlines()
+    assert (first[:12], second[:9], other) == ("label  word ", " " * 9, "other  text")
+
+
+def test_strategies_side_by_side_are_ordered_by_speed_then_by_what_they_lack():
+    plans = [
+        predicted("sharding.strategy=no_shard", capacity=30 * GIB),
+        predicted("sharding.strategy=zero2", seconds=2.5),
+        predicted("sharding.strategy=full_shard"),
+        predicted("sharding.strategy=hybrid_shard", "sharding.shard_degree=4", capacity=44 * GIB),
+    ]
+    chosen = plans[2]
+    table = comparison_rows(chosen, plans)
+    assert [row[0] for row in table] == ["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"]
+    assert [row[-1] for row in table] == ["chosen", "+25 % time", "15.00 GiB over", "1.00 GiB over"]
+    out = io.StringIO()
+    show_comparison(chosen, plans, file=out)
+    assert max(map(len, out.getvalue().splitlines())) <= 100
+
+
+def test_a_dry_run_stands_beside_what_was_predicted():
+    plan = predicted()
+    counted = {"parameter_shards": 4 * GIB, "units_in_flight": 3 * GIB, "rest": 34 * GIB}
+    said = {label.strip(): text for label, text in plan_rows(page(plan)._replace(dry_run=counted))}
+    assert said["dry run"] == "41.00 GiB of tensors at the peak; predicted 40.00 GiB (-2.4 %)"
+    assert said["activations, rest"].split() == ["34.00", "GiB;", "predicted", "34.00", "GiB"]

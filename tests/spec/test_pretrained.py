@@ -1,0 +1,104 @@
+"""A config.json becomes the Decoder of the same sizes, or says what keeps it from that."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import SpecError
+from fullshard.spec.presets import QK_NORMS, QKV_BIASES, SCALED_POSITIONS, SOME_POSITIONS, find_preset
+from fullshard.spec.pretrained import cached_config, expressed, read_config, why_not_expressed
+
+LLAMA3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+
+
+def test_a_llama_config_is_the_preset():
+    preset = find_preset("llama3-8b")
+    assert preset is not None
+    found = expressed(LLAMA3_8B, source="config.json")
+    assert (found.model, found.differs) == (preset.model, ())
+
+
+@pytest.mark.parametrize(
+    ("changed", "differs"),
+    [
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, (QKV_BIASES,)),
+        ({"model_type": "qwen3", "head_dim": 128}, (QK_NORMS,)),
+        ({"model_type": "smollm3"}, (SOME_POSITIONS,)),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, (SCALED_POSITIONS,)),
+        (
+            {"model_type": "mistral", "sliding_window": 4096},
+            ("attention sees the whole sequence, not a window of 4096",),
+        ),
+        ({"model_type": "mistral", "sliding_window": None}, ()),
+    ],
+)
+def test_what_is_left_out_is_said(changed, differs):
+    assert expressed(LLAMA3_8B | changed, source="config.json").differs == differs
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"model_type": "gpt2"}, "gpt2"),
+        ({"head_dim": 256}, "head_dim"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"mlp_bias": True}, "biases"),
+        ({"hidden_size": None}, "hidden_size"),
+    ],
+)
+def test_what_cannot_be_expressed_says_why(changed, why):
+    assert why in str(why_not_expressed(LLAMA3_8B | changed))
+    with pytest.raises(SpecError, match="cannot express"):
+        expressed(LLAMA3_8B | changed, source="config.json")
+
+
+def test_a_config_without_a_size_is_refused():
+    with pytest.raises(SpecError, match="no layers and no d_ff"):
+        expressed(
+            {k: v for k, v in LLAMA3_8B.items() if k not in ("num_hidden_layers", "intermediate_size")},
+            source="config.json",
+        )
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"])
+def test_a_cached_repository_is_found_at_its_main_revision(variable: str, tmp_path: Path):
+    below = {"HF_HUB_CACHE": "", "HF_HOME": "hub", "XDG_CACHE_HOME": "huggingface/hub"}[variable]
+    repository = tmp_path / below / "models--org--model"
+    for revision in ("abc", "def"):
+        path = repository / "snapshots" / revision / "config.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(LLAMA3_8B))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc\n")
+    environment = {variable: str(tmp_path)}
+    found = cached_config("org/model", environment)
+    assert found is not None
+    assert found.parent.name == "abc"
+    assert read_config(found) == LLAMA3_8B
+    assert cached_config("org/other", environment) is None
+    assert cached_config("../org/model", environment) is None
+
+
+def test_what_is_no_config_is_refused(tmp_path: Path):
+    for text, says in [("{", "is no JSON"), ("[1]", "no JSON object")]:
+        path = tmp_path / "config.json"
+        path.write_text(text)
+        with pytest.raises(SpecError, match=says):
+            read_config(path)
+    with pytest.raises(SpecError, match="cannot be read"):
+        read_config(tmp_path / "absent.json")

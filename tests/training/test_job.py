@@ -1,0 +1,66 @@
+"""A whole run on ranks: what it leaves behind to be held against its prediction."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from fullshard.spec.measurement import Measurement
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.training.job import run_job
+
+TINY = (
+    "model.layers=2",
+    "model.d_model=16",
+    "model.heads=2",
+    "model.d_ff=32",
+    "data.sequence_length=16",
+    "train.global_batch=8",
+    "train.validate_every=0",
+    "train.validate_sequences=4",
+    "train.warmup_steps_untimed=2",
+    "log.sample_tokens=0",
+)
+
+
+def leaves_a_measurement(directory: str, steps: int, *settings: str) -> None:
+    run = Run.load(overrides=[*TINY, f"train.steps={steps}", f"run.dir={directory}", *settings])
+    plan = Plan.from_run(run, world_size=dist.get_world_size())
+    run_job(plan.run, resume=False, plan=plan, command_started=time.time())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "collectives"),
+    [
+        ("full_shard", ("exposed_all_gather", "exposed_reduce_scatter", "exposed_all_reduce")),
+        ("no_shard", ("exposed_all_reduce",)),
+    ],
+)
+def test_the_seconds_of_a_step_by_term_sum_to_the_pace(
+    ranks, tmp_path: Path, strategy: str, collectives: tuple[str, ...]
+):
+    ranks(2).run(leaves_a_measurement, str(tmp_path / "run"), 8, f"sharding.strategy={strategy}")
+    made = Measurement.load(tmp_path / "run" / "measurement.json")
+    assert made.step_seconds is not None
+    assert made.step_seconds.total == pytest.approx(made.pace.step_seconds)
+    present = {name for name, seconds in made.step_seconds.terms().items() if seconds > 0}
+    assert present == {"compute", "engine", "optimizer", "data", "other", *collectives}
+
+
+def test_profiled_steps_are_in_no_figure_of_speed(ranks, tmp_path: Path):
+    ranks(2).run(leaves_a_measurement, str(tmp_path / "run"), 8)
+    pace = Measurement.load(tmp_path / "run" / "measurement.json").pace
+    # The second is metered, in the warmup; the fourth and the fifth are profiled, behind it.
+    assert (pace.steps, pace.warmup_steps, pace.untimed_steps, pace.timed_steps) == (8, 2, 2, 4)
+
+
+@pytest.mark.parametrize(("steps", "setting"), [(4, "log.profile_steps=2"), (8, "log.profile_steps=0")])
+def test_a_run_that_is_too_short_or_asks_for_none_profiles_no_step(
+    ranks, tmp_path: Path, steps: int, setting: str
+):
+    ranks(2).run(leaves_a_measurement, str(tmp_path / "run"), steps, setting)
+    made = Measurement.load(tmp_path / "run" / "measurement.json")
+    assert (made.step_seconds, made.pace.untimed_steps) == (None, 0)
+    assert made.pace.step_seconds is not None
