@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import cast
 
@@ -228,7 +228,7 @@ def _commit(mine: _Snapshot, temporary: Path, *, target: Path, plan: Plan | None
         files={name: SavedFile(size_bytes=size) for name, size in sizes.items()},
         world_size=world_size(),
         torch_version=torch.__version__,
-        fullshard_version=version("fullshard"),
+        fullshard_version=_own_version(),
         plan=None if plan is None else plan.model_dump(mode="json"),
     )
     disk.flush(temporary / ".metadata")
@@ -257,3 +257,11 @@ def _written_tensors(metadata: Metadata, sizes: dict[str, int]) -> dict[str, Sav
             shape=tuple(tensor.size), dtype=str(tensor.properties.dtype).removeprefix("torch.")
         )
     return tensors
+
+
+def _own_version() -> str:
+    """`unknown` where the package is used from its sources, without being installed."""
+    try:
+        return version("fullshard")
+    except PackageNotFoundError:
+        return "unknown"

@@ -9,6 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from fullshard.launch.request import Request
+    from fullshard.spec.calibration import Calibration
 
 
 def calibrate(
@@ -47,12 +48,31 @@ def calibrate(
         settings.save(directory)
         exit_code = start(_request(directory, ranks=ranks, device=device))
         if exit_code == 0 and os.environ.get("RANK", "0") == "0":
-            found = Calibration.load(directory)
+            found = _fitted(Calibration.load(directory))
             path = out or user_hardware_path()
             found.hardware.save(path)
             typer.echo(found.model_dump_json() if as_json else calibration_table(found))
             typer.echo(f"written: {path}", err=True)
     raise typer.Exit(exit_code)
+
+
+def _fitted(found: "Calibration") -> "Calibration":
+    """The same, with the hardware under which the whole steps are predicted best."""
+    import torch
+
+    from fullshard.models.decoder import DecoderModel
+    from fullshard.planner.fitting import Seen, fitted
+    from fullshard.sharding.describe import describe
+    from fullshard.training.loss import next_token_loss
+
+    seen: list[Seen] = []
+    for step in found.steps:
+        with torch.device("meta"):
+            model = DecoderModel(step.plan.run.model)
+        spec = describe(model, step.plan, loss=next_token_loss)
+        seen.append(Seen(spec, step.plan, step.seconds))
+    fit = fitted(found.hardware, seen)
+    return found.model_copy(update={"hardware": fit.hardware, "step_errors": fit.errors})
 
 
 def _request(directory: Path, *, ranks: int, device: str) -> "Request":

@@ -80,7 +80,7 @@ class Streams:
         self.host += issue
 
     def on_host(self, length: int) -> None:
-        """The engine's own work at a hook."""
+        """The engine's own work for an act."""
         self.host += length
         if self.serial:
             self.compute = self.host

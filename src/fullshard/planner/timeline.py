@@ -32,7 +32,7 @@ class Policy:
     syncs: bool  # gradients are reduced in each microbatch
     by_position: Sequence[int]
     place: Mapping[int, int]
-    hook: int  # ticks of the host at one hook
+    act: int  # ticks of the host for gathering a unit, or reducing its gradients
     skips: bool = True
 
 
@@ -101,7 +101,6 @@ class Timeline:
             if unit < 0:
                 self._of_the_run(event)
             elif (cost := self.costs[traced]).has_parameters:
-                streams.on_host(self.policy.hook)
                 if event == "pre_forward":
                     self._pre_forward(unit + shift, cost, program=program)
                 elif event == "post_forward":
@@ -125,6 +124,7 @@ class Timeline:
             self.streams.input_free = self.streams.compute
 
     def _pre_forward(self, unit: int, cost: UnitCost, *, program: Program) -> None:
+        self._take_up(unit)
         self._issue(unit, cost)
         self._arrive(unit, cost, forward=True)
         if self.policy.prefetch.mode == "explicit":
@@ -140,6 +140,7 @@ class Timeline:
 
     def _pre_backward(self, unit: int, cost: UnitCost, *, program: Program) -> None:
         self.in_backward = True
+        self._take_up(unit)
         self._issue(unit, cost)
         self._arrive(unit, cost, forward=False)
         prefetch, order = self.policy.prefetch, self.policy.by_position
@@ -163,6 +164,7 @@ class Timeline:
             return
         if not first and not self.policy.syncs:
             streams.copy(cost.keep_again)
+        streams.on_host(self.policy.act)
         streams.scatter(cost)
         adds = not first and self.policy.syncs
         if cost.is_replicated:
@@ -172,6 +174,11 @@ class Timeline:
                 streams.start_all_reduce(cost, settle=cost.settle)
         else:
             streams.on_reduce(cost.settle_again if adds else cost.settle)
+
+    def _take_up(self, unit: int) -> None:
+        """The host's work for a unit that is not there yet; a hook that finds it gathered does nothing."""
+        if unit not in self.unsharded:
+            self.streams.on_host(self.policy.act)
 
     def _prefetch(self, units: Sequence[int], program: Program) -> None:
         for unit in units:

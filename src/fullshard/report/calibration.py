@@ -26,7 +26,7 @@ def _rows(calibration: Calibration) -> Iterator[tuple[str, str]]:
     yield "memory", _best(rates.memory, amount="B")
     yield "fused AdamW", _best(rates.optimizer, amount="B")
     yield "launch", f"{rates.launch_seconds * 1e6:.1f} us an operation"
-    yield "engine", f"{rates.unit_seconds * 1e6:.0f} us a hook of a unit"
+    yield "engine", f"{rates.unit_seconds * 1e6:.0f} us an act on a unit"
     yield "step", f"{format_seconds(rates.step_seconds)} outside of model and engine"
     for axis, link in (("within", hardware.within), ("across", hardware.across)):
         if link is not None and any(name.startswith(f"{axis}.") for name in calibration.fit_errors):
@@ -35,6 +35,11 @@ def _rows(calibration: Calibration) -> Iterator[tuple[str, str]]:
         yield "host copies", f"{format_count(hardware.host_bytes_per_second)}B/s"
     if hardware.disk_bytes_per_second is not None:
         yield "disk, writing", f"{format_count(hardware.disk_bytes_per_second)}B/s"
+    if calibration.step_errors:
+        errors = sorted(abs(error) for error in calibration.step_errors)
+        middle, worst = errors[len(errors) // 2], errors[-1]
+        text = f"{len(errors)} measured and fitted: off by {middle:.0%} in the middle, {worst:.0%} at most"
+        yield "whole steps", text
     yield "process", f"{format_bytes(hardware.context_bytes)} beside the tensors"
 
 

@@ -6,6 +6,7 @@ from typing import Self
 
 from fullshard.errors import SpecError
 from fullshard.spec.hardware import Hardware
+from fullshard.spec.plan import Plan
 from fullshard.spec.run import NonNegativeFloat, PositiveFloat
 from fullshard.spec.value import Value
 
@@ -26,11 +27,21 @@ class CalibrationSettings(Value):
         return cls.model_validate_json(Path(directory, SETTINGS_NAME).read_text(encoding="utf-8"))
 
 
+class MeasuredStep(Value):
+    """The seconds of one step of a decoder, as `plan` runs it on these ranks."""
+
+    plan: Plan
+    seconds: PositiveFloat
+
+
 class Calibration(Value):
     """`fit_errors`: for each collective (`within.all_gather`) the largest relative error of its line over the
-    sizes that were measured. `took_seconds`: how long measuring took."""
+    sizes that were measured. `steps`: whole steps that were measured too, `step_errors` what is predicted of
+    them over what was measured, less 1. `took_seconds`: how long measuring took."""
 
     hardware: Hardware
+    steps: tuple[MeasuredStep, ...] = ()
+    step_errors: tuple[float, ...] = ()
     fit_errors: Mapping[str, NonNegativeFloat] = {}
     took_seconds: NonNegativeFloat = 0.0
 

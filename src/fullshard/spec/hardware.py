@@ -62,9 +62,9 @@ class Rates(Value):
     `matmul`, `attention`, `attention_backward`: by dtype, FLOP of one launch -> FLOP/s. `memory`: bytes read
     and written by one elementwise launch -> bytes/s; `optimizer`: the same for the fused update.
     `launch_seconds`: host time of issuing one operation (on the CPU: on top of doing it), forward and
-    backward averaged. `unit_seconds`: host time of the engine's work at one of a unit's four hooks (before
-    and after forward and backward: gather, reshard or reduce). `step_seconds`: host time of a step outside
-    the model and engine.
+    backward averaged. `unit_seconds`: host time of one act of the engine on a unit: gathering its parameters,
+    or reducing its gradients. `step_seconds`: host time of a step outside
+    the model and engine. `watched_seconds`: what a launch takes longer where selective recompute watches it.
     """
 
     matmul: Mapping[ComputeDtype, Curve]
@@ -75,6 +75,7 @@ class Rates(Value):
     launch_seconds: NonNegativeFloat
     unit_seconds: NonNegativeFloat = 0.0
     step_seconds: NonNegativeFloat = 0.0
+    watched_seconds: NonNegativeFloat = 0.0
 
 
 class CollectiveRate(Value):
@@ -102,6 +103,18 @@ class CollectiveRate(Value):
             measured = moved / rate_at(self.curve, moved)
             return max(measured + self.hop_seconds * (ranks - self.curve_ranks), 0.0)
         return self.base_seconds + self.hop_seconds * (ranks - 1) + moved / self.bytes_per_second
+
+    def slower(self, factor: float) -> "CollectiveRate":
+        """The same, taking so many times as long."""
+        curve = self.curve and tuple(point._replace(rate=point.rate / factor) for point in self.curve)
+        return self.model_copy(
+            update={
+                "base_seconds": self.base_seconds * factor,
+                "hop_seconds": self.hop_seconds * factor,
+                "bytes_per_second": self.bytes_per_second / factor,
+                "curve": curve,
+            }
+        )
 
 
 class Link(Value):

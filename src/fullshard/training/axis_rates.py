@@ -20,7 +20,7 @@ _SIZES = {
 }
 _WINDOWS, _LEAST_CALLS, _MOST_CALLS = 24, 1, 2000
 _LEAST_SIZES = 5
-_UNITS, _WIDTH, _HOOKS = 12, 16, 4  # of `measure_unit`; a unit's hooks: before and after forward and backward
+_UNITS, _WIDTH, _ACTS = 12, 16, 3  # of `measure_unit`; acts: gathered in forward, in backward, reduced
 
 Collective = Callable[[Tensor], object]
 
@@ -119,10 +119,10 @@ def _over_ranks(value: float, op: dist.ReduceOp.RedOpType) -> float:
 
 
 def measure_unit(mesh: DeviceMesh, *, seconds: float) -> float:
-    """Host seconds of the engine at one hook of one unit.
+    """Host seconds of one act of the engine on a unit: gathering it in forward or backward, reducing.
 
     A chain of tiny sharded linear layers against the same not sharded, forward and backward, over its units
-    and their hooks. The engine does all its work, but for the collectives: these would be most of it.
+    and these acts. The engine does all its work, but for the collectives: these would be most of it.
     """
     plain = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_UNITS)))
     plain.to(mesh.device_type)
@@ -137,7 +137,7 @@ def measure_unit(mesh: DeviceMesh, *, seconds: float) -> float:
 
     with_engine = seconds_of(lambda: step(sharded), mesh=mesh, seconds=seconds / 2)
     without = seconds_of(lambda: step(plain), mesh=mesh, seconds=seconds / 2)
-    return max(with_engine - without, 0.0) / _UNITS / _HOOKS
+    return max(with_engine - without, 0.0) / _UNITS / _ACTS
 
 
 def silence(unit: FSDPModule) -> None:

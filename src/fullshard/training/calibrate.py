@@ -18,9 +18,11 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.axis_rates import measure_contention, measure_link, measure_unit
 from fullshard.training.step_overhead import measure_step
+from fullshard.training.step_samples import measure_steps
 
 # Which part of the time each measurement gets.
-_MATMUL, _ATTENTION, _MEMORY, _OPTIMIZER, _LAUNCH, _UNIT, _COPIES, _LINKS = 25, 20, 10, 8, 3, 6, 3, 25
+_MATMUL, _ATTENTION, _MEMORY, _OPTIMIZER, _LAUNCH, _UNIT, _COPIES, _LINKS = 12, 10, 6, 5, 3, 4, 3, 15
+_STEPS = 42
 
 
 def run_calibration(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
@@ -36,13 +38,16 @@ def run_calibration(run: Run, *, resume: bool, plan: Plan | None, command_starte
 def measure(ranks: Ranks, *, seconds: float) -> Calibration:
     """Measures this hardware with all ranks at work, in about `seconds`. Collective: every rank calls it."""
     started = time.monotonic()
-    share = seconds / (_MATMUL + _ATTENTION + _MEMORY + _OPTIMIZER + _LAUNCH + 2 * _UNIT + _COPIES + _LINKS)
+    share = seconds / (
+        _MATMUL + _ATTENTION + _MEMORY + _OPTIMIZER + _LAUNCH + 2 * _UNIT + _COPIES + _LINKS + _STEPS
+    )
     meter = Meter(ranks.device)
     gpus = find_gpus(meter.kind)
     known = describe_machine(gpus, ranks=ranks.world_size, ranks_per_node=ranks.local_world_size)
     context = meters.measure_context(ranks.device)
     rates = _rates(meter, share=share)
     links, errors = _links(ranks, share=share)
+    steps = measure_steps(ranks, seconds=_STEPS * share)
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
     updated: dict[str, object] = {
@@ -63,7 +68,8 @@ def measure(ranks: Ranks, *, seconds: float) -> Calibration:
             update={"flops_per_second": best, "memory_bytes_per_second": peak, "source": "measured"}
         )
     hardware = Hardware.model_validate(known.model_copy(update=updated).model_dump())
-    return Calibration(hardware=hardware, fit_errors=errors, took_seconds=time.monotonic() - started)
+    took = time.monotonic() - started
+    return Calibration(hardware=hardware, fit_errors=errors, steps=steps, took_seconds=took)
 
 
 def _rates(meter: Meter, *, share: float) -> Rates:

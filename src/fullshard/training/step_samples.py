@@ -1,0 +1,112 @@
+"""Whole steps of small decoders, which what was measured alone is held against. See `planner.fitting`."""
+
+import gc
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from fullshard.models.decoder import DecoderModel
+from fullshard.sharding.apply import shard
+from fullshard.sharding.mesh import Ranks
+from fullshard.spec.calibration import MeasuredStep
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.training.loss import next_token_loss
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.state import TrainState
+from fullshard.training.step import run_step
+
+_SIZES = {
+    "cpu": {
+        "narrow": "d_model=192 layers=5 heads=4 kv_heads=2 d_ff=576 vocabulary=1024",
+        "middle": "d_model=448 layers=3 heads=7 kv_heads=7 d_ff=1216 vocabulary=2048",
+        "broad": "d_model=640 layers=2 heads=10 kv_heads=5 d_ff=1920 vocabulary=6144",
+    },
+    "cuda": {
+        "narrow": "d_model=512 layers=12 heads=8 kv_heads=4 d_ff=1536 vocabulary=16384",
+        "middle": "d_model=1536 layers=10 heads=12 kv_heads=4 d_ff=4096 vocabulary=32768",
+        "broad": "d_model=3072 layers=5 heads=24 kv_heads=8 d_ff=8192 vocabulary=65536",
+    },
+}
+# (size, tokens of a sequence on the CPU, sequences at once, microbatches a step, what else)
+_SAMPLES: tuple[tuple[str, int, int, int, str], ...] = (
+    ("narrow", 64, 1, 1, "sharding.strategy=full_shard"),
+    ("narrow", 96, 6, 1, "sharding.strategy=no_shard"),
+    ("narrow", 512, 1, 1, "sharding.strategy=shard_grad_op"),
+    ("narrow", 96, 4, 1, "sharding.strategy=full_shard recompute.mode=full"),
+    ("narrow", 96, 4, 1, "sharding.strategy=full_shard recompute.mode=selective"),
+    ("middle", 64, 2, 1, "sharding.strategy=full_shard"),
+    ("middle", 64, 1, 3, "sharding.strategy=full_shard"),
+    ("middle", 64, 2, 1, "sharding.strategy=no_shard"),
+    ("middle", 192, 3, 1, "sharding.strategy=shard_grad_op"),
+    ("broad", 64, 1, 1, "sharding.strategy=full_shard"),
+    ("broad", 64, 1, 2, "sharding.strategy=zero1"),
+    ("broad", 256, 2, 1, "sharding.strategy=full_shard"),
+)
+_LONGER_ON_GPUS = 8
+
+
+def measure_steps(ranks: Ranks, *, seconds: float) -> tuple[MeasuredStep, ...]:
+    """The median seconds of a few steps of each sample, in about `seconds`. Collective.
+
+    They are gone through twice, so that a machine that is slower for a while is so for part of them all.
+    """
+    kind: Literal["cpu", "cuda"] = "cuda" if ranks.device.type == "cuda" else "cpu"
+    plans = [_plan(kind, at, world_size=ranks.world_size) for at in range(len(_SAMPLES))]
+    taken: list[list[float]] = [[] for _ in plans]
+    for _ in range(2):
+        for plan, times in zip(plans, taken, strict=True):
+            times += _timed(plan, ranks, seconds=seconds / (2 * len(plans)))
+            gc.collect()
+            if kind == "cuda":
+                torch.cuda.empty_cache()
+    return tuple(
+        MeasuredStep(plan=plan, seconds=statistics.median(times))
+        for plan, times in zip(plans, taken, strict=True)
+    )
+
+
+def _plan(kind: Literal["cpu", "cuda"], at: int, *, world_size: int) -> Plan:
+    size, tokens, microbatch, accumulation, more = _SAMPLES[at]
+    overrides = [
+        *(f"model.{one}" for one in _SIZES[kind][size].split()),
+        "model.max_sequence=8192",
+        f"data.sequence_length={tokens * (_LONGER_ON_GPUS if kind == 'cuda' else 1)}",
+        f"train.microbatch={microbatch}",
+        f"train.global_batch={microbatch * accumulation * world_size}",
+        f"precision.mode={'bf16' if kind == 'cuda' else 'fp32'}",
+        *more.split(),
+    ]
+    return Plan.from_run(Run.load(overrides=overrides), world_size=world_size, device=kind)
+
+
+def _timed(plan: Plan, ranks: Ranks, *, seconds: float) -> Sequence[float]:
+    """Of each step the mean over ranks, which wait for each other; as many as fit, two at least."""
+    with torch.device("meta"):
+        model = DecoderModel(plan.run.model)
+    state = TrainState(shard(model, plan), build_optimizer(model, plan))
+    shape = (plan.microbatch, plan.run.data.sequence_length)
+    tokens = torch.randint(0, plan.run.model.vocabulary, shape, device=ranks.device)
+    batch = {"tokens": tokens, "labels": tokens}
+
+    def step() -> float:
+        started = time.perf_counter()
+        batches = [batch] * plan.accumulation
+        run_step(state, plan, microbatches=batches, loss=next_token_loss, learning_rate=1e-4)
+        if ranks.device.type == "cuda":
+            torch.cuda.synchronize(ranks.device)
+        return time.perf_counter() - started
+
+    begun = time.perf_counter()
+    first, second = step(), step()  # what the first allocates, later ones use again
+    del first
+    left = torch.tensor([seconds - (time.perf_counter() - begun), second], dtype=torch.float64)
+    dist.all_reduce(left)
+    count = max(2, min(12, int(left[0] / left[1])))
+    times = torch.tensor([step() for _ in range(count)], dtype=torch.float64)
+    dist.all_reduce(times)
+    return (times / ranks.world_size).tolist()

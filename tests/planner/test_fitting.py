@@ -1,0 +1,45 @@
+"""What was measured alone is scaled until whole steps come out as measured."""
+
+import pytest
+
+from fullshard.planner.fitting import Factors, Seen, fitted, scaled
+from fullshard.planner.step_time import step_seconds
+from tests.fakes.hardware import hardware_of
+from tests.fakes.specs import Shape, decoder_spec, plan_for
+
+RANKS = 4
+SMALL = Shape(layers=5, d_model=512, d_ff=1024, vocabulary=4096, sequence=256)
+OVERRIDES = (
+    ("sharding.strategy=full_shard",),
+    ("sharding.strategy=no_shard",),
+    ("sharding.strategy=shard_grad_op", "train.microbatch=1"),
+    ("sharding.strategy=zero1", "train.microbatch=2"),
+)
+
+
+def steps_on(hardware) -> list[Seen]:
+    spec = decoder_spec(SMALL)
+    plans = [plan_for(SMALL, RANKS, "train.global_batch=16", *more) for more in OVERRIDES]
+    return [Seen(spec, plan, step_seconds(spec, plan, hardware).total) for plan in plans]
+
+
+def test_steps_that_are_as_predicted_change_nothing():
+    hardware = hardware_of(1, RANKS)
+    fit = fitted(hardware, steps_on(hardware))
+    assert fit.factors == pytest.approx(Factors())
+    assert fit.errors == pytest.approx([0.0] * len(OVERRIDES))
+
+
+@pytest.mark.parametrize(
+    "factors", [Factors(collective=3.0), Factors(compute=1.7, memory=1.7), Factors(unit=4)]
+)
+def test_steps_of_a_slower_machine_are_found_again(factors):
+    hardware = hardware_of(1, RANKS)
+    fit = fitted(hardware, steps_on(scaled(hardware, factors)))
+    assert max(map(abs, fit.errors)) < 0.05
+    assert max(map(abs, fit.errors)) < max(map(abs, fit.before)) / 2
+
+
+def test_without_steps_all_stays_as_it_was_measured():
+    hardware = hardware_of(1, RANKS)
+    assert fitted(hardware, []).factors == Factors()
