@@ -134,14 +134,11 @@ def test_what_is_pinned_is_taken_as_it_is(pin: str, field: str, value: object):
 
 
 def test_the_plainer_of_two_that_are_as_fast_is_taken():
-    """On one rank nothing is sent, and so nothing but computing makes a difference."""
-    hardware = hardware_of(1, 1)
-    rates = hardware.rates.model_copy(update={"unit_seconds": 0.0})
-    free = hardware.model_copy(update={"rates": rates})  # where gathering again takes the host no time
-    found = search(decoder_spec(SMALL), free, run_for(SMALL, "train.global_batch=1"))
+    """On one rank nothing is gathered, and so it is all the same how far ahead."""
+    run = run_for(SMALL, "train.global_batch=1", "sharding.strategy=full_shard")
+    found = search(decoder_spec(SMALL), hardware_of(1, 1), run)
     assert found.best is not None
-    assert found.best.strategy is Strategy.FULL_SHARD
-    assert (found.best.run.prefetch.mode, found.best.run.recompute.mode) == ("implicit", "none")
+    assert found.best.run.prefetch.mode == "implicit"
 
 
 def test_nothing_fits_says_what_is_closest_what_is_largest_and_what_would_fit():
