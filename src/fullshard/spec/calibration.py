@@ -16,7 +16,7 @@ SETTINGS_NAME, RESULT_NAME = "calibrate.json", "calibration.json"
 class CalibrationSettings(Value):
     """`seconds`: about how long to measure, starting the ranks not counted."""
 
-    seconds: PositiveFloat = 45.0
+    seconds: PositiveFloat = 36.0
 
     def save(self, directory: Path) -> None:
         """Leaves it where every rank's job looks for it."""

@@ -87,6 +87,9 @@ class CollectiveRate(Value):
     measured over `curve_ranks` ranks (x -> x / seconds, latency and all), it goes before the line:
 
         x / curve(x) + hop_seconds * (n - curve_ranks)
+
+    `wait_seconds` comes on top of either: what ranks in the midst of a step wait for each other, who started
+    at once when the rate was measured.
     """
 
     base_seconds: NonNegativeFloat
@@ -94,6 +97,7 @@ class CollectiveRate(Value):
     bytes_per_second: PositiveFloat
     curve: Curve | None = None
     curve_ranks: PositiveInt | None = None
+    wait_seconds: NonNegativeFloat = 0.0
 
     def seconds(self, count: float, ranks: int) -> float:
         if ranks <= 1:
@@ -101,8 +105,9 @@ class CollectiveRate(Value):
         moved = count * (ranks - 1) / ranks
         if self.curve is not None and self.curve_ranks is not None and moved > 0:
             measured = moved / rate_at(self.curve, moved)
-            return max(measured + self.hop_seconds * (ranks - self.curve_ranks), 0.0)
-        return self.base_seconds + self.hop_seconds * (ranks - 1) + moved / self.bytes_per_second
+            return max(measured + self.hop_seconds * (ranks - self.curve_ranks), 0.0) + self.wait_seconds
+        line = self.base_seconds + self.hop_seconds * (ranks - 1) + moved / self.bytes_per_second
+        return line + self.wait_seconds
 
     def slower(self, factor: float) -> "CollectiveRate":
         """The same, taking so many times as long."""

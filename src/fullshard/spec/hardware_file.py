@@ -33,6 +33,7 @@ _COMMENTS = {
     "launch_seconds": "host time of issuing one operation, s",
     "unit_seconds": "host time of one act of the engine on a unit, s",
     "watched_seconds": "more of it for a launch that selective recompute watches, s",
+    "wait_seconds": "what ranks in the midst of a step wait for each other, s a collective",
     "step_seconds": "host time of a step outside of model and engine, s",
     "bytes_per_second": "bytes/s",
     "base_seconds": "of a collective, s",

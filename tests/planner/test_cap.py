@@ -1,0 +1,76 @@
+"""Under a cap on live tensor bytes, a plan that is said to fit runs, and one that misses by 5 % does not."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from fullshard.dryrun.recorder import Recorder
+from fullshard.planner.memory import peak_bytes
+from fullshard.sharding.apply import shard
+from fullshard.sharding.describe import describe
+from fullshard.spec.plan import Plan
+from fullshard.training.loss import next_token_loss
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.state import TrainState
+from fullshard.training.step import run_step
+from tests.planner.measured import meta_model, microbatches, plan_of
+
+SCRATCH_BYTES = 64 * 1024  # the norm's and the loss's scalars, and the random state of recomputed blocks
+
+
+class CappedAllocator(Recorder):
+    """Raises MemoryError when a storage would make live bytes more than `cap`."""
+
+    def __init__(self, cap: int) -> None:
+        super().__init__("cpu")
+        self.cap, self.live, self.sizes = cap, 0, dict[int, int]()
+
+    def _new_block(self, size: int) -> int:
+        block = super()._new_block(size)
+        self.sizes[block], self.live = size, self.live + size
+        if self.live > self.cap:
+            raise MemoryError(f"{self.live} bytes are more than {self.cap}")
+        return block
+
+    def _free(self, key: int) -> None:
+        self.live -= self.sizes.pop(self._blocks.get(key, -1), 0)
+        super()._free(key)
+
+
+def runs(plan: Plan, cap: int) -> bool:
+    """Whether a step of real ranks, after one that made the optimizer's state, stays under `cap`."""
+    model = shard(meta_model(plan), plan)
+    state = TrainState(model, build_optimizer(model, plan))
+
+    def step() -> None:
+        run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss, learning_rate=1e-3)
+
+    step()
+    allocator = CappedAllocator(cap)
+    lasting: list[Any] = [*model.parameters(), *model.buffers()]
+    lasting += [t for one in state.optimizer.state.values() for t in one.values()]
+    try:
+        with torch.autograd.set_multithreading_enabled(False), allocator.told_of_all():
+            allocator.note(tensor for tensor in lasting if isinstance(tensor, torch.Tensor))
+            with allocator:
+                step()
+    except MemoryError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["sharding.strategy=full_shard", "recompute.mode=full"],
+        ["sharding.strategy=zero1", "precision.mode=bf16"],
+        ["sharding.strategy=no_shard", "model.vocabulary=8192"],
+    ],
+    ids=lambda overrides: " ".join(overrides),
+)
+def test_what_is_said_to_fit_runs_and_what_misses_by_five_percent_does_not(ranks, overrides):
+    plan = plan_of(2, *overrides)
+    needed = peak_bytes(describe(meta_model(plan), plan, loss=next_token_loss), plan).total
+    assert all(ranks(2).run(runs, plan, needed + SCRATCH_BYTES))
+    assert not any(ranks(2).run(runs, plan, int(needed / 1.05)))
