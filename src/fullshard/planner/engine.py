@@ -158,11 +158,11 @@ class Gathering:
         unit, size = self.units[index], self.sizes[index]
         if unit.pending is None:
             return
-        if forward:
-            self.end_forward()  # frees the buffer of the unit before
         cast = size.largest_cast if size.shard_degree == 1 else 0
         self.ledger.in_flight += size.gathered + cast
         self.ledger.observe(live)
+        if forward:
+            self.end_forward()  # the engine lets go of the buffer before, which it named until it had copied
         self.ledger.in_flight -= cast + unit.resharded
         unit.resharded = 0
         if forward and self.section.mode != "none":

@@ -9,8 +9,8 @@ inside the engine's acts. These are the acts of `torch.distributed.fsdp._fully_s
 unshard       a unit's shards, cast to the dtype computed in (W/N bytes, freed at once), are gathered into one
               buffer of W bytes, which is copied out into the parameters, W bytes more. W: the parameters of
               the unit, dim 0 padded to a multiple of N, in that dtype. Over one rank there is no buffer, only
-              the copy. In forward the buffer lives until the next unit's copy-out (so that the next gather
-              may overlap), or the end of forward; in backward it is freed after its own.
+              the copy. In forward the buffer lives until after the next unit's copy-out (so that the next
+              gather may overlap), or the end of forward; in backward it is freed after its own.
 reshard       the parameters' W bytes are freed; resharding to k ranks keeps W/k of them.
 prefetch      in backward, once a unit is there, the buffer of the one before it is gathered already.
 reduce        a unit's gradients are copied into one buffer of R bytes (in the reduce dtype, padded),
