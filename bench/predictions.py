@@ -13,12 +13,16 @@ from runs import settings
 
 from fullshard.models.decoder import DecoderModel
 from fullshard.planner.memory import peak_bytes
+from fullshard.planner.search import reserve_bytes, with_workspace
 from fullshard.planner.step_time import step_seconds
 from fullshard.sharding.describe import describe
 from fullshard.spec.hardware import Hardware
+from fullshard.spec.hardware_text import hardware_on
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loss import next_token_loss
+
+CHIP = "H200"  # what settings for a GPU were measured on
 
 
 def percent(predicted: float, measured: float) -> str:
@@ -28,6 +32,7 @@ def percent(predicted: float, measured: float) -> str:
 def main(path: str, measured: str, hardware_path: str | None = None) -> None:
     hardware = Hardware.load(hardware_path) if hardware_path else None
     times: list[float] = []
+    errors_reserved: list[float] = []
     rows = {row["name"]: row for row in json.loads(Path(measured).read_text())}
     errors: list[float] = []
     for one in settings(path):
@@ -42,6 +47,14 @@ def main(path: str, measured: str, hardware_path: str | None = None) -> None:
             model = DecoderModel(run.model)
         spec = describe(model, plan, loss=next_token_loss, kernels_for=device)
         terms, seen = peak_bytes(spec, plan), row["memory"]
+        reserved = ""
+        if device == "cuda":
+            chip = hardware_on(CHIP)
+            terms = with_workspace(terms, chip)
+            told = terms.total + reserve_bytes(chip, terms)
+            errors_reserved.append(100 * abs(told / seen["reserved"] - 1))
+            reserved = f"reserved {told / 2**20:.0f} of {seen['reserved'] / 2**20:.0f}"
+            reserved += f" {percent(told, seen['reserved'])}"
         errors.append(terms.total / seen["bytes"] - 1)
         seconds = ""
         if hardware is not None:
@@ -49,13 +62,15 @@ def main(path: str, measured: str, hardware_path: str | None = None) -> None:
             times.append(abs(time.total / row["seconds"] - 1))
             parts = " ".join(f"{n} {1000 * s:.0f}" for n, s in time.terms().items() if s > 0.0005)
             seconds = f", predicted {time.total:.4f} ({percent(time.total, row['seconds'])}): ms {parts}"
-        pools = f"pools {percent(sum(terms.stream_pools), seen['reserved'])}" if seen["reserved"] else ""
         print(
             f"{one['name']:45s} {terms.total / 2**20:10.1f} of {seen['bytes'] / 2**20:10.1f} MiB "
-            f"{percent(terms.total, seen['bytes'])}  {pools}  {row['seconds']:.4f} s{seconds}"
+            f"{percent(terms.total, seen['bytes'])}  {reserved}  {row['seconds']:.4f} s{seconds}"
         )
     if times:
         print(f"seconds: median {100 * statistics.median(times):.1f} %, worst {100 * max(times):.1f} %")
+    if errors_reserved:
+        middle, worst = statistics.median(errors_reserved), max(errors_reserved)
+        print(f"reserved: median {middle:.1f} %, worst {worst:.1f} %")
     sizes = [100 * abs(error) for error in errors]
     print(f"{len(errors)} settings: median {statistics.median(sizes):.2f} %, worst {max(sizes):.2f} %")
 
