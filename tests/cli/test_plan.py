@@ -114,6 +114,7 @@ def test_a_mistake_says_what_to_try(
     assert "Traceback" not in err
 
 
+@pytest.mark.long  # it looks for a way out on up to 128 ranks
 def test_a_model_that_fits_nowhere_is_refused_with_a_way_out(
     spec_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

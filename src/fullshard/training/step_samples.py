@@ -48,17 +48,21 @@ _SAMPLES: tuple[tuple[str, int, int, int, str], ...] = (
     ("broad", 256, 2, 1, "sharding.strategy=full_shard"),
 )
 _LONGER_ON_GPUS = 8
+_LEAST_SECONDS = 1.0  # of a sample
 
 
 def measure_steps(ranks: Ranks, *, seconds: float) -> tuple[MeasuredStep, ...]:
     """The median seconds of a few steps of each sample, in about `seconds`. Collective.
 
-    They are gone through twice, so that a machine that is slower for a while is so for part of them all.
+    They are gone through twice, so that a machine that is slower for a while is so for part of them all; in
+    less time, fewer of them, and once.
     """
     kind: Literal["cpu", "cuda"] = "cuda" if ranks.device.type == "cuda" else "cpu"
-    plans = [_plan(kind, at, world_size=ranks.world_size) for at in range(len(_SAMPLES))]
+    count = max(1, min(len(_SAMPLES), int(seconds / _LEAST_SECONDS)))
+    chosen = [at * len(_SAMPLES) // count for at in range(count)]
+    plans = [_plan(kind, at, world_size=ranks.world_size) for at in chosen]
     taken: list[list[float]] = [[] for _ in plans]
-    for _ in range(2):
+    for _ in range(2 if count == len(_SAMPLES) else 1):
         for plan, times in zip(plans, taken, strict=True):
             times += _timed(plan, ranks, seconds=seconds / (2 * len(plans)))
             gc.collect()
