@@ -20,7 +20,7 @@ SIZES = "vocabulary=128256 d_model=16384 layers=126 heads=128 kv_heads=8 d_ff=53
 
 def main() -> None:
     torch.set_num_threads(1)
-    batch = ["data.sequence_length=8192", "train.global_batch=16384", "precision.mode=bf16"]
+    batch = ["data.sequence_length=8192", "train.global_batch=65536", "precision.mode=bf16"]
     run = Run.load(overrides=[*(f"model.{one}" for one in SIZES.split()), *batch, "run.compile=auto"])
     start = time.perf_counter()
     with torch.device("meta"):
