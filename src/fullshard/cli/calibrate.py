@@ -58,19 +58,10 @@ def calibrate(
 
 def _fitted(found: "Calibration") -> "Calibration":
     """The same, with the hardware under which the whole steps are predicted best."""
-    import torch
-
-    from fullshard.models.decoder import DecoderModel
+    from fullshard.cli.planned import described
     from fullshard.planner.fitting import Seen, fitted
-    from fullshard.sharding.describe import describe
-    from fullshard.training.loss import next_token_loss
 
-    seen: list[Seen] = []
-    for step in found.steps:
-        with torch.device("meta"):
-            model = DecoderModel(step.plan.run.model)
-        spec = describe(model, step.plan, loss=next_token_loss)
-        seen.append(Seen(spec, step.plan, step.seconds))
+    seen = [Seen(described(step.plan, step.plan.device), step.plan, step.seconds) for step in found.steps]
     fit = fitted(found.hardware, seen)
     return found.model_copy(update={"hardware": fit.hardware, "step_errors": fit.errors})
 

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from fullshard.cli.train import MEASUREMENT_NAME, PLAN_NAME
+
 if TYPE_CHECKING:
     from fullshard.spec.measurement import Measurement
     from fullshard.spec.plan import Plan
 
 # What a run leaves in its directory: see `fullshard.training.directory`.
-_MEASUREMENT, _PLAN, _METRICS = "measurement.json", "plan.json", "metrics.jsonl"
+_METRICS = "metrics.jsonl"
 
 
 class _Run(NamedTuple):
@@ -52,12 +54,12 @@ def _read(directory: Path) -> _Run:
 
     if not directory.is_dir():
         raise SpecError(f"{directory} is no directory.", fix="the directory of a run, such as runs/default")
-    measured, planned = directory / _MEASUREMENT, directory / _PLAN
+    measured, planned = directory / MEASUREMENT_NAME, directory / PLAN_NAME
     if not measured.exists():
         started = (directory / _METRICS).exists()
         raise SpecError(
             f"{directory} holds no measurement.",
-            got=f"no {_MEASUREMENT}" + ("" if started else f" and no {_METRICS}"),
+            got=f"no {MEASUREMENT_NAME}" + ("" if started else f" and no {_METRICS}"),
             why="a run writes it when it ends, or is stopped by Ctrl-C or SIGTERM"
             if started
             else "this is not the directory of a run",
@@ -86,4 +88,4 @@ def _record(run: _Run) -> dict[str, object]:
 
 
 def _why(plan: "Plan | None") -> str:
-    return f"there is no {_PLAN}" if plan is None else "its plan was made without the planner"
+    return f"there is no {PLAN_NAME}" if plan is None else "its plan was made without the planner"

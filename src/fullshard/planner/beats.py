@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fullshard.planner.program import runs_of
 from fullshard.spec.model import Event, ModelSpec, Moment, Phase, Repeat, Trace
 
 
@@ -77,7 +78,7 @@ def score(spec: ModelSpec, trace: Trace, *, microbatch: int, reach: int, accumul
 def _score(trace: Trace, microbatch: int, *, units: int, reach: int, accumulating: bool) -> Score:
     phases = trace.accumulating if accumulating else trace.phases
     shown = {repeat: min(repeat.times, 2 * (reach // repeat.units) + 3) for repeat in trace.repeats}
-    runs = _runs(phases, trace.repeats)
+    runs = [_Run(start, end, repeat) for start, end, repeat in runs_of(phases, trace.repeats) if repeat]
     beats: list[Beat] = []
     shift, at, done = Live(), 0, set[Repeat]()
     while at < len(phases):
@@ -105,23 +106,6 @@ def _score(trace: Trace, microbatch: int, *, units: int, reach: int, accumulatin
             shift = _plus(shift, growth, times=skips + (number < copies - 1))
         at = run.end
     return Score(tuple(beats), _spec_units(trace.repeats, shown, units=units))
-
-
-def _runs(phases: Sequence[Phase], repeats: Sequence[Repeat]) -> list[_Run]:
-    """Where the periods' phases stand, in order."""
-    found: list[_Run] = []
-    for repeat in repeats:
-        inside = range(repeat.first, repeat.first + repeat.units)
-        start = end = -1
-        for index, phase in enumerate(phases):
-            if phase.unit in inside:
-                start, end = (index if start < 0 else start), index + 1
-            elif phase.unit >= 0 and start >= 0:
-                found.append(_Run(start, end, repeat))
-                start = -1
-        if start >= 0:
-            found.append(_Run(start, end, repeat))
-    return sorted(found)
 
 
 def _place(unit: int, copy: int, *, repeats: Sequence[Repeat], shown: dict[Repeat, int]) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fullshard.planner.step_time import step_seconds
-from fullshard.spec.hardware import CollectiveRate, Curve, Hardware, Link
+from fullshard.spec.hardware import CollectiveRate, Hardware, Link, slower
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import DeviceType, Plan
 
@@ -80,13 +80,13 @@ def scaled(hardware: Hardware, factors: Factors) -> Hardware:
     launch = max(rates.launch_seconds, _LEAST_LAUNCH) * factors.launch
     updated = rates.model_copy(
         update={
-            "matmul": {dtype: _slower(curve, factors.compute) for dtype, curve in rates.matmul.items()},
-            "attention": {d: _slower(curve, factors.compute) for d, curve in rates.attention.items()},
+            "matmul": {dtype: slower(curve, factors.compute) for dtype, curve in rates.matmul.items()},
+            "attention": {d: slower(curve, factors.compute) for d, curve in rates.attention.items()},
             "attention_backward": {
-                d: _slower(curve, factors.compute) for d, curve in rates.attention_backward.items()
+                d: slower(curve, factors.compute) for d, curve in rates.attention_backward.items()
             },
-            "memory": _slower(rates.memory, factors.memory),
-            "optimizer": _slower(rates.optimizer, factors.optimizer),
+            "memory": slower(rates.memory, factors.memory),
+            "optimizer": slower(rates.optimizer, factors.optimizer),
             "launch_seconds": launch,
             "watched_seconds": launch * factors.watched,
             "unit_seconds": max(rates.unit_seconds, _LEAST_UNIT) * factors.unit,
@@ -101,21 +101,17 @@ def _errors(hardware: Hardware, steps: Sequence[Seen]) -> list[float]:
     return [step_seconds(s.spec, s.plan, hardware).total / s.seconds - 1 for s in steps]
 
 
-def _slower(curve: Curve, factor: float) -> Curve:
-    return tuple(point._replace(rate=point.rate / factor) for point in curve)
-
-
 def _slower_link(hardware: Hardware, link: Link, *, factors: Factors) -> Link:
     wait = {"wait_seconds": _FIRST_WAIT[hardware.device] * factors.waiting}
 
-    def slower(rate: CollectiveRate) -> CollectiveRate:
+    def in_a_step(rate: CollectiveRate) -> CollectiveRate:
         return rate.slower(factors.collective).model_copy(update=wait)
 
     return link.model_copy(
         update={
-            "all_gather": slower(link.all_gather),
-            "reduce_scatter": slower(link.reduce_scatter),
-            "all_reduce": slower(link.all_reduce),
+            "all_gather": in_a_step(link.all_gather),
+            "reduce_scatter": in_a_step(link.reduce_scatter),
+            "all_reduce": in_a_step(link.all_reduce),
         }
     )
 

@@ -46,7 +46,7 @@ def program_of(spec: ModelSpec, trace: Trace, *, phases: Sequence[Phase]) -> Pro
     traced, firsts = _units(spec, trace)
     segments: list[Segment] = []
     turns = [1] * len(phases)
-    for start, end, repeat in _runs(phases, trace.repeats):
+    for start, end, repeat in runs_of(phases, trace.repeats):
         run = phases[start:end]
         times, units = (repeat.times, repeat.units) if repeat else (1, 0)
         descends = any(phase.event in ("pre_backward", "post_backward") for phase in run)
@@ -62,7 +62,7 @@ def program_of(spec: ModelSpec, trace: Trace, *, phases: Sequence[Phase]) -> Pro
     return Program(tuple(segments), tuple(turns), traced, before)
 
 
-def _runs(phases: Sequence[Phase], repeats: Sequence[Repeat]) -> list[tuple[int, int, Repeat | None]]:
+def runs_of(phases: Sequence[Phase], repeats: Sequence[Repeat]) -> list[tuple[int, int, Repeat | None]]:
     """Stretches of phases, each of one period or of none. What the run itself does amid a period is part of
     it."""
     of_unit = {unit: r for r in repeats for unit in range(r.first, r.first + r.units)}

@@ -301,18 +301,14 @@ class _Search:
         if not self._may_fit(bound) or not self._fits(self._peak(candidate)):
             kind.too_large.append((bound, index, candidate))
             return
-        plan = self._predict(candidate)
-        assert plan.prediction is not None, "it was just predicted"
-        order = order_of(plan.prediction.time.total, index)
+        order, plan = self._ordered(candidate, index)
         if kind.best is None or order < kind.best[0]:
             kind.best = (order, plan)
         if not candidate.is_double:
             self.ranked = sorted([*self.ranked, (order, plan)], key=lambda one: one[0])[:RANKED]
 
     def _note_fastest(self, candidate: Candidate, index: int) -> None:
-        plan = self._predict(candidate)
-        assert plan.prediction is not None, "it was just predicted"
-        order = order_of(plan.prediction.time.total, index)
+        order, plan = self._ordered(candidate, index)
         if self.fastest is None or order < self.fastest[0]:
             self.fastest = (order, plan)
 
@@ -324,11 +320,7 @@ class _Search:
                 break
             needed = (self._needed(self._peak(candidate)), index, candidate)
             best = needed if best is None or needed[:2] < best[:2] else best
-        if best is None:
-            return None
-        plan = self._predict(best[2])
-        assert plan.prediction is not None, "it was just predicted"
-        return order_of(plan.prediction.time.total, best[1]), plan
+        return None if best is None else self._ordered(best[2], best[1])
 
     def _fits(self, memory: MemoryTerms) -> bool:
         return self._needed(memory) <= self.hardware.capacity_bytes
@@ -340,9 +332,12 @@ class _Search:
         """Of a bound. The allocator reserves nothing for it, so that this holds however that is told."""
         return tensors + self.hardware.context_bytes <= self.hardware.capacity_bytes
 
-    def _predict(self, candidate: Candidate) -> Plan:
+    def _ordered(self, candidate: Candidate, index: int) -> tuple[Order, Plan]:
+        """The candidate, predicted in full, with what it is ranked by."""
         self.predicted += 1
-        return _predicted(self._plan(candidate), self.timer, memory=self._peak(candidate))
+        plan = _predicted(self._plan(candidate), self.timer, memory=self._peak(candidate))
+        assert plan.prediction is not None, "it was just predicted"
+        return order_of(plan.prediction.time.total, index), plan
 
     def _plan(self, candidate: Candidate) -> Plan:
         return to_plan(candidate, self.run, hardware=self.hardware)

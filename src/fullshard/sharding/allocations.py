@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fullshard.sharding.kernels import Call, Launch, launch_of, storage_key, transient_bytes
+from fullshard.sharding.kernels import Call, Launch, launch_of, readable_bytes, storage_key, transient_bytes
 from fullshard.spec.model import Event
 
 Kind = Literal["activations", "loss", "backward", "gradients"]
@@ -120,8 +120,7 @@ class Allocations(TorchDispatchMode):
         run = self._fusing
         for leaf in tree_leaves(read):
             if isinstance(leaf, Tensor) and (serial := self._serial(leaf)) < run.born:
-                size = min(leaf.numel() * leaf.itemsize, leaf.untyped_storage().nbytes())
-                run.read[serial] = max(run.read.get(serial, 0), size)
+                run.read[serial] = max(run.read.get(serial, 0), readable_bytes(leaf))
         for leaf in tree_leaves(written):
             if isinstance(leaf, Tensor):
                 run.written[self._serial(leaf)] = leaf.untyped_storage().nbytes()

@@ -4,8 +4,7 @@ Microbatches run forward and backward on fake tensors: shapes, no data. Every st
 birth to its death, as the allocator would count it, every operation's FLOP and bytes are taken down, and all
 is cut into phases at the points where the engine acts (a unit's forward and backward begin and end).
 Parameters stand there in the dtype that units are gathered in; what the engine itself allocates is not in the
-trace, but added by
-`fullshard.planner.memory`.
+trace, but added by `fullshard.planner.memory`.
 
 Repeated blocks are traced a few times, not all (`fullshard.sharding.shortening`), and two sizes of microbatch
 tell all others (`fullshard.sharding.phases`). Where a model does not do alike in both, it is traced whole,
@@ -63,10 +62,8 @@ def describe(
     strategy, microbatch and accumulation, and with a recompute that was traced: the plan's own; all modes for
     a Run whose recompute is auto. `loss(model, batch)` is the training loss. `batch`: one microbatch, any
     nest of tensors, of which only shapes and dtypes matter, and of which dim 0 is the microbatch; unset,
-    int64
-    `tokens` and `labels` of (microbatch, sequence_length). `units(name, module)` overrides the plan's unit
-    policy, as in
-    `shard`. `kernels_for`: which device's kernels compute; unset, the plan's.
+    int64 `tokens` and `labels` of (microbatch, sequence_length). `units(name, module)` overrides the plan's
+    unit policy, as in `shard`. `kernels_for`: which device's kernels compute; unset, the plan's.
 
     Raises ShardError for a model that is sharded already.
     """

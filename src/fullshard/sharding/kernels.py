@@ -8,11 +8,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.spec.plan import Dtype
 
 KernelKind = Literal["matmul", "attention", "attention_backward", "elementwise"]
 
-_DTYPE: dict[torch.dtype, Dtype] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_DTYPE: dict[torch.dtype, Dtype] = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 _ATTENTION = "_scaled_dot_product_"
 # They make tensors, or look at them, and launch nothing.
 _NO_WORK = ("empty", "new_empty", "detach", "device", "_local_scalar", "lift", "is_same_size", "alias")
@@ -53,7 +54,7 @@ def launch_of(call: Call, result: Any) -> Launch | None:
     read, written = _tensors((call.args, call.kwargs)), _tensors(result)
     if not written:
         return None
-    moved = sum(map(_bytes, read)) + sum(map(_bytes, written))
+    moved = sum(map(readable_bytes, read)) + sum(map(readable_bytes, written))
     dtypes = (tensor.dtype for tensor in (*read, *written) if tensor.dtype in _DTYPE)
     dtype = _DTYPE[next(dtypes, torch.float32)]
     if name.startswith(_ATTENTION):
@@ -103,7 +104,7 @@ def _tensors(nest: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
-def _bytes(tensor: Tensor) -> int:
+def readable_bytes(tensor: Tensor) -> int:
     """What is there to be read: of an expanded tensor, its storage."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 

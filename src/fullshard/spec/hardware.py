@@ -56,6 +56,11 @@ def rate_at(curve: tuple[Point, ...], size: float) -> float:
     return r0 * (r1 / r0) ** along
 
 
+def slower(curve: tuple[Point, ...], factor: float) -> tuple[Point, ...]:
+    """The curve on which everything takes so many times as long."""
+    return tuple(point._replace(rate=point.rate / factor) for point in curve)
+
+
 class Rates(Value):
     """What one rank does in a second while the others work too. Measured, or fractions of the chip's peaks.
 
@@ -111,7 +116,7 @@ class CollectiveRate(Value):
 
     def slower(self, factor: float) -> "CollectiveRate":
         """The same, taking so many times as long."""
-        curve = self.curve and tuple(point._replace(rate=point.rate / factor) for point in self.curve)
+        curve = self.curve and slower(self.curve, factor)
         return self.model_copy(
             update={
                 "base_seconds": self.base_seconds * factor,
