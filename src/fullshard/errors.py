@@ -7,6 +7,7 @@ FullshardError          1   never raised itself
 ├── ShardError          4   the module cannot be sharded as planned
 ├── DataError           5   data that is unreadable, empty or too short
 ├── CheckpointError     6   a checkpoint that is absent, broken, of another model, or cannot be written
+│   └── DamagedCheckpointError    one whose files are not what was saved; an older one may be whole
 ├── LaunchError         7   ranks that could not be started, or died
 └── TrainError          8   a run that stopped itself (non-finite losses, a missing loss)
 
@@ -69,6 +70,10 @@ class DataError(FullshardError):
 
 class CheckpointError(FullshardError):
     exit_code = 6
+
+
+class DamagedCheckpointError(CheckpointError):
+    """Files are missing, cut off, unreadable, or hold other bytes than their digests say."""
 
 
 class LaunchError(FullshardError):

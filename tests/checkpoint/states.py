@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import SavedTensor, compare_names
+from fullshard.checkpoint.place import Place
 from fullshard.checkpoint.save import save
 
 
@@ -91,7 +92,7 @@ def loaded_sharded(directory: Path, mesh_shape: tuple[int, ...]) -> tuple[State,
     return State(state.step, {}, state.noted), whole
 
 
-def saved(directory: Path, step: int, **options: Any) -> Path:
+def saved(directory: Path | Place, step: int, **options: Any) -> Path:
     """Saved by this process alone, which is no rank."""
     return save(State(step, numbers(step), {"tokens": step * 100}), directory, **options)
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard.checkpoint.load import load
-from fullshard.checkpoint.manifest import newest, read_manifest
+from fullshard.checkpoint.manifest import read_manifest
+from fullshard.checkpoint.place import newest
 from fullshard.checkpoint.save import save
 from fullshard.errors import CheckpointError
 from tests.checkpoint.states import State, assert_same, loaded, numbers, saved, sharded
@@ -27,7 +28,7 @@ def with_half_a_manifest(path: Path) -> None:
 
 
 def with_a_manifest_of_another_form(path: Path) -> None:
-    (path / "manifest.json").write_text('{"format": 1, "step": "many"}')
+    (path / "manifest.json").write_text('{"format": 2, "step": "many"}')
 
 
 def with_the_manifest_of_another_step(path: Path) -> None:
@@ -37,7 +38,7 @@ def with_the_manifest_of_another_step(path: Path) -> None:
 
 def from_the_future(path: Path) -> None:
     data = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(data | {"format": 2, "new": True}))
+    (path / "manifest.json").write_text(json.dumps(data | {"format": 3, "new": True}))
 
 
 def with_a_truncated_shard(path: Path) -> None:
@@ -162,7 +163,7 @@ def test_a_receiver_of_another_shape_or_dtype_is_refused_anyhow(tmp_path, tensor
 def test_damaged_bytes_are_an_error_of_ours(tmp_path, name):
     path = saved(tmp_path, 1)
     (path / name).write_bytes(bytes((path / name).stat().st_size))
-    with pytest.raises(CheckpointError, match=f"loading {path} failed"):
+    with pytest.raises(CheckpointError, match="none of the checkpoints .* is whole"):
         loaded(tmp_path)
 
 
@@ -207,7 +208,9 @@ def test_a_rank_that_cannot_see_the_checkpoint_fails_all(ranks, tmp_path):
     saved(tmp_path / "0" / "checkpoints", 1)
     messages = ranks(2).run(refused_where_rank_one_stands_elsewhere, tmp_path)
     assert messages[0] == messages[1]
-    assert messages[0].startswith("rank 1: loading checkpoints/step-00000001 failed.\n  got: No such file")
+    assert messages[0].startswith(
+        "rank 1: checkpoints/step-00000001 is not whole.\n  got: .metadata: No such file"
+    )
 
 
 def damage_one_shard(path: Path) -> None:
@@ -230,7 +233,8 @@ def test_a_shard_that_one_rank_cannot_read_fails_all(ranks, tmp_path):
     damage_one_shard(path)
     messages = ranks(2).run(refused_parts, tmp_path)
     assert messages[0] == messages[1]
-    assert messages[0].startswith(f"rank 1: loading {path} failed.")
+    assert "none of the checkpoints" in messages[0]
+    assert "got: step-00000001: a part of model.rank1, bytes 0 to" in messages[0]
 
 
 def test_a_manifest_that_is_not_there_is_an_error(tmp_path):

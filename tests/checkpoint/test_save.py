@@ -16,7 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
-from fullshard.checkpoint.manifest import newest, read_manifest
+from fullshard.checkpoint.manifest import read_manifest
+from fullshard.checkpoint.place import LocalPlace, newest
 from fullshard.checkpoint.retention import WRITER, WriterProcess
 from fullshard.checkpoint.save import save
 from fullshard.errors import CheckpointError, SpecError
@@ -37,9 +38,12 @@ from tests.ranks import RankFailed
 
 
 def listing(directory: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()
-    }
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+def entries(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
 
 
 def test_one_process_loads_the_bits_it_saved(tmp_path):
@@ -104,7 +108,7 @@ def test_replicas_are_written_once(ranks, tmp_path):
     (two, _, _, _) = ranks(4).run(saved_sharded, tmp_path / "b", 1, (1, 4))
     weights = sum(t.nbytes for t in numbers(1).values())
     shards = [sum(file.stat().st_size for file in path.glob("*.distcp")) for path in (one, two)]
-    assert all(weights < size < weights + 4 * 16 + 2048 * 4 * (len(numbers()) + 1) for size in shards)
+    assert all(weights < size < weights + 4 * 16 + 2560 * 4 * (len(numbers()) + 1) for size in shards)
 
 
 class _Refuses(State):
@@ -169,7 +173,7 @@ def test_a_rank_that_cannot_write_fails_all_and_says_why(ranks, tmp_path):
     assert messages[0].startswith(f"rank 1: saving step 2 to {tmp_path} failed.\n  got: File too large")
     assert "why: a file may not grow so large there" in messages[0]
     assert listing(tmp_path) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert entries(tmp_path) == ["step-00000001"]
 
 
 def disagree(directory: Path, *, on_step: bool) -> str:
@@ -212,7 +216,7 @@ def refused_where_rank_one_stands_elsewhere(directory: Path) -> str:
 def test_a_directory_that_ranks_do_not_share_is_refused(ranks, tmp_path):
     messages = ranks(2).run(refused_where_rank_one_stands_elsewhere, tmp_path)
     assert messages[0] == messages[1]
-    assert messages[0].startswith("rank 1: checkpoints is not the same directory on all ranks.")
+    assert messages[0].startswith("rank 1: the directory of checkpoints is not the same on all ranks.")
     assert not list(tmp_path.rglob(".tmp-*"))
 
 
@@ -243,20 +247,20 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path):
     saved(tmp_path, 1)
     before = listing(tmp_path)
     with pytest.raises(CheckpointError, match=r"not enough space.*\n  got: 100 B free, .* KiB needed"):
-        saved(tmp_path, 2, free_bytes=lambda path: 100)
+        saved(LocalPlace(tmp_path, free_bytes=lambda path: 100), 2)
     assert listing(tmp_path) == before
 
 
 def test_the_bytes_needed_are_told_closely_and_never_too_few(tmp_path):
     size = sum(file.stat().st_size for file in saved(tmp_path / "a", 1).glob("*.distcp"))
     with pytest.raises(CheckpointError, match="not enough space"):
-        saved(tmp_path / "b", 1, free_bytes=lambda path: size)
-    saved(tmp_path / "b", 1, free_bytes=lambda path: size + 2048 * len(numbers()))
+        saved(LocalPlace(tmp_path / "b", free_bytes=lambda path: size), 1)
+    saved(LocalPlace(tmp_path / "b", free_bytes=lambda path: size + 2560 * len(numbers())), 1)
 
 
 def saved_with_free_bytes(directory: Path, mesh_shape: tuple[int, ...], free: int) -> str | None:
     try:
-        save(State(1, sharded(1, mesh_shape)), directory, free_bytes=lambda path: free)
+        save(State(1, sharded(1, mesh_shape)), LocalPlace(directory, free_bytes=lambda path: free))
     except CheckpointError as error:
         return error.what
     return None
@@ -265,7 +269,7 @@ def saved_with_free_bytes(directory: Path, mesh_shape: tuple[int, ...], free: in
 def test_copies_on_other_ranks_need_no_space(ranks, tmp_path):
     weights = sum(tensor.nbytes for tensor in numbers(1).values())
     parts = len(numbers()) + 3 + 1  # three matrices in two parts each, and something of each rank's own
-    needed = weights + 16 + 2048 * parts
+    needed = weights + 16 + 2560 * parts
     (refused, *_) = ranks(4).run(saved_with_free_bytes, tmp_path, (2, 2), needed - 1)
     assert refused == f"not enough space for {tmp_path}/step-00000001."
     assert ranks(4).run(saved_with_free_bytes, tmp_path, (2, 2), needed) == [None] * 4
@@ -317,7 +321,7 @@ def test_the_newest_k_whole_ones_are_kept(tmp_path):
         saved(tmp_path, step)
     (tmp_path / "step-00000003" / "manifest.json").unlink()
     saved(tmp_path, 5, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+    assert entries(tmp_path) == [
         "step-00000003",
         "step-00000004",
         "step-00000005",
@@ -376,11 +380,36 @@ def test_a_killed_save_leaves_the_last_whole_one(ranks, tmp_path):
         state = loaded(tmp_path)
         assert_same(state.held, numbers(state.step))
     saved(tmp_path, 10_000)
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert not [name for name in entries(tmp_path) if name.startswith(".")]
 
 
 def test_files_are_plain_json_beside_dcp(tmp_path):
     path = saved(tmp_path, 1)
-    assert json.loads((path / "manifest.json").read_text())["format"] == 1
+    assert json.loads((path / "manifest.json").read_text())["format"] == 2
     shutil.copytree(path, tmp_path / "copy")
     assert_same(loaded(tmp_path / "copy").held, numbers(1))
+
+
+def test_every_nth_step_is_kept_besides(tmp_path):
+    for step in range(1, 8):
+        saved(tmp_path, step, keep=2, keep_every=3)
+    assert entries(tmp_path) == [f"step-0000000{step}" for step in (3, 6, 7)]
+
+
+def test_a_second_writer_is_refused_while_the_first_writes(tmp_path):
+    saved(tmp_path, 1)
+    with (
+        LocalPlace(tmp_path).writing(),
+        pytest.raises(CheckpointError, match=f"another process is saving to {tmp_path}"),
+    ):
+        saved(tmp_path, 2)
+    saved(tmp_path, 2)
+
+
+def test_a_model_that_holds_nan_is_not_saved(tmp_path):
+    tensors = numbers(1) | {"model.mask": torch.tensor([0.0, float("-inf")])}
+    save(State(1, tensors), tmp_path)
+    tensors["model.uneven"][3, 3] = float("nan")
+    with pytest.raises(CheckpointError, match=r"model\.uneven is not saved"):
+        save(State(2, tensors), tmp_path)
+    assert entries(tmp_path) == ["step-00000001"]

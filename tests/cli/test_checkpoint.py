@@ -62,3 +62,29 @@ def test_a_directory_without_checkpoints_cannot_be_exported(
 ) -> None:
     assert main(["ckpt", "export", str(tmp_path), str(tmp_path / "out")]) == CheckpointError.exit_code
     assert capsys.readouterr().err.startswith("CheckpointError: ")
+
+
+def test_verify_names_what_is_damaged(tmp_path, capsys):
+    saved(tmp_path / "checkpoints", 1)
+    path = saved(tmp_path / "checkpoints", 2)
+    assert main(["ckpt", "verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("whole") == 2
+    data = bytearray((path / "__0_0.distcp").read_bytes())
+    data[3000] ^= 1
+    (path / "__0_0.distcp").write_bytes(data)
+    assert main(["ckpt", "verify", str(tmp_path)]) == 6
+    out = capsys.readouterr().out
+    assert f"{path}  DAMAGED\n  __0_0.distcp: a part of model." in out
+    assert "; touches model." in out
+    assert main(["ckpt", "verify", str(path), "--json"]) == 6
+    ((damage,),) = json.loads(capsys.readouterr().out).values()
+    assert damage["file"] == "__0_0.distcp"
+
+
+
+def test_diff_exits_with_one_where_checkpoints_differ(tmp_path, capsys):
+    one, other = saved(tmp_path, 1), saved(tmp_path, 2)
+    assert main(["ckpt", "diff", str(one), str(one)]) == 0
+    assert capsys.readouterr().out == "the same bits\n"
+    assert main(["ckpt", "diff", str(one), str(other)]) == 1
+    assert "tokens: 100 | 200" in capsys.readouterr().out

@@ -1,8 +1,9 @@
-"""Checkpoints: sharded, whole or absent, loadable at any number of ranks; and a safetensors export."""
+"""Checkpoints: sharded, verified, whole or absent, loadable at any number of ranks; and exports."""
 
 from fullshard.checkpoint.export import export
 from fullshard.checkpoint.load import load
-from fullshard.checkpoint.manifest import Manifest, SavedTensor, compare_names, newest, read_manifest
+from fullshard.checkpoint.manifest import Manifest, SavedTensor, compare_names, read_manifest
+from fullshard.checkpoint.place import newest
 from fullshard.checkpoint.protocol import Checkpointable
 from fullshard.checkpoint.save import save
 

@@ -8,15 +8,16 @@ to all ranks as text (an exception need not survive pickling), and then raised o
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fullshard.checkpoint.disk import os_error
-from fullshard.errors import CheckpointError, FullshardError
+from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError
 
 T = TypeVar("T")
+Group: TypeAlias = dist.ProcessGroup | None
 
 
 class Attempt:
@@ -55,30 +56,31 @@ def world_size() -> int:
     return dist.get_world_size() if distributed() else 1
 
 
-def gathered(value: T) -> list[T]:
-    """`value` of every rank, by rank. Collective."""
+def gathered(value: T, *, group: Group = None) -> list[T]:
+    """`value` of every rank, by rank. Collective. `group`: of all ranks; the default one, for None."""
     if not distributed():
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
-def everyone(act: Callable[[], T], *, doing: str) -> T:
+def everyone(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
     """`act()` on every rank; returns this rank's result once no rank failed. Collective.
 
-    Raises CheckpointError on all ranks that names the first rank that failed, and its reason.
+    Raises CheckpointError on all ranks that names the first rank that failed, and its reason; a
+    DamagedCheckpointError where every rank that failed did so for that.
     """
     attempt, results = Attempt(), list[T]()
     with attempt:
         results.append(act())
-    failures = [one for one in gathered(_failure(attempt, doing)) if one is not None]
+    failures = [one for one in gathered(_failure(attempt, doing), group=group) if one is not None]
     if failures:
         raise _first_of(failures) from attempt.error
     return results[0]
 
 
-def first(act: Callable[[], T], *, doing: str) -> T:
+def first(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
     """`act()` on rank 0 alone; returns its result on all ranks. Collective.
 
     Raises CheckpointError on all ranks where rank 0 failed.
@@ -89,7 +91,7 @@ def first(act: Callable[[], T], *, doing: str) -> T:
             results.append(act())
     answer: list[Any] = [(results, _failure(attempt, doing))]
     if distributed():
-        dist.broadcast_object_list(answer, src=0)
+        dist.broadcast_object_list(answer, src=0, group=group)
     results, failure = answer[0]
     if failure is not None:
         raise failure.as_error() from attempt.error
@@ -116,14 +118,17 @@ class _Failure:
     got: str | None
     why: str | None
     fix: str | None
+    damaged: bool
 
     def as_error(self) -> CheckpointError:
-        return CheckpointError(self.what, got=self.got, why=self.why, fix=self.fix)
+        kind = DamagedCheckpointError if self.damaged else CheckpointError
+        return kind(self.what, got=self.got, why=self.why, fix=self.fix)
 
 
 def _first_of(failures: Sequence[_Failure]) -> CheckpointError:
     """What the lowest rank says; the rank is left out where all ranks say the same."""
-    first, *_ = sorted(failures, key=lambda one: one.rank)
+    # Another checkpoint helps against damage alone.
+    first, *_ = sorted(failures, key=lambda one: (one.damaged, one.rank))
     if len(failures) == world_size() and all(replace(one, rank=first.rank) == first for one in failures):
         return first.as_error()
     return replace(first, what=f"rank {first.rank}: {first.what}").as_error()
@@ -139,7 +144,8 @@ def _failure(attempt: Attempt, doing: str) -> _Failure | None:
     if not isinstance(error, CheckpointError):
         error = _as_checkpoint_error(error, doing)
     got = None if error.got is None else str(error.got)
-    return _Failure(failed_rank, error.what, got, error.why, error.fix)
+    damaged = isinstance(error, DamagedCheckpointError)
+    return _Failure(failed_rank, error.what, got, error.why, error.fix, damaged)
 
 
 def _as_checkpoint_error(error: BaseException, doing: str) -> CheckpointError:

@@ -53,10 +53,11 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_new(path: Path, data: bytes) -> None:
-    """Writes a file that must not be there yet, down to the disk."""
+@contextmanager
+def created(path: Path) -> Generator[BinaryIO]:
+    """A file that must not be there yet, down to the disk when the block ends well."""
     with path.open("xb") as file:
-        file.write(data)
+        yield file
         file.flush()
         os.fsync(file.fileno())
 
@@ -66,10 +67,8 @@ def replaced(path: Path) -> Generator[BinaryIO]:
     """A file that becomes `path` when the block ends well; until then, or else, `path` is as before."""
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     try:
-        with temporary.open("xb") as file:
+        with created(temporary) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
         temporary.replace(path)
         flush(path.parent)
     finally:

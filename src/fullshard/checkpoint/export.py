@@ -16,8 +16,10 @@ from pydantic import JsonValue
 
 from fullshard.checkpoint import disk, storage
 from fullshard.checkpoint.agreement import alone
+from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.load import find
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest, SavedTensor
+from fullshard.checkpoint.place import Place
 from fullshard.errors import CheckpointError
 from fullshard.quantities import format_bytes
 
@@ -41,7 +43,7 @@ logger = logging.getLogger("fullshard")
 
 
 def export(
-    checkpoint_directory: str | Path,
+    checkpoint_directory: str | Path | Place,
     target: str | Path,
     *,
     free_bytes: Callable[[Path], int] = disk.free_bytes,
@@ -56,8 +58,8 @@ def export(
     Raises CheckpointError.
     """
     target = Path(target)
-    path, manifest = find(Path(checkpoint_directory))
-    tensors = _model_tensors(path, manifest)
+    files, manifest = find(checkpoint_directory)
+    tensors = _model_tensors(files, manifest)
     header = _header(tensors, _aliases(manifest.values))
     needed_bytes = len(header) + sum(one.size_bytes for one in tensors.values())
     if target.is_dir():
@@ -70,18 +72,18 @@ def export(
         disk.require_space(target, needed_bytes=needed_bytes, available_bytes=free_bytes(target.parent))
         with disk.replaced(target) as file:
             file.write(header)
-            _write_tensors(file, storage.opened(path), tensors=tensors)
+            _write_tensors(file, storage.opened(files, manifest), tensors=tensors)
 
-    alone(write, doing=f"exporting {path} to {target}")
-    logger.info("exported %s to %s (%s)", path, target, format_bytes(needed_bytes))
+    alone(write, doing=f"exporting {files} to {target}")
+    logger.info("exported %s to %s (%s)", files, target, format_bytes(needed_bytes))
 
 
-def _model_tensors(path: Path, manifest: Manifest) -> dict[str, SavedTensor]:
+def _model_tensors(files: Files, manifest: Manifest) -> dict[str, SavedTensor]:
     """Wide dtypes first, so that every tensor is aligned; then by name."""
     tensors = manifest.model_tensors
     if not tensors:
         raise CheckpointError(
-            f"{path} holds no model.", got=", ".join(list(manifest.tensors)[:3]) or "no tensor at all"
+            f"{files} holds no model.", got=", ".join(list(manifest.tensors)[:3]) or "no tensor at all"
         )
     for name, tensor in tensors.items():
         if tensor.torch_dtype not in _DTYPES:

@@ -1,73 +1,101 @@
-"""Loading: the newest whole checkpoint, at any number of ranks, in any strategy."""
+"""Loading: the newest whole checkpoint, at any number of ranks, in any strategy; verified as it is read."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
 
-from fullshard.checkpoint import storage
+from fullshard.checkpoint import ranks_layout, storage
 from fullshard.checkpoint.agreement import everyone, first
-from fullshard.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    compare_names,
-    newest,
-    read_manifest,
-    step_directories,
-    verify,
-)
+from fullshard.checkpoint.files import Files
+from fullshard.checkpoint.manifest import MANIFEST, METADATA, Manifest, compare_names, read_manifest, verify
+from fullshard.checkpoint.place import Place, place_of, whole
 from fullshard.checkpoint.protocol import Checkpointable
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 logger = logging.getLogger("fullshard")
 
 
-def load(state: Checkpointable, directory: str | Path, *, missing_ok: bool = False) -> bool:
+def load(state: Checkpointable, directory: str | Path | Place, *, missing_ok: bool = False) -> bool:
     """Loads the newest whole checkpoint of `directory` into `state`; True where there was one.
 
     Collective: every rank calls it, and rank 0 chooses for all. `directory` may also be one checkpoint. Every
-    rank reads only what its own shards need, whatever the ranks and the sharding that saved it.
+    rank reads only what its own shards need, whatever the ranks and the sharding that saved it, and holds
+    every block against its digest. A checkpoint that turns out damaged is renamed to `.bad-…`, with a warning
+    on all ranks, and the next older whole one is taken.
 
     Raises CheckpointError where there is none, unless `missing_ok` (then False); where there are some and
-    none is whole, in any case; and where it is of another model.
+    none is whole, in any case; and where it is of another model. What `state` holds after an error is
+    undefined.
     """
-    directory = Path(directory)
-    found = first(
-        lambda: _find(directory, missing_ok=missing_ok), doing=f"looking for a checkpoint in {directory}"
-    )
-    if found is None:
-        return False
-    path, manifest = found
-    doing = f"loading {path}"
-    receivers = everyone(lambda: _receivers(state, manifest), doing=doing)
-    reader = everyone(lambda: storage.opened(path), doing=doing)
-    everyone(lambda: storage.read(receivers, reader), doing=doing)
-    everyone(lambda: state.restored(manifest.values, receivers), doing=doing)
-    logger.info("loaded step %d from %s", manifest.step, path)
-    return True
+    place = place_of(directory)
+    refused: dict[str, str] = {}
+    while True:
+        found = first(
+            lambda: _find(place, missing_ok=missing_ok, refused=refused),
+            doing=f"looking for a checkpoint in {directory}",
+        )
+        if found is None:
+            return False
+        files, manifest = found
+        try:
+            _load(state, files, manifest=manifest)
+        except DamagedCheckpointError as error:
+            if files.name == place.one().name:
+                raise  # this very one was asked for
+            refused[files.name] = f"{files.name}: {error.got or error.what}"
+            aside = first(lambda files=files: _set_aside(place, files), doing=f"setting {files} aside")
+            logger.warning("%s\n  %s: an older checkpoint is taken instead", error, aside)
+        else:
+            logger.info("loaded step %d from %s", manifest.step, files)
+            if refused:
+                logger.warning("went back to %s, since %s cannot be used", files, ", ".join(refused))
+            return True
 
 
-def find(directory: Path) -> tuple[Path, Manifest]:
+def find(directory: str | Path | Place) -> tuple[Files, Manifest]:
     """`directory` itself where it is a checkpoint, else its newest whole one; CheckpointError for none."""
-    found = _find(directory, missing_ok=False)
+    found = _find(place_of(directory), missing_ok=False, refused={})
     assert found is not None, "missing_ok is False"
     return found
 
 
-def _find(directory: Path, *, missing_ok: bool) -> tuple[Path, Manifest] | None:
-    if directory.exists() and not directory.is_dir():
-        raise CheckpointError(f"{directory} is no directory of checkpoints.", got="a file")
-    if (directory / MANIFEST).exists():
-        return directory, verify(directory)
-    if (directory / ".metadata").exists():
-        read_manifest(directory)  # raises: one checkpoint without its manifest must not pass for none at all
-    path = newest(directory)
-    if path is not None:
-        return path, read_manifest(path)
-    broken = [found.name for _, found in step_directories(directory)]
+def _load(state: Checkpointable, files: Files, *, manifest: Manifest) -> None:
+    doing = f"loading {files}"
+    if manifest.layout == "ranks":
+        everyone(lambda: ranks_layout.require_same_ranks(files, manifest), doing=doing)
+    receivers = everyone(lambda: _receivers(state, manifest), doing=doing)
+    reader = everyone(lambda: storage.opened(files, manifest), doing=doing)
+    if manifest.layout == "ranks":
+        everyone(lambda: ranks_layout.read(receivers, reader), doing=doing)
+    else:
+        everyone(lambda: storage.read(receivers, reader), doing=doing)
+    everyone(lambda: state.restored(manifest.values, receivers), doing=doing)
+
+
+def _set_aside(place: Place, files: Files) -> str:
+    try:
+        return f"renamed to {place.set_aside(files)}"
+    except OSError as error:  # a place that is only read from
+        return f"it could not be renamed ({error.strerror})"
+
+
+def _find(place: Place, *, missing_ok: bool, refused: Mapping[str, str]) -> tuple[Files, Manifest] | None:
+    if place.exists():
+        names = place.one().sizes()
+        if MANIFEST in names:
+            return place.one(), verify(place.one())
+        if METADATA in names:
+            read_manifest(place.one())  # raises: one checkpoint without its manifest must not pass for none
+    for _, files in whole(place):
+        if files.name not in refused:
+            return files, read_manifest(files)
+    broken = [*refused.values(), *(files.name for _, files in place.steps() if files.name not in refused)]
+    broken = broken or place.rejected()
     if broken:
         raise CheckpointError(
-            f"none of the checkpoints in {directory} is whole.",
+            f"none of the checkpoints in {place} is whole.",
             got=", ".join(broken),
             why="training again from the start is not for us to decide",
             fix="another copy of them; or another directory, to start over",
@@ -75,8 +103,8 @@ def _find(directory: Path, *, missing_ok: bool) -> tuple[Path, Manifest] | None:
     if missing_ok:
         return None
     raise CheckpointError(
-        f"no checkpoint in {directory}.",
-        got="an empty directory" if directory.exists() else "no such directory",
+        f"no checkpoint in {place}.",
+        got="an empty directory" if place.exists() else "no such directory",
         fix="the directory that holds the step-… directories, or one of these",
     )
 

@@ -1,34 +1,37 @@
 """The manifest: what a checkpoint holds, and so whether it is whole. Written last, read first.
 
-    checkpoints/step-00000300/    __0_0.distcp  __1_0.distcp …  .metadata     written by DCP, readable by it
-                                  writer.json                                 which process made it
-                                  manifest.json                               the Manifest below
+    checkpoints/step-00000300/    __0_0.distcp  __1_0.distcp … .metadata    as DCP writes them
+                                  __0_0.distcp.pieces …                    digests: see `pieces`
+                                  writer.json                              which process made it
+                                  manifest.json                            the Manifest below
 
-A directory is a checkpoint when its manifest is there and every file has the size that the manifest gives.
-There is no `latest` file: the newest checkpoint is the highest step that is whole.
+A directory is a checkpoint when its manifest is there, is what was written, and every file has the size that
+the manifest gives. Its bytes are verified by their digests: of small files here, of data files in their
+tables. There is no `latest` file: the newest checkpoint is the highest step that is whole.
 """
 
 import json
 import logging
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import torch
 from pydantic import JsonValue, NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor
 
-from fullshard.checkpoint.disk import os_error
-from fullshard.errors import CheckpointError
+from fullshard.checkpoint.files import Files, LocalFiles, is_lost
+from fullshard.checkpoint.pieces import SUFFIX, digest
+from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.value import Value
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
+METADATA = ".metadata"
 MODEL_PREFIX = "model."
-_STEP_DIRECTORY = re.compile(r"step-([0-9]{8,})")
 _NAMES_SHOWN = 3
+_NO_DIGEST = "0" * 32
 
 logger = logging.getLogger("fullshard")
 
@@ -64,70 +67,78 @@ class SavedTensor(Value):
 
 
 class SavedFile(Value):
-    """A file of a checkpoint, as it was when the checkpoint was committed."""
+    """A file of a checkpoint, as it was when the checkpoint was committed.
+
+    `digest`: of the whole file; None for a data file, whose table has one for every block of it.
+    """
 
     size_bytes: NonNegativeInt
+    digest: str | None = None
 
 
 class Manifest(Value):
     """What a checkpoint holds. `files` names every file but the manifest itself.
 
-    `plan` is the Plan that the state was trained with, as JSON, where it was given.
+    `layout`: `sharded` is DCP's, which any number of ranks loads; `ranks` is one file for each rank's own
+    shards, which the same ranks load. `plan` is the Plan (and in it the Run) that the state was trained with,
+    as JSON, where it was given. `digest`: of the manifest's own bytes, with zeros where it stands.
     """
 
-    format: Literal[1] = FORMAT
+    format: Literal[2] = FORMAT
     step: NonNegativeInt
     values: dict[str, JsonValue]
+    layout: Literal["sharded", "ranks"] = "sharded"
     tensors: dict[str, SavedTensor]
     files: dict[str, SavedFile]
     world_size: PositiveInt
     torch_version: str
     fullshard_version: str
     plan: dict[str, JsonValue] | None = None
+    digest: str = _NO_DIGEST
 
     @property
     def model_tensors(self) -> dict[str, SavedTensor]:
         """The tensors of the model, without the optimizer's and the random states; names as they stand."""
         return {name: tensor for name, tensor in self.tensors.items() if name.startswith(MODEL_PREFIX)}
 
+    @property
+    def data_files(self) -> list[str]:
+        """The files that have a table of pieces."""
+        return [name for name in self.files if f"{name}{SUFFIX}" in self.files]
 
-def step_directory(directory: Path, step: int) -> Path:
-    """`checkpoints/step-00000300`: where the checkpoint of a step stands."""
-    return directory / f"step-{step:08d}"
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files.values())
 
-
-def step_directories(directory: Path) -> list[tuple[int, Path]]:
-    """(step, path) of everything in `directory` that is named as a checkpoint is, the highest step first."""
-    if not directory.is_dir():
-        return []
-    try:
-        matches = [(_STEP_DIRECTORY.fullmatch(path.name), path) for path in directory.iterdir()]
-    except OSError as error:
-        raise os_error(f"{directory} cannot be read.", error) from error
-    return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
+    def encoded(self) -> bytes:
+        """The manifest's file, with its own digest."""
+        blank = self.model_copy(update={"digest": _NO_DIGEST}).model_dump_json(indent=1).encode() + b"\n"
+        return _with_digest(blank, before=_NO_DIGEST, after=digest(blank))
 
 
-def read_manifest(path: str | Path) -> Manifest:
-    """The manifest of the checkpoint directory `path`, as it stands there; `verify` also looks at the files.
+def read_manifest(checkpoint: Files | str | Path) -> Manifest:
+    """The manifest of a checkpoint, once its own digest was right; `verify` also looks at the files.
 
-    Raises CheckpointError where there is none, or none that can be read.
+    Raises DamagedCheckpointError where there is none, or not the one that was written; CheckpointError where
+    this fullshard cannot read it.
     """
-    file = Path(path) / MANIFEST
+    files = files_of(checkpoint)
     try:
-        data: Any = json.loads(file.read_bytes())
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} is no whole checkpoint.",
+        text = files.read(MANIFEST)
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError(
+            f"{files} is no whole checkpoint.",
             got=f"{MANIFEST}: {error.strerror}",
             why="the manifest is written last, so without it a save was broken off",
         ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is damaged.", got=str(error)) from error
-    written_as = data.get("format") if isinstance(data, dict) else None
-    if written_as != FORMAT:
+    except OSError as error:
+        raise lost_or_denied(error, f"{files} cannot be read.", name=MANIFEST) from error
+    where = f"{files}/{MANIFEST}"
+    data = _undamaged_json(text, where)
+    if data.get("format") != FORMAT:
         raise CheckpointError(
-            f"{file} cannot be read by this fullshard.",
-            got=f"format {written_as!r}",
+            f"{where} cannot be read by this fullshard.",
+            got=f"format {data.get('format')!r}",
             why=f"this fullshard reads format {FORMAT}",
             fix="the fullshard that wrote it, or a newer one",
         )
@@ -135,51 +146,86 @@ def read_manifest(path: str | Path) -> Manifest:
         return Manifest.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise CheckpointError(f"{file} is damaged.", got=f"{where}: {first['msg']}") from error
+        place = ".".join(str(part) for part in first["loc"])
+        raise DamagedCheckpointError(f"{where} is damaged.", got=f"{place}: {first['msg']}") from error
 
 
-def verify(path: str | Path) -> Manifest:
-    """The manifest of `path`, once every file that it names has the size that it gives.
+def verify(checkpoint: Files | str | Path) -> Manifest:
+    """The manifest of a checkpoint, once every file that it names has the size that it gives.
 
-    Raises CheckpointError that names the first file that has not.
+    Cheap, and so no proof of the bytes: for these see `verify`. Raises DamagedCheckpointError that names the
+    first file that has not.
     """
-    path = Path(path)
-    manifest = read_manifest(path)
-    named = _STEP_DIRECTORY.fullmatch(path.name)
-    if named and int(named[1]) != manifest.step:
-        raise CheckpointError(
-            f"{path} is not what its name says.", got=f"the manifest of step {manifest.step}"
+    files = files_of(checkpoint)
+    manifest = read_manifest(files)
+    if files.name.startswith("step-") and files.name != step_name(manifest.step):
+        raise DamagedCheckpointError(
+            f"{files} is not what its name says.", got=f"the manifest of step {manifest.step}"
         )
+    try:
+        sizes = files.sizes()
+    except OSError as error:
+        raise lost_or_denied(error, f"{files} cannot be read.", name="its files") from error
     for name, file in manifest.files.items():
-        try:
-            size = (path / name).stat().st_size
-        except OSError as error:
-            raise CheckpointError(f"{path} is not whole.", got=f"{name}: {error.strerror}") from error
-        if size != file.size_bytes:
-            raise CheckpointError(
-                f"{path} is not whole.", got=f"{name} has {size} bytes, its manifest says {file.size_bytes}"
+        if name not in sizes:
+            raise DamagedCheckpointError(f"{files} is not whole.", got=f"{name}: No such file or directory")
+        if sizes[name] != file.size_bytes:
+            raise DamagedCheckpointError(
+                f"{files} is not whole.",
+                got=f"{name} has {sizes[name]} bytes, its manifest says {file.size_bytes}",
             )
     return manifest
 
 
-def newest(directory: str | Path) -> Path | None:
-    """The checkpoint of the highest step that is whole, or None.
+def read_verified(files: Files, manifest: Manifest, *, name: str) -> bytes:
+    """A small file of a checkpoint. Raises DamagedCheckpointError where it is not what was saved."""
+    try:
+        data = files.read(name)
+    except OSError as error:
+        raise lost_or_denied(error, f"{files} is not whole.", name=name) from error
+    if name not in manifest.files or digest(data) != manifest.files[name].digest:
+        raise DamagedCheckpointError(
+            f"{files}/{name} holds other bytes than were saved.", got="its digest is another"
+        )
+    return data
 
-    What is not whole is passed over, with a warning; so is what a broken-off save left behind.
-    """
-    directory = Path(directory)
-    if directory.is_dir():
-        for path in sorted(directory.glob(".tmp-*")):
-            logger.warning("passing over %s: a save that was not finished", path)
-    for _, path in step_directories(directory):
-        try:
-            verify(path)
-        except CheckpointError as error:
-            logger.warning("passing over %s: %s", path, error.got or error.what)
-        else:
-            return path
-    return None
+
+def lost_or_denied(error: OSError, what: str, *, name: str) -> CheckpointError:
+    """Whether an older checkpoint may do, or nothing will be read at all until somebody acts."""
+    kind = DamagedCheckpointError if is_lost(error) else CheckpointError
+    return kind(what, got=f"{name}: {error.strerror or error}")
+
+
+def files_of(checkpoint: Files | str | Path) -> Files:
+    """The files of a checkpoint that is given by its path."""
+    return LocalFiles(Path(checkpoint)) if isinstance(checkpoint, str | Path) else checkpoint
+
+
+def step_name(step: int) -> str:
+    """`step-00000300`: what the checkpoint of a step is called."""
+    return f"step-{step:08d}"
+
+
+def _undamaged_json(text: bytes, where: str) -> dict[str, Any]:
+    """Held against the bytes, not what they are parsed to: another version may write a number else."""
+    try:
+        data: Any = json.loads(text)
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{where} is damaged.", got=str(error)) from error
+    if not isinstance(data, dict):
+        raise DamagedCheckpointError(f"{where} is damaged.", got="no JSON object")
+    told = str(cast(dict[str, Any], data).get("digest"))
+    if (
+        data.get("format") != 1 and digest(_with_digest(text, before=told, after=_NO_DIGEST)) != told
+    ):  # 1 had none
+        raise DamagedCheckpointError(f"{where} is damaged.", got="its own digest is another")
+    return cast(dict[str, Any], data)
+
+
+def _with_digest(text: bytes, *, before: str, after: str) -> bytes:
+    """`text` with another digest in its last field."""
+    head, found, tail = text.rpartition(f'"{before}"'.encode())
+    return head + f'"{after}"'.encode() + tail if found else text
 
 
 def compare_names(expected: Mapping[str, Tensor], saved: Mapping[str, SavedTensor]) -> None:

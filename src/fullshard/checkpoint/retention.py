@@ -1,4 +1,4 @@
-"""Which directories may go: what dead saves left behind, and checkpoints beyond the last k."""
+"""Which directories may go, and which process still writes one."""
 
 import json
 import logging
@@ -6,15 +6,11 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
 from pydantic import ValidationError
 
-from fullshard.checkpoint.disk import flush
-from fullshard.checkpoint.manifest import step_directories, verify
-from fullshard.errors import CheckpointError
 from fullshard.spec.value import Value
 
 WRITER = "writer.json"
@@ -56,10 +52,6 @@ class WriterProcess(Value):
         return False
 
 
-def temporary_name(step: int) -> str:
-    return f".tmp-{step:08d}-{secrets.token_hex(4)}"
-
-
 def remove(path: Path) -> None:
     """Removes a directory of ours, as far as it can; what stays is named in a warning."""
     shutil.rmtree(path, ignore_errors=True)
@@ -87,38 +79,8 @@ def collect_leftovers(directory: Path) -> None:
             logger.warning("leaving %s alone: %s may still be writing it", path, who)
 
 
-def prune(directory: Path, *, keep: int, step: int) -> None:
-    """Removes whole checkpoints older than `step`, so that `keep` are left with it; 0 keeps all.
-
-    Each is renamed before it is removed, so that what is half removed is never taken for a checkpoint.
-    What fails is a warning: the new checkpoint stands.
-    """
-    if not keep:
-        return
-    try:
-        older = [path for number, path in step_directories(directory) if number < step]
-        for path in _whole(older)[keep - 1 :]:
-            condemned = path.with_name(f".del-{path.name}-{secrets.token_hex(4)}")
-            path.rename(condemned)
-            flush(directory)
-            remove(condemned)
-    except OSError as error:
-        logger.warning("old checkpoints in %s could not be removed: %s", directory, error)
-
-
 def set_aside(path: Path) -> Path:
     """Renames what looks like a checkpoint and is none, so that its name is free. It is never removed."""
     aside = path.with_name(f".bad-{path.name}-{secrets.token_hex(4)}")
     path.rename(aside)
     return aside
-
-
-def _whole(paths: Sequence[Path]) -> list[Path]:
-    whole: list[Path] = []
-    for path in paths:
-        try:
-            verify(path)
-        except CheckpointError:
-            continue
-        whole.append(path)
-    return whole

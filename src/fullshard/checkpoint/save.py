@@ -1,15 +1,18 @@
-"""Saving: all of a state or nothing, and never over something that is there."""
+"""Saving: a checkpoint appears whole or not at all.
+
+See `manifest` for what lies on the disk, and `place` for how it becomes visible there.
+"""
 
 import hashlib
 import json
 import logging
 import math
-import os
-from collections.abc import Callable
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import cast
+from typing import Literal, TypeAlias, cast
 
 import torch
 from pydantic import JsonValue, TypeAdapter, ValidationError
@@ -17,24 +20,25 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint import disk, retention, storage
-from fullshard.checkpoint.agreement import everyone, first, gathered, rank, world_size
-from fullshard.checkpoint.manifest import (
-    MANIFEST,
-    MODEL_PREFIX,
-    Manifest,
-    SavedFile,
-    SavedTensor,
-    step_directory,
-    verify,
-)
+from fullshard.checkpoint import ranks_layout, storage
+from fullshard.checkpoint.agreement import Group, everyone, first, gathered, rank, world_size
+from fullshard.checkpoint.files import Files
+from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest, SavedFile, SavedTensor, verify
+from fullshard.checkpoint.pieces import digest
+from fullshard.checkpoint.place import Place, location, place_of, prune
 from fullshard.checkpoint.protocol import Checkpointable
-from fullshard.errors import CheckpointError, SpecError
+from fullshard.checkpoint.ranks_layout import local_shard
+from fullshard.checkpoint.retention import WRITER
+from fullshard.errors import CheckpointError, DamagedCheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan
 
-# What DCP writes around the bytes of a tensor (a zip archive each): 1.1 KiB to 1.9 KiB on torch 2.13.
-_ENVELOPE_BYTES = 2048
+Layout: TypeAlias = Literal["sharded", "ranks"]
+
+# What stands around the bytes of a tensor: a zip archive (1.1 KiB to 1.9 KiB on torch 2.13) and its table.
+_ENVELOPE_BYTES = 2560
+
+_NORMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # fp8 has no norm
 
 _VALUES: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
 
@@ -43,58 +47,146 @@ logger = logging.getLogger("fullshard")
 
 def save(
     state: Checkpointable,
-    directory: str | Path,
+    directory: str | Path | Place,
     *,
     keep: int = 0,
+    keep_every: int = 0,
+    layout: Layout = "sharded",
     plan: Plan | None = None,
-    free_bytes: Callable[[Path], int] = disk.free_bytes,
-) -> Path:
+) -> Path | str:
     """Saves `state` as `directory/step-00000123` and returns that path. Collective: every rank calls it.
 
-    Every rank writes its own shards into a temporary directory beside; the manifest comes last, everything
-    is flushed to the disk, and only then it is renamed. When any rank fails, all raise CheckpointError that
-    names the first, the temporary directory is removed, and what was there before is untouched.
+    Every rank writes its own shards, and the digests of their bytes, into a temporary directory beside; the
+    manifest comes last, everything is flushed to the disk, and only then it is renamed. When any rank fails,
+    all raise CheckpointError that names the first, the temporary directory is removed, and what was there
+    before is untouched.
 
-    `keep`: after that, only the newest `keep` whole checkpoints stay; 0 keeps all. `plan` is noted in the
-    manifest. A step that is there already, whole and of the same model, is not written again; of another
-    model it is refused; a broken one is renamed to `.bad-…`.
+    `keep`: after that, only the newest `keep` whole checkpoints stay, and those whose step `keep_every`
+    divides (0: none); `keep` 0 keeps all. `layout`: see `Manifest`. `plan` is noted in the manifest. A step
+    that is there already, whole and of the same model, is not written again; of another model it is refused;
+    a broken one is renamed to `.bad-…`. While one process saves to a directory, another is refused.
     """
-    if keep < 0:
-        raise SpecError("a number of checkpoints to keep cannot be negative.", got=f"keep = {keep}")
-    directory = Path(directory)
-    mine = everyone(lambda: _snapshot(state), doing="taking the state to save")
-    doing = f"saving step {mine.step} to {directory}"
-    needed_bytes = _agreed_bytes(mine)
-    target = step_directory(directory, mine.step)
-    temporary = first(
-        lambda: _begin(target, mine, needed_bytes=needed_bytes, free_bytes=free_bytes), doing=doing
-    )
-    if temporary is None:
-        return target
-    try:
-        everyone(lambda: _see(temporary), doing=doing)
-        everyone(lambda: _write(mine, temporary), doing=doing)
-        first(lambda: _commit(mine, temporary, target=target, plan=plan), doing=doing)
-    except CheckpointError:
-        retention.remove(temporary)
-        raise
-    first(lambda: retention.prune(directory, keep=keep, step=mine.step), doing="removing old checkpoints")
-    return target
+    saving = Saving(place_of(directory), keep=keep, keep_every=keep_every, layout=layout, plan=plan)
+    snapshot = everyone(lambda: take_snapshot(state), doing="taking the state to save")
+    return saving.run(snapshot)
 
 
 @dataclass(frozen=True)
-class _Snapshot:
+class Snapshot:
+    """A state to save, as this rank holds it: nothing may change its tensors until they are written."""
+
     step: int
     values: dict[str, JsonValue]
     tensors: dict[str, Tensor]
 
 
-def _snapshot(state: Checkpointable) -> _Snapshot:
+@dataclass(frozen=True)
+class Saving:
+    """How and where snapshots are saved. See `save` for the fields."""
+
+    place: Place
+    keep: int = 0
+    keep_every: int = 0
+    layout: Layout = "sharded"
+    plan: Plan | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("keep", self.keep), ("keep_every", self.keep_every)):
+            if value < 0:
+                raise SpecError(
+                    "a number of checkpoints to keep cannot be negative.", got=f"{name} = {value}"
+                )
+
+    def run(self, mine: Snapshot, *, group: Group = None) -> Path | str:
+        """Writes and commits. Collective, over `group`: the default one, for None. Raises as `save` does."""
+        doing = f"saving step {mine.step} to {self.place}"
+        needed_bytes = _agreed_bytes(mine, group)
+        with ExitStack() as held:
+            draft = first(
+                lambda: self._begin(held, mine, needed_bytes=needed_bytes), doing=doing, group=group
+            )
+            if isinstance(draft, Path | str):
+                return draft
+            try:
+                target = self._written(mine, draft, doing=doing, group=group)
+            except CheckpointError:
+                if rank() == 0:
+                    self.place.discard(draft)
+                raise
+            first(lambda: self._prune(mine.step), doing="removing old checkpoints", group=group)
+        return target
+
+    def _begin(self, held: ExitStack, mine: Snapshot, *, needed_bytes: int) -> Files | Path | str:
+        """On rank 0: an empty draft, which nobody else may make until `held` ends; or where the step lies."""
+        held.enter_context(self.place.writing())
+        there = next((files for step, files in self.place.steps() if step == mine.step), None)
+        if there is not None and self._is_whole(there, mine):
+            return location(there)
+        return self.place.begin(mine.step, needed_bytes=needed_bytes)
+
+    def _is_whole(self, there: Files, mine: Snapshot) -> bool:
+        """True where `there` is this step, whole. A broken one is set aside; another model is refused."""
+        try:
+            manifest = verify(there)
+        except DamagedCheckpointError as error:
+            aside = self.place.set_aside(there)
+            logger.warning("%s is not whole (%s); renamed to %s", there, error.got, aside)
+            return False
+        _require_same_model(there, manifest, mine=mine)
+        return True
+
+    def _written(self, mine: Snapshot, draft: Files, *, doing: str, group: Group) -> Path | str:
+        everyone(lambda: _see(draft), doing=doing, group=group)
+        metadata: Metadata | None = None
+        if self.layout == "ranks":
+            own_files = everyone(lambda: ranks_layout.write(mine.tensors, draft), doing=doing, group=group)
+        else:
+            own_files, metadata = everyone(
+                lambda: storage.write(mine.tensors, draft, group=group), doing=doing, group=group
+            )
+        files = {name: file for part in gathered(own_files, group=group) for name, file in part.items()}
+        tensors = _all_names(mine, group) if self.layout == "ranks" else {}
+        return first(
+            lambda: self._commit(
+                mine, draft, files=files, tensors=tensors or _written_tensors(metadata, files)
+            ),
+            doing=doing,
+            group=group,
+        )
+
+    def _commit(
+        self, mine: Snapshot, draft: Files, *, files: dict[str, SavedFile], tensors: dict[str, SavedTensor]
+    ) -> Path | str:
+        """On rank 0: the manifest, and what makes it a checkpoint."""
+        writer = draft.read(WRITER)
+        files[WRITER] = SavedFile(size_bytes=len(writer), digest=digest(writer))
+        manifest = Manifest(
+            step=mine.step,
+            values=mine.values,
+            layout=self.layout,
+            tensors=tensors,
+            files=dict(sorted(files.items())),
+            world_size=world_size(),
+            torch_version=torch.__version__,
+            fullshard_version=_own_version(),
+            plan=None if self.plan is None else self.plan.model_dump(mode="json"),
+        )
+        target = self.place.commit(draft, manifest)
+        logger.info("saved %s (%s)", target, format_bytes(manifest.size_bytes))
+        return location(target)
+
+    def _prune(self, step: int) -> None:
+        prune(self.place, keep=self.keep, keep_every=self.keep_every, step=step)
+
+
+def take_snapshot(state: Checkpointable) -> Snapshot:
+    """What `state` holds now, checked to be something that can be saved. Its tensors are the state's own."""
     tensors = state.tensors()
     for name, tensor in tensors.items():
         problem = _unsavable(tensor)
         if problem:
             raise CheckpointError(f"the tensor {name!r} cannot be saved.", got=problem)
+    _require_numbers(tensors)
     try:
         values = _VALUES.validate_python(state.values())
         json.dumps(values, allow_nan=False)
@@ -105,7 +197,29 @@ def _snapshot(state: Checkpointable) -> _Snapshot:
             got=f"{reason}",
             why="they go into a JSON file: strings, finite numbers, booleans, null, lists and objects",
         ) from error
-    return _Snapshot(state.step, values, tensors)
+    return Snapshot(state.step, values, tensors)
+
+
+def _require_numbers(tensors: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError for a model that holds NaN: it would push out the last useful checkpoint.
+
+    Infinities pass: masks are made of them.
+    """
+    shards = {n: local_shard(t) for n, t in tensors.items() if n.startswith(MODEL_PREFIX)}
+    shards = {n: t for n, t in shards.items() if t.dtype in _NORMED and t.numel()}
+    by_device: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    for name, shard in shards.items():
+        by_device.setdefault((shard.device, shard.dtype), []).append(name)
+    for names in by_device.values():
+        largest = torch._foreach_norm([shards[n] for n in names], math.inf)  # pyright: ignore[reportPrivateUsage]
+        for name, value in zip(names, torch.stack(list(largest)).tolist(), strict=True):
+            if math.isnan(value):
+                raise CheckpointError(
+                    f"{name} is not saved.",
+                    got="NaN in it",
+                    why="a run that goes on from it would be lost",
+                    fix="an older checkpoint, and a look at the steps before",
+                )
 
 
 def _unsavable(tensor: object) -> str | None:
@@ -120,11 +234,11 @@ def _unsavable(tensor: object) -> str | None:
     return None
 
 
-def _agreed_bytes(mine: _Snapshot) -> int:
+def _agreed_bytes(mine: Snapshot, group: Group) -> int:
     """About how many bytes all ranks will write. Raises CheckpointError where ranks hold different states."""
     text = json.dumps(mine.values, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    facts = gathered((mine.step, digest, sum(map(_share_bytes, mine.tensors.values()))))
+    facts = gathered((mine.step, digest, sum(map(_share_bytes, mine.tensors.values()))), group=group)
     for other, (step, values, _) in enumerate(facts):
         if step != facts[0][0]:
             raise CheckpointError(
@@ -148,99 +262,43 @@ def _share_bytes(tensor: Tensor) -> float:
     return (tensor.nbytes + _ENVELOPE_BYTES) / world_size()
 
 
-def _begin(
-    target: Path, mine: _Snapshot, *, needed_bytes: int, free_bytes: Callable[[Path], int]
-) -> Path | None:
-    """On rank 0: a new temporary directory beside `target`; None where `target` holds this step already."""
-    directory = target.parent
-    disk.make_directory(directory)
-    if _is_there(target, mine):
-        return None
-    retention.collect_leftovers(directory)
-    disk.require_space(target, needed_bytes=needed_bytes, available_bytes=free_bytes(directory))
-    temporary = directory / retention.temporary_name(mine.step)
-    temporary.mkdir()
-    try:
-        disk.write_new(
-            temporary / retention.WRITER, retention.WriterProcess.this().model_dump_json().encode()
-        )
-    except OSError:
-        retention.remove(temporary)
-        raise
-    return temporary
-
-
-def _is_there(target: Path, mine: _Snapshot) -> bool:
-    """True where `target` is this step, whole. A broken one is set aside; another model is refused."""
-    if not os.path.lexists(target):
-        return False
-    if not target.is_dir():
-        raise CheckpointError(f"{target} is in the way.", got="a file", fix="move it elsewhere")
-    try:
-        manifest = verify(target)
-    except CheckpointError as error:
-        logger.warning("%s is not whole (%s); renamed to %s", target, error.got, retention.set_aside(target))
-        return False
+def _require_same_model(there: Files, manifest: Manifest, *, mine: Snapshot) -> None:
     model = {n: SavedTensor.of(tensor) for n, tensor in mine.tensors.items() if n.startswith(MODEL_PREFIX)}
     if model != manifest.model_tensors:
         other = {name for name, _ in model.items() ^ manifest.model_tensors.items()}
         raise CheckpointError(
-            f"{target} exists, and holds another model.",
+            f"{there} exists, and holds another model.",
             got=f"{len(other)} tensors are others, or are in one of the two alone: {min(other)} …",
             why="a checkpoint is never overwritten",
             fix="another directory for this run",
         )
     changed = sorted(name for name in mine.values if manifest.values.get(name) != mine.values[name])
     if changed:
-        logger.warning("%s exists and is kept, although these values changed: %s", target, ", ".join(changed))
+        logger.warning("%s exists and is kept, although these values changed: %s", there, ", ".join(changed))
     else:
-        logger.info("%s exists already", target)
-    return True
+        logger.info("%s exists already", there)
 
 
-def _see(temporary: Path) -> None:
-    if not (temporary / retention.WRITER).is_file():
+def _see(draft: Files) -> None:
+    if WRITER not in draft.sizes():
         raise CheckpointError(
-            f"{temporary.parent} is not the same directory on all ranks.",
-            got=f"no {temporary.name} there, which rank 0 has just made",
+            "the directory of checkpoints is not the same on all ranks.",
+            got=f"no {draft} there, which rank 0 has just made",
             fix="a directory on a file system that all machines share",
         )
 
 
-def _write(mine: _Snapshot, temporary: Path) -> None:
-    """This rank's shards, down to the disk."""
-    storage.write(mine.tensors, temporary)
-    # The machine that wrote a file must flush it, and its own view of the directory.
-    for path in temporary.glob(f"__{rank()}_*"):
-        disk.flush(path)
-    disk.flush(temporary)
+def _all_names(mine: Snapshot, group: Group) -> dict[str, SavedTensor]:
+    """Every tensor of any rank: mostly all hold the same, and little is sent."""
+    common = first(lambda: sorted(mine.tensors), doing="gathering names", group=group)
+    own = {n: SavedTensor.of(t) for n, t in mine.tensors.items() if rank() == 0 or n not in set(common)}
+    return {name: one for part in gathered(own, group=group) for name, one in sorted(part.items())}
 
 
-def _commit(mine: _Snapshot, temporary: Path, *, target: Path, plan: Plan | None) -> None:
-    """On rank 0: the manifest, and the rename that makes it a checkpoint."""
-    metadata = storage.opened(temporary).read_metadata()
-    sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
-    tensors = _written_tensors(metadata, sizes)
-    manifest = Manifest(
-        step=mine.step,
-        values=mine.values,
-        tensors=tensors,
-        files={name: SavedFile(size_bytes=size) for name, size in sizes.items()},
-        world_size=world_size(),
-        torch_version=torch.__version__,
-        fullshard_version=_own_version(),
-        plan=None if plan is None else plan.model_dump(mode="json"),
-    )
-    disk.flush(temporary / ".metadata")
-    disk.write_new(temporary / MANIFEST, (manifest.model_dump_json(indent=1) + "\n").encode())
-    disk.flush(temporary)
-    temporary.rename(target)
-    disk.flush(target.parent)
-    logger.info("saved %s (%s)", target, format_bytes(sum(sizes.values())))
-
-
-def _written_tensors(metadata: Metadata, sizes: dict[str, int]) -> dict[str, SavedTensor]:
+def _written_tensors(metadata: Metadata | None, files: Mapping[str, SavedFile]) -> dict[str, SavedTensor]:
     """Every tensor of DCP's metadata. Raises CheckpointError where a part of one is in no file."""
+    assert metadata is not None, "rank 0 has it"
+    sizes = {name: file.size_bytes for name, file in files.items()}
     tensors: dict[str, SavedTensor] = {}
     for name, tensor in sorted(metadata.state_dict_metadata.items()):
         assert isinstance(tensor, TensorStorageMetadata), f"{name} was checked to be a tensor"

@@ -1,80 +1,229 @@
-"""DCP's file storage, whose failures wait until all ranks can hear of them.
+"""DCP's storage: shards are written with their digests, and verified while they are read.
 
-DCP sends a rank's exception to the coordinator by pickling it, and hangs where that fails; and it loses the
-cause, which is where torch keeps the operating system's word. So a failure to write or to read is kept here,
-and raised by `finish`. See [Note: failures are agreed on].
+DCP sends a rank's exception to the coordinator by pickling it, and hangs where that fails. So a failure to
+write or to read is kept here, and raised by `finish`. See [Note: failures are agreed on].
 """
 
+import io
+import itertools
+import pickle
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from fullshard.checkpoint.agreement import Attempt, distributed
+from fullshard.checkpoint.agreement import Attempt, Group, distributed, rank
+from fullshard.checkpoint.files import Files, write_file
+from fullshard.checkpoint.manifest import METADATA, Manifest, SavedFile, lost_or_denied, read_verified
+from fullshard.checkpoint.pieces import SUFFIX, Piece, PieceFile, PieceTable, digest, read_part
+from fullshard.errors import DamagedCheckpointError
 
 T = TypeVar("T")
 
 
-class Writer(FileSystemWriter):
-    """Writes this rank's shards into one file of the directory `path`."""
+def data_file(rank: int) -> str:
+    """The name that DCP gives to a rank's first file."""
+    return f"__{rank}_0.distcp"
 
-    def __init__(self, path: Path) -> None:
-        # One thread: DCP swallows the errors of others (pytorch#191391). No sync: DCP's comes before its
-        # flush, so whoever calls `write` flushes the files afterwards.
-        super().__init__(path, thread_count=1, sync_files=False, overwrite=False)
+
+class Writer(StorageWriter):
+    """Writes this rank's shards into one data file of a draft, and their table beside.
+
+    `written`: both as the manifest has them, and on rank 0 DCP's metadata.
+    """
+
+    def __init__(self, draft: Files) -> None:
+        self.draft = draft
         self.attempt = Attempt()
+        self.written: dict[str, SavedFile] = {}
+        self.metadata: Metadata | None = None
+
+    def reset(self, checkpoint_id: object = None) -> None: ...
+
+    def set_up_storage_writer(
+        self,
+        is_coordinator: bool,
+        *args: object,
+        **kwargs: object,  # signature: DCP's StorageWriter
+    ) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        written: list[WriteResult] = []
+        results: list[WriteResult] = []
         with self.attempt:
-            written = super().write_data(plan, planner).value()
-        return _done(written)
+            name = data_file(rank())
+            # One after the other: a shard on a GPU is on the host while it is written, and no longer.
+            shards = (
+                (item.index.fqn, tuple(item.index.offset or ()), planner.resolve_data(item))
+                for item in plan.items
+            )
+            pieces, self.written = write_shards(self.draft, name, shards=cast(Shards, shards))
+            for item, piece in zip(plan.items, pieces, strict=True):
+                info = filesystem._StorageInfo(name, piece.offset, piece.length)  # pyright: ignore[reportPrivateUsage]
+                results.append(WriteResult(index=item.index, size_in_bytes=piece.length, storage_data=info))
+        return _done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """As DCP's own storage writes it, so that DCP's own reads it."""
+        with self.attempt:
+            metadata.storage_data = {one.index: one.storage_data for many in results for one in many}
+            metadata.storage_meta = None
+            if hasattr(metadata, "version"):
+                metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+            self.metadata = metadata
+            self.written[METADATA] = _write_small(self.draft, METADATA, data=pickle.dumps(metadata))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        return True
 
 
-class Reader(FileSystemReader):
-    """Reads from the checkpoint `path`; its metadata is read once."""
+Shards = Iterable[tuple[str, Sequence[int], Tensor]]
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+
+def write_shards(draft: Files, name: str, *, shards: Shards) -> tuple[Sequence[Piece], dict[str, SavedFile]]:
+    """Writes (tensor's name, where the shard begins in it, shard) into the data file `name`, and its table.
+
+    Returns the pieces, in the order of the shards, and what the manifest says of both. No shard, no file.
+    """
+    shards = iter(shards)
+    some = next(shards, None)
+    if some is None:
+        return (), {}
+    with draft.create(name) as file, _without_zip_checksums():
+        pieces = PieceFile(file)
+        for tensor_name, index, shard in itertools.chain([some], shards):
+            pieces.add(tensor_name, shard.detach().cpu(), index=index)
+    table = pieces.table
+    described = _write_small(draft, f"{name}{SUFFIX}", data=table.model_dump_json().encode())
+    return table.pieces, {name: SavedFile(size_bytes=table.size_bytes), f"{name}{SUFFIX}": described}
+
+
+def _write_small(draft: Files, name: str, *, data: bytes) -> SavedFile:
+    write_file(draft, name, data=data)
+    return SavedFile(size_bytes=len(data), digest=digest(data))
+
+
+class Reader(StorageReader):
+    """Reads from a checkpoint, and verifies whatever it reads."""
+
+    def __init__(self, files: Files, manifest: Manifest) -> None:
+        self.files, self.manifest = files, manifest
         self.attempt = Attempt()
         self._metadata: Metadata | None = None
+        self._tables: dict[str, PieceTable] = {}
+        self._buffer = memoryview(b"")
+
+    def reset(self, checkpoint_id: object = None) -> None: ...
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:  # signature: DCP's StorageReader
         if self._metadata is None:
-            self._metadata = super().read_metadata(*args, **kwargs)
+            data = read_verified(self.files, self.manifest, name=METADATA)
+            self._metadata = _unpickled(data, source=f"{self.files}/{METADATA}")
         return self._metadata
+
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,
+        is_coordinator: bool,
+        *args: object,
+        **kwargs: object,  # signature: DCP's
+    ) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with self.attempt:
-            super().read_data(plan, planner)
+            places = self.read_metadata().storage_data
+
+            def place(index: MetadataIndex) -> tuple[str, int]:
+                return places[index].relative_path, places[index].offset
+
+            items = sorted(plan.items, key=lambda item: place(item.storage_index))  # from begin to end
+            for name, group in itertools.groupby(items, key=lambda item: place(item.storage_index)[0]):
+                pieces = {piece.offset: piece for piece in self.table(name).pieces}
+                with self.opened(name) as file:
+                    for item in group:
+                        piece = pieces.get(place(item.storage_index)[1])
+                        target = planner.resolve_tensor(item).detach()
+                        self.read_part(file, piece, offsets=item.storage_offsets, target=target)
+                        planner.commit_tensor(item, target)
         return _done(None)
 
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        return True
 
-def write(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Writes this rank's part of `tensors` into the directory `path`. Collective, where ranks are.
+    def table(self, name: str) -> PieceTable:
+        """The table of a data file."""
+        if name not in self._tables:
+            data = read_verified(self.files, self.manifest, name=f"{name}{SUFFIX}")
+            self._tables[name] = PieceTable.decoded(data, source=f"{self.files}/{name}{SUFFIX}")
+            if len(self._buffer) < self._tables[name].block_bytes:
+                self._buffer = memoryview(bytearray(self._tables[name].block_bytes))
+        return self._tables[name]
+
+    @contextmanager
+    def opened(self, name: str) -> Generator[BinaryIO]:
+        """A data file. What the operating system says while it is read, is said as of a checkpoint."""
+        try:
+            with self.files.open(name) as file:
+                yield file
+        except OSError as error:
+            raise lost_or_denied(error, f"{self.files} cannot be read.", name=name) from error
+
+    def read_part(
+        self, file: BinaryIO, piece: Piece | None, *, offsets: Sequence[int], target: Tensor
+    ) -> None:
+        """See `pieces.read_part`."""
+        if piece is None or piece.dtype != str(target.dtype).removeprefix("torch."):
+            raise DamagedCheckpointError(
+                f"{self.files} is damaged.", got=f"{METADATA} and the tables of pieces say different things"
+            )
+        block_bytes = len(self._buffer)
+        read_part(file, piece, offsets=offsets, target=target, block_bytes=block_bytes, buffer=self._buffer)
+
+
+def write(
+    tensors: Mapping[str, Tensor], draft: Files, *, group: Group = None
+) -> tuple[dict[str, SavedFile], Metadata | None]:
+    """Writes this rank's part of `tensors` into `draft`. Collective, where ranks are.
+
+    Returns the files that this rank wrote, and on rank 0 DCP's metadata.
 
     May raise on one rank alone: call it within `everyone`.
     """
-    writer = Writer(path)
+    writer = Writer(draft)
     with _single_process_is_meant():
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=not distributed())
+        dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=not distributed())
     writer.attempt.finish()
+    return writer.written, writer.metadata
 
 
-def opened(path: Path) -> Reader:
-    """A reader of the checkpoint `path`, whose metadata it has read. Raises what that raises."""
-    reader = Reader(path)
-    reader.read_metadata()
+def opened(files: Files, manifest: Manifest) -> Reader:
+    """A reader of a checkpoint, whose metadata it has read. Raises what that raises."""
+    reader = Reader(files, manifest)
+    if manifest.layout == "sharded":
+        reader.read_metadata()
     return reader
 
 
@@ -94,6 +243,42 @@ def _single_process_is_meant() -> Generator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
+
+
+@contextmanager
+def _without_zip_checksums() -> Generator[None]:
+    """torch.save writes zip archives, whose CRC-32 costs more than our digests, and nothing reads it."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes what DCP's metadata is made of, and nothing else: an open pickle can run code."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        found = super().find_class(module_name, global_name)
+        ours = module_name in (
+            "torch.distributed.checkpoint.metadata",
+            "torch.distributed.checkpoint.filesystem",
+        ) and isinstance(found, type)
+        named = (module_name, global_name) in (("torch", "Size"), ("torch.serialization", "_get_layout"))
+        if ours or named or isinstance(found, torch.dtype | torch.layout | torch.memory_format):
+            return found
+        raise pickle.UnpicklingError(f"{module_name}.{global_name} does not belong there")
+
+
+def _unpickled(data: bytes, *, source: str) -> Metadata:
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+    except (pickle.UnpicklingError, AttributeError, ImportError, EOFError, IndexError, TypeError) as error:
+        raise DamagedCheckpointError(f"{source} is damaged.", got=str(error)) from error
+    if not isinstance(metadata, Metadata):
+        raise DamagedCheckpointError(f"{source} is damaged.", got=type(metadata).__name__)
+    return metadata
 
 
 def _done(value: T) -> Future[T]:

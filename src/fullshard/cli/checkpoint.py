@@ -1,24 +1,25 @@
-"""`fullshard ckpt list` and `fullshard ckpt export`."""
+"""`fullshard ckpt list | verify | diff | export`."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+if TYPE_CHECKING:
+    from fullshard.checkpoint.files import Files
+    from fullshard.checkpoint.place import Place
+
 
 def list_checkpoints(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run's directory, or its checkpoints.")],
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or its checkpoints.")],
     as_json: Annotated[bool, typer.Option("--json", help="As a JSON list.")] = False,
 ) -> None:
     """List the checkpoints of a run, and which of them are whole."""
-    from fullshard.checkpoint.manifest import step_directories
-    from fullshard.errors import CheckpointError
-
-    place = _checkpoints_in(directory)
-    if not place.is_dir():
-        raise CheckpointError(f"{place} is no directory.", fix="the run's directory, such as runs/default")
-    rows = [_describe(path) for _, path in reversed(step_directories(place))]
+    place = _place(directory)
+    rows = [_describe(files) for _, files in reversed(place.steps())]
     if as_json:
         typer.echo(json.dumps(rows))
     elif rows:
@@ -27,9 +28,56 @@ def list_checkpoints(
         typer.echo(f"no checkpoint in {place}", err=True)
 
 
+def verify_checkpoints(
+    directory: Annotated[
+        str,
+        typer.Argument(metavar="DIR", help="A checkpoint; or a run's directory, for all of its checkpoints."),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="As a JSON list.")] = False,
+) -> None:
+    """Read every byte of checkpoints; name what is not as it was saved, and the tensors it touches."""
+    from fullshard.checkpoint.inspection import damages
+    from fullshard.checkpoint.manifest import MANIFEST
+    from fullshard.errors import CheckpointError
+
+    place = _place(directory)
+    one = place.one()
+    checkpoints = [one] if MANIFEST in one.sizes() else [files for _, files in reversed(place.steps())]
+    if not checkpoints:
+        raise CheckpointError(f"no checkpoint in {place}.", fix="the run's directory, such as runs/default")
+    found = {str(files): list(damages(files)) for files in checkpoints}
+    if as_json:
+        typer.echo(json.dumps({name: [asdict(one) for one in many] for name, many in found.items()}))
+    else:
+        for name, many in found.items():
+            typer.echo(f"{name}  {'DAMAGED' if many else 'whole'}")
+            for damage in many:
+                touched = _some(damage.tensors)
+                typer.echo(f"  {damage.file}: {damage.what}{f'; touches {touched}' if touched else ''}")
+    if any(found.values()):
+        raise typer.Exit(CheckpointError.exit_code)
+
+
+def diff_checkpoints(
+    one: Annotated[str, typer.Argument(metavar="ONE", help="A checkpoint.")],
+    other: Annotated[str, typer.Argument(metavar="OTHER", help="Another; ranks and strategy may differ.")],
+) -> None:
+    """Show where two checkpoints differ, tensor by tensor. Exits with 1 if they do."""
+    from fullshard.checkpoint.inspection import differences
+    from fullshard.checkpoint.load import find
+
+    lines = 0
+    for line in differences(find(_place(one))[0], find(_place(other))[0]):
+        typer.echo(line)
+        lines += 1
+    if lines:
+        raise typer.Exit(1)
+    typer.echo("the same bits")
+
+
 def export_checkpoint(
     source: Annotated[
-        Path,
+        str,
         typer.Argument(metavar="CHECKPOINT", help="A checkpoint; or a run's directory, for its newest."),
     ],
     target: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.")],
@@ -37,33 +85,47 @@ def export_checkpoint(
     """Write the model of a checkpoint as one safetensors file."""
     from fullshard.checkpoint.export import export
 
-    export(_checkpoints_in(source), target)
+    export(_place(source), target)
     typer.echo(f"{target}")
 
 
-def _checkpoints_in(directory: Path) -> Path:
+def _place(directory: str) -> "Place":
     """A run keeps its checkpoints in a directory of that name."""
-    inner = directory / "checkpoints"
-    return inner if inner.is_dir() else directory
+    from fullshard.checkpoint.place import place_of
+    from fullshard.errors import CheckpointError
+
+    inner = place_of(directory if "://" in directory else Path(directory) / "checkpoints")
+    place = inner if inner.exists() else place_of(directory)
+    if not place.exists():
+        raise CheckpointError(f"{place} is no directory.", fix="the run's directory, such as runs/default")
+    return place
 
 
-def _describe(path: Path) -> dict[str, object]:
-    """A row: `problem` is None where the checkpoint is whole."""
+def _describe(files: "Files") -> dict[str, object]:
+    """A row: `problem` is None where the checkpoint is whole, as far as sizes tell."""
     from fullshard.checkpoint.manifest import verify
     from fullshard.errors import CheckpointError
 
     try:
-        manifest = verify(path)
+        manifest = verify(files)
     except CheckpointError as error:
-        return {"path": str(path), "problem": f"{error.got or error.what}"}
+        return {"path": str(files), "problem": f"{error.got or error.what}"}
+    plan: Any = manifest.plan or {}
     return {
-        "path": str(path),
+        "path": str(files),
         "problem": None,
         "step": manifest.step,
         "tokens": manifest.values.get("tokens"),
         "ranks": manifest.world_size,
-        "bytes": sum(file.size_bytes for file in manifest.files.values()),
+        "strategy": plan.get("strategy"),
+        "layout": manifest.layout,
+        "bytes": manifest.size_bytes,
     }
+
+
+def _some(names: Sequence[str], *, shown: int = 3) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{', '.join(names[:shown])}{more}"
 
 
 def _table(rows: list[dict[str, object]]) -> str:
@@ -78,5 +140,8 @@ def _table(rows: list[dict[str, object]]) -> str:
         tokens = row["tokens"]
         trained = format_count(tokens) if isinstance(tokens, int) else "?"
         size = format_bytes(int(str(row["bytes"])))
-        lines.append(f"{name}  {trained:>6} tokens  {row['ranks']:>4} ranks  {size:>11}")
+        strategy = row["strategy"] or ""
+        lines.append(
+            f"{name}  {trained:>6} tokens  {row['ranks']:>4} ranks  {strategy:<18}  {size:>11}".rstrip()
+        )
     return "\n".join(lines)

@@ -39,6 +39,8 @@ def _app() -> typer.Typer:
     app.command("version")(version.version)
     checkpoints = _group("List and export checkpoints.")
     checkpoints.command("list")(checkpoint.list_checkpoints)
+    checkpoints.command("verify")(checkpoint.verify_checkpoints)
+    checkpoints.command("diff")(checkpoint.diff_checkpoints)
     checkpoints.command("export")(checkpoint.export_checkpoint)
     app.add_typer(checkpoints, name="ckpt")
     benches = _group("Measure on this machine.")

@@ -1,0 +1,84 @@
+"""The files of one checkpoint, wherever they lie."""
+
+import errno
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from fullshard.checkpoint import disk
+
+
+class Files(Protocol):
+    """The files of one checkpoint, whole or being written. Every method may raise OSError.
+
+    A value that can be sent to other ranks (pickled). `str()` is what people are shown and can give back.
+    """
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """File name -> bytes; empty where there is nothing."""
+        ...
+
+    def read(self, name: str) -> bytes:
+        """All of a small file."""
+        ...
+
+    def open(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """A file to read from: `seek` and `readinto`."""
+        ...
+
+    def create(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """A file that must not be there yet; it is down to the disk when the block ends well."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalFiles:
+    """A directory on a file system."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def sizes(self) -> dict[str, int]:
+        if not self.path.is_dir():
+            return {}
+        return {path.name: path.stat().st_size for path in sorted(self.path.iterdir())}
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+    @contextmanager
+    def open(self, name: str) -> Generator[BinaryIO]:
+        # Unbuffered: what reads asks for whole blocks.
+        with (self.path / name).open("rb", buffering=0) as file:
+            yield file  # pyright: ignore[reportReturnType]  # a FileIO, which is no BinaryIO to typeshed
+
+    @contextmanager
+    def create(self, name: str) -> Generator[BinaryIO]:
+        path = self.path / name
+        with disk.created(path) as file:
+            yield file
+        disk.flush(self.path)
+
+
+def write_file(files: Files, name: str, *, data: bytes) -> None:
+    """Writes a new file, down to the disk."""
+    with files.create(name) as file:
+        file.write(data)
+
+
+def is_lost(error: OSError) -> bool:
+    """Whether the disk says that the bytes are gone. A file that one rank cannot find, others may."""
+    return error.errno in (errno.EIO, errno.ENODATA, errno.EUCLEAN)

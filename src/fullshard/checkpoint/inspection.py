@@ -1,0 +1,166 @@
+"""Every byte of a checkpoint against its digest, and two checkpoints against each other."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor
+
+from fullshard.checkpoint import storage
+from fullshard.checkpoint.agreement import alone
+from fullshard.checkpoint.files import Files
+from fullshard.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    SavedTensor,
+    files_of,
+    lost_or_denied,
+    read_manifest,
+    read_verified,
+)
+from fullshard.checkpoint.pieces import SUFFIX, PieceTable, verified_blocks
+from fullshard.errors import CheckpointError, DamagedCheckpointError
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with one file. `tensors`: those that it touches; all, where it may be any."""
+
+    file: str
+    what: str
+    tensors: tuple[str, ...]
+
+
+def damages(checkpoint: Files | str | Path) -> Iterator[Damage]:
+    """Reads every byte of a checkpoint, and gives what differs from what was saved; nothing, if it is whole.
+
+    Raises CheckpointError where it cannot be read at all (permissions, another format).
+    """
+    files = files_of(checkpoint)
+    try:
+        manifest = read_manifest(files)
+    except DamagedCheckpointError as error:
+        yield Damage(MANIFEST, _said(error), ())
+        return
+    sizes = files.sizes()
+    data_files = set(manifest.data_files)
+    for name, saved in manifest.files.items():
+        if sizes.get(name) != saved.size_bytes:
+            found = f"{sizes[name]} bytes" if name in sizes else "no such file"
+            yield Damage(
+                name, f"{found}; {saved.size_bytes} were saved", _touched(files, manifest, name=name)
+            )
+        elif name in data_files:
+            yield from _in_data_file(files, manifest, name=name)
+        else:
+            yield from _in_small_file(files, manifest, name=name)
+    for name in sorted(set(sizes) - set(manifest.files) - {MANIFEST}):
+        yield Damage(name, "not of this checkpoint", ())
+
+
+def differences(one: Files | str | Path, other: Files | str | Path) -> Iterator[str]:
+    """Where two checkpoints differ, a line each: values, names, shapes, and elements. Streams, and holds two
+    tensors at most.
+
+    Raises CheckpointError where one cannot be read or is damaged.
+    """
+    readers = [_reader(files_of(files)) for files in (one, other)]
+    left, right = (reader.manifest for reader in readers)
+    for key in sorted(left.values.keys() | right.values.keys()):
+        a, b = left.values.get(key), right.values.get(key)
+        if a != b:
+            yield f"{key}: {_short(a)} | {_short(b)}"
+    for name in sorted(left.tensors.keys() | right.tensors.keys()):
+        a, b = left.tensors.get(name), right.tensors.get(name)
+        if a != b:
+            yield f"{name}: {a or 'absent'} | {b or 'absent'}"
+        elif a is not None:
+            line = _between(*(_whole(reader, name, saved=a) for reader in readers))
+            if line:
+                yield f"{name}: {line}"
+
+
+def _reader(files: Files) -> storage.Reader:
+    manifest = read_manifest(files)
+    if manifest.layout == "ranks":
+        raise CheckpointError(
+            f"{files} cannot be compared.",
+            got='layout = "ranks"',
+            why="its tensors are in parts, each a rank's own",
+        )
+    return alone(lambda: storage.opened(files, manifest), doing=f"reading {files}")
+
+
+def _whole(reader: storage.Reader, name: str, *, saved: SavedTensor) -> Tensor:
+    tensor = torch.empty(saved.shape, dtype=saved.torch_dtype)
+    alone(lambda: storage.read({name: tensor}, reader, alone=True), doing=f"reading {name} of {reader.files}")
+    return tensor
+
+
+def _between(a: Tensor, b: Tensor) -> str | None:
+    """Bits, not numbers: NaN equals NaN, and -0.0 differs from 0.0."""
+    if not a.numel():
+        return None
+    bits = [tensor.reshape(-1, 1).view(torch.uint8) for tensor in (a, b)]
+    changed = int((bits[0] != bits[1]).any(dim=1).sum())
+    if not changed:
+        return None
+    line = f"{changed} of {a.numel()} elements differ"
+    if a.is_floating_point():
+        line += f", by at most {(a.double() - b.double()).abs().max().item():.3g}"
+    return line
+
+
+def _short(value: JsonValue) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _in_small_file(files: Files, manifest: Manifest, *, name: str) -> Iterator[Damage]:
+    try:
+        read_verified(files, manifest, name=name)
+    except CheckpointError as error:
+        yield Damage(name, _said(error), _touched(files, manifest, name=name))
+
+
+def _in_data_file(files: Files, manifest: Manifest, *, name: str) -> Iterator[Damage]:
+    try:
+        table = _table(files, manifest, data_file=name)
+    except CheckpointError:
+        return  # the table is damaged, and is told so where its own turn comes
+    buffer = memoryview(bytearray(max(table.block_bytes, 1)))
+    try:
+        with files.open(name) as file:
+            for piece in table.pieces:
+                try:
+                    for _ in verified_blocks(file, piece, block_bytes=table.block_bytes, buffer=buffer):
+                        pass
+                except DamagedCheckpointError as error:
+                    yield Damage(name, _said(error), (piece.name,))
+    except OSError as error:
+        told = lost_or_denied(error, f"{files} cannot be read.", name=name)
+        yield Damage(name, _said(told), _touched(files, manifest, name=name))
+
+
+def _said(error: CheckpointError) -> str:
+    return str(error.got or error.what)
+
+
+def _touched(files: Files, manifest: Manifest, *, name: str) -> tuple[str, ...]:
+    """The tensors in a file, or in the one that it is the table of; all, for what is needed to read any."""
+    data_file = name.removesuffix(SUFFIX)
+    if data_file not in manifest.data_files:
+        return tuple(manifest.tensors) if name.startswith(".") else ()
+    try:
+        return tuple(
+            dict.fromkeys(piece.name for piece in _table(files, manifest, data_file=data_file).pieces)
+        )
+    except CheckpointError:
+        return tuple(manifest.tensors)
+
+
+def _table(files: Files, manifest: Manifest, *, data_file: str) -> PieceTable:
+    data = read_verified(files, manifest, name=f"{data_file}{SUFFIX}")
+    return PieceTable.decoded(data, source=f"{files}/{data_file}{SUFFIX}")

@@ -1,0 +1,230 @@
+"""The bytes of a data file, and their digests: what makes a flipped bit a named one.
+
+    __0_0.distcp           piece | piece | …      a piece is one shard of a tensor, as `torch.save` writes it
+    __0_0.distcp.pieces    which piece lies where, and a digest of every block of it (JSON)
+
+A digest is XXH3 of 128 bits (https://xxhash.com; it is against chance, not against malice), taken of the
+bytes as they are *meant*, on their way to the disk. Blocks are cut from the start of each piece, so
+that a part of a large one is verified without reading all of it.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO, Self, cast
+
+import numpy as np
+import torch
+import xxhash
+from pydantic import NonNegativeInt, PositiveInt, ValidationError
+from torch import Tensor
+
+from fullshard.errors import DamagedCheckpointError
+from fullshard.spec.value import Value
+
+BLOCK_BYTES = 16 << 20
+SUFFIX = ".pieces"
+
+
+def digest(data: bytes | bytearray | memoryview) -> str:
+    """32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+class Piece(Value):
+    """One shard of the tensor `name`, `length` bytes from `offset` of its file.
+
+    `index`: where the shard begins in the whole tensor; `shape`: its own. `data_offset`: where, from
+    the piece's start, its elements lie, row-major and without gaps; the bytes around are torch.save's.
+    """
+
+    name: str
+    index: tuple[NonNegativeInt, ...]
+    shape: tuple[NonNegativeInt, ...]
+    dtype: str
+    offset: NonNegativeInt
+    length: PositiveInt
+    data_offset: NonNegativeInt
+    digests: tuple[str, ...]
+
+
+class PieceTable(Value):
+    """The pieces of one data file, in the order of their bytes, without gaps."""
+
+    block_bytes: PositiveInt
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def decoded(cls, data: bytes, *, source: str) -> Self:
+        """Raises DamagedCheckpointError where it is none."""
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            raise DamagedCheckpointError(f"{source} is damaged.", got=error.errors()[0]["msg"]) from error
+
+    @property
+    def size_bytes(self) -> int:
+        return self.pieces[-1].offset + self.pieces[-1].length if self.pieces else 0
+
+
+class PieceFile:
+    """A data file on its way to the disk: takes tensors, keeps where they lie and what they digest to."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._position = self._start = self._data_offset = 0
+        self._pieces: list[Piece] = []
+        self._blocks = _Blocks()
+        self._elements: tuple[int, int] = (0, 0)  # address and bytes of what is being written
+
+    def add(self, name: str, tensor: Tensor, *, index: Sequence[int]) -> Piece:
+        """Writes a CPU tensor as `torch.save` does, without the padding that its storage may have."""
+        if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        self._start, self._data_offset, self._blocks = self._position, 0, _Blocks()
+        self._elements = (tensor.data_ptr(), tensor.nbytes)
+        torch.save(tensor, cast(BinaryIO, self))
+        piece = Piece(
+            name=name,
+            index=tuple(index),
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            offset=self._start,
+            length=self._position - self._start,
+            data_offset=self._data_offset,
+            digests=self._blocks.finish(),
+        )
+        self._pieces.append(piece)
+        return piece
+
+    def write(self, data: memoryview) -> int:
+        """What `torch.save` calls; a tensor's elements come in one call, from where they lie."""
+        if data.nbytes and (_address(data), data.nbytes) == self._elements:
+            self._data_offset = self._position - self._start
+        for part in self._blocks.add(data):
+            self._file.write(part)
+        self._position += data.nbytes
+        return data.nbytes
+
+    def flush(self) -> None:
+        """`torch.save` calls it; the file is flushed when it is closed."""
+
+    @property
+    def table(self) -> PieceTable:
+        return PieceTable(block_bytes=BLOCK_BYTES, pieces=tuple(self._pieces))
+
+
+class _Blocks:
+    """Digests of a stream of bytes, one for each BLOCK_BYTES."""
+
+    def __init__(self) -> None:
+        self._digests: list[str] = []
+        self._hash = xxhash.xxh3_128()
+        self._room = BLOCK_BYTES
+
+    def add(self, data: memoryview) -> Iterator[memoryview]:
+        """Digests `data`, and gives it back cut at the blocks: each part is still in the cache."""
+        data = data.cast("B")
+        while data.nbytes:
+            part = data[: self._room]
+            data = data[self._room :]
+            self._hash.update(part)
+            self._room -= part.nbytes
+            if not self._room:
+                self._next()
+            yield part
+
+    def finish(self) -> tuple[str, ...]:
+        if self._room < BLOCK_BYTES:
+            self._next()
+        return tuple(self._digests)
+
+    def _next(self) -> None:
+        self._digests.append(self._hash.hexdigest())
+        self._hash = xxhash.xxh3_128()
+        self._room = BLOCK_BYTES
+
+
+def _address(data: memoryview) -> int:
+    return int(np.frombuffer(data, dtype=np.uint8).ctypes.data)
+
+
+def verified_blocks(
+    file: BinaryIO, piece: Piece, *, block_bytes: int, buffer: memoryview, wanted: range | None = None
+) -> Iterator[tuple[int, memoryview]]:
+    """(offset within the piece, bytes) of the blocks of `piece` that hold the `wanted` bytes; all, for None.
+
+    Read one after the other into `buffer`, of at least `block_bytes`: each is gone when the next comes.
+    Raises DamagedCheckpointError for the first whose digest is another, or that ends early.
+    """
+    wanted = range(piece.length) if wanted is None else wanted
+    if not wanted:
+        return
+    for number in range(wanted.start // block_bytes, (wanted.stop - 1) // block_bytes + 1):
+        begin = number * block_bytes
+        block = buffer[: min(block_bytes, piece.length - begin)]
+        file.seek(piece.offset + begin)
+        got = _read_into(file, block)
+        if got < block.nbytes:
+            raise DamagedCheckpointError(
+                f"{_name(file)} ends early.",
+                got=f"{piece.offset + begin + got} bytes; {piece.name} goes to {piece.offset + piece.length}",
+            )
+        if number >= len(piece.digests) or digest(block) != piece.digests[number]:
+            raise DamagedCheckpointError(
+                f"{_name(file)} holds other bytes than were saved.",
+                got=f"a part of {piece.name}, bytes {piece.offset + begin} to "
+                f"{piece.offset + begin + block.nbytes}, whose digest is another",
+                why="the disk, or something on the way to it, changed them",
+            )
+        yield begin, block
+
+
+def read_part(
+    file: BinaryIO,
+    piece: Piece,
+    *,
+    offsets: Sequence[int],
+    target: Tensor,
+    block_bytes: int,
+    buffer: memoryview,
+) -> None:
+    """Fills `target` with the part of `piece` that begins at `offsets` in it and has the target's shape.
+
+    Reads the blocks of the rows (dim 0) that hold it, verified. Raises as `verified_blocks` does.
+    """
+    if target.numel() == 0:
+        return
+    row_bytes = math.prod(piece.shape[1:]) * target.dtype.itemsize
+    first, rows = (offsets[0], target.shape[0]) if piece.shape else (0, 1)
+    begin = piece.data_offset + first * row_bytes
+    wanted = range(begin, begin + rows * row_bytes)
+    whole_rows = tuple(target.shape[1:]) == piece.shape[1:]
+    in_place = whole_rows and target.device.type == "cpu" and target.is_contiguous()
+    elements = target if in_place else torch.empty(_rows(piece, rows), dtype=target.dtype)
+    data = memoryview(cast(bytearray, elements.reshape(-1).view(torch.uint8).numpy()))
+    for at, block in verified_blocks(file, piece, block_bytes=block_bytes, buffer=buffer, wanted=wanted):
+        low, high = max(begin, at), min(wanted.stop, at + block.nbytes)
+        data[low - begin : high - begin] = block[low - at : high - at]
+    if not in_place:
+        for dim in range(1, len(piece.shape)):
+            elements = elements.narrow(dim, offsets[dim], target.shape[dim])
+        target.copy_(elements)
+
+
+def _rows(piece: Piece, rows: int) -> tuple[int, ...]:
+    return (rows, *piece.shape[1:]) if piece.shape else ()
+
+
+def _read_into(file: BinaryIO, target: memoryview) -> int:
+    """Bytes that came until `target` was full or the file ended. A read may give less than was asked for."""
+    done = 0
+    while done < target.nbytes:
+        count: int | None = file.readinto(target[done:])  # pyright: ignore[reportAttributeAccessIssue]
+        if not count:
+            break
+        done += count
+    return done
+
+
+def _name(file: BinaryIO) -> str:
+    return str(getattr(file, "name", "a file"))

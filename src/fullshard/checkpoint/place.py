@@ -1,0 +1,224 @@
+"""Where the checkpoints of a run lie, and how one becomes visible there: by one act, or not at all."""
+
+import fcntl
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from fullshard.checkpoint import disk, retention
+from fullshard.checkpoint.files import Files, LocalFiles, write_file
+from fullshard.checkpoint.manifest import MANIFEST, Manifest, step_name, verify
+from fullshard.errors import CheckpointError
+
+_STEP = re.compile(r"step-([0-9]{8,})")
+_LOCK = ".lock"
+
+logger = logging.getLogger("fullshard")
+
+
+class Place(Protocol):
+    """A directory of checkpoints. Any method may raise OSError; only rank 0 calls what changes something."""
+
+    def __str__(self) -> str: ...
+
+    def exists(self) -> bool:
+        """Whether there is such a directory."""
+        ...
+
+    def one(self) -> Files:
+        """The place itself, taken for one checkpoint."""
+        ...
+
+    def steps(self) -> list[tuple[int, Files]]:
+        """(step, files) of everything that is named as a checkpoint is, the highest step first."""
+        ...
+
+    def unfinished(self) -> list[str]:
+        """What saves that were broken off, or still go on, have left."""
+        ...
+
+    def rejected(self) -> list[str]:
+        """What `set_aside` has put there."""
+        ...
+
+    def writing(self) -> AbstractContextManager[None]:
+        """While it is open, no other process writes here. Raises CheckpointError where one does."""
+        ...
+
+    def begin(self, step: int, *, needed_bytes: int) -> Files:
+        """A place for the files of a step, seen by nobody. Raises CheckpointError where space is short."""
+        ...
+
+    def commit(self, draft: Files, manifest: Manifest) -> Files:
+        """Writes the manifest, and makes the draft the checkpoint of its step, for good."""
+        ...
+
+    def discard(self, draft: Files) -> None:
+        """Removes what `begin` gave, as far as it can."""
+        ...
+
+    def set_aside(self, checkpoint: Files) -> str:
+        """Takes what looks like a checkpoint and is none out of sight. It is never removed. Returns its new
+        name."""
+        ...
+
+    def remove(self, checkpoint: Files) -> None:
+        """Removes a checkpoint, in such an order that no half of one is ever taken for a whole."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalPlace:
+    """A directory of a file system. A draft is a directory beside, and one rename commits it."""
+
+    path: Path
+    free_bytes: Callable[[Path], int] = disk.free_bytes
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def exists(self) -> bool:
+        if self.path.exists() and not self.path.is_dir():
+            raise CheckpointError(f"{self.path} is no directory of checkpoints.", got="a file")
+        return self.path.is_dir()
+
+    def one(self) -> Files:
+        return LocalFiles(self.path)
+
+    def steps(self) -> list[tuple[int, Files]]:
+        if not self.path.is_dir():
+            return []
+        matches = [(_STEP.fullmatch(path.name), path) for path in self.path.iterdir()]
+        found = sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
+        return [(step, LocalFiles(path)) for step, path in found]
+
+    def unfinished(self) -> list[str]:
+        return [str(path) for path in sorted(self.path.glob(".tmp-*"))]
+
+    def rejected(self) -> list[str]:
+        return [path.name for path in sorted(self.path.glob(".bad-*"))]
+
+    @contextmanager
+    def writing(self) -> Generator[None]:
+        disk.make_directory(self.path)
+        # The kernel lets it go with the process: a killed save leaves nothing to clean.
+        with (self.path / _LOCK).open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CheckpointError(
+                    f"another process is saving to {self.path}.",
+                    got=f"{self.path / _LOCK} is held",
+                    why="two runs in one directory would take each other's checkpoints for their own",
+                    fix="a directory a run",
+                ) from None
+            yield
+
+    def begin(self, step: int, *, needed_bytes: int) -> Files:
+        target = self.path / step_name(step)
+        if os.path.lexists(target):
+            raise CheckpointError(f"{target} is in the way.", got="a file", fix="move it elsewhere")
+        retention.collect_leftovers(self.path)
+        disk.require_space(target, needed_bytes=needed_bytes, available_bytes=self.free_bytes(self.path))
+        draft = LocalFiles(self.path / f".tmp-{step:08d}-{secrets.token_hex(4)}")
+        draft.path.mkdir()
+        try:
+            writer = retention.WriterProcess.this().model_dump_json().encode()
+            write_file(draft, retention.WRITER, data=writer)
+        except OSError:
+            retention.remove(draft.path)
+            raise
+        return draft
+
+    def commit(self, draft: Files, manifest: Manifest) -> Files:
+        path = _path(draft)
+        write_file(draft, MANIFEST, data=manifest.encoded())
+        target = LocalFiles(self.path / step_name(manifest.step))
+        path.rename(target.path)
+        disk.flush(self.path)
+        return target
+
+    def discard(self, draft: Files) -> None:
+        retention.remove(_path(draft))
+
+    def set_aside(self, checkpoint: Files) -> str:
+        return str(retention.set_aside(_path(checkpoint)))
+
+    def remove(self, checkpoint: Files) -> None:
+        path = _path(checkpoint)
+        condemned = path.with_name(f".del-{path.name}-{secrets.token_hex(4)}")
+        path.rename(condemned)
+        disk.flush(self.path)
+        retention.remove(condemned)
+
+
+def place_of(directory: str | Path | Place) -> Place:
+    """The place that a path names."""
+    return LocalPlace(Path(directory)) if isinstance(directory, str | Path) else directory
+
+
+def whole(place: Place) -> list[tuple[int, Files]]:
+    """(step, files) of every checkpoint of `place` that is whole, the highest step first.
+
+    What is not is passed over, with a warning; so is what a broken-off save left behind.
+    """
+    if not place.exists():
+        return []
+    for name in place.unfinished():
+        logger.warning("passing over %s: a save that was not finished", name)
+    found: list[tuple[int, Files]] = []
+    for step, files in place.steps():
+        try:
+            verify(files)
+        except CheckpointError as error:
+            logger.warning("passing over %s: %s", files, error.got or error.what)
+        else:
+            found.append((step, files))
+    return found
+
+
+def newest(directory: str | Path) -> Path | None:
+    """The checkpoint of the highest step that is whole, or None."""
+    found = whole(place_of(directory))
+    return _path(found[0][1]) if found else None
+
+
+def location(files: Files) -> Path | str:
+    """What a caller is given to find a checkpoint again."""
+    return files.path if isinstance(files, LocalFiles) else str(files)
+
+
+def prune(place: Place, *, keep: int, keep_every: int, step: int) -> None:
+    """Removes whole checkpoints older than `step`, so that `keep` are left with it; 0 keeps all.
+
+    Steps that `keep_every` divides are kept besides, 0 is none. What fails is a warning: the new checkpoint
+    stands.
+    """
+    if not keep:
+        return
+    try:
+        older = [(number, files) for number, files in place.steps() if number < step]
+        for number, files in [one for one in older if _is_whole(one[1])][keep - 1 :]:
+            if not (keep_every and number % keep_every == 0):
+                place.remove(files)
+    except OSError as error:
+        logger.warning("old checkpoints in %s could not be removed: %s", place, error)
+
+
+def _is_whole(files: Files) -> bool:
+    try:
+        verify(files)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _path(files: Files) -> Path:
+    assert isinstance(files, LocalFiles), f"{files} lies elsewhere"
+    return files.path

@@ -1,0 +1,63 @@
+"""The layout `ranks`: each rank's own shards in its own file, as they lie in memory.
+
+Nothing is planned and nothing exchanged, so it is the quickest; only the same ranks, sharded alike, load it.
+"""
+
+from collections.abc import Mapping
+from typing import cast
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint import storage
+from fullshard.checkpoint.agreement import rank, world_size
+from fullshard.checkpoint.files import Files
+from fullshard.checkpoint.manifest import Manifest, SavedFile
+from fullshard.errors import CheckpointError, DamagedCheckpointError
+
+
+def write(tensors: Mapping[str, Tensor], draft: Files) -> dict[str, SavedFile]:
+    """Writes this rank's shards; returns its files."""
+    shards = ((name, (), local_shard(tensor)) for name, tensor in tensors.items())
+    _, written = storage.write_shards(draft, _data_file(rank()), shards=shards)
+    return written
+
+
+def require_same_ranks(files: Files, manifest: Manifest) -> None:
+    """Raises CheckpointError where other ranks than these saved it."""
+    if manifest.world_size != world_size():
+        raise CheckpointError(
+            f"{files} can only be loaded by the ranks that saved it.",
+            got=f"saved by {manifest.world_size} ranks, loaded by {world_size()}",
+            why='its layout is "ranks": a file for each rank\'s own shards',
+            fix=f'{manifest.world_size} ranks; any number loads what checkpoint.layout = "sharded" saves',
+        )
+
+
+def read(receivers: Mapping[str, Tensor], reader: storage.Reader) -> None:
+    """Fills this rank's shards from its own file."""
+    name = _data_file(rank())
+    table = reader.table(name)
+    pieces = {piece.name: piece for piece in table.pieces}
+    with reader.opened(name) as file:
+        for tensor_name, receiver in receivers.items():
+            shard, piece = local_shard(receiver), pieces.get(tensor_name)
+            if piece is None:
+                raise DamagedCheckpointError(f"{reader.files} is damaged.", got=f"no {tensor_name} in {name}")
+            if piece.shape != tuple(shard.shape):
+                raise CheckpointError(
+                    f"{reader.files} can only be loaded by ranks that are sharded as those that saved it.",
+                    got=f"{tensor_name} is {list(piece.shape)} there and {list(shard.shape)} here",
+                    why='its layout is "ranks": a file for each rank\'s own shards',
+                    fix="the strategy that it was saved with (its manifest holds the plan)",
+                )
+            reader.read_part(file, piece, offsets=(0,) * shard.ndim, target=shard)
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _data_file(rank: int) -> str:
+    return f"rank-{rank}.shards"

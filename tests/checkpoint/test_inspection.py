@@ -1,0 +1,169 @@
+"""No byte of a checkpoint changes unnoticed, and what changed is named."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from fullshard.checkpoint.inspection import damages, differences
+from fullshard.checkpoint.load import load
+from fullshard.checkpoint.manifest import read_manifest
+from fullshard.checkpoint.pieces import BLOCK_BYTES, PieceTable
+from fullshard.checkpoint.save import save
+from fullshard.errors import CheckpointError
+from tests.checkpoint.states import (
+    State,
+    assert_same,
+    loaded,
+    loaded_sharded,
+    numbers,
+    saved,
+    saved_sharded,
+    sharded,
+)
+
+FILES = ["__0_0.distcp", "__0_0.distcp.pieces", ".metadata", "writer.json", "manifest.json"]
+
+
+def flip(file: Path, bit: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(data)
+
+
+def pieces(path: Path, name: str = "__0_0.distcp") -> PieceTable:
+    return PieceTable.decoded((path / f"{name}.pieces").read_bytes(), source=name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_flipped_bit_is_found_and_an_older_checkpoint_loaded(tmp_path, name):
+    rng = random.Random(name)
+    for trial in range(12):
+        directory = tmp_path / str(trial)
+        saved(directory, 1)
+        path = saved(directory, 2)
+        bit = rng.randrange((path / name).stat().st_size * 8)
+        flip(path / name, bit)
+        found = list(damages(path))
+        assert [damage.file for damage in found] == [name], f"bit {bit}"
+        if name != "writer.json":  # which process wrote it, nobody reads
+            state = loaded(directory)
+            assert (state.step, state.noted) == (1, {"tokens": 100}), f"bit {bit}"
+            assert_same(state.held, numbers(1))
+            assert list(directory.glob(".bad-*")) or list(directory.glob("step-00000002"))
+
+
+def test_a_flipped_bit_names_its_tensor(tmp_path):
+    path = saved(tmp_path, 1)
+    table = pieces(path)
+    for piece in table.pieces:
+        whole = (path / "__0_0.distcp").read_bytes()
+        flip(path / "__0_0.distcp", 8 * (piece.offset + piece.length - 1))
+        (damage,) = damages(path)
+        assert damage.tensors == (piece.name,)
+        (path / "__0_0.distcp").write_bytes(whole)
+    assert not list(damages(path))
+    assert sum(piece.length for piece in table.pieces) == (path / "__0_0.distcp").stat().st_size
+
+
+def test_a_part_of_many_blocks_is_verified_block_by_block(tmp_path):
+    elements = 3 * BLOCK_BYTES // 4 + 5
+    state = State(1, {"model.large": torch.arange(elements, dtype=torch.float32)})
+    path = save(state, tmp_path)
+    (piece,) = pieces(path).pieces
+    assert len(piece.digests) == 4
+    target = State(0, {"model.large": torch.zeros(elements)})
+    assert load(target, tmp_path)
+    assert torch.equal(target.held["model.large"], state.held["model.large"])
+    flip(path / "__0_0.distcp", 8 * (2 * BLOCK_BYTES + 7))
+    (damage,) = damages(path)
+    assert f"bytes {2 * BLOCK_BYTES} to {3 * BLOCK_BYTES}" in damage.what
+
+
+@pytest.mark.parametrize("act", ["truncate", "append", "delete", "swap", "stranger"])
+def test_other_damage_is_found_too(ranks, tmp_path, act):
+    (path, _) = ranks(2).run(saved_sharded, tmp_path / "a", 1, (2,))
+    (other, _) = ranks(2).run(saved_sharded, tmp_path / "b", 2, (2,))
+    file = path / "__1_0.distcp"
+    if act == "truncate":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif act == "append":
+        file.write_bytes(file.read_bytes() + b"\0")
+    elif act == "delete":
+        file.unlink()
+    elif act == "swap":  # a shard of another step in its place, of the same size
+        assert (other / file.name).stat().st_size == file.stat().st_size
+        os.replace(other / file.name, file)
+    else:
+        (path / "notes.txt").write_text("")
+    found = list(damages(path))
+    assert {damage.file for damage in found} == {"notes.txt" if act == "stranger" else file.name}
+    if act != "stranger":
+        assert {"model.uneven", "random.rank1"} <= {name for damage in found for name in damage.tensors}
+
+
+def test_what_was_set_aside_still_forbids_to_start_over(tmp_path):
+    path = saved(tmp_path, 1)
+    flip(path / "__0_0.distcp", 77)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="none of the checkpoints"):
+            load(State(0, numbers(0)), tmp_path, missing_ok=True)
+    assert not path.exists()
+    assert list(tmp_path.glob(".bad-step-00000001-*"))
+
+
+def test_one_checkpoint_that_was_asked_for_is_not_replaced_by_another(tmp_path):
+    saved(tmp_path, 1)
+    path = saved(tmp_path, 2)
+    flip(path / "__0_0.distcp", 77)
+    with pytest.raises(CheckpointError, match="holds other bytes than were saved"):
+        load(State(0, numbers(0)), path)
+    assert path.exists()
+
+
+def test_the_same_state_on_other_ranks_shows_no_difference(ranks, tmp_path):
+    (two, *_) = ranks(2).run(saved_sharded, tmp_path / "a", 3, (2,))
+    (four, *_) = ranks(4).run(saved_sharded, tmp_path / "b", 3, (2, 2))
+    lines = list(differences(two, four))
+    assert lines == ["random.rank2: absent | uint8 [16]", "random.rank3: absent | uint8 [16]"]
+
+
+def test_differences_are_named_and_measured(tmp_path):
+    one = saved(tmp_path / "a", 3)
+    changed = numbers(3)
+    changed["model.uneven"][2, 1] += 0.5
+    changed["model.scalar"] = torch.ones(2)
+    other = save(State(3, changed, {"tokens": 301}), tmp_path / "b")
+    assert list(differences(one, other)) == [
+        "tokens: 300 | 301",
+        "model.scalar: float32 [] | float32 [2]",
+        "model.uneven: 1 of 35 elements differ, by at most 0.5",
+    ]
+
+
+def saved_by_ranks(directory: Path, mesh_shape: tuple[int, ...]) -> None:
+    save(State(4, sharded(4, mesh_shape), {"tokens": 400}), directory, layout="ranks")
+
+
+def refused_by_ranks(directory: Path, mesh_shape: tuple[int, ...]) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        loaded_sharded(directory, mesh_shape)
+    return str(raised.value)
+
+
+def test_each_ranks_own_file_loads_on_the_same_ranks_alone(ranks, tmp_path):
+    ranks(2).run(saved_by_ranks, tmp_path, (2,))
+    (path,) = tmp_path.glob("step-*")
+    assert sorted(read_manifest(path).data_files) == ["rank-0.shards", "rank-1.shards"]
+    for rank, (state, whole) in enumerate(ranks(2).run(loaded_sharded, tmp_path, (2,))):
+        assert state.step == 4
+        own = {f"random.rank{rank}": torch.full((16,), 40 + rank, dtype=torch.uint8)}
+        assert_same(whole, numbers(4) | own)
+    (message, *_) = ranks(3).run(refused_by_ranks, tmp_path, (3,))
+    assert "saved by 2 ranks, loaded by 3" in message
+    (message, *_) = ranks(2).run(refused_by_ranks, tmp_path, (2, 1))
+    assert "sharded as those that saved it" in message
+    flip(path / "rank-1.shards", 8 * 5000)
+    assert [damage.file for damage in damages(path)] == ["rank-1.shards"]
