@@ -100,6 +100,7 @@ class Saving:
     def run(self, mine: Snapshot, *, group: Group = None) -> Path | str:
         """Writes and commits. Collective, over `group`: the default one, for None. Raises as `save` does."""
         doing = f"saving step {mine.step} to {self.place}"
+        everyone(lambda: _require_numbers(mine.tensors), doing=doing, group=group)
         needed_bytes = _agreed_bytes(mine, group)
         with ExitStack() as held:
             draft = first(
@@ -186,7 +187,6 @@ def take_snapshot(state: Checkpointable) -> Snapshot:
         problem = _unsavable(tensor)
         if problem:
             raise CheckpointError(f"the tensor {name!r} cannot be saved.", got=problem)
-    _require_numbers(tensors)
     try:
         values = _VALUES.validate_python(state.values())
         json.dumps(values, allow_nan=False)

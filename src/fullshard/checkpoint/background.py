@@ -1,0 +1,217 @@
+"""Saving while training goes on: the state is copied aside, and a thread writes the copy.
+
+[Note: staged before the update] Forward and backward change no parameter and no optimizer state, so these
+are copied while they run. What must not happen is an update before the copy is done: it would tear the
+snapshot in silence. So the copy is waited for in a hook that the optimizer itself calls before each step.
+
+[Note: a group of its own] The thread's collectives run while training's do, in no order among them. On one
+group they would be taken for each other, so the thread has a gloo group of its own.
+"""
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint.agreement import Group, distributed, everyone
+from fullshard.checkpoint.protocol import Checkpointable
+from fullshard.checkpoint.ranks_layout import local_shard
+from fullshard.checkpoint.save import Saving, Snapshot, take_snapshot
+from fullshard.errors import CheckpointError
+
+_NICENESS = 10  # of the writing thread; see `_step_back`
+
+logger = logging.getLogger("fullshard")
+
+
+class Updated(Protocol):
+    """A state that can say when it is about to change. `TrainState` is one."""
+
+    def before_update(self, act: Callable[[], None]) -> None:
+        """Has `act` called once, before the next update of parameters or optimizer state."""
+        ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one save: the checkpoint, or the error. `stalled_seconds`: how long training waited."""
+
+    step: int
+    path: Path | str | None
+    error: CheckpointError | None
+    seconds: float
+    stalled_seconds: float
+
+
+class BackgroundSaver:
+    """Saves in the background, one at a time; the context ends when the last save is through.
+
+    Collective: every rank makes one, and calls `save` alike. Holds a copy of this rank's shards in host
+    memory (pinned, for those of a GPU), allocated by the first save and used again by the others.
+    """
+
+    def __init__(self, saving: Saving) -> None:
+        self._saving = saving
+        self._group = cast(Group, dist.new_group(backend="gloo") if distributed() else None)
+        self._staging = _Staging()
+        self._running: Future[Outcome] | None = None
+        self._stalled = 0.0
+        self._outcomes: list[Outcome] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.wait()
+
+    @property
+    def staged_bytes(self) -> int:
+        """Host memory that the copies take."""
+        return self._staging.bytes
+
+    def save(self, state: Checkpointable) -> None:
+        """Begins to save `state`; waits for a save that still runs, and for the copy where `state` cannot say
+        when it will change. See [Note: staged before the update].
+
+        Raises CheckpointError where the state cannot be saved at all. What fails later is in `outcomes`.
+        """
+        started = time.perf_counter()
+        self.wait()
+        mine = everyone(lambda: take_snapshot(state), doing="taking the state to save")
+        staged = self._staging.begin(mine)
+        settled = threading.Event()
+        # A thread for each save: one that has stepped back cannot come forward again to copy.
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._running = thread.submit(self._run, staged, settled, started)
+        thread.shutdown(wait=False)
+        self._stalled = time.perf_counter() - started
+        if hasattr(state, "before_update"):
+            cast(Updated, state).before_update(lambda: self._settle(settled))
+        else:
+            self._settle(settled)
+
+    def outcomes(self) -> list[Outcome]:
+        """What has come to an end since the last call."""
+        if self._running is not None and self._running.done():
+            self._take(self._running)
+        ended, self._outcomes = self._outcomes, []
+        return ended
+
+    def wait(self) -> None:
+        """Returns when no save is running."""
+        if self._running is not None:
+            self._take(self._running)
+
+    def _take(self, running: "Future[Outcome]") -> None:
+        self._outcomes.append(replace(running.result(), stalled_seconds=self._stalled))
+        self._running = None
+
+    def _settle(self, settled: threading.Event) -> None:
+        started = time.perf_counter()
+        settled.wait()
+        self._staging.order_updates()
+        self._stalled += time.perf_counter() - started
+
+    def _run(self, mine: Snapshot, settled: threading.Event, started: float) -> Outcome:
+        path: Path | str | None = None
+        error: CheckpointError | None = None
+
+        def stage() -> None:
+            try:
+                self._staging.fill(mine)
+            finally:
+                settled.set()
+
+        try:
+            everyone(stage, doing=f"copying step {mine.step} aside", group=self._group)
+            _step_back()
+            self._staging.arrived()
+            path = self._saving.run(mine, group=self._group)
+        except CheckpointError as failed:
+            error = failed
+        except (OSError, RuntimeError) as failed:  # another rank has gone
+            error = CheckpointError(
+                f"saving step {mine.step} in the background failed.", got=f"{type(failed).__name__}: {failed}"
+            )
+        return Outcome(mine.step, path, error, time.perf_counter() - started, stalled_seconds=0.0)
+
+
+class _Staging:
+    """Copies of this rank's shards, in buffers that are used again."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._sources: dict[str, Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def begin(self, mine: Snapshot) -> Snapshot:
+        """The snapshot to be: small plain tensors (buffers, random states), which forward changes, are copied
+        now; shards are copied by `fill`."""
+        self._sources = {n: local_shard(t) for n, t in mine.tensors.items() if isinstance(t, DTensor)}
+        if any(source.is_cuda for source in self._sources.values()):
+            self._stream = self._stream or torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.current_stream())
+        tensors = {
+            name: tensor if name in self._sources else tensor.detach().to("cpu", copy=True)
+            for name, tensor in mine.tensors.items()
+        }
+        return replace(mine, tensors=tensors)
+
+    def fill(self, mine: Snapshot) -> None:
+        """Copies the shards, and puts the copies into the snapshot."""
+        with torch.cuda.stream(self._stream):  # for None it does nothing
+            for name, source in self._sources.items():
+                buffer = self._buffers.get(name)
+                if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+                    buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+                    self._buffers[name] = buffer
+                buffer.copy_(source, non_blocking=source.is_cuda)
+                mine.tensors[name] = _as_shard_of(mine.tensors[name], buffer)
+        self._sources = {}
+
+    def order_updates(self) -> None:
+        """What the device does from here on comes after the copies."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def arrived(self) -> None:
+        """Returns when the copies are on the host."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _as_shard_of(tensor: Tensor, buffer: Tensor) -> Tensor:
+    """`buffer` in the place of a DTensor's local shard."""
+    whole = cast(DTensor, tensor)
+    return DTensor.from_local(
+        buffer,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+def _step_back() -> None:
+    """This thread after those that compute: what they leave is enough for a disk. On Linux a thread's own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
