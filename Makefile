@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-long check format clean
+.PHONY: train test test-long torture check format clean
 
 train: $(VENV)/installed
 	$(BIN)/fullshard train
@@ -14,6 +14,9 @@ test: $(VENV)/installed-dev
 
 test-long: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -q
+
+torture: $(VENV)/installed-dev
+	$(BIN)/python -m tests.faults.torture
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .

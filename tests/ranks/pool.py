@@ -21,6 +21,15 @@ from typing import Any
 from tests.ranks import worker
 from tests.ranks.worker import Call, Failure
 
+# What most ranks need, imported once.
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "fullshard.checkpoint.background",
+    "fullshard.training.loop",
+    "fullshard.training.optimizer",
+]
+
 
 class RankFailed(Exception):
     """A rank died, did not answer in time, or raised what cannot be brought over to the test."""
@@ -45,7 +54,7 @@ class Workers:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor"])
+        self._context.set_forkserver_preload(PRELOADED)
         self._workers: list[_Worker] = []
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._calls = itertools.count()

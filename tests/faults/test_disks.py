@@ -1,0 +1,151 @@
+"""Disks that lose power, fill up, turn read-only or go away: what was acknowledged stays."""
+
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import CheckpointError
+from tests.faults.course import (
+    Course,
+    Mode,
+    assert_the_curve_is_undisturbed,
+    go_on,
+    last_acknowledged,
+    lines,
+    next_start,
+)
+from tests.faults.disks import powerless_disk, remount, small_disk
+from tests.ranks import RankFailed
+
+CUTS_HERE = 3
+
+
+def cut_while_training(
+    ranks: Callable, directory: Path, *, mode: Mode, right_after_acknowledging: bool, times: int
+) -> list[str]:
+    """What each start after a cut did. The record lies on another disk, and keeps its power."""
+    rng = random.Random(f"{mode} {right_after_acknowledging}")
+    record = directory / "record"
+    record.mkdir()
+    outcomes: list[str] = []
+    with powerless_disk(directory) as disk:
+        checkpoints = disk.mounted_at / "checkpoints"
+        for _ in range(times):
+            known = len(lines(record, "acknowledged"))
+
+            def cut(known: int = known) -> None:
+                target = known + rng.randrange(1, 4)
+                while len(lines(record, "acknowledged")) < target:
+                    time.sleep(0.0005)
+                if not right_after_acknowledging:
+                    time.sleep(rng.uniform(0, 0.15))
+                disk.cut()
+
+            thread = threading.Thread(target=cut)
+            thread.start()
+            with pytest.raises((CheckpointError, RankFailed, RuntimeError)):
+                ranks(2).run(go_on, Course(checkpoints, record, mode=mode))
+            thread.join()
+            disk.restart()
+            acknowledged = last_acknowledged(record)
+            outcomes.append(next_start(ranks, Course(checkpoints, record)))
+            assert outcomes[-1].startswith("resumed"), outcomes[-1]
+            assert int(outcomes[-1].split()[-1]) >= acknowledged, "an acknowledged save was lost"
+    assert_the_curve_is_undisturbed(ranks, record)
+    return outcomes
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("right_after_acknowledging", [True, False])
+def test_no_power_cut_loses_a_save(ranks, tmp_path, mode, right_after_acknowledging):
+    cut_while_training(
+        ranks,
+        tmp_path,
+        mode=mode,
+        right_after_acknowledging=right_after_acknowledging,
+        times=CUTS_HERE,
+    )
+
+
+def fill(place: Path) -> None:
+    """Nearly: a step's files begin to fit."""
+    free = shutil.disk_usage(place).free
+    (place / "filler").write_bytes(bytes(max(free - 20_000, 0)))
+
+
+def lock(place: Path) -> None:
+    remount(place, "ro")
+
+
+def take_away(place: Path) -> None:
+    (place / "checkpoints").rename(place / "elsewhere")
+
+
+def free(place: Path) -> None:
+    (place / "filler").unlink()
+
+
+def unlock(place: Path) -> None:
+    remount(place, "rw")
+
+
+def bring_back(place: Path) -> None:
+    """Under the new one, which the run may have made meanwhile, nothing may be lost."""
+    shutil.rmtree(place / "checkpoints", ignore_errors=True)
+    (place / "elsewhere").rename(place / "checkpoints")
+
+
+DISK_FAULTS = {
+    "full": (fill, free, "disk is full"),
+    "read-only": (lock, unlock, "read-only"),
+    "taken away": (take_away, bring_back, "No such file"),
+}
+
+
+def disk_fault(ranks: Callable, directory: Path, *, fault: str, mode: Mode) -> tuple[str, str]:
+    """(how the run ended, what the next start did when the disk was well again)."""
+    befall, mend, _ = DISK_FAULTS[fault]
+    record = directory / "record"
+    record.mkdir()
+    with small_disk(directory / "disk", size_bytes=4 << 20) as place:
+        checkpoints = place / "checkpoints"
+
+        def strike() -> None:
+            while len(lines(record, "acknowledged")) < 2:
+                time.sleep(0.001)
+            while True:  # a mount that is being written to cannot turn read-only: again
+                try:
+                    befall(place)
+                except Exception:  # noqa: BLE001
+                    time.sleep(0.001)
+                else:
+                    return
+
+        thread = threading.Thread(target=strike)
+        thread.start()
+        try:
+            ranks(2).run(go_on, Course(checkpoints, record, mode=mode, until=20, largest_disk=True))
+            ended = "went on"
+        except CheckpointError as error:
+            ended = str(error)
+        thread.join()
+        acknowledged = last_acknowledged(record)
+        mend(place)
+        started = next_start(ranks, Course(checkpoints, record))
+        if started.startswith("resumed") and fault != "taken away":
+            assert int(started.split()[-1]) >= acknowledged
+    assert_the_curve_is_undisturbed(ranks, record)
+    return ended, started
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("fault", list(DISK_FAULTS))
+def test_a_disk_that_refuses_is_a_clear_error_and_loses_nothing(ranks, tmp_path, fault, mode):
+    ended, started = disk_fault(ranks, tmp_path, fault=fault, mode=mode)
+    assert DISK_FAULTS[fault][2] in ended or (fault == "taken away" and ended == "went on")
+    assert started.startswith("resumed")

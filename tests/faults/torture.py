@@ -1,0 +1,116 @@
+"""`make torture`: every fault many times over, and the table of what came of it (docs/faults.md).
+
+python -m tests.faults.torture [--trials 300] [--page docs/faults.md]
+"""
+
+import argparse
+import platform
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+
+import _pytest.outcomes
+import torch
+
+from tests.checkpoint.states import saved_sharded
+from tests.faults.damage import ACTS, FILES, damaged_start
+from tests.faults.test_disks import DISK_FAULTS, cut_while_training, disk_fault
+from tests.faults.test_kills import VICTIMS, kill_again_and_again
+from tests.ranks import Workers
+
+HEAD = """# Faults, and what came of them
+
+Made by `make torture` ({trials} kills and {trials} damages, or more), {day}, torch {torch}, {machine}.
+A training of two gloo ranks saves after every step. After each fault it is started again, and this is held:
+it goes on from the newest step whose save was acknowledged, or a later one; every loss of every attempt is
+that of an undisturbed run, bit for bit; nothing hangs. A row that broke one of these would not be here: the
+run stops at it.
+
+| fault | saving | times | what the next start did |
+|---|---|---|---|
+"""
+
+
+def kills(ranks: Callable, trials: int) -> Iterator[tuple[str, str, Counter[str]]]:
+    each = -(-trials // (2 * len(VICTIMS)))
+    for mode in ("sync", "async"):
+        for victims in VICTIMS:
+            with tempfile.TemporaryDirectory() as name:
+                kill_again_and_again(ranks, Path(name), mode=mode, victims=victims, times=each)
+            yield f"SIGKILL of {victims}", mode, Counter({"resumed": each})
+
+
+def power_cuts(ranks: Callable, trials: int) -> Iterator[tuple[str, str, Counter[str]]]:
+    for mode in ("sync", "async"):
+        for at_once, moment in (
+            (True, "right after the save was acknowledged"),
+            (False, "at a random moment"),
+        ):
+            with tempfile.TemporaryDirectory() as name:
+                outcomes = cut_while_training(
+                    ranks,
+                    Path(name),
+                    mode=mode,
+                    right_after_acknowledging=at_once,
+                    times=max(trials // 12, 3),
+                )
+            yield f"power cut {moment} (ext4)", mode, Counter(_short(one) for one in outcomes)
+
+
+def disks(ranks: Callable, trials: int) -> Iterator[tuple[str, str, Counter[str]]]:
+    for fault in DISK_FAULTS:
+        for mode in ("sync", "async"):
+            counted: Counter[str] = Counter()
+            for _ in range(max(trials // 100, 1)):
+                with tempfile.TemporaryDirectory() as name:
+                    ended, started = disk_fault(ranks, Path(name), fault=fault, mode=mode)
+                how = ended if ended == "went on" else ended.splitlines()[-1].strip()
+                counted[f"{how}; then {_short(started)}"] += 1
+            yield f"disk {fault}", mode, counted
+
+
+def damages(ranks: Callable, trials: int) -> Iterator[tuple[str, str, Counter[str]]]:
+    each = -(-trials // (len(ACTS) * len(FILES)))
+    with tempfile.TemporaryDirectory() as name:
+        for step in (1, 2):
+            ranks(2).run(saved_sharded, Path(name, "sound"), step, (2,))
+        for files in FILES:
+            for act in ACTS:
+                rng = random.Random(f"{act} {files}")
+                counted = Counter(
+                    damaged_start(Path(name, "sound"), Path(name, "damaged"), act=act, files=files, rng=rng)
+                    for _ in range(each)
+                )
+                yield f"{act}: `{files}`", "", counted
+
+
+def _short(outcome: str) -> str:
+    return "resumed" if outcome.startswith("resumed") else outcome
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=300)
+    parser.add_argument("--page", type=Path, default=Path("docs/faults.md"))
+    asked = parser.parse_args()
+    workers, rows = Workers(), list[str]()
+    for part in (kills, power_cuts, disks, damages):
+        try:
+            for fault, saving, outcomes in part(workers.pool, asked.trials):
+                came = ", ".join(f"{outcome} ({count})" for outcome, count in sorted(outcomes.items()))
+                rows.append(f"| {fault} | {saving} | {outcomes.total()} | {came} |")
+                print(rows[-1], flush=True)
+        except _pytest.outcomes.Skipped as skipped:  # no root
+            rows.append(f"| {part.__name__.replace('_', ' ')} | | 0 | not tried: {skipped} |")
+    workers.close()
+    head = HEAD.format(
+        trials=asked.trials, day=date.today(), torch=torch.__version__, machine=platform.system()
+    )
+    asked.page.write_text(head + "\n".join(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()
