@@ -16,7 +16,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fullshard.checkpoint import BackgroundSaver as BackgroundSaver
     from fullshard.checkpoint import export as export
+    from fullshard.checkpoint import full_state as full_state
     from fullshard.checkpoint import load as load
     from fullshard.checkpoint import newest as newest
     from fullshard.checkpoint import save as save
@@ -54,7 +56,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BackgroundSaver": "checkpoint",
     "export": "checkpoint",
+    "full_state": "checkpoint",
     "load": "checkpoint",
     "newest": "checkpoint",
     "save": "checkpoint",

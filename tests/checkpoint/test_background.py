@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.place import LocalPlace
-from fullshard.checkpoint.save import Saving
 from fullshard.errors import CheckpointError
 from tests.checkpoint.states import State, assert_same, loaded, loaded_sharded, numbers, ones_own, sharded
 
@@ -51,7 +50,7 @@ class SlowPlace(LocalPlace):
 def save_and_go_on(directory: Path, mesh_shape: tuple[int, ...]) -> list[Any]:
     """Two saves, with updates right after each; the second copies into the buffers of the first."""
     seen: list[Any] = []
-    with BackgroundSaver(Saving(LocalPlace(directory), keep=0)) as saver:
+    with BackgroundSaver(LocalPlace(directory)) as saver:
         for step in (1, 2):
             state = Training(step, sharded(step, mesh_shape), {"tokens": step * 100})
             saver.save(state)
@@ -78,7 +77,7 @@ def test_what_is_saved_is_the_state_before_the_updates(ranks, tmp_path, mesh_sha
 
 def test_a_state_that_cannot_say_when_it_changes_is_copied_at_once(tmp_path):
     SlowPlace.may_commit.clear()
-    with BackgroundSaver(Saving(SlowPlace(tmp_path))) as saver:
+    with BackgroundSaver(SlowPlace(tmp_path)) as saver:
         state = State(1, numbers(1))
         saver.save(state)
         for tensor in state.held.values():
@@ -94,13 +93,13 @@ def test_a_state_that_cannot_say_when_it_changes_is_copied_at_once(tmp_path):
 def test_the_context_ends_when_the_save_is_through(tmp_path):
     SlowPlace.may_commit.clear()
     threading.Timer(0.3, SlowPlace.may_commit.set).start()
-    with BackgroundSaver(Saving(SlowPlace(tmp_path))) as saver:
+    with BackgroundSaver(SlowPlace(tmp_path)) as saver:
         saver.save(State(1, numbers(1)))
     assert (tmp_path / "step-00000001").is_dir()
 
 
 def test_a_save_waits_for_the_one_before(tmp_path):
-    with BackgroundSaver(Saving(LocalPlace(tmp_path))) as saver:
+    with BackgroundSaver(LocalPlace(tmp_path)) as saver:
         for step in range(1, 6):
             saver.save(State(step, numbers(step)))
         saver.wait()
@@ -110,7 +109,7 @@ def test_a_save_waits_for_the_one_before(tmp_path):
 
 def test_a_failure_is_told_and_the_next_save_succeeds(tmp_path):
     (tmp_path / "step-00000001").write_text("")
-    with BackgroundSaver(Saving(LocalPlace(tmp_path))) as saver:
+    with BackgroundSaver(LocalPlace(tmp_path)) as saver:
         saver.save(State(1, numbers(1)))
         saver.save(State(2, numbers(2)))
         saver.wait()
@@ -126,7 +125,7 @@ def refused_on_one_rank(directory: Path) -> list[str]:
     tensors = sharded(1, (2,))
     if rank == 1:
         tensors["model.uneven"].to_local().fill_(float("nan"))
-    with BackgroundSaver(Saving(LocalPlace(directory))) as saver:
+    with BackgroundSaver(LocalPlace(directory)) as saver:
         saver.save(State(1, tensors))
         saver.wait()
         return [str(one.error) for one in saver.outcomes()]

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from fullshard.checkpoint.export import export
+from fullshard.checkpoint.export import export, full_state
 from fullshard.checkpoint.save import save
 from fullshard.errors import CheckpointError
-from tests.checkpoint.states import State, assert_same, numbers, saved, saved_sharded
+from tests.checkpoint.states import State, assert_same, numbers, ones_own, saved, saved_sharded, sharded
 
 EVERY_DTYPE = {
     f"model.{dtype}": torch.arange(3).to(dtype)
@@ -119,3 +119,37 @@ def test_what_safetensors_does_not_have_is_refused(tmp_path):
 def test_nothing_to_export_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         export(tmp_path / "absent", tmp_path / "model.safetensors")
+
+
+def test_several_files_hold_the_model_and_their_index_names_them(tmp_path):
+    path = saved(tmp_path / "checkpoints", 1)
+    target = tmp_path / "out"
+    export(path, target, shard_bytes=100)
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    files = sorted(target.glob("*.safetensors"))
+    held = {name: load_file(file) for file in files for name in load_file(file)}
+    assert_same({name: held[name][name] for name in held}, model(numbers(1)))
+    assert set(index["weight_map"]) == set(held)
+    assert all(name in load_file(target / file) for name, file in index["weight_map"].items())
+    assert all(
+        sum(t.nbytes for t in load_file(file).values()) <= 100 or len(load_file(file)) == 1 for file in files
+    )
+    assert [file.name for file in files] == [
+        f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
+    ]
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in model(numbers(1)).values())
+
+
+def everything(mesh_shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    return dict(full_state(State(2, sharded(2, mesh_shape))))
+
+
+def test_ranks_stream_the_whole_state(ranks):
+    for rank, whole in enumerate(ranks(3).run(everything, (3,))):
+        assert_same(whole, numbers(2) | {f"random.rank{rank}": ones_own(2, rank)})
+
+
+def test_parts_of_ranks_are_refused(tmp_path):
+    path = saved(tmp_path, 1, layout="ranks")
+    with pytest.raises(CheckpointError, match="cannot be exported"):
+        export(path, tmp_path / "model.safetensors")

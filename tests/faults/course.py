@@ -60,7 +60,7 @@ def go_on(course: Course) -> int:
     free = (lambda path: 1 << 50) if course.largest_disk else None
     place = LocalPlace(course.directory) if free is None else LocalPlace(course.directory, free_bytes=free)
     saving = Saving(place, keep=2, plan=plan)
-    with BackgroundSaver(saving) if course.mode == "async" else nullcontext() as saver:
+    with BackgroundSaver(place, keep=2, plan=plan) if course.mode == "async" else nullcontext() as saver:
         steps = train(state, plan, loss=mean_square)
         while state.step < course.until:
             began = time.monotonic()

@@ -1,6 +1,7 @@
 """Checkpoints: sharded, verified, whole or absent, loadable at any number of ranks; and exports."""
 
-from fullshard.checkpoint.export import export
+from fullshard.checkpoint.background import BackgroundSaver
+from fullshard.checkpoint.export import export, full_state
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import Manifest, SavedTensor, compare_names, read_manifest
 from fullshard.checkpoint.place import newest
@@ -8,11 +9,13 @@ from fullshard.checkpoint.protocol import Checkpointable
 from fullshard.checkpoint.save import save
 
 __all__ = [
+    "BackgroundSaver",
     "Checkpointable",
     "Manifest",
     "SavedTensor",
     "compare_names",
     "export",
+    "full_state",
     "load",
     "newest",
     "read_manifest",

@@ -26,10 +26,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.agreement import Group, distributed, everyone
+from fullshard.checkpoint.place import Place, place_of
 from fullshard.checkpoint.protocol import Checkpointable
 from fullshard.checkpoint.ranks_layout import local_shard
-from fullshard.checkpoint.save import Saving, Snapshot, take_snapshot
+from fullshard.checkpoint.save import Layout, Saving, Snapshot, take_snapshot
 from fullshard.errors import CheckpointError
+from fullshard.spec.plan import Plan
 
 _NICENESS = 10  # of the writing thread; see `_step_back`
 
@@ -60,10 +62,25 @@ class BackgroundSaver:
 
     Collective: every rank makes one, and calls `save` alike. Holds a copy of this rank's shards in host
     memory (pinned, for those of a GPU), allocated by the first save and used again by the others.
+
+        with BackgroundSaver("checkpoints", keep=2) as saver:
+            for step in train(state, plan):
+                if step.index % 100 == 0:
+                    saver.save(state)
+
+    `directory`, `keep`, `keep_every`, `layout`, `plan`: as for `save`.
     """
 
-    def __init__(self, saving: Saving) -> None:
-        self._saving = saving
+    def __init__(
+        self,
+        directory: str | Path | Place,
+        *,
+        keep: int = 0,
+        keep_every: int = 0,
+        layout: Layout = "sharded",
+        plan: Plan | None = None,
+    ) -> None:
+        self._saving = Saving(place_of(directory), keep=keep, keep_every=keep_every, layout=layout, plan=plan)
         self._group = cast(Group, dist.new_group(backend="gloo") if distributed() else None)
         self._staging = _Staging()
         self._running: Future[Outcome] | None = None

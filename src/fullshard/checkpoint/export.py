@@ -1,25 +1,28 @@
-"""One safetensors file of a checkpoint's model, which other programs read.
+"""A model as safetensors, one file or several with an index, which other programs read.
 
 The format: eight bytes (little-endian) with the length of a JSON header; the header (name -> dtype, shape,
 and the range of its bytes behind the header); the tensors' bytes, row-major and little-endian, without gaps.
 https://github.com/huggingface/safetensors#format
+Several files stand in a directory with `model.safetensors.index.json`, which names the file of each tensor.
 """
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from pydantic import JsonValue
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import disk, storage
 from fullshard.checkpoint.agreement import alone
-from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.load import find
-from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest, SavedTensor
+from fullshard.checkpoint.manifest import MODEL_PREFIX, SavedTensor
 from fullshard.checkpoint.place import Place
+from fullshard.checkpoint.protocol import Checkpointable
 from fullshard.errors import CheckpointError
 from fullshard.quantities import format_bytes
 
@@ -43,54 +46,135 @@ logger = logging.getLogger("fullshard")
 
 
 def export(
-    checkpoint_directory: str | Path | Place,
+    checkpoint: str | Path | Place,
     target: str | Path,
     *,
+    shard_bytes: int | None = None,
     free_bytes: Callable[[Path], int] = disk.free_bytes,
 ) -> None:
     """Writes the model tensors of a checkpoint into the one safetensors file `target`.
 
-    `checkpoint_directory` is a checkpoint, or a directory of them (then the newest whole one). One process,
-    also where there are many; tensor by tensor, so that it holds at most the largest one twice. Names lose
-    their prefix `model.`; a tied parameter stands once, and its aliases in the file's metadata (alias ->
-    name). `target` appears when it is whole; a file of that name is replaced.
+    `checkpoint` is one, or a directory of them (then the newest whole one). One process, also where there are
+    many; tensor by tensor, so that it holds at most the largest one twice. Names lose their prefix `model.`;
+    a tied parameter stands once, and its aliases in the file's metadata (alias -> name). `target` appears
+    when it is whole; a file of that name is replaced.
+
+    With `shard_bytes`, `target` is a directory, and gets files of at most so many bytes (a larger tensor has
+    one of its own) and, last, their index.
 
     Raises CheckpointError.
     """
-    target = Path(target)
-    files, manifest = find(checkpoint_directory)
-    tensors = _model_tensors(files, manifest)
-    header = _header(tensors, _aliases(manifest.values))
-    needed_bytes = len(header) + sum(one.size_bytes for one in tensors.values())
-    if target.is_dir():
+    files, manifest = find(checkpoint)
+    reader = alone(lambda: storage.opened(files, manifest), doing=f"reading {files}")
+    if manifest.layout == "ranks":
         raise CheckpointError(
-            f"{target} cannot be written.", got="a directory", fix=f"{target}/model.safetensors"
+            f"{files} cannot be exported.",
+            got='layout = "ranks"',
+            why="its tensors are in parts, each a rank's own",
+            fix='load it on its ranks and save it with checkpoint.layout = "sharded"',
         )
 
-    def write() -> None:
-        disk.make_directory(target.parent)
-        disk.require_space(target, needed_bytes=needed_bytes, available_bytes=free_bytes(target.parent))
-        with disk.replaced(target) as file:
-            file.write(header)
-            _write_tensors(file, storage.opened(files, manifest), tensors=tensors)
+    def whole(name: str) -> Tensor:
+        saved = manifest.tensors[name]
+        tensor = torch.empty(saved.shape, dtype=saved.torch_dtype)
+        storage.read({name: tensor}, reader, alone=True)
+        return tensor
 
-    alone(write, doing=f"exporting {files} to {target}")
-    logger.info("exported %s to %s (%s)", files, target, format_bytes(needed_bytes))
+    model = _Model(str(files), manifest.model_tensors, _aliases(manifest.values), whole)
+    alone(
+        lambda: _write(model, Path(target), shard_bytes=shard_bytes, free_bytes=free_bytes),
+        doing=f"exporting {files} to {target}",
+    )
 
 
-def _model_tensors(files: Files, manifest: Manifest) -> dict[str, SavedTensor]:
-    """Wide dtypes first, so that every tensor is aligned; then by name."""
-    tensors = manifest.model_tensors
-    if not tensors:
+def full_state(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor on the host) of everything that `state` saves, one after the other. Collective.
+
+    Every rank must take them all. Each holds one whole tensor at a time, and no more.
+    """
+    for name, tensor in state.tensors().items():
+        whole = tensor.detach()
+        yield name, (whole.full_tensor() if isinstance(whole, DTensor) else whole).cpu().contiguous()
+
+
+@dataclass(frozen=True)
+class _Model:
+    """Model tensors to be written, by their names in a checkpoint. `whole`: one of them, on the host."""
+
+    what: str
+    tensors: Mapping[str, SavedTensor]
+    aliases: Mapping[str, str]
+    whole: Callable[[str], Tensor]
+
+
+def _write(
+    model: _Model, target: Path, *, shard_bytes: int | None, free_bytes: Callable[[Path], int]
+) -> None:
+    tensors = _in_order(model)
+    total_bytes = sum(one.size_bytes for one in tensors.values())
+    if shard_bytes is None and target.is_dir():
         raise CheckpointError(
-            f"{files} holds no model.", got=", ".join(list(manifest.tensors)[:3]) or "no tensor at all"
+            f"{target} cannot be written.",
+            got="a directory",
+            fix=f"{target}/model.safetensors, or a size of files that go into it",
         )
+    directory = target.parent if shard_bytes is None else target
+    disk.make_directory(directory)
+    disk.require_space(target, needed_bytes=total_bytes, available_bytes=free_bytes(directory))
+    if shard_bytes is None:
+        _write_file(model, target, tensors=tensors)
+    else:
+        _write_files(model, target, tensors=tensors, shard_bytes=shard_bytes)
+    logger.info("exported %s to %s (%s)", model.what, target, format_bytes(total_bytes))
+
+
+def _write_files(
+    model: _Model, directory: Path, *, tensors: Mapping[str, SavedTensor], shard_bytes: int
+) -> None:
+    index = directory / "model.safetensors.index.json"
+    index.unlink(missing_ok=True)  # of an earlier export: it must not name files of two
+    parts = _parts(tensors, shard_bytes)
+    names: dict[str, str] = {}
+    for number, part in enumerate(parts, start=1):
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        _write_file(model, directory / file, tensors=part)
+        names |= {name.removeprefix(MODEL_PREFIX): file for name in part}
+    total_bytes = sum(one.size_bytes for one in tensors.values())
+    text = json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": names}, indent=1)
+    with disk.replaced(index) as file:
+        file.write(text.encode())
+
+
+def _parts(tensors: Mapping[str, SavedTensor], shard_bytes: int) -> list[dict[str, SavedTensor]]:
+    """In order, each of at most `shard_bytes`, or of one tensor."""
+    parts: list[dict[str, SavedTensor]] = []
+    room = 0
     for name, tensor in tensors.items():
+        if tensor.size_bytes > room or not parts:
+            parts.append({})
+            room = shard_bytes
+        parts[-1][name] = tensor
+        room -= tensor.size_bytes
+    return parts
+
+
+def _write_file(model: _Model, target: Path, *, tensors: Mapping[str, SavedTensor]) -> None:
+    with disk.replaced(target) as file:
+        file.write(_header(tensors, model.aliases))
+        for name in tensors:
+            file.write(model.whole(name).reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _in_order(model: _Model) -> dict[str, SavedTensor]:
+    """Wide dtypes first, so that every tensor is aligned; then by name."""
+    if not model.tensors:
+        raise CheckpointError(f"{model.what} holds no model.")
+    for name, tensor in model.tensors.items():
         if tensor.torch_dtype not in _DTYPES:
             raise CheckpointError(
                 f"{name} cannot be exported.", got=tensor.dtype, why="safetensors has no such dtype"
             )
-    return dict(sorted(tensors.items(), key=lambda item: (-item[1].torch_dtype.itemsize, item[0])))
+    return dict(sorted(model.tensors.items(), key=lambda item: (-item[1].torch_dtype.itemsize, item[0])))
 
 
 def _aliases(values: Mapping[str, JsonValue]) -> dict[str, str]:
@@ -116,10 +200,3 @@ def _header(tensors: Mapping[str, SavedTensor], aliases: Mapping[str, str]) -> b
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
-
-
-def _write_tensors(file: BinaryIO, reader: storage.Reader, *, tensors: Mapping[str, SavedTensor]) -> None:
-    for name, saved in tensors.items():
-        tensor = torch.empty(saved.shape, dtype=saved.torch_dtype)
-        storage.read({name: tensor}, reader, alone=True)
-        file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)

@@ -80,12 +80,18 @@ def export_checkpoint(
         str,
         typer.Argument(metavar="CHECKPOINT", help="A checkpoint; or a run's directory, for its newest."),
     ],
-    target: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The file to write; with --shard-size, a directory.")
+    ],
+    shard_size: Annotated[
+        str | None, typer.Option(help="Several files of at most this size (5 GB), and their index.")
+    ] = None,
 ) -> None:
-    """Write the model of a checkpoint as one safetensors file."""
+    """Write the model of a checkpoint as safetensors: one file, or several with an index."""
     from fullshard.checkpoint.export import export
+    from fullshard.quantities import parse_bytes
 
-    export(_place(source), target)
+    export(_place(source), target, shard_bytes=parse_bytes(shard_size) if shard_size else None)
     typer.echo(f"{target}")
 
 
