@@ -100,6 +100,11 @@ class BackgroundSaver:
         """Host memory that the copies take."""
         return self._staging.bytes
 
+    @property
+    def done(self) -> bool:
+        """Whether no save is running on this rank; others may still have theirs to end."""
+        return self._running is None or self._running.done()
+
     def save(self, state: Checkpointable) -> None:
         """Begins to save `state`; waits for a save that still runs, and for the copy where `state` cannot say
         when it will change. See [Note: staged before the update].
@@ -123,7 +128,7 @@ class BackgroundSaver:
 
     def outcomes(self) -> list[Outcome]:
         """What has come to an end since the last call."""
-        if self._running is not None and self._running.done():
+        if self._running is not None and self.done:
             self._take(self._running)
         ended, self._outcomes = self._outcomes, []
         return ended

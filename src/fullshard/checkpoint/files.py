@@ -1,13 +1,17 @@
 """The files of one checkpoint, wherever they lie."""
 
 import errno
+import os
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, cast
 
 from fullshard.checkpoint import disk
+
+MANIFEST = "manifest.json"
 
 
 class Files(Protocol):
@@ -38,6 +42,19 @@ class Files(Protocol):
         ...
 
 
+class _ReadAhead(FileIO):
+    """A file that is read in large parts, one after the other: meanwhile the disk fetches the next.
+
+    Unbuffered, since what reads asks for whole blocks.
+    """
+
+    def readinto(self, buffer: memoryview) -> int | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            behind = self.tell() + buffer.nbytes
+            os.posix_fadvise(self.fileno(), behind, max(buffer.nbytes, 1 << 20), os.POSIX_FADV_WILLNEED)
+        return super().readinto(buffer)
+
+
 @dataclass(frozen=True)
 class LocalFiles:
     """A directory on a file system."""
@@ -61,9 +78,8 @@ class LocalFiles:
 
     @contextmanager
     def open(self, name: str) -> Generator[BinaryIO]:
-        # Unbuffered: what reads asks for whole blocks.
-        with (self.path / name).open("rb", buffering=0) as file:
-            yield file  # pyright: ignore[reportReturnType]  # a FileIO, which is no BinaryIO to typeshed
+        with _ReadAhead(self.path / name) as file:
+            yield cast(BinaryIO, file)
 
     @contextmanager
     def create(self, name: str) -> Generator[BinaryIO]:
@@ -77,6 +93,11 @@ def write_file(files: Files, name: str, *, data: bytes) -> None:
     """Writes a new file, down to the disk."""
     with files.create(name) as file:
         file.write(data)
+
+
+def is_remote(directory: str) -> bool:
+    """Whether it is a URL, of anything but the local file system."""
+    return "://" in directory and not directory.startswith("file://")
 
 
 def is_lost(error: OSError) -> bool:

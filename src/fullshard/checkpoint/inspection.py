@@ -20,7 +20,7 @@ from fullshard.checkpoint.manifest import (
     read_manifest,
     read_verified,
 )
-from fullshard.checkpoint.pieces import SUFFIX, PieceTable, verified_blocks
+from fullshard.checkpoint.pieces import SUFFIX, PieceTable, verify_piece
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -130,13 +130,12 @@ def _in_data_file(files: Files, manifest: Manifest, *, name: str) -> Iterator[Da
         table = _table(files, manifest, data_file=name)
     except CheckpointError:
         return  # the table is damaged, and is told so where its own turn comes
-    buffer = memoryview(bytearray(max(table.block_bytes, 1)))
+    scratch = memoryview(bytearray(max(table.block_bytes, 1)))
     try:
         with files.open(name) as file:
             for piece in table.pieces:
                 try:
-                    for _ in verified_blocks(file, piece, block_bytes=table.block_bytes, buffer=buffer):
-                        pass
+                    verify_piece(file, piece, block_bytes=table.block_bytes, scratch=scratch)
                 except DamagedCheckpointError as error:
                     yield Damage(name, _said(error), (piece.name,))
     except OSError as error:

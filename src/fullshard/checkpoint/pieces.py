@@ -148,35 +148,14 @@ def _address(data: memoryview) -> int:
     return int(np.frombuffer(data, dtype=np.uint8).ctypes.data)
 
 
-def verified_blocks(
-    file: BinaryIO, piece: Piece, *, block_bytes: int, buffer: memoryview, wanted: range | None = None
-) -> Iterator[tuple[int, memoryview]]:
-    """(offset within the piece, bytes) of the blocks of `piece` that hold the `wanted` bytes; all, for None.
+def verify_piece(file: BinaryIO, piece: Piece, *, block_bytes: int, scratch: memoryview) -> None:
+    """Reads all of `piece`, through `scratch` (of `block_bytes`).
 
-    Read one after the other into `buffer`, of at least `block_bytes`: each is gone when the next comes.
-    Raises DamagedCheckpointError for the first whose digest is another, or that ends early.
+    Raises DamagedCheckpointError for the first block whose digest is another, or that ends early.
     """
-    wanted = range(piece.length) if wanted is None else wanted
-    if not wanted:
-        return
-    for number in range(wanted.start // block_bytes, (wanted.stop - 1) // block_bytes + 1):
-        begin = number * block_bytes
-        block = buffer[: min(block_bytes, piece.length - begin)]
-        file.seek(piece.offset + begin)
-        got = _read_into(file, block)
-        if got < block.nbytes:
-            raise DamagedCheckpointError(
-                f"{_name(file)} ends early.",
-                got=f"{piece.offset + begin + got} bytes; {piece.name} goes to {piece.offset + piece.length}",
-            )
-        if number >= len(piece.digests) or digest(block) != piece.digests[number]:
-            raise DamagedCheckpointError(
-                f"{_name(file)} holds other bytes than were saved.",
-                got=f"a part of {piece.name}, bytes {piece.offset + begin} to "
-                f"{piece.offset + begin + block.nbytes}, whose digest is another",
-                why="the disk, or something on the way to it, changed them",
-            )
-        yield begin, block
+    file.seek(piece.offset)
+    for number, begin in enumerate(range(0, piece.length, block_bytes)):
+        _read_block(file, piece, number=number, parts=[scratch[: min(block_bytes, piece.length - begin)]])
 
 
 def read_part(
@@ -186,29 +165,53 @@ def read_part(
     offsets: Sequence[int],
     target: Tensor,
     block_bytes: int,
-    buffer: memoryview,
+    scratch: memoryview,
 ) -> None:
     """Fills `target` with the part of `piece` that begins at `offsets` in it and has the target's shape.
 
-    Reads the blocks of the rows (dim 0) that hold it, verified. Raises as `verified_blocks` does.
+    Reads the blocks of the rows (dim 0) that hold it, and verifies them. Raises as `verify_piece` does; what
+    the target holds then is undefined.
     """
     if target.numel() == 0:
         return
     row_bytes = math.prod(piece.shape[1:]) * target.dtype.itemsize
-    first, rows = (offsets[0], target.shape[0]) if piece.shape else (0, 1)
-    begin = piece.data_offset + first * row_bytes
-    wanted = range(begin, begin + rows * row_bytes)
+    row, rows = (offsets[0], target.shape[0]) if piece.shape else (0, 1)
+    begin = piece.data_offset + row * row_bytes
     whole_rows = tuple(target.shape[1:]) == piece.shape[1:]
     in_place = whole_rows and target.device.type == "cpu" and target.is_contiguous()
     elements = target if in_place else torch.empty(_rows(piece, rows), dtype=target.dtype)
     data = memoryview(cast(bytearray, elements.reshape(-1).view(torch.uint8).numpy()))
-    for at, block in verified_blocks(file, piece, block_bytes=block_bytes, buffer=buffer, wanted=wanted):
-        low, high = max(begin, at), min(wanted.stop, at + block.nbytes)
-        data[low - begin : high - begin] = block[low - at : high - at]
+    stop = begin + rows * row_bytes
+    numbers = range(begin // block_bytes, (stop - 1) // block_bytes + 1)
+    file.seek(piece.offset + numbers.start * block_bytes)
+    for number in numbers:
+        # What stands around the wanted bytes in the same block is read for its digest, and dropped.
+        low, high = number * block_bytes, min((number + 1) * block_bytes, piece.length)
+        first, last = max(low, begin), min(high, stop)
+        parts = [scratch[: first - low], data[first - begin : last - begin], scratch[: high - last]]
+        _read_block(file, piece, number=number, parts=parts)
     if not in_place:
         for dim in range(1, len(piece.shape)):
             elements = elements.narrow(dim, offsets[dim], target.shape[dim])
         target.copy_(elements)
+
+
+def _read_block(file: BinaryIO, piece: Piece, *, number: int, parts: Sequence[memoryview]) -> None:
+    """Reads on into `parts`, together the block `number` of `piece`, and holds them to its digest."""
+    found = xxhash.xxh3_128()
+    for part in parts:
+        got = _read_into(file, part)
+        if got < part.nbytes:
+            raise DamagedCheckpointError(f"{_name(file)} ends early.", got=f"its end in {piece.name}")
+        found.update(part)
+    if number >= len(piece.digests) or found.hexdigest() != piece.digests[number]:
+        end = file.tell()
+        begin = end - sum(part.nbytes for part in parts)
+        raise DamagedCheckpointError(
+            f"{_name(file)} holds other bytes than were saved.",
+            got=f"a part of {piece.name}, bytes {begin} to {end}, whose digest is another",
+            why="the disk, or something on the way to it, changed them",
+        )
 
 
 def _rows(piece: Piece, rows: int) -> tuple[int, ...]:

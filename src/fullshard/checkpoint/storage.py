@@ -200,7 +200,7 @@ class Reader(StorageReader):
                 f"{self.files} is damaged.", got=f"{METADATA} and the tables of pieces say different things"
             )
         block_bytes = len(self._buffer)
-        read_part(file, piece, offsets=offsets, target=target, block_bytes=block_bytes, buffer=self._buffer)
+        read_part(file, piece, offsets=offsets, target=target, block_bytes=block_bytes, scratch=self._buffer)
 
 
 def write(
