@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fullshard.checkpoint import BackgroundSaver as BackgroundSaver
+    from fullshard.checkpoint import NodeDisks as NodeDisks
     from fullshard.checkpoint import export as export
     from fullshard.checkpoint import full_state as full_state
     from fullshard.checkpoint import load as load
@@ -57,6 +58,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BackgroundSaver": "checkpoint",
+    "NodeDisks": "checkpoint",
     "export": "checkpoint",
     "full_state": "checkpoint",
     "load": "checkpoint",

@@ -4,6 +4,7 @@ from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.export import export, full_state
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import Manifest, SavedTensor, compare_names, read_manifest
+from fullshard.checkpoint.nodes import NodeDisks
 from fullshard.checkpoint.place import newest
 from fullshard.checkpoint.protocol import Checkpointable
 from fullshard.checkpoint.save import save
@@ -12,6 +13,7 @@ __all__ = [
     "BackgroundSaver",
     "Checkpointable",
     "Manifest",
+    "NodeDisks",
     "SavedTensor",
     "compare_names",
     "export",

@@ -26,9 +26,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.agreement import Group, distributed, everyone
+from fullshard.checkpoint.nodes import NodeDisks
+from fullshard.checkpoint.pieces import local_shard
 from fullshard.checkpoint.place import Place, place_of
 from fullshard.checkpoint.protocol import Checkpointable
-from fullshard.checkpoint.ranks_layout import local_shard
 from fullshard.checkpoint.save import Layout, Saving, Snapshot, take_snapshot
 from fullshard.errors import CheckpointError
 from fullshard.spec.plan import Plan
@@ -73,14 +74,15 @@ class BackgroundSaver:
 
     def __init__(
         self,
-        directory: str | Path | Place,
+        directory: str | Path | Place | NodeDisks,
         *,
         keep: int = 0,
         keep_every: int = 0,
         layout: Layout = "sharded",
         plan: Plan | None = None,
     ) -> None:
-        self._saving = Saving(place_of(directory), keep=keep, keep_every=keep_every, layout=layout, plan=plan)
+        place = directory if isinstance(directory, NodeDisks) else place_of(directory)
+        self._saving = Saving(place, keep=keep, keep_every=keep_every, layout=layout, plan=plan)
         self._group = cast(Group, dist.new_group(backend="gloo") if distributed() else None)
         self._staging = _Staging()
         self._running: Future[Outcome] | None = None
@@ -118,7 +120,7 @@ class BackgroundSaver:
         settled = threading.Event()
         # A thread for each save: one that has stepped back cannot come forward again to copy.
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._running = thread.submit(self._run, staged, settled, started)
+        self._running = thread.submit(self._run, staged, settled, started=started)
         thread.shutdown(wait=False)
         self._stalled = time.perf_counter() - started
         if hasattr(state, "before_update"):
@@ -148,7 +150,7 @@ class BackgroundSaver:
         self._staging.order_updates()
         self._stalled += time.perf_counter() - started
 
-    def _run(self, mine: Snapshot, settled: threading.Event, started: float) -> Outcome:
+    def _run(self, mine: Snapshot, settled: threading.Event, *, started: float) -> Outcome:
         path: Path | str | None = None
         error: CheckpointError | None = None
 

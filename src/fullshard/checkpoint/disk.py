@@ -32,8 +32,20 @@ _REASONS: dict[int, tuple[str, str | None]] = {
 }
 
 
+class ExplainedError(OSError):
+    """One that knows why, and what to do: it comes from elsewhere than the operating system."""
+
+    def __init__(
+        self, number: int, what: str, *, place: str, why: str | None = None, fix: str | None = None
+    ) -> None:
+        super().__init__(number, what, place)
+        self.why, self.fix = why, fix
+
+
 def reason(error: OSError) -> tuple[str | None, str | None]:
     """(why, fix) for what the operating system said."""
+    if isinstance(error, ExplainedError):
+        return error.why, error.fix
     return _REASONS.get(error.errno or 0, (None, None))
 
 

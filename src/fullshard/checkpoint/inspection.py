@@ -21,6 +21,7 @@ from fullshard.checkpoint.manifest import (
     read_verified,
 )
 from fullshard.checkpoint.pieces import SUFFIX, PieceTable, verify_piece
+from fullshard.checkpoint.retention import WRITER
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -46,7 +47,7 @@ def damages(checkpoint: Files | str | Path) -> Iterator[Damage]:
         return
     sizes = files.sizes()
     data_files = set(manifest.data_files)
-    for name, saved in manifest.files.items():
+    for name, saved in manifest.own_files.items():
         if sizes.get(name) != saved.size_bytes:
             found = f"{sizes[name]} bytes" if name in sizes else "no such file"
             yield Damage(
@@ -56,7 +57,7 @@ def damages(checkpoint: Files | str | Path) -> Iterator[Damage]:
             yield from _in_data_file(files, manifest, name=name)
         else:
             yield from _in_small_file(files, manifest, name=name)
-    for name in sorted(set(sizes) - set(manifest.files) - {MANIFEST}):
+    for name in sorted(set(sizes) - set(manifest.files) - {MANIFEST, WRITER}):
         yield Damage(name, "not of this checkpoint", ())
 
 

@@ -6,18 +6,29 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fullshard.checkpoint import ranks_layout, storage
-from fullshard.checkpoint.agreement import everyone, first
-from fullshard.checkpoint.files import Files
-from fullshard.checkpoint.manifest import MANIFEST, METADATA, Manifest, compare_names, read_manifest, verify
-from fullshard.checkpoint.place import Place, place_of, whole
+from fullshard.checkpoint import nodes, ranks_layout, storage
+from fullshard.checkpoint.agreement import everyone, first, gathered
+from fullshard.checkpoint.files import Files, LocalFiles
+from fullshard.checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    Manifest,
+    compare_names,
+    read_manifest,
+    step_name,
+    verify,
+)
+from fullshard.checkpoint.nodes import NodeDisks
+from fullshard.checkpoint.place import LocalPlace, Place, place_of, whole
 from fullshard.checkpoint.protocol import Checkpointable
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 logger = logging.getLogger("fullshard")
 
 
-def load(state: Checkpointable, directory: str | Path | Place, *, missing_ok: bool = False) -> bool:
+def load(
+    state: Checkpointable, directory: str | Path | Place | NodeDisks, *, missing_ok: bool = False
+) -> bool:
     """Loads the newest whole checkpoint of `directory` into `state`; True where there was one.
 
     Collective: every rank calls it, and rank 0 chooses for all. `directory` may also be one checkpoint. Every
@@ -29,6 +40,8 @@ def load(state: Checkpointable, directory: str | Path | Place, *, missing_ok: bo
     none is whole, in any case; and where it is of another model. What `state` holds after an error is
     undefined.
     """
+    if isinstance(directory, NodeDisks):
+        return _load_from_nodes(state, directory, missing_ok=missing_ok)
     place = place_of(directory)
     refused: dict[str, str] = {}
     while True:
@@ -52,6 +65,38 @@ def load(state: Checkpointable, directory: str | Path | Place, *, missing_ok: bo
             if refused:
                 logger.warning("went back to %s, since %s cannot be used", files, ", ".join(refused))
             return True
+
+
+def _load_from_nodes(state: Checkpointable, disks: NodeDisks, *, missing_ok: bool) -> bool:
+    """The newest step that every node has; see `nodes`."""
+    seat = nodes.find_seat(disks.path)
+    refused: list[str] = []
+    for step, _ in nodes.settle(disks.path, seat):
+        files = LocalFiles(disks.path / step_name(step))
+        manifest = everyone(lambda files=files: verify(files), doing=f"loading {files}")
+        try:
+            _load(state, files, manifest=manifest)
+        except DamagedCheckpointError as error:
+            refused.append(f"{files.name}: {error.got or error.what}")
+            place = LocalPlace(disks.path)
+            aside = everyone(
+                lambda files=files, place=place: _set_aside(place, files) if seat.leads else None,
+                doing=f"setting {files} aside",
+            )
+            logger.warning("%s\n  %s: an older checkpoint is taken instead", error, aside or files)
+        else:
+            logger.info("loaded step %d from %s of each node", step, files)
+            return True
+    left = [path.name for pattern in ("step-*", ".bad-*") for path in sorted(disks.path.glob(pattern))]
+    broken = refused or [name for names in gathered(left) for name in names]
+    if not broken and missing_ok:
+        return False
+    raise CheckpointError(
+        f"no checkpoint in {disks} is whole on all of them." if broken else f"no checkpoint in {disks}.",
+        got=", ".join(dict.fromkeys(broken)) or "nothing",
+        why="training again from the start is not for us to decide" if broken else None,
+        fix="the same nodes; or fullshard ckpt gather <directory of each node>... --to OUT, then load OUT",
+    )
 
 
 def find(directory: str | Path | Place) -> tuple[Files, Manifest]:

@@ -21,13 +21,12 @@ import torch
 from pydantic import JsonValue, NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor
 
-from fullshard.checkpoint.files import Files, LocalFiles, is_lost
+from fullshard.checkpoint.files import MANIFEST, Files, LocalFiles, is_lost, is_remote
 from fullshard.checkpoint.pieces import SUFFIX, digest
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.value import Value
 
 FORMAT = 2
-MANIFEST = "manifest.json"
 METADATA = ".metadata"
 MODEL_PREFIX = "model."
 _NAMES_SHOWN = 3
@@ -69,11 +68,13 @@ class SavedTensor(Value):
 class SavedFile(Value):
     """A file of a checkpoint, as it was when the checkpoint was committed.
 
-    `digest`: of the whole file; None for a data file, whose table has one for every block of it.
+    `digest`: of the whole file; None for a data file, whose table has one for every block of it. `node`: on
+    which node's disk it lies (see `nodes`); None for every one.
     """
 
     size_bytes: NonNegativeInt
     digest: str | None = None
+    node: NonNegativeInt | None = None
 
 
 class Manifest(Value):
@@ -81,7 +82,9 @@ class Manifest(Value):
 
     `layout`: `sharded` is DCP's, which any number of ranks loads; `ranks` is one file for each rank's own
     shards, which the same ranks load. `plan` is the Plan (and in it the Run) that the state was trained with,
-    as JSON, where it was given. `digest`: of the manifest's own bytes, with zeros where it stands.
+    as JSON, where it was given. `attempt`: below what prefix an object store has the files, and to which save
+    the parts on the disks of several nodes belong; else None. `nodes`: on how many disks it lies; `node`: of
+    which one this manifest is. `digest`: of the manifest's own bytes, with zeros where it stands.
     """
 
     format: Literal[2] = FORMAT
@@ -94,6 +97,9 @@ class Manifest(Value):
     torch_version: str
     fullshard_version: str
     plan: dict[str, JsonValue] | None = None
+    attempt: str | None = None
+    nodes: PositiveInt = 1
+    node: NonNegativeInt = 0
     digest: str = _NO_DIGEST
 
     @property
@@ -102,9 +108,14 @@ class Manifest(Value):
         return {name: tensor for name, tensor in self.tensors.items() if name.startswith(MODEL_PREFIX)}
 
     @property
+    def own_files(self) -> dict[str, SavedFile]:
+        """Those that lie beside this manifest: all, unless nodes have disks of their own."""
+        return {name: file for name, file in self.files.items() if file.node in (None, self.node)}
+
+    @property
     def data_files(self) -> list[str]:
-        """The files that have a table of pieces."""
-        return [name for name in self.files if f"{name}{SUFFIX}" in self.files]
+        """Of these, the files that have a table of pieces."""
+        return [name for name in self.own_files if f"{name}{SUFFIX}" in self.files]
 
     @property
     def size_bytes(self) -> int:
@@ -166,7 +177,7 @@ def verify(checkpoint: Files | str | Path) -> Manifest:
         sizes = files.sizes()
     except OSError as error:
         raise lost_or_denied(error, f"{files} cannot be read.", name="its files") from error
-    for name, file in manifest.files.items():
+    for name, file in manifest.own_files.items():
         if name not in sizes:
             raise DamagedCheckpointError(f"{files} is not whole.", got=f"{name}: No such file or directory")
         if sizes[name] != file.size_bytes:
@@ -197,8 +208,14 @@ def lost_or_denied(error: OSError, what: str, *, name: str) -> CheckpointError:
 
 
 def files_of(checkpoint: Files | str | Path) -> Files:
-    """The files of a checkpoint that is given by its path."""
-    return LocalFiles(Path(checkpoint)) if isinstance(checkpoint, str | Path) else checkpoint
+    """The files of a checkpoint that is given by its path or URL."""
+    if isinstance(checkpoint, str) and is_remote(checkpoint):
+        from fullshard.checkpoint.object_files import ObjectFiles
+
+        return ObjectFiles(checkpoint.rstrip("/"))
+    if isinstance(checkpoint, str | Path):
+        return LocalFiles(Path(str(checkpoint).removeprefix("file://")))
+    return checkpoint
 
 
 def step_name(step: int) -> str:

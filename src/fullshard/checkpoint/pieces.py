@@ -17,12 +17,18 @@ import torch
 import xxhash
 from pydantic import NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fullshard.errors import DamagedCheckpointError
 from fullshard.spec.value import Value
 
 BLOCK_BYTES = 16 << 20
 SUFFIX = ".pieces"
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fullshard.checkpoint import disk, retention
-from fullshard.checkpoint.files import Files, LocalFiles, write_file
+from fullshard.checkpoint.files import Files, LocalFiles, is_remote, write_file
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, step_name, verify
 from fullshard.errors import CheckpointError
 
@@ -159,8 +159,16 @@ class LocalPlace:
 
 
 def place_of(directory: str | Path | Place) -> Place:
-    """The place that a path names."""
-    return LocalPlace(Path(directory)) if isinstance(directory, str | Path) else directory
+    """The place that a path or a URL names. Raises MissingExtraError for a URL whose package is not there."""
+    if isinstance(directory, str) and is_remote(directory):
+        from fullshard.checkpoint.objects import ObjectPlace
+
+        place = ObjectPlace(directory.rstrip("/"))
+        place.require_backend()
+        return place
+    if isinstance(directory, str | Path):
+        return LocalPlace(Path(str(directory).removeprefix("file://")))
+    return directory
 
 
 def whole(place: Place) -> list[tuple[int, Files]]:
@@ -183,10 +191,10 @@ def whole(place: Place) -> list[tuple[int, Files]]:
     return found
 
 
-def newest(directory: str | Path) -> Path | None:
+def newest(directory: str | Path) -> Path | str | None:
     """The checkpoint of the highest step that is whole, or None."""
     found = whole(place_of(directory))
-    return _path(found[0][1]) if found else None
+    return location(found[0][1]) if found else None
 
 
 def location(files: Files) -> Path | str:

@@ -4,15 +4,14 @@ Nothing is planned and nothing exchanged, so it is the quickest; only the same r
 """
 
 from collections.abc import Mapping
-from typing import cast
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import storage
 from fullshard.checkpoint.agreement import rank, world_size
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.manifest import Manifest, SavedFile
+from fullshard.checkpoint.pieces import local_shard
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -52,11 +51,6 @@ def read(receivers: Mapping[str, Tensor], reader: storage.Reader) -> None:
                     fix="the strategy that it was saved with (its manifest holds the plan)",
                 )
             reader.read_part(file, piece, offsets=(0,) * shard.ndim, target=shard)
-
-
-def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor as it is."""
-    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _data_file(rank: int) -> str:

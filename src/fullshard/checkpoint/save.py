@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import math
+import secrets
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,14 +21,23 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint import ranks_layout, storage
+from fullshard.checkpoint import nodes, ranks_layout, storage
 from fullshard.checkpoint.agreement import Group, everyone, first, gathered, rank, world_size
-from fullshard.checkpoint.files import Files
-from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest, SavedFile, SavedTensor, verify
-from fullshard.checkpoint.pieces import digest
-from fullshard.checkpoint.place import Place, location, place_of, prune
+from fullshard.checkpoint.files import Files, LocalFiles
+from fullshard.checkpoint.manifest import (
+    METADATA,
+    MODEL_PREFIX,
+    Manifest,
+    SavedFile,
+    SavedTensor,
+    read_manifest,
+    step_name,
+    verify,
+)
+from fullshard.checkpoint.nodes import NodeDisks
+from fullshard.checkpoint.pieces import digest, local_shard
+from fullshard.checkpoint.place import LocalPlace, Place, location, place_of, prune
 from fullshard.checkpoint.protocol import Checkpointable
-from fullshard.checkpoint.ranks_layout import local_shard
 from fullshard.checkpoint.retention import WRITER
 from fullshard.errors import CheckpointError, DamagedCheckpointError, SpecError
 from fullshard.quantities import format_bytes
@@ -47,7 +57,7 @@ logger = logging.getLogger("fullshard")
 
 def save(
     state: Checkpointable,
-    directory: str | Path | Place,
+    directory: str | Path | Place | NodeDisks,
     *,
     keep: int = 0,
     keep_every: int = 0,
@@ -65,8 +75,10 @@ def save(
     divides (0: none); `keep` 0 keeps all. `layout`: see `Manifest`. `plan` is noted in the manifest. A step
     that is there already, whole and of the same model, is not written again; of another model it is refused;
     a broken one is renamed to `.bad-…`. While one process saves to a directory, another is refused.
+    `NodeDisks(directory)`: on disks that nodes do not share; see `nodes`.
     """
-    saving = Saving(place_of(directory), keep=keep, keep_every=keep_every, layout=layout, plan=plan)
+    place = directory if isinstance(directory, NodeDisks) else place_of(directory)
+    saving = Saving(place, keep=keep, keep_every=keep_every, layout=layout, plan=plan)
     snapshot = everyone(lambda: take_snapshot(state), doing="taking the state to save")
     return saving.run(snapshot)
 
@@ -84,7 +96,7 @@ class Snapshot:
 class Saving:
     """How and where snapshots are saved. See `save` for the fields."""
 
-    place: Place
+    place: Place | NodeDisks
     keep: int = 0
     keep_every: int = 0
     layout: Layout = "sharded"
@@ -102,66 +114,119 @@ class Saving:
         doing = f"saving step {mine.step} to {self.place}"
         everyone(lambda: _require_numbers(mine.tensors), doing=doing, group=group)
         needed_bytes = _agreed_bytes(mine, group)
+        if isinstance(self.place, NodeDisks):
+            return self._run_on_nodes(self.place, mine, doing=doing, group=group)
+        place = self.place
         with ExitStack() as held:
             draft = first(
-                lambda: self._begin(held, mine, needed_bytes=needed_bytes), doing=doing, group=group
+                lambda: self._begin(held, mine, place=place, needed_bytes=needed_bytes),
+                doing=doing,
+                group=group,
             )
             if isinstance(draft, Path | str):
                 return draft
             try:
-                target = self._written(mine, draft, doing=doing, group=group)
+                files, tensors = self._write(mine, draft, doing=doing, group=group)
+                target = first(
+                    lambda: self._commit(mine, draft, files=files, tensors=tensors), doing=doing, group=group
+                )
             except CheckpointError:
                 if rank() == 0:
-                    self.place.discard(draft)
+                    place.discard(draft)
                 raise
-            first(lambda: self._prune(mine.step), doing="removing old checkpoints", group=group)
+            first(lambda: self._prune(place, mine.step), doing="removing old checkpoints", group=group)
         return target
 
-    def _begin(self, held: ExitStack, mine: Snapshot, *, needed_bytes: int) -> Files | Path | str:
-        """On rank 0: an empty draft, which nobody else may make until `held` ends; or where the step lies."""
-        held.enter_context(self.place.writing())
-        there = next((files for step, files in self.place.steps() if step == mine.step), None)
-        if there is not None and self._is_whole(there, mine):
-            return location(there)
-        return self.place.begin(mine.step, needed_bytes=needed_bytes)
+    def _run_on_nodes(self, disks: NodeDisks, mine: Snapshot, *, doing: str, group: Group) -> Path:
+        seat = nodes.find_seat(disks.path, group=group)
+        target = disks.path / step_name(mine.step)
+        if any(step == mine.step for step, _ in nodes.settle(disks.path, seat, group=group)):
+            everyone(
+                lambda: _require_same_model(LocalFiles(target), read_manifest(target), mine=mine),
+                doing=doing,
+                group=group,
+            )
+            return target
+        own_bytes = sum(local_shard(one).nbytes + _ENVELOPE_BYTES for one in mine.tensors.values())
+        needed = sum(b for node, b in gathered((seat.node, own_bytes), group=group) if node == seat.node)
+        with ExitStack() as held:
+            draft = nodes.begin(disks, seat, step=mine.step, needed_bytes=needed, held=held, group=group)
+            try:
+                files, tensors = self._write(mine, draft, doing=doing, group=group, node=seat.node)
+                manifest = first(
+                    lambda: self._manifest(mine, files=files, tensors=tensors).model_copy(
+                        update={"nodes": seat.nodes, "attempt": secrets.token_hex(4)}
+                    ),
+                    doing=doing,
+                    group=group,
+                )
+                metadata = first(
+                    lambda: draft.read(METADATA) if METADATA in files else None, doing=doing, group=group
+                )
+                nodes.commit(draft, seat, manifest=manifest, metadata=metadata, group=group)
+            except CheckpointError:
+                nodes.discard(draft, seat)
+                raise
+            if seat.leads:
+                self._prune(LocalPlace(disks.path), mine.step)
+        return target
 
-    def _is_whole(self, there: Files, mine: Snapshot) -> bool:
+    def _begin(
+        self, held: ExitStack, mine: Snapshot, *, place: Place, needed_bytes: int
+    ) -> Files | Path | str:
+        """On rank 0: an empty draft, which nobody else may make until `held` ends; or where the step lies."""
+        held.enter_context(place.writing())
+        there = next((files for step, files in place.steps() if step == mine.step), None)
+        if there is not None and self._is_whole(there, mine, place=place):
+            return location(there)
+        return place.begin(mine.step, needed_bytes=needed_bytes)
+
+    def _is_whole(self, there: Files, mine: Snapshot, *, place: Place) -> bool:
         """True where `there` is this step, whole. A broken one is set aside; another model is refused."""
         try:
             manifest = verify(there)
         except DamagedCheckpointError as error:
-            aside = self.place.set_aside(there)
+            aside = place.set_aside(there)
             logger.warning("%s is not whole (%s); renamed to %s", there, error.got, aside)
             return False
         _require_same_model(there, manifest, mine=mine)
         return True
 
-    def _written(self, mine: Snapshot, draft: Files, *, doing: str, group: Group) -> Path | str:
+    def _write(
+        self, mine: Snapshot, draft: Files, *, doing: str, group: Group, node: int | None = None
+    ) -> tuple[dict[str, SavedFile], dict[str, SavedTensor]]:
+        """Every rank's shards; returns the files and tensors of all. `node`: this rank's disk, of several."""
         everyone(lambda: _see(draft), doing=doing, group=group)
         metadata: Metadata | None = None
         if self.layout == "ranks":
-            own_files = everyone(lambda: ranks_layout.write(mine.tensors, draft), doing=doing, group=group)
+            own = everyone(lambda: ranks_layout.write(mine.tensors, draft), doing=doing, group=group)
         else:
-            own_files, metadata = everyone(
-                lambda: storage.write(mine.tensors, draft, group=group), doing=doing, group=group
+            own, metadata = everyone(
+                lambda: storage.write(mine.tensors, draft, every_copy=node is not None, group=group),
+                doing=doing,
+                group=group,
             )
-        files = {name: file for part in gathered(own_files, group=group) for name, file in part.items()}
-        tensors = _all_names(mine, group) if self.layout == "ranks" else {}
-        return first(
-            lambda: self._commit(
-                mine, draft, files=files, tensors=tensors or _written_tensors(metadata, files)
-            ),
-            doing=doing,
-            group=group,
-        )
+        own = {n: one if n == METADATA else one.model_copy(update={"node": node}) for n, one in own.items()}
+        files = {name: file for part in gathered(own, group=group) for name, file in part.items()}
+        if self.layout == "ranks":
+            return files, _all_names(mine, group)
+        return files, first(lambda: _written_tensors(metadata, files), doing=doing, group=group)
 
     def _commit(
         self, mine: Snapshot, draft: Files, *, files: dict[str, SavedFile], tensors: dict[str, SavedTensor]
     ) -> Path | str:
         """On rank 0: the manifest, and what makes it a checkpoint."""
+        assert not isinstance(self.place, NodeDisks), "they commit together"
         writer = draft.read(WRITER)
         files[WRITER] = SavedFile(size_bytes=len(writer), digest=digest(writer))
-        manifest = Manifest(
+        target = self.place.commit(draft, self._manifest(mine, files=files, tensors=tensors))
+        logger.info("saved %s (%s)", target, format_bytes(sum(file.size_bytes for file in files.values())))
+        return location(target)
+
+    def _manifest(
+        self, mine: Snapshot, *, files: dict[str, SavedFile], tensors: dict[str, SavedTensor]
+    ) -> Manifest:
+        return Manifest(
             step=mine.step,
             values=mine.values,
             layout=self.layout,
@@ -172,12 +237,9 @@ class Saving:
             fullshard_version=_own_version(),
             plan=None if self.plan is None else self.plan.model_dump(mode="json"),
         )
-        target = self.place.commit(draft, manifest)
-        logger.info("saved %s (%s)", target, format_bytes(manifest.size_bytes))
-        return location(target)
 
-    def _prune(self, step: int) -> None:
-        prune(self.place, keep=self.keep, keep_every=self.keep_every, step=step)
+    def _prune(self, place: Place, step: int) -> None:
+        prune(place, keep=self.keep, keep_every=self.keep_every, step=step)
 
 
 def take_snapshot(state: Checkpointable) -> Snapshot:

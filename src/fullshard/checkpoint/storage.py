@@ -8,7 +8,7 @@ import io
 import itertools
 import pickle
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -20,13 +20,15 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.futures import Future
 
 from fullshard.checkpoint.agreement import Attempt, Group, distributed, rank
 from fullshard.checkpoint.files import Files, write_file
 from fullshard.checkpoint.manifest import METADATA, Manifest, SavedFile, lost_or_denied, read_verified
-from fullshard.checkpoint.pieces import SUFFIX, Piece, PieceFile, PieceTable, digest, read_part
-from fullshard.errors import DamagedCheckpointError
+from fullshard.checkpoint.pieces import SUFFIX, Piece, PieceFile, PieceTable, digest, local_shard, read_part
+from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 T = TypeVar("T")
 
@@ -39,11 +41,12 @@ def data_file(rank: int) -> str:
 class Writer(StorageWriter):
     """Writes this rank's shards into one data file of a draft, and their table beside.
 
+    `besides`: tensors of which this rank's shards are written also where DCP has others write the copies.
     `written`: both as the manifest has them, and on rank 0 DCP's metadata.
     """
 
-    def __init__(self, draft: Files) -> None:
-        self.draft = draft
+    def __init__(self, draft: Files, *, besides: Mapping[str, Tensor] | None = None) -> None:
+        self.draft, self.besides = draft, besides or {}
         self.attempt = Attempt()
         self.written: dict[str, SavedFile] = {}
         self.metadata: Metadata | None = None
@@ -68,12 +71,14 @@ class Writer(StorageWriter):
         with self.attempt:
             name = data_file(rank())
             # One after the other: a shard on a GPU is on the host while it is written, and no longer.
+            planned = [(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items]
             shards = (
-                (item.index.fqn, tuple(item.index.offset or ()), planner.resolve_data(item))
-                for item in plan.items
+                (*place, planner.resolve_data(item)) for place, item in zip(planned, plan.items, strict=True)
             )
-            pieces, self.written = write_shards(self.draft, name, shards=cast(Shards, shards))
-            for item, piece in zip(plan.items, pieces, strict=True):
+            copies = ((*place, shard) for place, shard in _places(self.besides) if place not in planned)
+            every = cast(Shards, itertools.chain(shards, copies))
+            pieces, self.written = write_shards(self.draft, name, shards=every)
+            for item, piece in zip(plan.items, pieces, strict=False):
                 info = filesystem._StorageInfo(name, piece.offset, piece.length)  # pyright: ignore[reportPrivateUsage]
                 results.append(WriteResult(index=item.index, size_in_bytes=piece.length, storage_data=info))
         return _done(results)
@@ -94,6 +99,18 @@ class Writer(StorageWriter):
 
 
 Shards = Iterable[tuple[str, Sequence[int], Tensor]]
+
+
+def _places(tensors: Mapping[str, Tensor]) -> Iterator[tuple[tuple[str, tuple[int, ...]], Tensor]]:
+    """((name, where this rank's shard begins in the whole), shard) of each tensor."""
+    for name, tensor in tensors.items():
+        begin = (0,) * tensor.ndim
+        if isinstance(tensor, DTensor):
+            _, offsets = compute_local_shape_and_global_offset(
+                tensor.shape, tensor.device_mesh, tensor.placements
+            )
+            begin = tuple(offsets)
+        yield (name, begin), local_shard(tensor)
 
 
 def write_shards(draft: Files, name: str, *, shards: Shards) -> tuple[Sequence[Piece], dict[str, SavedFile]]:
@@ -153,10 +170,11 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with self.attempt:
-            places = self.read_metadata().storage_data
+            places, own = self.read_metadata().storage_data, self._own_copies()
 
             def place(index: MetadataIndex) -> tuple[str, int]:
-                return places[index].relative_path, places[index].offset
+                told = places[index].relative_path, places[index].offset
+                return own.get((index.fqn, tuple(index.offset or ())), told)
 
             items = sorted(plan.items, key=lambda item: place(item.storage_index))  # from begin to end
             for name, group in itertools.groupby(items, key=lambda item: place(item.storage_index)[0]):
@@ -173,8 +191,22 @@ class Reader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
         return True
 
+    def _own_copies(self) -> dict[tuple[str, tuple[int, ...]], tuple[str, int]]:
+        """Where on this node's disk a shard lies; the told place may be another's: [Note: every copy]."""
+        if self.manifest.nodes == 1:
+            return {}
+        tables = {name: self.table(name) for name in self.manifest.data_files}
+        return {(p.name, p.index): (name, p.offset) for name, table in tables.items() for p in table.pieces}
+
     def table(self, name: str) -> PieceTable:
-        """The table of a data file."""
+        """The table of a data file. Raises CheckpointError for one that is on another node's disk."""
+        if name in self.manifest.files and name not in self.manifest.own_files:
+            raise CheckpointError(
+                f"{self.files} does not have all that this rank needs.",
+                got=f"{name} is on the disk of node {self.manifest.files[name].node}",
+                why="it was saved on disks that nodes do not share, by other ranks or on other nodes",
+                fix="fullshard ckpt gather <directory of each node>... --to OUT, then load OUT",
+            )
         if name not in self._tables:
             data = read_verified(self.files, self.manifest, name=f"{name}{SUFFIX}")
             self._tables[name] = PieceTable.decoded(data, source=f"{self.files}/{name}{SUFFIX}")
@@ -204,15 +236,16 @@ class Reader(StorageReader):
 
 
 def write(
-    tensors: Mapping[str, Tensor], draft: Files, *, group: Group = None
+    tensors: Mapping[str, Tensor], draft: Files, *, every_copy: bool = False, group: Group = None
 ) -> tuple[dict[str, SavedFile], Metadata | None]:
     """Writes this rank's part of `tensors` into `draft`. Collective, where ranks are.
 
-    Returns the files that this rank wrote, and on rank 0 DCP's metadata.
+    Returns the files that this rank wrote, and on rank 0 DCP's metadata. `every_copy`: also shards that other
+    ranks write too.
 
     May raise on one rank alone: call it within `everyone`.
     """
-    writer = Writer(draft)
+    writer = Writer(draft, besides=tensors if every_copy else None)
     with _single_process_is_meant():
         dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=not distributed())
     writer.attempt.finish()

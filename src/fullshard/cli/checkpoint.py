@@ -1,4 +1,4 @@
-"""`fullshard ckpt list | verify | diff | export`."""
+"""`fullshard ckpt list | verify | diff | gather | export`."""
 
 import json
 from collections.abc import Sequence
@@ -83,6 +83,7 @@ def export_checkpoint(
     target: Annotated[
         Path, typer.Argument(metavar="OUT", help="The file to write; with --shard-size, a directory.")
     ],
+    *,
     shard_size: Annotated[
         str | None, typer.Option(help="Several files of at most this size (5 GB), and their index.")
     ] = None,
@@ -95,14 +96,30 @@ def export_checkpoint(
     typer.echo(f"{target}")
 
 
+def gather_checkpoint(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="NODE...", help="The directory of each node, in any order.")
+    ],
+    target: Annotated[
+        Path, typer.Option("--to", metavar="OUT", help="A directory of checkpoints to write into.")
+    ],
+) -> None:
+    """Bring together what nodes saved on disks of their own (checkpoint.disks = "node")."""
+    from fullshard.checkpoint.nodes import gather
+
+    nodes = [inner if (inner := one / "checkpoints").is_dir() else one for one in directories]
+    typer.echo(f"{gather(nodes, target)}")
+
+
 def _place(directory: str) -> "Place":
     """A run keeps its checkpoints in a directory of that name."""
+    from fullshard.checkpoint.agreement import alone
     from fullshard.checkpoint.place import place_of
     from fullshard.errors import CheckpointError
 
     inner = place_of(directory if "://" in directory else Path(directory) / "checkpoints")
-    place = inner if inner.exists() else place_of(directory)
-    if not place.exists():
+    place = inner if alone(inner.exists, doing=f"looking at {inner}") else place_of(directory)
+    if not alone(place.exists, doing=f"looking at {place}"):
         raise CheckpointError(f"{place} is no directory.", fix="the run's directory, such as runs/default")
     return place
 

@@ -41,6 +41,7 @@ def _app() -> typer.Typer:
     checkpoints.command("list")(checkpoint.list_checkpoints)
     checkpoints.command("verify")(checkpoint.verify_checkpoints)
     checkpoints.command("diff")(checkpoint.diff_checkpoints)
+    checkpoints.command("gather")(checkpoint.gather_checkpoint)
     checkpoints.command("export")(checkpoint.export_checkpoint)
     app.add_typer(checkpoints, name="ckpt")
     benches = _group("Measure on this machine.")

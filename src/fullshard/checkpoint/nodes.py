@@ -1,0 +1,222 @@
+"""Checkpoints on disks that nodes do not share: each keeps what its ranks write, and all commit together.
+
+[Note: prepared, then committed] Every node writes its files and its manifest into a draft and flushes them;
+only when all have done so does any rename its draft. So where one node has the step, every node has it,
+committed or prepared, and whoever starts next renames the rest. A step that is not on all its nodes was never
+acknowledged.
+
+[Note: every copy] DCP writes a shard of which there are copies once. On disks of their own, a rank could then
+not read its own state back. So here each rank writes all that it holds, and reads its own copy first. On the
+same nodes a step is loaded in place, by each rank from its own disk; for others it is gathered (`gather`).
+"""
+
+import logging
+import secrets
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from fullshard.checkpoint import disk, retention
+from fullshard.checkpoint.agreement import Group, alone, everyone, first, gathered, rank
+from fullshard.checkpoint.files import LocalFiles, write_file
+from fullshard.checkpoint.inspection import damages
+from fullshard.checkpoint.manifest import MANIFEST, METADATA, Manifest, SavedFile, step_name, verify
+from fullshard.checkpoint.pieces import digest
+from fullshard.checkpoint.place import LocalPlace
+from fullshard.errors import CheckpointError
+
+logger = logging.getLogger("fullshard")
+
+
+@dataclass(frozen=True)
+class NodeDisks:
+    """A directory that has the same path on every node, and lies on a disk of each."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return f"{self.path} of each node"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank writes: disk `node` of `nodes`. The rank that `leads` does what is done once a disk."""
+
+    node: int
+    nodes: int
+    leads: bool
+
+
+def find_seat(path: Path, *, group: Group = None) -> Seat:
+    """Which ranks share a disk, found out by what each sees of the others. Collective.
+
+    A rank leads that sees no file of a lower one.
+    """
+    token = first(lambda: secrets.token_hex(4), doing="choosing a token", group=group)
+
+    def show() -> None:
+        disk.make_directory(path)
+        (path / f".seat-{token}-{rank()}").touch()
+
+    doing = f"looking who shares {path}"
+    everyone(show, doing=doing, group=group)
+    lowest = everyone(
+        lambda: min(int(one.name.rpartition("-")[2]) for one in path.glob(f".seat-{token}-*")),
+        doing=doing,
+        group=group,
+    )
+    leaders = sorted(set(gathered(lowest, group=group)))
+    (path / f".seat-{token}-{rank()}").unlink()
+    return Seat(leaders.index(lowest), len(leaders), leads=lowest == rank())
+
+
+@dataclass(frozen=True)
+class Held:
+    """A step as one disk has it: committed, or prepared in a draft."""
+
+    step: int
+    attempt: str
+    node: int
+    nodes: int
+    name: str
+
+
+def held_steps(path: Path) -> list[Held]:
+    """Of everything on one disk whose manifest is there and whose own files are whole."""
+    found: list[Held] = []
+    for directory in sorted([*path.glob("step-*"), *path.glob(".tmp-*")]):
+        if not (directory / MANIFEST).exists():
+            continue
+        try:
+            manifest = verify(LocalFiles(directory))
+        except CheckpointError as error:
+            logger.warning("passing over %s: %s", directory, error.got or error.what)
+            continue
+        if manifest.attempt is not None:
+            found.append(Held(manifest.step, manifest.attempt, manifest.node, manifest.nodes, directory.name))
+    return found
+
+
+def complete(held: Sequence[Held]) -> list[tuple[int, str]]:
+    """(step, attempt) of what is on all its disks, the highest step first."""
+    where: dict[tuple[int, str, int], set[int]] = {}
+    for one in held:
+        where.setdefault((one.step, one.attempt, one.nodes), set()).add(one.node)
+    return sorted(((s, a) for (s, a, nodes), on in where.items() if on == set(range(nodes))), reverse=True)
+
+
+def settle(path: Path, seat: Seat, *, group: Group = None) -> list[tuple[int, str]]:
+    """Commits on every disk what all have prepared; returns what is complete. Collective.
+
+    See [Note: prepared, then committed].
+    """
+    mine = everyone(
+        lambda: held_steps(path) if seat.leads else [],
+        doing=f"looking for checkpoints in {path}",
+        group=group,
+    )
+    known = complete([one for many in gathered(mine, group=group) for one in many])
+
+    def commit() -> None:
+        for one in mine:
+            if (one.step, one.attempt) in known and one.name != step_name(one.step):
+                (path / one.name).rename(path / step_name(one.step))
+                disk.flush(path)
+                logger.warning(
+                    "%s was prepared on every node, and is committed now", path / step_name(one.step)
+                )
+
+    everyone(commit, doing=f"committing what was prepared in {path}", group=group)
+    return known
+
+
+def begin(
+    disks: NodeDisks, seat: Seat, *, step: int, needed_bytes: int, held: ExitStack, group: Group = None
+) -> LocalFiles:
+    """An empty draft on every disk; nobody else writes there until `held` ends. Collective."""
+    place = LocalPlace(disks.path)
+
+    def lead() -> str | None:
+        if not seat.leads:
+            return None
+        held.enter_context(place.writing())
+        target = disks.path / step_name(step)
+        if target.exists():
+            aside = place.set_aside(LocalFiles(target))
+            logger.warning("%s is not on every node; renamed to %s", target, aside)
+        return place.begin(step, needed_bytes=needed_bytes).name
+
+    name = everyone(lead, doing=f"saving step {step} to {disks}", group=group)
+    drafts = {node: draft for node, draft in gathered((seat.node, name), group=group) if draft is not None}
+    return LocalFiles(disks.path / drafts[seat.node])
+
+
+def commit(
+    draft: LocalFiles, seat: Seat, *, manifest: Manifest, metadata: bytes | None, group: Group = None
+) -> Path:
+    """Prepares on every disk, then commits. Collective. `metadata`: DCP's, which every disk gets."""
+    doing = f"committing {draft}"
+    target = draft.path.with_name(step_name(manifest.step))
+
+    def prepare() -> None:
+        if seat.leads:
+            if metadata is not None and METADATA not in draft.sizes():
+                write_file(draft, METADATA, data=metadata)
+            own = manifest.model_copy(update={"node": seat.node})
+            write_file(draft, MANIFEST, data=own.encoded())
+
+    def rename() -> None:
+        if seat.leads:
+            draft.path.rename(target)
+            disk.flush(target.parent)
+
+    everyone(prepare, doing=doing, group=group)
+    everyone(rename, doing=doing, group=group)
+    return target
+
+
+def discard(draft: LocalFiles, seat: Seat) -> None:
+    if seat.leads:
+        retention.remove(draft.path)
+
+
+def gather(sources: Sequence[Path], target: Path) -> Path:
+    """Copies the newest step that is on all its nodes into `target`, as a checkpoint on one disk.
+
+    `sources`: the nodes' directories of checkpoints, in any order. Every byte is verified first. Returns
+    where it is. Raises CheckpointError where no step is complete, and for what is damaged.
+    """
+    return alone(lambda: _gather(sources, target), doing=f"gathering into {target}")
+
+
+def _gather(sources: Sequence[Path], target: Path) -> Path:
+    held = [(source, one) for source in sources for one in held_steps(source)]
+    known = complete([one for _, one in held])
+    if not known:
+        found = ", ".join(f"step {one.step} of node {one.node} in {source}" for source, one in held)
+        raise CheckpointError(
+            "no step is there of all its nodes.", got=found or "nothing", fix="the directories of all nodes"
+        )
+    parts = {
+        one.node: LocalFiles(source / one.name) for source, one in held if (one.step, one.attempt) == known[0]
+    }
+    manifests = {node: verify(files) for node, files in parts.items()}
+    for files in parts.values():
+        for damage in damages(files):
+            raise CheckpointError(f"{files} is damaged.", got=f"{damage.file}: {damage.what}")
+    manifest = manifests[0]
+    place = LocalPlace(target)
+    with place.writing():
+        draft = place.begin(manifest.step, needed_bytes=manifest.size_bytes)
+        copied: dict[str, SavedFile] = {}
+        for name, file in manifest.files.items():
+            if name != retention.WRITER:
+                with parts[file.node or 0].open(name) as source, draft.create(name) as copy:
+                    shutil.copyfileobj(source, copy, length=16 << 20)
+                copied[name] = file.model_copy(update={"node": None})
+        writer = draft.read(retention.WRITER)
+        copied[retention.WRITER] = SavedFile(size_bytes=len(writer), digest=digest(writer))
+        whole = manifest.model_copy(update={"files": copied, "nodes": 1, "node": 0, "attempt": None})
+        return Path(str(place.commit(draft, whole)))

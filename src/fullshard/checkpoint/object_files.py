@@ -1,0 +1,83 @@
+"""The files of one checkpoint on object storage. See `objects` for what lies where."""
+
+import json
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, BinaryIO, cast
+
+from fullshard.checkpoint.files import MANIFEST
+from fullshard.checkpoint.object_store import Listing, RangeReader, Store
+
+# S3 takes 10,000 parts: so a file of one rank may have 625 GiB.
+PART_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class ObjectFiles:
+    """A checkpoint below the prefix `url`, or one `attempt` to save it.
+
+    `part_bytes`: what is sent at once. While a file is written, two or three such parts are in memory.
+    """
+
+    url: str
+    attempt: str | None = None
+    part_bytes: int = PART_BYTES
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+    def __str__(self) -> str:
+        return self.url if self.attempt is None else f"{self.url}/{self.attempt}"
+
+    def sizes(self) -> dict[str, int]:
+        if self.attempt is not None:
+            return sizes_of(self._store.listing(self._prefix))
+        own = sizes_of(self._store.listing(self.url))
+        if MANIFEST not in own or self._prefix == self.url:
+            return own
+        return {**sizes_of(self._store.listing(self._prefix)), MANIFEST: own[MANIFEST]}
+
+    def read(self, name: str) -> bytes:
+        return self._store.get(self._at(name))
+
+    @contextmanager
+    def open(self, name: str) -> Generator[BinaryIO]:
+        yield cast(BinaryIO, RangeReader(self._store, self._at(name)))
+
+    def create(self, name: str) -> AbstractContextManager[BinaryIO]:
+        return self._store.upload(self._at(name), part_bytes=self.part_bytes)
+
+    @property
+    def _store(self) -> Store:
+        return Store(self.url)
+
+    def _at(self, name: str) -> str:
+        committed = name == MANIFEST and self.attempt is None
+        return f"{self.url if committed else self._prefix}/{name}"
+
+    @cached_property
+    def _prefix(self) -> str:
+        """Where the files lie: below the attempt that the manifest names, or beside it, if they were copied
+        from a file system."""
+        attempt = self.attempt or attempt_of(self.read(MANIFEST))
+        below = self.attempt is not None or attempt in self._store.listing(self.url).prefixes
+        return f"{self.url}/{attempt}" if below else self.url
+
+
+def attempt_of(manifest: bytes) -> str | None:
+    """What attempt a manifest names; none, where its files lie beside it. One that is damaged names what
+    cannot be there, and is refused by whoever reads it."""
+    try:
+        data: Any = json.loads(manifest)
+        attempt: Any = data.get("attempt")
+    except (ValueError, AttributeError):
+        return "unknown"
+    return attempt if isinstance(attempt, str | None) else "unknown"
+
+
+def sizes_of(listing: Listing) -> dict[str, int]:
+    """Name -> bytes of the objects of a listing."""
+    return {name: one.size_bytes for name, one in listing.objects.items()}

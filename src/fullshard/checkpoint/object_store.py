@@ -1,0 +1,253 @@
+"""What is asked of an object store, and its errors in the words of the operating system. Through fsspec.
+
+    s3://bucket/run        pip install "fullshard[s3]"
+    gs://…, abfs://…       whatever fsspec knows, once its package is installed
+
+Credentials, endpoint, timeouts and retries are the backend's own; for S3 those of the AWS command line
+(`AWS_PROFILE`, `AWS_ENDPOINT_URL`, …), with up to five tries for a request whose connection broke.
+"""
+
+import errno
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, BinaryIO
+
+from fullshard.checkpoint.disk import ExplainedError
+from fullshard.errors import CheckpointError, MissingExtraError
+
+_REMOTE = getattr(errno, "EREMOTEIO", errno.EPROTO)
+# What a backend raises besides OSError, where it is loaded at all.
+_FOREIGN = (
+    ("botocore.exceptions", "BotoCoreError"),
+    ("botocore.exceptions", "ClientError"),
+    ("aiohttp", "ClientError"),
+    ("gcsfs.retry", "HttpError"),
+    ("azure.core.exceptions", "AzureError"),
+)
+_UNREACHED = {"ConnectionError", "HTTPClientError", "ClientConnectionError", "TimeoutError", "RequestTimeout"}
+_NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"}
+_CHANGED_AT = ("LastModified", "last_modified", "updated", "mtime", "created")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An object as a listing shows it. `changed`: by the clock of the store; None where it does not tell."""
+
+    size_bytes: int
+    changed: datetime | None
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What lies directly below a prefix: objects, and the prefixes that hold more."""
+
+    objects: Mapping[str, Stored]
+    prefixes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Store:
+    """Requests to the store that a URL names. Every method may raise OSError."""
+
+    url: str
+
+    def require(self) -> None:
+        """Raises MissingExtraError where its package is not installed, CheckpointError for no such URL."""
+        assert self._system is not None, "fsspec gives a file system, or raises"
+
+    def listing(self, url: str) -> Listing:
+        """Empty where there is nothing. Never from a cache."""
+        path = self._path(url)
+        try:
+            with _asking(url):
+                entries: list[dict[str, Any]] = self._system.ls(path, detail=True, refresh=True)
+        except FileNotFoundError:
+            return Listing({}, ())
+        below = {
+            str(entry["name"]).strip("/").removeprefix(f"{path.strip('/')}/"): entry
+            for entry in entries
+            if str(entry["name"]).strip("/").startswith(f"{path.strip('/')}/")
+        }
+        objects = {name: _stored(one) for name, one in sorted(below.items()) if one["type"] == "file"}
+        return Listing(objects, tuple(name for name in sorted(below) if name not in objects))
+
+    def get(self, url: str, *, begin: int | None = None, end: int | None = None) -> bytes:
+        """An object, or those of its bytes."""
+        with _asking(url):
+            return self._system.cat_file(self._path(url), start=begin, end=end)
+
+    def size_bytes(self, url: str) -> int:
+        with _asking(url):
+            return int(self._system.info(self._path(url), refresh=True)["size"])
+
+    def put_new(self, url: str, *, data: bytes) -> None:
+        """One request that makes an object. Raises FileExistsError where it exists: if-none-match, where the
+        store knows that; else it is looked for first."""
+        with _asking(url):
+            self._system.pipe_file(self._path(url), data, mode="create")
+
+    @contextmanager
+    def upload(self, url: str, *, part_bytes: int) -> Generator[BinaryIO]:
+        """An object to write to, sent in parts; it is there once the block has ended well, and only then.
+
+        Holds a part or two in memory. The last part, and what makes one object of them, are sent at the end:
+        that fails as loudly as a write does.
+        """
+        with _asking(url):
+            file: Any = self._system.open(self._path(url), "wb", block_size=part_bytes)
+        ended = False
+        try:
+            with _asking(url):
+                yield file
+                file.close()
+            ended = True
+        finally:
+            if not ended:
+                _give_up(file)
+
+    def remove(self, urls: Sequence[str]) -> None:
+        if urls:
+            with _asking(self.url):
+                self._system.rm([self._path(url) for url in urls])
+
+    def abort_uploads(self, url: str) -> None:
+        """Drops what broken-off uploads below `url` have left: S3 keeps, hides and charges their parts."""
+        system = self._system
+        if not hasattr(system, "abort_mpu"):
+            return
+        bucket, prefix, _ = system.split_path(self._path(url))
+        with _asking(url):
+            answer = system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+            for one in answer.get("Uploads", []):
+                system.abort_mpu(bucket, one["Key"], one["UploadId"])
+
+    @property
+    def _system(self) -> Any:
+        protocol, _, rest = self.url.partition("://")
+        return _system(f"{protocol}://{rest.partition('/')[0]}", os.getpid())
+
+    def _path(self, url: str) -> str:
+        return str(self._system._strip_protocol(url))
+
+
+class RangeReader:
+    """An object, read by ranges. What follows a small range comes with it, for the next."""
+
+    _AHEAD_BYTES = 1 << 20
+
+    def __init__(self, store: Store, url: str) -> None:
+        self.name = url
+        self._store, self._size = store, store.size_bytes(url)
+        self._position, self._begin, self._held = 0, 0, memoryview(b"")
+
+    def seek(self, position: int) -> int:
+        self._position = position
+        return position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, target: memoryview) -> int:
+        """Bytes that were read: none only at the end, but fewer than there is room for at any time."""
+        wanted = max(0, min(target.nbytes, self._size - self._position))
+        at = self._position - self._begin
+        if wanted and not 0 <= at < self._held.nbytes:
+            end = min(self._size, self._position + max(wanted, self._AHEAD_BYTES))
+            self._held = memoryview(self._store.get(self.name, begin=self._position, end=end))
+            self._begin, at = self._position, 0
+        part = self._held[at : at + wanted]
+        target[: part.nbytes] = part
+        self._position += part.nbytes
+        return part.nbytes
+
+
+@functools.lru_cache(maxsize=8)
+def _system(url: str, process: int) -> Any:  # fsspec has no types
+    """fsspec's file system for a bucket. One for all threads: fsspec itself would make one for each, and keep
+    them all. Not for a forked process."""
+    try:
+        core = importlib.import_module("fsspec.core")
+        return core.url_to_fs(url, use_listings_cache=False)[0]
+    except ImportError as error:
+        if url.startswith(("s3://", "s3a://")):
+            raise MissingExtraError("s3", package="s3fs", needed_for=url) from error
+        raise CheckpointError(
+            f"{url} needs a package that is not installed.", got=str(error), fix="pip install what it names"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{url} cannot be used.", got=str(error), fix="s3://bucket/run") from error
+
+
+def _give_up(file: Any) -> None:
+    """fsspec would send the rest when the file is collected, and make a whole object of a half."""
+    with suppress(OSError), _asking(str(file.path)):  # what went wrong before is the error to show
+        file.discard()
+    if hasattr(file, "blocksize"):  # fsspec's own: closed, it sends nothing
+        file.closed = True
+
+
+@contextmanager
+def _asking(url: str) -> Generator[None]:
+    """Whatever the backend raises, as an OSError that says what and where."""
+    try:
+        yield
+    except ExplainedError:
+        raise
+    except (OSError, *_foreign()) as error:
+        raise _as_os_error(error, url) from error
+
+
+def _foreign() -> list[type[Exception]]:
+    return [getattr(sys.modules[module], name) for module, name in _FOREIGN if module in sys.modules]
+
+
+def _as_os_error(error: BaseException, url: str) -> OSError:
+    code, said = _code(error), _said(error)
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    told: OSError
+    if code == "NoSuchBucket":
+        told = ExplainedError(errno.ENXIO, "no such bucket", place=url, fix="make the bucket, or another URL")
+    elif code in ("PreconditionFailed", "412") or isinstance(error, FileExistsError):
+        told = FileExistsError(errno.EEXIST, "it exists already", url)
+    elif isinstance(error, FileNotFoundError):
+        told = FileNotFoundError(errno.ENOENT, "no such object", url)
+    elif kinds & _NO_CREDENTIALS:
+        fix = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role of the machine"
+        told = ExplainedError(
+            errno.EACCES, "no credentials", place=url, why="the store asks for some", fix=fix
+        )
+    elif isinstance(error, PermissionError):
+        why, fix = "these credentials may not do that", "the bucket's policy, or other credentials"
+        told = ExplainedError(errno.EACCES, f"access denied: {said}", place=url, why=why, fix=fix)
+    elif kinds & _UNREACHED:
+        fix = "the network; for another store than AWS's own, its address in AWS_ENDPOINT_URL"
+        told = ExplainedError(errno.ETIMEDOUT, said, place=url, why="the store does not answer", fix=fix)
+    else:  # not EIO, which would say that the bytes are gone
+        told = ExplainedError(_REMOTE, f"{code or type(error).__name__}: {said}", place=url)
+    return told
+
+
+def _code(error: BaseException | None) -> str | None:
+    """What an S3 server called the error."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            return str(response.get("Error", {}).get("Code"))
+        error = error.__cause__
+    return None
+
+
+def _said(error: BaseException) -> str:
+    text = getattr(error, "strerror", None) or str(error)
+    return str(text).strip().partition("\n")[0] or type(error).__name__
+
+
+def _stored(entry: Mapping[str, Any]) -> Stored:
+    times = (entry.get(key) for key in _CHANGED_AT)
+    return Stored(int(entry["size"]), next((time for time in times if isinstance(time, datetime)), None))

@@ -1,0 +1,255 @@
+"""Checkpoints on object storage, where nothing can be renamed: the manifest, put last, is the commit.
+
+    s3://bucket/run/step-00000300/manifest.json              the commit record, which names one attempt
+                                  1f0c9a2b44d0e713/…         an attempt's files, as on a file system
+                                  bad-1f0c9a2b44d0e713-….json   a manifest that was set aside
+
+[Note: one put commits] Every attempt to save a step writes below a prefix of its own, so that two never mix
+and none overwrites another. A manifest is put under the one name that all of them share, on the condition
+that nothing is there (if-none-match), after the store has listed every file in its size. So of two writers
+one commits, and a save that everybody thought dead cannot replace what was saved since. That is also why
+there is no lease: it would have to be renewed while shards are written, and a writer that was stopped for
+longer than it holds would go on regardless. It could only spare the second writer its work.
+"""
+
+import json
+import logging
+import secrets
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+from pydantic import ValidationError
+
+from fullshard.checkpoint.files import MANIFEST, Files
+from fullshard.checkpoint.manifest import Manifest, step_name
+from fullshard.checkpoint.object_files import PART_BYTES, ObjectFiles, attempt_of
+from fullshard.checkpoint.object_store import Listing, Store, Stored
+from fullshard.checkpoint.retention import WRITER, WriterProcess
+from fullshard.errors import CheckpointError
+
+# No object of an attempt came for so long: nobody writes it any more.
+_DEAD_AFTER = timedelta(days=1)
+_COMMIT_TRIES = 3
+_REJECT = "bad-"
+
+logger = logging.getLogger("fullshard")
+
+
+@dataclass(frozen=True)
+class ObjectPlace:
+    """The checkpoints below the prefix `url`. See [Note: one put commits].
+
+    `part_bytes`: of a file that is written, what is sent at once; S3 wants 5 MiB or more.
+    """
+
+    url: str
+    part_bytes: int = PART_BYTES
+
+    def __str__(self) -> str:
+        return self.url
+
+    def require_backend(self) -> None:
+        """Raises MissingExtraError where what asks the store is not installed."""
+        Store(self.url).require()
+
+    def exists(self) -> bool:
+        found = Store(self.url).listing(self.url)
+        return bool(found.objects or found.prefixes)
+
+    def one(self) -> Files:
+        return ObjectFiles(self.url, part_bytes=self.part_bytes)
+
+    def steps(self) -> list[tuple[int, Files]]:
+        """Those with a manifest: what was not committed is no checkpoint, nor looks like one."""
+        found = _listings(self.url)
+        return [(step, self._at(step)) for step, below in found.items() if MANIFEST in below.objects]
+
+    def unfinished(self) -> list[str]:
+        return [str(draft) for draft in _uncommitted(self.url)]
+
+    def rejected(self) -> list[str]:
+        found = _listings(self.url)
+        return [f"{step_name(step)}/{name}" for step, below in found.items() for name in _rejects(below)]
+
+    @contextmanager
+    def writing(self) -> Generator[None]:
+        """Refuses nobody. See [Note: one put commits]."""
+        yield
+
+    def begin(self, step: int, *, needed_bytes: int) -> Files:
+        draft = self._at(step, attempt=secrets.token_hex(8))
+        writer = WriterProcess.this().model_dump_json().encode()
+        store = Store(self.url)
+        with suppress(FileExistsError):  # where the answer was lost, and the backend asked again
+            store.put_new(f"{draft}/{WRITER}", data=writer)
+        try:
+            store.put_new(f"{draft}/{WRITER}", data=writer)
+        except FileExistsError:
+            pass  # as it should be
+        else:
+            logger.warning(
+                "%s does not refuse to replace an object (if-none-match): of two jobs that save there at the "
+                "same time, one may replace the other's checkpoint",
+                self,
+            )
+        _collect_leftovers(self.url, own=draft)
+        return draft
+
+    def commit(self, draft: Files, manifest: Manifest) -> Files:
+        """See [Note: one put commits]. Raises CheckpointError where another attempt has saved the step."""
+        draft = _own(draft)
+        _require_stored(draft, manifest)
+        _put_manifest(draft.url, data=manifest.model_copy(update={"attempt": draft.attempt}).encoded())
+        return self._at(manifest.step)
+
+    def discard(self, draft: Files) -> None:
+        """A draft stays where its manifest may be there, though the answer to that was lost."""
+        draft = _own(draft)
+        try:
+            if _committed(draft.url) != draft.attempt:
+                _remove_attempt(draft)
+        except OSError as error:
+            logger.warning("%s could not be removed: %s", draft, error)
+
+    def set_aside(self, checkpoint: Files) -> str:
+        """Moves the manifest alone: the files stay where they are."""
+        store, url = Store(self.url), _own(checkpoint).url
+        text = store.get(f"{url}/{MANIFEST}")
+        aside = f"{url}/{_REJECT}{attempt_of(text)}-{secrets.token_hex(4)}.json"
+        with suppress(FileExistsError):
+            store.put_new(aside, data=text)
+        store.remove([f"{url}/{MANIFEST}"])
+        return aside
+
+    def remove(self, checkpoint: Files) -> None:
+        """The manifest first: what is left of a removal that was broken off is a save that never ended."""
+        store, url = Store(self.url), _own(checkpoint).url
+        attempt, below = _committed(url), store.listing(url)
+        store.remove([f"{url}/{MANIFEST}"])
+        if attempt in below.prefixes:
+            _remove_attempt(ObjectFiles(url, attempt))
+        else:  # copied from a file system
+            store.remove([f"{url}/{name}" for name in set(below.objects) - {MANIFEST, *_rejects(below)}])
+
+    def _at(self, step: int, *, attempt: str | None = None) -> ObjectFiles:
+        return ObjectFiles(f"{self.url}/{step_name(step)}", attempt, self.part_bytes)
+
+
+def _own(files: Files) -> ObjectFiles:
+    assert isinstance(files, ObjectFiles), f"{files} lies elsewhere"
+    return files
+
+
+def _listings(url: str) -> dict[int, Listing]:
+    """What lies below every step, the highest step first."""
+    store = Store(url)
+    steps = sorted(int(n.removeprefix("step-")) for n in store.listing(url).prefixes if _is_step(n))
+    return {step: store.listing(f"{url}/{step_name(step)}") for step in reversed(steps)}
+
+
+def _is_step(name: str) -> bool:
+    digits = name.removeprefix("step-")
+    return digits.isdecimal() and name == step_name(int(digits))
+
+
+def _rejects(below: Listing) -> list[str]:
+    return [name for name in below.objects if name.startswith(_REJECT)]
+
+
+def _uncommitted(url: str) -> list[ObjectFiles]:
+    """Attempts that no manifest names, nor one that was set aside."""
+    found: list[ObjectFiles] = []
+    for step, below in _listings(url).items():
+        at = f"{url}/{step_name(step)}"
+        named: set[str | None] = {name.split("-")[1] for name in _rejects(below)}
+        if below.prefixes and MANIFEST in below.objects:
+            named.add(_committed(at))
+        # A manifest that names none of them may be a damaged one: its files are not for us to remove.
+        if named <= set(below.prefixes):
+            found += [ObjectFiles(at, attempt) for attempt in below.prefixes if attempt not in named]
+    return found
+
+
+def _committed(url: str) -> str | None:
+    """The attempt that the manifest below `url` names; None where there is none."""
+    try:
+        return attempt_of(Store(url).get(f"{url}/{MANIFEST}"))
+    except FileNotFoundError:
+        return None
+
+
+def _require_stored(draft: ObjectFiles, manifest: Manifest) -> None:
+    sizes = draft.sizes()
+    for name, file in manifest.files.items():
+        if sizes.get(name) != file.size_bytes:
+            raise CheckpointError(
+                f"{draft}/{name} was not stored.",
+                got=f"{sizes[name]} bytes" if name in sizes else "no such object",
+                why=f"{file.size_bytes} bytes were sent, and the store said that it had them",
+                fix="save again; another store, if that goes on",
+            )
+
+
+def _put_manifest(url: str, *, data: bytes) -> None:
+    store, target = Store(url), f"{url}/{MANIFEST}"
+    failed: OSError | None = None
+    for _ in range(_COMMIT_TRIES):
+        try:
+            return store.put_new(target, data=data)
+        except OSError as error:
+            failed = error
+        try:
+            there = store.get(target)
+        except FileNotFoundError:
+            continue  # it met with another, which did not come to be either
+        if there == data:
+            return None  # it was stored, and the answer was lost
+        raise CheckpointError(
+            f"another job has saved {url} meanwhile.",
+            got="a manifest that is not ours",
+            why="a checkpoint is never overwritten",
+            fix="a place of its own for every run",
+        ) from failed
+    assert failed is not None, "tried at least once"
+    raise failed
+
+
+def _remove_attempt(draft: ObjectFiles) -> None:
+    """What tells whose it was goes last."""
+    store = Store(draft.url)
+    store.abort_uploads(str(draft))
+    names = set(store.listing(str(draft)).objects)
+    store.remove([f"{draft}/{name}" for name in sorted(names - {WRITER})])
+    store.remove([f"{draft}/{name}" for name in names & {WRITER}])
+
+
+def _collect_leftovers(url: str, *, own: ObjectFiles) -> None:
+    """Removes attempts whose process is dead, or that are older than any save takes; never what a manifest
+    names. What fails is a warning."""
+    try:
+        now = Store(url).listing(str(own)).objects[WRITER]
+        for draft in _uncommitted(url):
+            if str(draft) == str(own):
+                continue
+            if is_abandoned(draft, now):
+                logger.info("removing %s: nobody writes it any more", draft)
+                _remove_attempt(draft)
+            else:
+                logger.warning("leaving %s alone: a process may still be writing it", draft)
+    except OSError as error:
+        logger.warning("what broken-off saves left in %s could not be removed: %s", url, error)
+
+
+def is_abandoned(draft: ObjectFiles, now: Stored) -> bool:
+    """Whether nobody writes it any more, for certain. `now`: an object that was put a moment ago, for the
+    clock of the store."""
+    times = [one.changed for one in Store(draft.url).listing(str(draft)).objects.values()]
+    known = [time for time in times if time is not None]
+    if now.changed and known and len(known) == len(times) and now.changed - max(known) > _DEAD_AFTER:
+        return True
+    try:
+        return WriterProcess.model_validate(json.loads(draft.read(WRITER))).is_dead()
+    except (FileNotFoundError, ValueError, ValidationError):
+        return False

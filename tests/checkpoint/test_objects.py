@@ -1,0 +1,421 @@
+"""Checkpoints on a real S3 server: whole or absent, and of two writers of a step one wins."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+from fullshard.checkpoint import object_store
+from fullshard.checkpoint.background import BackgroundSaver
+from fullshard.checkpoint.files import write_file
+from fullshard.checkpoint.inspection import damages
+from fullshard.checkpoint.load import load
+from fullshard.checkpoint.manifest import MANIFEST, read_manifest
+from fullshard.checkpoint.object_files import ObjectFiles
+from fullshard.checkpoint.object_store import Store
+from fullshard.checkpoint.objects import ObjectPlace, is_abandoned
+from fullshard.checkpoint.place import newest, place_of
+from fullshard.checkpoint.retention import WRITER, WriterProcess
+from fullshard.checkpoint.save import save
+from fullshard.cli.main import main
+from fullshard.errors import CheckpointError
+from tests.checkpoint.states import (
+    State,
+    assert_same,
+    loaded,
+    loaded_sharded,
+    numbers,
+    ones_own,
+    saved,
+    saved_sharded,
+)
+from tests.checkpoint.store import Server, served
+from tests.ranks import RankFailed
+
+PART_BYTES = 5 << 20
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server that this process asks, too."""
+    before = dict(os.environ)
+    with served(tmp_path_factory.mktemp("server")) as running:
+        os.environ.update(running.environment)
+        yield running
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def url(server: Server) -> str:
+    return server.url("run")
+
+
+def objects(url: str) -> dict[str, int]:
+    """Every object below a prefix, and its bytes."""
+    found = Store(url).listing(url)
+    below = {f"{name}/{n}": size for name in found.prefixes for n, size in objects(f"{url}/{name}").items()}
+    return {name: one.size_bytes for name, one in found.objects.items()} | below
+
+
+def flip(url: str, *, at: int) -> None:
+    data = bytearray(Store(url).get(url))
+    data[at] ^= 1
+    Store(url).remove([url])
+    Store(url).put_new(url, data=bytes(data))
+
+
+def data_file(url: str) -> str:
+    """The largest object of a checkpoint."""
+    found = objects(url)
+    return f"{url}/{max(found, key=lambda name: found[name])}"
+
+
+def asking(environment: dict[str, str], act: Any, *arguments: Any) -> Any:
+    """What another process does at a server, whatever server it asked before."""
+    import s3fs  # which the fixture may have found missing
+
+    os.environ.update(environment)
+    object_store._system.cache_clear()
+    s3fs.S3FileSystem.clear_instance_cache()
+    return act(*arguments)
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(2, 3), (3, 1)])
+def test_any_ranks_load_what_others_saved(ranks, server, url, saving, loading):
+    saved(url, 2)
+    environment = server.environment
+    paths = ranks(saving).run(asking, environment, saved_sharded, url, 3, (saving,))
+    assert paths == [f"{url}/step-00000003"] * saving
+    found = ranks(loading).run(asking, environment, loaded_sharded, url, (loading,))
+    for rank, (state, whole) in enumerate(found):
+        own = ones_own(3 if rank < saving else 0, rank)
+        assert_same(whole, numbers(3) | {f"random.rank{rank}": own})
+        assert (state.step, state.noted) == (3, {"tokens": 300})
+    assert newest(url) == paths[0]
+
+
+def test_a_save_in_the_background_is_the_same(url):
+    with BackgroundSaver(url) as saver:
+        for step in (1, 2):
+            saver.save(State(step, numbers(step)))
+        saver.wait()
+        assert [(one.step, one.path, one.error) for one in saver.outcomes()] == [
+            (step, f"{url}/step-0000000{step}", None) for step in (1, 2)
+        ]
+    assert_same(loaded(url).held, numbers(2))
+
+
+def test_a_file_of_many_parts_is_read_back_by_ranges(url):
+    tensor = torch.arange(5 << 20, dtype=torch.int32)  # four parts
+    save(State(1, {"model.large": tensor}), ObjectPlace(url, part_bytes=PART_BYTES))
+    state = State(0, {"model.large": torch.empty_like(tensor)})
+    assert load(state, url)
+    assert torch.equal(state.held["model.large"], tensor)
+
+
+@dataclass(frozen=True)
+class _DiesBeforeCommit(ObjectPlace):
+    def commit(self, draft: Any, manifest: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_before_commit(url: str) -> None:
+    saved(_DiesBeforeCommit(url), 2)
+
+
+def die_while_uploading(url: str) -> None:
+    def watch() -> None:
+        while not unfinished_uploads(url):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+    large = torch.zeros(1 << 28, dtype=torch.uint8)
+    save(State(2, {"model.large": large}), ObjectPlace(url, part_bytes=PART_BYTES))
+
+
+def unfinished_uploads(url: str) -> list[str]:
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    found = Store(url)._system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
+    return [one["Key"] for one in found.get("Uploads", [])]
+
+
+@pytest.mark.parametrize("act", [die_while_uploading, die_before_commit])
+def test_a_killed_save_leaves_nothing_that_is_taken_for_a_checkpoint(ranks, server, url, act):
+    saved(url, 1)
+    before = set(objects(url))
+    with pytest.raises(RankFailed, match="died"):
+        ranks(1).run(asking, server.environment, act, url)
+    assert set(objects(url)) > before
+    place = place_of(url)
+    assert [step for step, _ in place.steps()] == [1]
+    assert len(place.unfinished()) == 1
+    assert_same(loaded(url).held, numbers(1))
+    saved(url, 3)
+    assert place.unfinished() == []
+    assert unfinished_uploads(url) == []
+    assert {name for name in objects(url) if "step-00000003" not in name} == before
+
+
+def test_a_flipped_byte_is_found_and_an_older_checkpoint_loaded(url, caplog):
+    saved(url, 1)
+    path = saved(url, 2)
+    flip(data_file(path), at=3000)
+    (damage,) = damages(path)
+    assert len(damage.tensors) == 1
+    with caplog.at_level(logging.WARNING, logger="fullshard"):
+        state = loaded(url)
+    assert state.step == 1
+    assert "an older checkpoint is taken instead" in caplog.text
+    place = place_of(url)
+    assert [step for step, _ in place.steps()] == [1]
+    kept = objects(path)
+    saved(url, 2)
+    assert kept.items() <= objects(path).items()  # what was set aside is not removed
+    assert loaded(url).step == 2
+
+
+def test_a_damaged_manifest_costs_no_file(url):
+    saved(url, 1)
+    path = saved(url, 2)
+    before = objects(path)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (writer,) = [f"{path}/{name}" for name in before if name.endswith(WRITER)]
+    Store(url).remove([writer])
+    of_the_dead = WriterProcess.this().model_copy(update={"pid": gone.pid})
+    Store(url).put_new(writer, data=of_the_dead.model_dump_json().encode())
+    flip(f"{path}/{MANIFEST}", at=Store(url).get(f"{path}/{MANIFEST}").index(b'"attempt"') + 12)
+    assert loaded(url).step == 1
+    saved(url, 3)
+    saved(url, 2)  # takes the place of the damaged one
+    assert {name for name in before if name != MANIFEST} <= set(objects(path))
+    assert loaded(f"{url}/step-00000002").step == 2
+
+
+@dataclass(frozen=True)
+class _Overtaken(ObjectPlace):
+    """Another job saves the same step when this one is about to commit."""
+
+    def commit(self, draft: Any, manifest: Any) -> Any:
+        saved(self.url, manifest.step)
+        return super().commit(draft, manifest)
+
+
+def test_of_two_writers_of_a_step_one_wins(url):
+    with pytest.raises(CheckpointError, match="another job has saved") as raised:
+        save(State(5, {name: tensor + 1 for name, tensor in numbers(5).items()}), _Overtaken(url))
+    assert "never overwritten" in str(raised.value)
+    assert_same(loaded(url).held, numbers(5))
+    assert place_of(url).unfinished() == []
+    assert len(Store(url).listing(f"{url}/step-00000005").prefixes) == 1
+
+
+@dataclass(frozen=True)
+class _AsksTwice(ObjectPlace):
+    """As a backend does whose first answer was lost."""
+
+    def commit(self, draft: Any, manifest: Any) -> Any:
+        super().commit(draft, manifest)
+        return super().commit(draft, manifest)
+
+
+def test_a_commit_whose_answer_was_lost_is_a_commit(url):
+    saved(_AsksTwice(url), 1)
+    assert loaded(url).step == 1
+
+
+@dataclass(frozen=True)
+class _Loses(ObjectPlace):
+    """The store takes a file, and does not have it."""
+
+    def commit(self, draft: Any, manifest: Any) -> Any:
+        Store(self.url).remove([f"{draft}/{manifest.data_files[0]}"])
+        return super().commit(draft, manifest)
+
+
+def test_what_the_store_does_not_have_is_not_committed(url):
+    with pytest.raises(CheckpointError, match="was not stored"):
+        saved(_Loses(url), 1)
+    assert objects(url) == {}
+
+
+def fill_and_fail(files: ObjectFiles) -> None:
+    with files.create("file") as file:
+        file.write(bytes(PART_BYTES + 1))
+        raise KeyError
+
+
+def test_an_upload_that_fails_makes_no_object(url):
+    files = ObjectFiles(url, "attempt", PART_BYTES)
+    with pytest.raises(KeyError):
+        fill_and_fail(files)
+    assert objects(url) == {}
+    assert unfinished_uploads(url) == []
+
+
+def test_retention_removes_every_object_of_what_is_old(url):
+    for step in (1, 2, 3, 4):
+        saved(url, step, keep=2)
+    place = place_of(url)
+    assert [step for step, _ in place.steps()] == [4, 3]
+    assert {name.partition("/")[0] for name in objects(url)} == {"step-00000003", "step-00000004"}
+
+
+def test_what_was_copied_from_a_file_system_is_a_checkpoint(url, tmp_path):
+    path = saved(tmp_path, 7)
+    for file in path.iterdir():
+        Store(url).put_new(f"{url}/step-00000007/{file.name}", data=file.read_bytes())
+    assert_same(loaded(url).held, numbers(7))
+    saved(url, 8, keep=1)
+    assert {name.partition("/")[0] for name in objects(url)} == {"step-00000008"}
+
+
+def test_only_a_writer_that_is_dead_or_old_is_cleared_away(url, caplog):
+    place = ObjectPlace(url)
+    draft = place.begin(1, needed_bytes=0)  # this very process: alive
+    with caplog.at_level(logging.WARNING, logger="fullshard"):
+        saved(url, 2)
+    assert "may still be writing" in caplog.text
+    assert place.unfinished() == [str(draft)]
+    Store(url).remove([f"{draft}/{WRITER}"])
+    write_file(draft, WRITER, data=b"{}")
+    saved(url, 3)
+    assert place.unfinished() == [str(draft)]  # whose it is cannot be told
+    place.discard(draft)
+    assert place.unfinished() == []
+
+
+def test_an_attempt_that_is_older_than_any_save_is_abandoned(url):
+    draft = ObjectPlace(url).begin(1, needed_bytes=0)
+    now = Store(url).listing(str(draft)).objects[WRITER]
+    assert not is_abandoned(draft, now)
+    assert now.changed is not None
+    assert not is_abandoned(draft, replace(now, changed=now.changed + timedelta(hours=23)))
+    assert is_abandoned(draft, replace(now, changed=now.changed + timedelta(hours=25)))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_alone_can_read_it(url):
+    path = saved(url, 6)
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in numbers(6).items()}
+    reader = FsspecReader(f"{path}/{read_manifest(path).attempt}")
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    assert_same(tensors, numbers(6))
+
+
+@dataclass(frozen=True)
+class _LosesTheStore(ObjectPlace):
+    def commit(self, draft: Any, manifest: Any) -> Any:
+        os.kill(int(os.environ["SERVER"]), signal.SIGKILL)
+        return super().commit(draft, manifest)
+
+
+def save_without_a_store(url: str) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        saved_sharded(_LosesTheStore(url), 1, (2,))
+    return str(raised.value)
+
+
+def test_a_store_that_goes_away_is_told_on_all_ranks(ranks, tmp_path):
+    with served(tmp_path) as server:
+        environment = server.environment | {"SERVER": str(server.process.pid)}
+        for message in ranks(2).run(asking, environment, save_without_a_store, server.url("run")):
+            assert "saving step 1 to s3://bucket/run" in message
+            assert "the store does not answer" in message
+
+
+def test_missing_credentials_and_a_missing_package_are_told(server):
+    program = """
+import os, sys
+from fullshard.cli.main import main
+sys.modules["s3fs"] = None
+assert main(["ckpt", "list", "s3://bucket/run"]) == 2
+del sys.modules["s3fs"], os.environ["AWS_ACCESS_KEY_ID"]
+assert main(["ckpt", "list", "s3://bucket/run"]) == 6
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | server.environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no credentials" in done.stderr
+    assert 'pip install "fullshard[s3]"' in done.stderr
+
+
+def test_a_bucket_that_is_not_there_is_told(server):
+    for act in (lambda: saved("s3://nowhere/run", 1), lambda: loaded("s3://nowhere/run")):
+        with pytest.raises(CheckpointError, match="no such bucket"):
+            act()
+
+
+def test_the_command_line_takes_urls(url, tmp_path, capsys):
+    one, other = saved(url, 1), saved(url, 2)
+    assert main(["ckpt", "list", url]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "step-00000001",
+        "step-00000002",
+    ]
+    assert main(["ckpt", "verify", url]) == 0
+    assert main(["ckpt", "diff", str(one), str(other)]) == 1
+    assert main(["ckpt", "export", url, str(tmp_path / "model.safetensors")]) == 0
+    flip(data_file(str(other)), at=2000)
+    capsys.readouterr()
+    assert main(["ckpt", "verify", url]) == CheckpointError.exit_code
+    assert "touches" in capsys.readouterr().out
+    assert main(["ckpt", "list", f"{url}/nothing"]) == CheckpointError.exit_code
+
+
+def test_other_stores_of_fsspec_serve_one_process():
+    url = f"memory://place/{time.monotonic_ns()}"
+    saved(url, 1)
+    assert_same(loaded(url).held, numbers(1))
+    with pytest.raises(CheckpointError, match="another job has saved"):
+        saved(_Overtaken(url), 2)
+    assert read_manifest(f"{url}/step-00000002").step == 2
+
+
+def test_a_store_that_replaces_objects_is_named(caplog):
+    import fsspec
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    class Careless(MemoryFileSystem):
+        protocol = "careless"
+        store: dict[str, Tensor] = {}  # noqa: RUF012  # as its parent has it
+        pseudo_dirs = [""]  # noqa: RUF012
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return super()._strip_protocol(path.removeprefix("careless://"))
+
+        def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+            super().pipe_file(path, value, **options)
+
+    fsspec.register_implementation("careless", Careless, clobber=True)
+    with caplog.at_level(logging.WARNING, logger="fullshard"):
+        saved("careless://place/run", 1)
+    assert "does not refuse to replace" in caplog.text
+
+
+def test_a_local_url_is_a_directory(tmp_path: Path):
+    assert saved(f"file://{tmp_path}", 1) == tmp_path / "step-00000001"
+    assert loaded(tmp_path).step == 1
