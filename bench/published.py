@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from gpt import GptModel
+from spelled import SpelledModel, mean_loss
 from torch import nn
 
 from fullshard.errors import FullshardError
 from fullshard.models.decoder import DecoderModel
 from fullshard.planner.search import predict
 from fullshard.sharding.describe import describe
-from fullshard.spec.hardware import CollectiveRate, Hardware, Link
+from fullshard.spec.hardware import CollectiveRate, Hardware, Link, slower
 from fullshard.spec.hardware_text import hardware_on
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
@@ -26,15 +27,30 @@ from fullshard.spec.run import Run
 from fullshard.training.loss import next_token_loss
 
 ROWS = Path(__file__).with_name("published.toml")
+# By what kernels of attention take longer than the catalog's, FlashAttention-2, in forward and in backward.
+# Its paper, arXiv:2307.08691, section 4.1: 1.3 to 1.5 times and around 2 times as fast as "FlashAttention
+# in Triton", and 3 to 10 times (3 where sequences are short) as fast as attention without such a kernel.
+KERNELS = {"triton": (1.4, 2.0), "unfused": (3.0, 3.0)}
 
 
 def hardware_of(row: dict[str, Any]) -> Hardware:
-    """The chip as the catalog has it; the network as the source tells."""
+    """The chip as the catalog has it; the network and the kernel of attention as the source tells."""
     hardware = hardware_on(row["chip"]).on(nodes=row["nodes"], ranks_per_node=row["gpus_per_node"])
+    hardware = with_kernel(hardware, row["attention"])
     told = row.get("across_gb_per_second_per_gpu")
     if told is None or hardware.across is None:
         return hardware
     return hardware.model_copy(update={"across": slowed(hardware.across, told * 1e9)})
+
+
+def with_kernel(hardware: Hardware, name: str) -> Hardware:
+    """The hardware, with a kernel of attention that is not the catalog's."""
+    forward, backward = KERNELS.get(name, (1.0, 1.0))
+    rates = hardware.rates
+    attention = {dtype: slower(curve, forward) for dtype, curve in rates.attention.items()}
+    again = {dtype: slower(curve, backward) for dtype, curve in rates.attention_backward.items()}
+    rates = rates.model_copy(update={"attention": attention, "attention_backward": again})
+    return hardware.model_copy(update={"rates": rates})
 
 
 def slowed(link: Link, bytes_per_second: float) -> Link:
@@ -55,8 +71,9 @@ def slowed(link: Link, bytes_per_second: float) -> Link:
 
 
 def plan_of(row: dict[str, Any]) -> Plan:
-    ranks = row["nodes"] * row["gpus_per_node"]
-    shapes = {k: v for k, v in row["model"].items() if k not in ("gated", "positions")}
+    world = row["nodes"] * row["gpus_per_node"]
+    ranks = world // row.get("tensor_parallel", 1)
+    shapes = {k: v for k, v in row["model"].items() if k not in ("gated", "positions", "norm")}
     shapes["max_sequence"] = row["sequence_length"]
     strategy = row["strategy"] if ranks > 1 else "full_shard"
     torchtitan = "torchtitan" in row["name"] or "torchao" in row["name"]
@@ -67,6 +84,7 @@ def plan_of(row: dict[str, Any]) -> Plan:
         f"train.global_batch={row['microbatch'] * row['accumulation'] * ranks}",
         f"train.accumulate_sync={row.get('accumulate_sync', 'each')}",
         f"sharding.strategy={strategy}",
+        f"sharding.tensor_parallel={row.get('tensor_parallel', 1)}",
         *(
             [f"sharding.shard_degree={row.get('shard_group', row['gpus_per_node'])}"]
             if "hybrid" in strategy
@@ -80,7 +98,7 @@ def plan_of(row: dict[str, Any]) -> Plan:
         "prefetch.mode=implicit",
         "run.device=cuda",
     ]
-    plan = Plan.from_run(Run.load(overrides=overrides), world_size=ranks, device="cuda")
+    plan = Plan.laid_out(Run.load(overrides=overrides), world_size=world, device="cuda")
     # Who keeps all in bf16 there updates it by fused AdamW, and does not round stochastically.
     precision = plan.precision.model_copy(update={"stochastic_rounding": False})
     return plan.model_copy(update={"precision": precision})
@@ -92,9 +110,12 @@ SPECS: dict[str, ModelSpec] = {}
 def spec_of(row: dict[str, Any], plan: Plan) -> ModelSpec:
     key = str((row["model"], row["sequence_length"], plan.run.recompute, plan.precision))
     if key not in SPECS:
+        spelled = row["model"].get("norm") == "operations"
+        kind = SpelledModel if spelled else DecoderModel if row["model"]["gated"] else GptModel
         with torch.device("meta"):
-            model: nn.Module = (DecoderModel if row["model"]["gated"] else GptModel)(plan.run.model)
-        SPECS[key] = describe(model, plan, loss=next_token_loss, kernels_for="cuda")
+            model: nn.Module = kind(plan.run.model)
+        loss = mean_loss if spelled else next_token_loss
+        SPECS[key] = describe(model, plan, loss=loss, kernels_for="cuda")
     return SPECS[key]
 
 

@@ -8,7 +8,7 @@ from fullshard.report.compare_plans import comparison_rows, show_comparison
 from fullshard.report.grid import show_rows
 from fullshard.report.plan import MEMORY_LABELS, TIME_LABELS, Budget, PlanPage, plan_rows, show_plan
 from fullshard.spec.plan import Plan
-from fullshard.spec.prediction import TimeTerms
+from fullshard.spec.prediction import OffloadTerms, TimeTerms
 from fullshard.spec.run import Run
 from tests.report.plans import GIB, predicted
 
@@ -105,3 +105,39 @@ def test_a_dry_run_stands_beside_what_was_predicted():
     said = {label.strip(): text for label, text in plan_rows(page(plan)._replace(dry_run=counted))}
     assert said["dry run"] == "41.00 GiB of tensors at the peak; predicted 40.00 GiB (-2.4 %)"
     assert said["activations, rest"].split() == ["34.00", "GiB;", "predicted", "34.00", "GiB"]
+
+
+def test_a_tier_says_that_it_is_not_run_yet_what_it_takes_and_what_binds():
+    plan = predicted()
+    assert plan.prediction is not None
+    terms = OffloadTerms(
+        host_bytes=64 * GIB,
+        host_capacity_bytes=32 * GIB,
+        disk_bytes=96 * GIB,
+        disk_read_bytes=48 * GIB,
+        disk_written_bytes=48 * GIB,
+        disk_seconds=30.0,
+        update_seconds=2.0,
+    )
+    offload = plan.run.offload.model_copy(update={"tier": "optimizer:nvme"})
+    plan = plan.model_copy(
+        update={
+            "run": plan.run.model_copy(update={"offload": offload}),
+            "prediction": plan.prediction.model_copy(update={"offload": terms}),
+        }
+    )
+    said = rows(plan)
+    assert said["WHAT-IF"] == "not yet run by train"
+    assert said["offload"] == "optimizer:nvme"
+    assert said["host memory"] == "64.00 GiB of 32.00 GiB a rank: TOO MUCH"
+    assert said["drive"] == "96.00 GiB a rank"
+    assert said["at least"] == "disk 30.0 s, update 2.0 s, beside each other: disk binds"
+    assert plan.prediction is not None
+    assert not plan.prediction.fits
+
+
+def test_ranks_that_share_matmuls_share_a_batch():
+    split = predicted().model_copy(update={"tensor_parallel": 4, "shard_degree": 2})
+    said = dict(plan_rows(page(split)))
+    assert said["tensor parallel"].startswith("matmuls over 4 ranks")
+    assert "× 2 ranks = 32 sequences" in " ".join(text for _, text in plan_rows(page(split)))

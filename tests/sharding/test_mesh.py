@@ -1,6 +1,8 @@
 """Ranks, and the meshes they are laid out in."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 
 from fullshard.errors import LaunchError
 from fullshard.sharding.apply import shard
-from fullshard.sharding.mesh import build_mesh, pick_device_type, process_group
+from fullshard.sharding.mesh import build_mesh, meet, pick_device_type, process_group
 from tests.fakes.architectures import Block
 from tests.fakes.plans import STRATEGIES, plan_of
 
@@ -90,3 +92,42 @@ def test_cuda_must_be_there_if_asked_for() -> None:
     assert pick_device_type("auto") == "cpu"
     with pytest.raises(LaunchError, match="no CUDA device"):
         pick_device_type("cuda")
+
+
+SOON = timedelta(seconds=20)
+
+
+def attempt(server: dist.TCPStore, order: tuple[int, ...]) -> list[dict[int, str]]:
+    """What each rank reads of the others' addresses; the ranks come in `order`."""
+
+    def one(rank: int) -> dict[int, str]:
+        client = dist.TCPStore("127.0.0.1", server.port, timeout=SOON, wait_for_workers=False)
+        store = meet(client, rank=rank, world_size=len(order), timeout=SOON)
+        fresh = not store.check([f"address/{other}" for other in order])
+        store.set(f"address/{rank}", f"{order}, {rank}, {fresh}")
+        return {other: store.get(f"address/{other}").decode() for other in order}
+
+    with ThreadPoolExecutor(len(order)) as threads:
+        return [future.result() for future in [threads.submit(one, rank) for rank in order]]
+
+
+def test_the_ranks_of_an_attempt_read_nothing_of_those_before() -> None:
+    """More ranks than before, and fewer; rank 0 first and last; a rank that died before it was answered."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=SOON, wait_for_workers=False)
+    for order in ((0, 1, 2), (2, 1, 0), (1, 0, 3, 2), (1, 0)):
+        server.set("fullshard/asks/1", "of one that is dead")
+        assert attempt(server, order) == [{rank: f"{order}, {rank}, True" for rank in order}] * len(order)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_does_not_come_is_not_waited_for_forever(rank: int) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=SOON, wait_for_workers=False)
+    with pytest.raises(LaunchError, match="did not meet"):
+        meet(server, rank=rank, world_size=2, timeout=timedelta(seconds=0.2))
+
+
+def test_one_that_asked_and_died_is_not_taken_for_one_that_is_there() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=SOON, wait_for_workers=False)
+    server.set("fullshard/asks/1", "of one that is dead")
+    with pytest.raises(LaunchError, match="1 ranks after"):
+        meet(server, rank=0, world_size=2, timeout=timedelta(seconds=0.2))

@@ -140,6 +140,7 @@ def _summary(plan: "Plan", budget: "Budget | None") -> Mapping[str, object]:
         "fits": prediction.fits,
         "bytes_per_rank": prediction.needed_bytes,
         "seconds_per_step": prediction.time.total,
+        "what_if": plan.is_what_if,
     }
     if budget is not None:
         data["budget"] = {
@@ -204,7 +205,9 @@ def with_dry_run(answer: Answer) -> Answer:
     """With what the plan's real step holds, run without data or devices in a process of its own."""
     from fullshard.dryrun.run import dry_run
     from fullshard.errors import SpecError
+    from fullshard.spec.plan import check_runs
 
+    check_runs(answer.best.run)
     if not answer.question.subject.is_reference_decoder:
         raise SpecError(
             "--exact needs the model itself, as the reference decoder.",

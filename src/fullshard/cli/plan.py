@@ -161,7 +161,8 @@ def _question(
         if any_ranks:
             sequences, note = batch_for_any_ranks(asked, tokens=tokens)
         else:
-            sequences, note = batch_for(asked, tokens=tokens, ranks=hardware.world_size)
+            ranks = max(1, hardware.world_size // asked.sharding.tensor_parallel)
+            sequences, note = batch_for(asked, tokens=tokens, ranks=ranks)
         asked = subject.run([*pinned, f"train.global_batch={sequences}"])
         _note(note)
     for text in subject.differs:

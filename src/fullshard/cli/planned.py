@@ -25,6 +25,10 @@ def with_plan(request: "Request") -> "Request":
     given = request.plan
     if given is not None and (given.world_size, given.device) != (ranks, device):
         return request  # `start` says what is wrong with that
+    if given is not None:
+        from fullshard.spec.plan import check_runs
+
+        check_runs(given.run)
     if given is None:
         from fullshard.spec.plan import Plan
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fullshard.planner.program import runs_of
+from fullshard.planner.tensor import gathered_bytes
 from fullshard.spec.model import Event, ModelSpec, Moment, Phase, Repeat, Trace
 
 
@@ -61,18 +62,41 @@ class _Run(NamedTuple):
     repeat: Repeat
 
 
-def score(spec: ModelSpec, trace: Trace, *, microbatch: int, reach: int, accumulating: bool = False) -> Score:
+def score(
+    spec: ModelSpec,
+    trace: Trace,
+    *,
+    microbatch: int,
+    reach: int,
+    accumulating: bool = False,
+    tensor: int = 1,
+) -> Score:
     """The beats of `trace`; `reach`: how many units ahead the engine acts at most. See [Note: skipping
-    periods].
+    periods]. `tensor`: over so many ranks activations are split, see [Note: tensor parallel].
 
     Kept with the spec: a search asks for the same again and again.
     """
-    key = (id(trace), microbatch, reach, accumulating)
+    key = (id(trace), microbatch, reach, accumulating, tensor)
     found = spec.kept.get(key)
     if not isinstance(found, Score):
         found = _score(trace, microbatch, units=len(spec.units), reach=reach, accumulating=accumulating)
+        if tensor > 1:
+            found = _split(
+                found, spec, degree=tensor, gathered=gathered_bytes(spec, microbatch, degree=tensor)
+            )
         spec.kept[key] = found
     return found
+
+
+def _split(found: Score, spec: ModelSpec, *, degree: int, gathered: int) -> Score:
+    """What one of `degree` ranks holds: its part, and while a block computes what is `gathered`."""
+    beats: list[Beat] = []
+    for beat in found.beats:
+        computes = beat.event in ("pre_forward", "pre_backward") and beat.unit >= 0
+        whole = gathered if computes and spec.units[found.units[beat.unit]].is_block else 0
+        peak, end = (Live(*(-(-count // degree) for count in live)) for live in (beat.peak, beat.end))
+        beats.append(beat._replace(peak=peak._replace(backward=peak.backward + whole), end=end))
+    return Score(tuple(beats), found.units)
 
 
 def _score(trace: Trace, microbatch: int, *, units: int, reach: int, accumulating: bool) -> Score:

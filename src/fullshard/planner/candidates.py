@@ -8,10 +8,11 @@ and explicit, nothing recomputed before something, not compiled before compiled,
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from fullshard.planner.tensor import check_split
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
-from fullshard.spec.run import PrefetchSection, RecomputeSection, Run, Strategy
+from fullshard.spec.run import PrefetchSection, RecomputeSection, Run, Strategy, Tier
 
 _DEEPEST_PREFETCH = 3
 _HYBRID = (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
@@ -54,6 +55,27 @@ class Batch(NamedTuple):
     sync: Literal["each", "last"]
 
 
+class Apart(NamedTuple):
+    """What can be planned and not be run yet: the tier, and over how many ranks matmuls are split."""
+
+    tier: Tier = "none"
+    tensor: int = 1
+
+    @property
+    def suffix(self) -> str:
+        """What comes behind the name of the strategy."""
+        tier = f" {self.tier}" if self.tier != "none" else ""
+        return tier + (f" tp={self.tensor}" if self.tensor > 1 else "")
+
+
+class WhatIf(NamedTuple):
+    """What is tried in place of what the run says: all of these tiers, and all degrees of the
+    tensor-parallel axis."""
+
+    tiers: tuple[Tier, ...] = ()
+    tensor: tuple[int, ...] = ()
+
+
 class Candidate(NamedTuple):
     """One combination. `is_double`: under another strategy's name it is the same run, and stands here
     before."""
@@ -64,17 +86,36 @@ class Candidate(NamedTuple):
     compiled: bool
     prefetch: PrefetchSection
     is_double: bool = False
+    apart: Apart = Apart()
+
+    @property
+    def kind(self) -> str:
+        return self.mesh.kind + self.apart.suffix
 
 
-def candidates(spec: ModelSpec, hardware: Hardware, *, run: Run) -> Iterator[Candidate]:
-    """All that `run` leaves open on all ranks of `hardware`; what it pins is taken as it is.
+def candidates(
+    spec: ModelSpec, hardware: Hardware, *, run: Run, what_if: WhatIf | None = None
+) -> Iterator[Candidate]:
+    """All that `run` leaves open on all ranks of `hardware`; what it pins is taken as it is, but for what is
+    tried in its place.
 
     Raises PlanError where the batch, or what is pinned, cannot be laid out on so many ranks.
     """
-    world = hardware.world_size
+    tiers = (what_if and what_if.tiers) or (run.offload.tier,)
+    degrees = (what_if and what_if.tensor) or (run.sharding.tensor_parallel,)
+    for degree in degrees:
+        for tier in tiers:
+            yield from _candidates(spec, hardware, run=run, apart=Apart(tier, degree))
+
+
+def _candidates(spec: ModelSpec, hardware: Hardware, *, run: Run, apart: Apart) -> Iterator[Candidate]:
+    run = with_apart(run, apart)
+    world = hardware.world_size // apart.tensor
     meshes = list(_meshes(run, world))
     # A plan with all that is pinned: what is impossible is said where plans are made.
-    Plan.from_run(_pinned(run, meshes[0]), world_size=world, device=hardware.device)
+    check_split(
+        spec, Plan.laid_out(_pinned(run, meshes[0]), world_size=hardware.world_size, device=hardware.device)
+    )
     compiled = (False, True) if run.run.compile == "auto" else (run.run.compile,)
     for mesh in meshes:
         prefetches = _prefetches(run, mesh, units=len(spec.units))
@@ -83,14 +124,21 @@ def candidates(spec: ModelSpec, hardware: Hardware, *, run: Run) -> Iterator[Can
             for recompute in _recomputes(spec, run, microbatch=batch.microbatch):
                 for is_compiled in compiled:
                     for prefetch in prefetches:
-                        yield Candidate(mesh, batch, recompute, is_compiled, prefetch, double)
+                        yield Candidate(mesh, batch, recompute, is_compiled, prefetch, double, apart)
+
+
+def with_apart(run: Run, apart: Apart) -> Run:
+    """The run with a tier and a degree of its own."""
+    offload = run.offload.model_copy(update={"tier": apart.tier})
+    sharding = run.sharding.model_copy(update={"tensor_parallel": apart.tensor})
+    return run.model_copy(update={"offload": offload, "sharding": sharding})
 
 
 def to_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
     """`run` with all of it settled."""
     mesh, batch = candidate.mesh, candidate.batch
     train = run.train.model_copy(update={"microbatch": batch.microbatch, "accumulate_sync": batch.sync})
-    settled = _pinned(run, mesh).model_copy(
+    settled = _pinned(with_apart(run, candidate.apart), mesh).model_copy(
         update={
             "train": train,
             "recompute": candidate.recompute,
@@ -98,7 +146,7 @@ def to_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
             "run": run.run.model_copy(update={"compile": candidate.compiled}),
         }
     )
-    return Plan.from_run(
+    return Plan.laid_out(
         settled,
         world_size=hardware.world_size,
         device=hardware.device,

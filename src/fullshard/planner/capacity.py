@@ -73,7 +73,7 @@ def fewest_ranks(
 
 def largest_microbatch(spec: ModelSpec, hardware: Hardware, *, run: Run) -> Largest:
     """The largest microbatch that fits, whatever the rest. Raises PlanError if none does."""
-    each_rank = run.train.global_batch // hardware.world_size
+    each_rank = run.train.global_batch // (hardware.world_size // run.sharding.tensor_parallel or 1)
     for microbatch in divisors(each_rank) if each_rank else []:
         train = run.train.model_copy(update={"microbatch": microbatch})
         best = search(spec, hardware, run.model_copy(update={"train": train})).best
@@ -121,8 +121,9 @@ def _fleets(hardware: Hardware, run: Run, *, most_nodes: int) -> list[tuple[int,
     most = most_nodes if hardware.across is not None else 1
     sizes = [(1, ranks) for ranks in sorted(divisors(per_node))]
     sizes += [(nodes, per_node) for nodes in range(2, most + 1)]
-    at_once = run.train.microbatch or 1
-    return [(nodes, ranks) for nodes, ranks in sizes if batch % (nodes * ranks * at_once) == 0]
+    at_once, split = run.train.microbatch or 1, run.sharding.tensor_parallel
+    whole = [(nodes, ranks) for nodes, ranks in sizes if nodes * ranks % split == 0]
+    return [(nodes, ranks) for nodes, ranks in whole if batch % (nodes * ranks // split * at_once) == 0]
 
 
 def _least_days(spec: ModelSpec, hardware: Hardware, *, tokens: int) -> float:

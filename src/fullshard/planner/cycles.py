@@ -15,8 +15,18 @@ from typing import NamedTuple
 from fullshard.planner.streams import Streams
 
 NEVER = 1 << 62
-REDUCE_CLOCKS = ("reduce", "all_reduce", "input_free")
-GATHER_CLOCKS = ("copy_in", "gather", "network", "apart", "copied_out")
+REDUCE_CLOCKS = ("reduce", "all_reduce", "input_free", "host_out", "leaving", "left", "adding")
+GATHER_CLOCKS = (
+    "copy_in",
+    "gather",
+    "network",
+    "apart",
+    "copied_out",
+    "disk",
+    "updating",
+    "host_in",
+    "fetched",
+)
 _LONGEST_CYCLE = 4
 _SUMS = (
     "computed",
@@ -24,6 +34,7 @@ _SUMS = (
     "waited_all_gather",
     "waited_reduce_scatter",
     "waited_all_reduce",
+    "waited_host",
     "idle",
     "sent",
 )

@@ -1,5 +1,6 @@
 """What the engine allocates and frees at each of its acts. See [Note: the replay] in `planner.memory`."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -8,6 +9,8 @@ from fullshard.planner.beats import Live
 from fullshard.planner.unit_bytes import UnitBytes
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import PrefetchSection
+
+LEAVING = 2  # units whose gradients are on their way to the host at once
 
 
 class Held(NamedTuple):
@@ -188,6 +191,7 @@ class Reducing:
         self.sizes, self.ledger, self.plan = sizes, ledger, plan
         self.units = [_Reduced() for _ in sizes]
         self.buffer = 0  # the reduce-scatter input of the last unit
+        self.leaving: deque[int] = deque()
 
     def post_backward(self, index: int, live: Live, *, last: bool) -> None:
         """`last`: of the step's microbatches. Without sync, the gradients before it are kept whole."""
@@ -250,3 +254,12 @@ class Reducing:
         ledger.reduced += held - chunk - unit.partial
         ledger.gradients += 0 if unit.has_gradient else size.gradient
         unit.has_gradient, unit.partial = True, 0
+        if self.plan.run.offload.takes_optimizer:
+            self._leave(index)
+
+    def _leave(self, index: int) -> None:
+        """A gradient goes to the host, and the one before the last has gone. See [Note: tiers]."""
+        self.units[index].has_gradient = False
+        self.leaving.append(self.sizes[index].gradient)
+        if len(self.leaving) > LEAVING:
+            self.ledger.gradients -= self.leaving.popleft()

@@ -43,7 +43,7 @@ class Explanation(Value):
 
     memory      a faster plan is known, and does not fit
     links       a notable part of the step is waiting for collectives
-    host        (or the engine's copies) a notable part is neither computing nor waiting for links
+    host        (or copies of the engine or a tier) a notable part is neither computing nor waiting for links
     computing   nothing but the kernels themselves
     """
 
@@ -91,7 +91,7 @@ def _binding(found: Found, prediction: Prediction) -> tuple[Binding, str]:
     fastest = _of(found.fastest)
     if found.best is None:
         over = prediction.needed_bytes - prediction.capacity_bytes
-        return "memory", f"{format_bytes(over)} more than there is"
+        return "memory", f"{format_bytes(over)} more than there is" if over > 0 else "the host has too little"
     total, time = prediction.time.total, prediction.time
     saved = total - fastest.time.total
     if not fastest.fits and saved > _NOTABLE * total:
@@ -100,11 +100,15 @@ def _binding(found: Found, prediction: Prediction) -> tuple[Binding, str]:
             "memory",
             f"with {over} more, {describe_plan(found.fastest)} would save {format_seconds(saved)} a step",
         )
+    if time.offload > _NOTABLE * total and prediction.offload is not None:
+        share, binds = 100 * time.offload / total, prediction.offload.binds
+        return "host", f"{share:.0f} % of the step is waiting for the host and its drive; {binds} binds"
     waits = {
         "all-gather": time.exposed_all_gather,
         "reduce-scatter": time.exposed_reduce_scatter,
         "all-reduce": time.exposed_all_reduce,
         "contention with collectives": time.contention,
+        "ranks that share matmuls": time.tensor_parallel,
     }
     if sum(waits.values()) > _NOTABLE * total:
         name, longest = max(waits.items(), key=lambda one: one[1])

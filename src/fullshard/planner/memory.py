@@ -26,6 +26,7 @@ Not counted: the random state that recompute keeps for each block (5,056 bytes o
 from fullshard.errors import PlanError
 from fullshard.planner.beats import Beat, Live, score
 from fullshard.planner.engine import Gathering, Ledger, Reducing
+from fullshard.planner.tensor import check_split
 from fullshard.planner.unit_bytes import UnitBytes, optimizer_bytes, unit_bytes, update_temporaries
 from fullshard.spec.memory import MemoryTerms
 from fullshard.spec.model import ModelSpec
@@ -81,6 +82,7 @@ class _Replay:
         self.kinds = sizes_by_kind(spec, plan, rank=rank)
         section = plan.run.prefetch
         self.reach = max(section.forward, section.backward) if section.mode == "explicit" else 1
+        check_split(spec, plan)
         units = score(spec, self.trace, microbatch=plan.microbatch, reach=self.reach).units
         sizes = [self.kinds[spec.unit_kinds[unit]] for unit in units]
         self.units = units
@@ -101,6 +103,7 @@ class _Replay:
             microbatch=self.plan.microbatch,
             reach=self.reach,
             accumulating=accumulating,
+            tensor=self.plan.tensor_parallel,
         )
         ledger, live, before = self.ledger, Live(), self.ledger.held()
         for beat in found.beats:

@@ -45,7 +45,7 @@ class Held(NamedTuple):
 def relief_of(spec: ModelSpec, plan: Plan) -> Relief:
     """What of `peak_bytes` depends on the recompute and the microbatch alone."""
     trace = spec.trace(plan.run.recompute, plan.microbatch)
-    found = score(spec, trace, microbatch=plan.microbatch, reach=1)
+    found = score(spec, trace, microbatch=plan.microbatch, reach=1, tensor=plan.tensor_parallel)
     kinds = [spec.unit_kinds[unit] if spec.units[unit].parameters else -1 for unit in found.units]
     beats = [b for b in found.beats if b.event == "pre_backward" and kinds[b.unit] >= 0]
     crests: dict[tuple[int, int, int], int] = {}
@@ -72,13 +72,14 @@ def held_of(spec: ModelSpec, plan: Plan) -> Held:
         return sum(int(getattr(size, name)) * counts[kind] for kind, size in sizes.items())
 
     optimizer = sum(optimizer_bytes(size, plan) * counts[kind] for kind, size in sizes.items())
+    stays = not plan.run.offload.takes_optimizer  # of a tier's gradients hardly any are here at once
     return Held(
         sizes,
         static=over_all("shards") + optimizer + spec.buffer_bytes,
         gathered=over_all("gathered"),
         # Gradients that need no cast are counted as autograd has left them, which the trace tells.
         whole=sum(s.whole_reduced * counts[kind] for kind, s in sizes.items() if s.whole != s.whole_reduced),
-        gradients=over_all("gradient"),
+        gradients=over_all("gradient") if stays else 0,
         chunks=over_all("reduce_output"),
     )
 

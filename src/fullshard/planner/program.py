@@ -40,6 +40,14 @@ class Program:
     traced: tuple[int, ...]
     before: tuple[tuple[int, ...], ...]
 
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """For each unit of the trace the first of the model that it stands for."""
+        found: dict[int, int] = {}
+        for unit, traced in enumerate(self.traced):
+            found.setdefault(traced, unit)
+        return tuple(found[traced] for traced in range(len(found)))
+
 
 def program_of(spec: ModelSpec, trace: Trace, *, phases: Sequence[Phase]) -> Program:
     """`phases` are `trace.phases` or `trace.accumulating`. Raises PlanError where the units do not add up."""

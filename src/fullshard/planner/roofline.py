@@ -26,14 +26,15 @@ class PhaseCost(NamedTuple):
     launches: int
 
 
-def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
+def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int, split: int = 1) -> float:
     """Seconds of one launch:
 
         max(flops / rate(flops), bytes / memory(bytes))
 
     with the curve of its kind and dtype (or the nearest that is there); elementwise ones have bytes alone.
+    `split`: so many ranks share its work.
     """
-    moved = memory_seconds(kernel.bytes.at(microbatch), rates.memory)
+    moved = memory_seconds(kernel.bytes.at(microbatch) / split, rates.memory)
     if kernel.kind == "elementwise":
         return moved
     curves = {
@@ -41,7 +42,7 @@ def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int) -> float:
         "attention": rates.attention,
         "attention_backward": rates.attention_backward,
     }[kernel.kind]
-    flops = kernel.flops.at(microbatch)
+    flops = kernel.flops.at(microbatch) / split
     if flops <= 0:
         return moved
     return max(flops / rate_at(nearest_curve(curves, kernel.dtype), flops), moved)
@@ -65,17 +66,23 @@ def nearest_curve(curves: Mapping[ComputeDtype, Curve], dtype: Dtype) -> Curve:
 
 
 def phase_costs(
-    phases: Sequence[Phase], kernels: Sequence[Kernel], *, rates: Rates, microbatch: int, fused: bool
+    phases: Sequence[Phase],
+    kernels: Sequence[Kernel],
+    *,
+    rates: Rates,
+    microbatch: int,
+    fused: bool,
+    split: int = 1,
 ) -> tuple[PhaseCost, ...]:
     """What each phase costs. `fused`: runs of elementwise operations are one kernel, as the compiler makes
-    them."""
+    them. `split`: over so many ranks."""
     seconds: dict[int, float] = {}
     costs: list[PhaseCost] = []
     for phase in phases:
         total, launches = 0.0, 0
         for index, times in phase.fused if fused else phase.work:
             if index not in seconds:
-                seconds[index] = kernel_seconds(kernels[index], rates, microbatch=microbatch)
+                seconds[index] = kernel_seconds(kernels[index], rates, microbatch=microbatch, split=split)
             total += seconds[index] * times
             launches += times
         costs.append(PhaseCost(total, launches))

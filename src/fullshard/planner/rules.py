@@ -78,16 +78,17 @@ def _strategy(plan: Plan, hardware: Hardware, *, numel: int) -> Rule:
 
 
 def _offload(plan: Plan, hardware: Hardware, *, numel: int) -> Rule:
-    """Offload what does not fit even when sharded (ZeRO-Offload, arXiv:2101.06840). No plan offloads yet."""
-    state = 4 * ITEMSIZE[plan.precision.master] * numel / plan.shard_degree
-    share = state / hardware.capacity_bytes
+    """Offload what does not fit even when sharded (ZeRO-Offload, arXiv:2101.06840). A tier is only planned
+    where the run names it."""
+    state = 4 * ITEMSIZE[plan.precision.master] * numel / (plan.shard_degree * plan.tensor_parallel)
+    share, has_tier = state / hardware.capacity_bytes, plan.run.offload.takes_optimizer
     return Rule(
         name="offload",
         says="keep the optimizer on the host if sharded state takes over four fifths of the memory",
         figures=f"{format_bytes(state)} of {format_bytes(hardware.capacity_bytes)}, {100 * share:.0f} %",
         advises="offload the optimizer" if share > 0.8 else "keep all on the device",
-        chosen="all on the device",
-        agrees=share <= 0.8,
+        chosen=f"{plan.run.offload.tier} outside" if has_tier else "all on the device",
+        agrees=(share > 0.8) == has_tier,
     )
 
 

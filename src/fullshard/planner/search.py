@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from pydantic import NonNegativeInt
 
 from fullshard.errors import PlanError
-from fullshard.planner.candidates import Candidate, candidates, to_plan
+from fullshard.planner.candidates import Candidate, WhatIf, candidates, to_plan
 from fullshard.planner.memory import peak_bytes
 from fullshard.planner.memory_bound import Habits, Held, Relief, held_of, least_bytes, relief_of
+from fullshard.planner.offload import TIERS
 from fullshard.planner.step_time import Computing, Demand, StepTimer
 from fullshard.quantities import format_bytes, format_seconds
 from fullshard.spec.hardware import ComputeDtype, Hardware
@@ -30,7 +31,7 @@ from fullshard.spec.memory import MemoryTerms
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import Prediction
-from fullshard.spec.run import Run
+from fullshard.spec.run import Run, Tier
 from fullshard.spec.value import Value
 
 RANKED = 20
@@ -65,18 +66,20 @@ def search(  # signature: the library's, the same for all its questions
     *,
     capacity_bytes: int | None = None,
     memory: Memory = peak_bytes,
+    what_if: WhatIf | None = None,
 ) -> Found:
     """The fastest plans of `spec` on all ranks of `hardware`, over everything that `run` leaves open.
 
     `capacity_bytes`: what one rank may take of its device, context included; unset, `hardware` says.
     `memory`: what tells a plan's peak; never below `least_bytes`. See [Note: exact pruning].
+    `what_if`: tiers and degrees of the tensor-parallel axis to try in place of the run's own.
 
     Raises PlanError where the global batch cannot be shared out, what is pinned cannot be laid out, or `spec`
     was described under other settings.
     """
     if capacity_bytes is not None:
         hardware = with_capacity(hardware, capacity_bytes)
-    return _Search(spec, hardware, run=run, memory=memory).found()
+    return _Search(spec, hardware, run=run, memory=memory, what_if=what_if).found()
 
 
 def predict(  # signature: the library's
@@ -134,6 +137,13 @@ def nothing_fits(closest: Plan, *, spec: ModelSpec, hardware: Hardware, run: Run
     prediction = closest.prediction
     assert prediction is not None, "the closest plan is predicted"
     over = prediction.needed_bytes - prediction.capacity_bytes
+    if prediction.offload is not None and over <= 0:
+        terms = prediction.offload
+        return PlanError(
+            f"no plan fits {format_bytes(terms.host_capacity_bytes or 0)} of host memory per rank.",
+            got=f"closest: {describe_plan(closest)} -> {format_bytes(terms.host_bytes)}",
+            fix='offload.tier = "none" or another, or more ranks',
+        )
     terms = sorted(prediction.memory.terms().items(), key=lambda term: -term[1])
     largest, count = terms[0]
     return PlanError(
@@ -158,11 +168,38 @@ def describe_plan(plan: Plan) -> str:
         f"{plan.strategy}, {mesh}{kept}, microbatch={plan.microbatch} × {plan.accumulation}, "
         f"recompute={plan.run.recompute.mode}, prefetch={prefetch.mode}{depth}"
         + (", compiled" if plan.run.run.compile is True else "")
+        + (f", tensor_parallel={plan.tensor_parallel}" if plan.tensor_parallel > 1 else "")
+        + (f", offload={plan.run.offload.tier}" if plan.run.offload.takes_optimizer else "")
     )
 
 
-def _way_out(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str | None:
-    """The cheapest change that fits: a pin let go, else the fewest times as many ranks."""
+def _way_out(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str:
+    """The cheapest change that fits, and the cheapest tier that would."""
+    way, tier = _change(spec, hardware, run=run), _tier(spec, hardware, run=run)
+    return f"{way}; or {tier}" if tier else way
+
+
+def _tier(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str | None:
+    """The fastest plan that fits with a tier; None if none does, or the run has one."""
+    drive = hardware.disk_bytes_per_second is not None
+    host = hardware.host_bytes_per_second is not None or hardware.device == "cpu"
+    tiers: tuple[Tier, ...] = tuple(one for one in TIERS if one != "none" and (drive or one.endswith("cpu")))
+    if run.offload.takes_optimizer or run.optimizer.name.lower() != "adamw" or not host:
+        return None
+    best = search(spec, hardware, run, what_if=WhatIf(tiers)).best
+    if best is None or best.prediction is None or best.prediction.offload is None:
+        return None
+    terms = best.prediction.offload
+    held = f"{format_bytes(terms.host_bytes)} of host memory"
+    held += f" and {format_bytes(terms.disk_bytes)} of the drive" if terms.disk_bytes else ""
+    return (
+        f'offload.tier = "{best.run.offload.tier}" with {held} a rank'
+        f" (what-if: not yet run by train): {_cost_of(best)}"
+    )
+
+
+def _change(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str:
+    """A pin let go, else the fewest times as many ranks."""
     for change, freed in _without_pins(run):
         best = search(spec, hardware, freed).best
         if best is not None:
@@ -171,9 +208,10 @@ def _way_out(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str | None:
         more = hardware.on(nodes=hardware.nodes * factor, ranks_per_node=hardware.ranks_per_node)
         if more.across is None:  # one node it must remain
             more = hardware.on(nodes=1, ranks_per_node=hardware.ranks_per_node * factor)
-        batch = -(-run.train.global_batch // more.world_size) * more.world_size
+        ranks = more.world_size // run.sharding.tensor_parallel
+        batch = -(-run.train.global_batch // ranks) * ranks
         wider = run.model_copy(update={"train": run.train.model_copy(update={"global_batch": batch})})
-        best = search(spec, more, wider).best if _divides(wider, more.world_size) else None
+        best = search(spec, more, wider).best if _divides(wider, ranks) else None
         if best is not None:
             grown = f", train.global_batch = {batch}" if batch != run.train.global_batch else ""
             return f"{more.world_size} ranks{grown}: {_cost_of(best)}"
@@ -197,8 +235,8 @@ def _without_pins(run: Run) -> Iterator[tuple[str, Run]]:
         yield 'sharding.strategy = "auto"', run.model_copy(update={"sharding": section})
 
 
-def _divides(run: Run, world_size: int) -> bool:
-    return run.train.global_batch % (world_size * (run.train.microbatch or 1)) == 0
+def _divides(run: Run, ranks: int) -> bool:
+    return run.train.global_batch % (ranks * (run.train.microbatch or 1)) == 0
 
 
 def _cost_of(plan: Plan) -> str:
@@ -223,6 +261,7 @@ def _predicted(plan: Plan, timer: StepTimer, *, memory: MemoryTerms) -> Plan:
         allocator_reserve_bytes=reserve_bytes(hardware, memory),
         context_bytes=hardware.context_bytes,
         capacity_bytes=hardware.capacity_bytes,
+        offload=timer.offload(plan),
         time=time,
         tokens_per_step=tokens,
         tokens_per_second=rate,
@@ -248,8 +287,11 @@ class _Kind:
 class _Search:
     """One search; remembers what candidates share."""
 
-    def __init__(self, spec: ModelSpec, hardware: Hardware, *, run: Run, memory: Memory) -> None:
+    def __init__(
+        self, spec: ModelSpec, hardware: Hardware, *, run: Run, memory: Memory, what_if: WhatIf | None
+    ) -> None:
         self.spec, self.hardware, self.run, self.memory = spec, hardware, run, memory
+        self.what_if = what_if
         self.timer = StepTimer(spec, hardware)
         self.kinds: dict[str, _Kind] = defaultdict(_Kind)
         self.ranked: list[tuple[Order, Plan]] = []
@@ -265,7 +307,9 @@ class _Search:
         """Goes through the candidates."""
         bounded = [
             (self._least_seconds(one), index, one)
-            for index, one in enumerate(candidates(self.spec, self.hardware, run=self.run))
+            for index, one in enumerate(
+                candidates(self.spec, self.hardware, run=self.run, what_if=self.what_if)
+            )
         ]
         if not bounded:
             self.spec.trace(self.run.recompute, self.run.train.microbatch or 1)  # says what is missing
@@ -291,14 +335,14 @@ class _Search:
 
     def _try(self, candidate: Candidate, index: int, *, least: Order) -> None:
         """Predicts a candidate, unless it is neither among the fastest nor the fastest of its kind."""
-        kind = self.kinds[candidate.mesh.kind]
+        kind = self.kinds[candidate.kind]
         if self.fastest is None or least < self.fastest[0]:
             self._note_fastest(candidate, index)
         may_rank = not candidate.is_double and (len(self.ranked) < RANKED or least < self.ranked[-1][0])
         if not may_rank and kind.best is not None and least > kind.best[0]:
             return
         bound = self._least_bytes(candidate)
-        if not self._may_fit(bound) or not self._fits(self._peak(candidate)):
+        if not (self._may_fit(bound) and self._fits(self._peak(candidate)) and self._host_fits(candidate)):
             kind.too_large.append((bound, index, candidate))
             return
         order, plan = self._ordered(candidate, index)
@@ -325,6 +369,10 @@ class _Search:
     def _fits(self, memory: MemoryTerms) -> bool:
         return self._needed(memory) <= self.hardware.capacity_bytes
 
+    def _host_fits(self, candidate: Candidate) -> bool:
+        terms = self.timer.offload(self._plan(candidate)) if candidate.apart.tier != "none" else None
+        return terms is None or terms.fits
+
     def _needed(self, memory: MemoryTerms) -> int:
         return memory.total + reserve_bytes(self.hardware, memory) + self.hardware.context_bytes
 
@@ -343,16 +391,16 @@ class _Search:
         return to_plan(candidate, self.run, hardware=self.hardware)
 
     def _peak(self, candidate: Candidate) -> MemoryTerms:
-        mesh, batch, recompute, _, prefetch, _ = candidate
-        key = (mesh, batch, recompute, prefetch)
+        mesh, batch, recompute, _, prefetch, _, apart = candidate
+        key = (mesh, batch, recompute, prefetch, apart)
         if key not in self._peaks:
             memory = self.memory(self.spec, self._plan(candidate))
             self._peaks[key] = with_workspace(memory, self.hardware)
         return self._peaks[key]
 
     def _least_seconds(self, candidate: Candidate) -> float:
-        mesh, batch, recompute, compiled, prefetch, _ = candidate
-        shared, own = (mesh, batch), (batch, recompute, compiled)
+        mesh, batch, recompute, compiled, prefetch, _, apart = candidate
+        shared, own = (mesh, batch, apart), (batch, recompute, compiled, apart.tensor)
         if shared not in self._demand:
             self._demand[shared] = self.timer.demand(self._plan(candidate))
         if own not in self._computing:
@@ -361,7 +409,8 @@ class _Search:
         return self.timer.least_seconds(self._computing[own], self._demand[shared], inline=inline)
 
     def _least_bytes(self, candidate: Candidate) -> int:
-        mesh, own = candidate.mesh, (candidate.batch.microbatch, candidate.recompute)
+        mesh, apart = (candidate.mesh, candidate.apart), candidate.apart
+        own = (candidate.batch.microbatch, candidate.recompute, apart.tensor)
         if mesh not in self._held:
             self._held[mesh] = held_of(self.spec, self._plan(candidate))
         if own not in self._relief:
@@ -369,7 +418,7 @@ class _Search:
         habits = Habits(
             accumulates=candidate.batch.accumulation > 1,
             syncs=candidate.batch.sync == "each",
-            keeps=not mesh.frees,
+            keeps=not candidate.mesh.frees,
             prefetches=candidate.prefetch.mode != "none",
         )
         return least_bytes(self._relief[own], self._held[mesh], habits=habits)

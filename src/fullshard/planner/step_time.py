@@ -1,6 +1,6 @@
 """step_seconds(spec, plan, hardware): how long a step takes, term by term, by simulating one rank's streams.
 
-    total = (streams + contention + optimizer) * (1 + stragglers)
+    total = (streams + contention + optimizer + offload) * (1 + stragglers)
 
 streams      when the compute stream is done with all microbatches: see [Note: the engine's order] in
              `planner.streams`. The time is computing, copies, or waiting for one kind of collective.
@@ -10,6 +10,8 @@ contention   hardware.contention * overlapped, where of the seconds of all colle
 optimizer    the norm of the gradients (read once), their scaling (read and written), and the update, which
              for fused AdamW reads value, gradient and two moments and writes all but the gradient: 28 bytes a
              parameter in fp32. All over the own shards.
+offload      of a plan with a tier, by how much its streams take longer than with an infinitely fast host and
+             drive (see [Note: tiers] in `planner.offload`); the update is there, and no part of `optimizer`.
 """
 
 from dataclasses import dataclass, field
@@ -17,16 +19,27 @@ from typing import NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.planner.links import collective_seconds, shard_group
+from fullshard.planner.offload import (
+    Busy,
+    busy_of,
+    gathers_of,
+    host_rates,
+    norm_ticks,
+    offload_terms,
+    with_host,
+    without_host,
+)
 from fullshard.planner.program import program_of
 from fullshard.planner.roofline import memory_seconds, phase_costs
 from fullshard.planner.streams import Streams
+from fullshard.planner.tensor import axis_seconds
 from fullshard.planner.timeline import Policy, Timeline, Work
 from fullshard.planner.unit_bytes import UnitBytes, unit_bytes
 from fullshard.planner.unit_costs import TICKS, UnitCost, ticks, unit_cost
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec, Trace
 from fullshard.spec.plan import ITEMSIZE, Plan
-from fullshard.spec.prediction import TimeTerms
+from fullshard.spec.prediction import OffloadTerms, TimeTerms
 from fullshard.spec.run import RecomputeSection
 
 _ROUNDING = 1e-6  # what whole ticks may be below their durations, and more
@@ -42,13 +55,14 @@ def step_seconds(  # signature: as `search.predict`
 
 class Units(NamedTuple):
     """The units of a trace on one mesh: their sizes and costs, how often each stands in the model, and ticks
-    of the optimizer's step (`all_reduce`: of it, the sum over ranks)."""
+    of the optimizer's step (`all_reduce`: of it, the sum over ranks; `norm`: of a tier's, on the host)."""
 
     sizes: tuple[UnitBytes, ...]
     costs: tuple[UnitCost, ...]
     counts: tuple[int, ...]
     update: int
     all_reduce: int
+    norm: int | None = None
 
 
 class Demand(NamedTuple):
@@ -60,6 +74,7 @@ class Demand(NamedTuple):
     replicas: int
     inline: int  # on top of `copied` where gathers are not prefetched
     tail: int
+    host: int = 0  # of the host's or the drive's busiest stream
 
 
 class Computing(NamedTuple):
@@ -76,8 +91,8 @@ class StepTimer:
     spec: ModelSpec
     hardware: Hardware
     skips: bool = True
-    _work: dict[tuple[int, int, bool, bool], Work] = field(
-        default_factory=dict[tuple[int, int, bool, bool], Work]
+    _work: dict[tuple[int, int, bool, bool, int], Work] = field(
+        default_factory=dict[tuple[int, int, bool, bool, int], Work]
     )
     _units: dict[tuple[object, ...], Units] = field(default_factory=dict[tuple[object, ...], Units])
 
@@ -91,6 +106,30 @@ class StepTimer:
         """Seconds of one step of `plan`, term by term."""
         trace = self.spec.trace(plan.run.recompute, plan.microbatch)
         units = self.units(plan, trace)
+        again = self._recomputed(plan, trace)
+        if units.norm is None:
+            streams = self._simulated(plan, trace, units=units)
+            return self._terms(plan, streams, units=units, recompute=again)
+        slow = self._simulated(plan, trace, units=units)
+        fast = units._replace(costs=tuple(map(without_host, units.costs)), norm=None)
+        streams = self._simulated(plan, trace, units=fast)
+        terms = self._terms(plan, streams, units=units, recompute=again)
+        waits = max(0, slow.compute - streams.compute) / TICKS
+        longer = terms.model_copy(update={"offload": waits, "stragglers": 0.0})
+        return longer.model_copy(update={"stragglers": self.hardware.stragglers * longer.total})
+
+    def offload(self, plan: Plan) -> OffloadTerms | None:
+        """What the plan's tier takes; None without one."""
+        trace = self.spec.trace(plan.run.recompute, plan.microbatch)
+        units = self.units(plan, trace)
+        if units.norm is None:
+            return None
+        gathers = gathers_of(plan, trace, costs=units.costs, counts=units.counts)
+        sizes = zip(units.sizes, units.counts, gathers, strict=True)
+        busy = _busy(plan, trace, units=units)
+        return offload_terms(plan, sizes, busy=busy, hardware=self.hardware)
+
+    def _simulated(self, plan: Plan, trace: Trace, *, units: Units) -> Streams:
         streams = Streams(serial=self._serial, blocking=1 - self.hardware.overlap)
         policy = Policy(
             prefetch=plan.run.prefetch,
@@ -99,19 +138,20 @@ class StepTimer:
             by_position=self._by_position,
             place=self._place,
             act=ticks(self.hardware.rates.unit_seconds),
+            norm=units.norm,
             skips=self.skips,
         )
         work, accumulating = self._works(plan, trace)
         Timeline(streams, units.costs, policy).step(
             work, accumulating=accumulating, accumulation=plan.accumulation
         )
-        again = self._recomputed(plan, trace)
-        return self._terms(streams, units, recompute=min(again, streams.computed))
+        return streams
 
     def units(self, plan: Plan, trace: Trace) -> Units:
         """Sizes and costs of the trace's units on the plan's mesh."""
         mesh = (plan.replicate_degree, plan.shard_degree, plan.reshard_after_forward, plan.precision)
-        key = (*mesh, id(trace), plan.run.optimizer.name, plan.run.optimizer.momentum)
+        apart = (plan.tensor_parallel, plan.run.offload)
+        key = (*mesh, *apart, id(trace), plan.run.optimizer.name, plan.run.optimizer.momentum)
         if key not in self._units:
             self._units[key] = self._measure(plan, trace)
         return self._units[key]
@@ -149,7 +189,8 @@ class StepTimer:
                     network += count * cost.all_reduce
                 else:
                     replicas += count * cost.all_reduce
-        return Demand(copied, network, apart, replicas, inline, units.update + units.all_reduce)
+        host = max(_busy(plan, trace, units=units)) if units.norm is not None else 0
+        return Demand(copied, network, apart, replicas, inline, units.update + units.all_reduce, host)
 
     def computing(self, plan: Plan) -> Computing:
         """What a step computes; the same for all meshes."""
@@ -172,7 +213,7 @@ class StepTimer:
         sent = demand.network + demand.apart + demand.replicas
         end = busy + (demand.inline if inline and not self._serial else 0)
         end += int((1 - self.hardware.overlap) * sent) if not inline or self._serial else 0
-        end = max(end, computing.issue, demand.network, demand.apart, demand.replicas)
+        end = max(end, computing.issue, demand.network, demand.apart, demand.replicas, demand.host)
         overlapped = min(busy, max(0, sent + busy - end))
         # Where collectives cost computing more than their own time, waiting for them may be the shorter way.
         contention = self.hardware.contention if self.hardware.contention <= 1 else 0.0
@@ -184,30 +225,52 @@ class StepTimer:
         fused = plan.run.run.compile is True
         adds = bool(trace.accumulating) and not plan.sync_each_microbatch
         return tuple(  # pyright: ignore[reportReturnType]
-            self._work_of(trace, microbatch=plan.microbatch, fused=fused, adds=one) for one in (False, adds)
+            self._work_of(plan, trace, fused=fused, adds=one) for one in (False, adds)
         )
 
-    def _work_of(self, trace: Trace, *, microbatch: int, fused: bool, adds: bool) -> Work:
-        key = (id(trace), microbatch, fused, adds)
+    def _work_of(self, plan: Plan, trace: Trace, *, fused: bool, adds: bool) -> Work:
+        key = (id(trace), plan.microbatch, fused, adds, plan.tensor_parallel)
         if key not in self._work:
             phases, rates = trace.accumulating if adds else trace.phases, self.hardware.rates
-            costs = phase_costs(phases, self.spec.kernels, rates=rates, microbatch=microbatch, fused=fused)
+            costs = phase_costs(
+                phases,
+                self.spec.kernels,
+                rates=rates,
+                microbatch=plan.microbatch,
+                fused=fused,
+                split=plan.tensor_parallel,
+            )
             watched = trace.recompute.mode == "selective" and not fused
             launch = ticks(rates.launch_seconds + (rates.watched_seconds if watched else 0.0))
-            lengths = tuple((ticks(cost.seconds), cost.launches * launch) for cost in costs)
-            self._work[key] = Work(program_of(self.spec, trace, phases=phases), lengths)
+            program = program_of(self.spec, trace, phases=phases)
+            axis = axis_seconds(self.spec, phases, plan=plan, units=program.firsts, hardware=self.hardware)
+            sent = tuple(map(ticks, axis))
+            lengths = tuple(
+                (ticks(cost.seconds) + own, cost.launches * launch)
+                for cost, own in zip(costs, sent, strict=True)
+            )
+            self._work[key] = Work(program, lengths, sent)
         return self._work[key]
 
     def _measure(self, plan: Plan, trace: Trace) -> Units:
-        program = self._work_of(trace, microbatch=plan.microbatch, fused=False, adds=False).program
-        firsts = {traced: unit for unit, traced in reversed(list(enumerate(program.traced)))}
-        sizes = tuple(unit_bytes(self.spec.units[firsts[i]], plan) for i in range(len(firsts)))
+        program = self._work_of(plan, trace, fused=False, adds=False).program
+        firsts, tensor = program.firsts, plan.tensor_parallel
+        sizes = tuple(unit_bytes(self.spec.units[unit], plan) for unit in firsts)
         counts = tuple(program.traced.count(i) for i in range(len(firsts)))
-        costs = tuple(unit_cost(size, self.hardware, world_size=plan.world_size) for size in sizes)
+        costs = tuple(
+            unit_cost(size, self.hardware, world_size=plan.world_size, tensor=tensor) for size in sizes
+        )
         group = shard_group(
             plan.world_size, per_node=self.hardware.ranks_per_node, world_size=plan.world_size
         )
         summed = collective_seconds("all_reduce", _SUM_BYTES, group=group, hardware=self.hardware)
+        if plan.run.offload.takes_optimizer:
+            rates = host_rates(plan, self.hardware)
+            costs = tuple(
+                with_host(cost, size, plan=plan, rates=rates) for cost, size in zip(costs, sizes, strict=True)
+            )
+            trained = sum(size.trained * count for size, count in zip(sizes, counts, strict=True))
+            return Units(sizes, costs, counts, 0, ticks(summed), norm_ticks(plan, trained, rates=rates))
         update = ticks(self._update_seconds(plan, sizes, counts=counts))
         return Units(sizes, costs, counts, update, ticks(summed))
 
@@ -227,30 +290,30 @@ class StepTimer:
         if plain is trace:
             return 0
         own, other = (
-            self._work_of(one, microbatch=plan.microbatch, fused=plan.run.run.compile is True, adds=False)
-            for one in (trace, plain)
+            self._work_of(plan, one, fused=plan.run.run.compile is True, adds=False) for one in (trace, plain)
         )
-        return max(0, self._device_ticks(own) - self._device_ticks(other)) * plan.accumulation
-
-    def _device_ticks(self, work: Work) -> int:
-        return sum(
-            (length + (launched if self._serial else 0)) * turns
-            for (length, launched), turns in zip(work.lengths, work.program.turns, strict=True)
+        return (
+            max(0, _device_ticks(own, serial=self._serial) - _device_ticks(other, serial=self._serial))
+            * plan.accumulation
         )
 
-    def _terms(self, streams: Streams, units: Units, *, recompute: int) -> TimeTerms:
+    def _terms(self, plan: Plan, streams: Streams, *, units: Units, recompute: int) -> TimeTerms:
+        works = self._works(plan, self.spec.trace(plan.run.recompute, plan.microbatch))
+        sent = _sent(works, accumulation=plan.accumulation)
+        recompute = min(recompute, streams.computed - sent)
         busy = streams.computed + streams.copied - streams.idle
         overlapped = min(busy, max(0, streams.sent + busy - streams.compute))
         # The step before ended with the host reading the loss: the device waits for what it does in between.
         between = self.hardware.rates.step_seconds
         terms = TimeTerms(
-            compute=(streams.computed - recompute) / TICKS + between,
+            compute=(streams.computed - recompute - sent) / TICKS + between,
             recompute=recompute / TICKS,
             exposed_all_gather=streams.waited_all_gather / TICKS,
             exposed_reduce_scatter=streams.waited_reduce_scatter / TICKS,
             exposed_all_reduce=(streams.waited_all_reduce + units.all_reduce) / TICKS,
             engine=streams.copied / TICKS,
             contention=self.hardware.contention * overlapped / TICKS,
+            tensor_parallel=sent / TICKS,
             optimizer=units.update / TICKS,
         )
         return terms.model_copy(update={"stragglers": self.hardware.stragglers * terms.total})
@@ -273,4 +336,28 @@ def _touched(plan: Plan) -> float:
         "how long this optimizer's update takes is not known.",
         got=f"optimizer.name = {section.name!r}",
         fix="adamw or sgd, for a prediction",
+    )
+
+
+def _busy(plan: Plan, trace: Trace, *, units: Units) -> Busy:
+    reductions = plan.accumulation if plan.sync_each_microbatch and plan.replicate_degree == 1 else 1
+    gathers = gathers_of(plan, trace, costs=units.costs, counts=units.counts)
+    each = zip(units.costs, units.counts, gathers, strict=True)
+    return busy_of(each, reductions=reductions, norm=units.norm or 0)
+
+
+def _device_ticks(work: Work, *, serial: bool) -> int:
+    """Without what is sent between ranks that share matmuls."""
+    return sum(
+        (length - sent + (launched if serial else 0)) * turns
+        for (length, launched), sent, turns in zip(work.lengths, work.sent, work.program.turns, strict=True)
+    )
+
+
+def _sent(works: tuple[Work, Work], *, accumulation: int) -> int:
+    """Ticks of a step that computing waits for ranks which share its matmuls."""
+    return sum(
+        sent * turns * times
+        for work, times in zip(works, (1, accumulation - 1), strict=True)
+        for sent, turns in zip(work.sent, work.program.turns, strict=True)
     )

@@ -22,6 +22,11 @@ communicator  gathers and reduce-scatters over the shard axis are one NCCL commu
 end           after each backward the compute stream waits for all reductions; the next root's forward lets
               the gather streams wait for the compute stream.
 
+tier          see [Note: tiers] in `planner.offload`. Before a unit's first all-gather of the step its group
+              is updated: the drive, the host's update and the copy to the device each work off what stands
+              in their row. With params+ each all-gather's own shard is copied in, while the one before is
+              sent. A reduced gradient is copied out behind its reduction; the next but one waits for it.
+
 On the CPU there is one timeline: the host computes, copies, and (`overlap` 0) waits in each collective.
 """
 
@@ -30,7 +35,7 @@ from typing import Literal
 
 from fullshard.planner.unit_costs import UnitCost
 
-Cause = Literal["all_gather", "reduce_scatter", "all_reduce", "copy"]
+Cause = Literal["all_gather", "reduce_scatter", "all_reduce", "copy", "host"]
 
 
 @dataclass(slots=True)
@@ -55,11 +60,20 @@ class Streams:
     all_reduce: int = 0
     input_free: int = 0  # when the reduce-scatter's input may go
     copied_out: int = 0  # what the next forward's copy-out lets the gather streams wait for
+    disk: int = 0
+    updating: int = 0  # the host's update
+    host_in: int = 0  # copies to the device
+    fetched: int = 0  # when the last own shard that was copied in may go
+    host_out: int = 0  # copies from the device
+    leaving: int = 0  # when the last gradient is out, and the one before it
+    left: int = 0
+    adding: int = 0  # the host's sums of gradients
     computed: int = 0
     copied: int = 0
     waited_all_gather: int = 0
     waited_reduce_scatter: int = 0
     waited_all_reduce: int = 0
+    waited_host: int = 0
     idle: int = 0
     sent: int = 0
     slack: int = 0
@@ -111,6 +125,7 @@ class Streams:
         into, length = (cost.again_in, cost.again) if again else (cost.copy_in, cost.gather)
         inline = inline or self.serial
         if inline:
+            self.wait(after, "host")
             self.copy(into)
             start = self.compute
         else:
@@ -124,6 +139,7 @@ class Streams:
             end = self.network = max(start, self.network) + length
         if not inline:
             self.gather = end
+        self.fetched = start if inline else self.copy_in
         self._send(length, "all_gather")
         return end
 
@@ -134,6 +150,7 @@ class Streams:
 
     def scatter(self, cost: UnitCost) -> None:
         """Gradients into the buffer, and the reduce-scatter; over one rank it is a copy."""
+        self.reduce = max(self.reduce, self.left)
         self.wait(self.input_free, "reduce_scatter" if cost.is_sharded else "copy")
         self.copy(cost.pack)
         if not cost.is_sharded:
@@ -181,6 +198,8 @@ class Streams:
             self.waited_reduce_scatter += length
         elif cause == "all_reduce":
             self.waited_all_reduce += length
+        elif cause == "host":
+            self.waited_host += length
         else:
             self.copied += length
 

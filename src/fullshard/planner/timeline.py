@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fullshard.planner.cycles import GATHER_CLOCKS, NEVER, REDUCE_CLOCKS, Mark, clamp, mark, skip
+from fullshard.planner.host_streams import all_left, bring, leave
 from fullshard.planner.program import Program, Segment, Step
 from fullshard.planner.streams import Streams
 from fullshard.planner.unit_costs import UnitCost
@@ -16,10 +17,14 @@ from fullshard.spec.run import PrefetchSection
 
 
 class Work(NamedTuple):
-    """One microbatch: the acts, and for each phase the ticks of the device and of the host's launches."""
+    """One microbatch: the acts, and for each phase the ticks of the device and of the host's launches.
+
+    `sent`: of the device's, those of the collectives between ranks that share matmuls.
+    """
 
     program: Program
     lengths: tuple[tuple[int, int], ...]
+    sent: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Policy:
     by_position: Sequence[int]
     place: Mapping[int, int]
     act: int  # ticks of the host for gathering a unit, or reducing its gradients
+    norm: int | None = None  # ticks of the host for the norm of gradients that a tier has there
     skips: bool = True
 
 
@@ -49,6 +55,7 @@ class Timeline:
     uses: dict[int, int] = field(default_factory=dict[int, int])
     buffered: bool = False
     in_backward: bool = False
+    updates: bool = False  # this is the step's first forward
 
     def step(self, work: Work, *, accumulating: Work, accumulation: int) -> None:
         """All microbatches of a step; `accumulating` are those after the first."""
@@ -65,10 +72,12 @@ class Timeline:
                 marks.append(mark(self.streams, self.pending))
             index += 1
             index += self._skip(marks, left=accumulation - 1 - index, stride=0)
+        if self.policy.norm is not None:
+            all_left(self.streams, norm=self.policy.norm)
 
     def _microbatch(self, work: Work, *, first: bool, last: bool) -> None:
         self.uses.clear()
-        self.in_backward = False
+        self.in_backward, self.updates = False, first
         for segment in work.program.segments:
             self._segment(segment, work, first=first, last=last)
 
@@ -170,10 +179,12 @@ class Timeline:
         if cost.is_replicated:
             if adds:
                 streams.on_reduce(cost.add_partial)
-            if last:
-                streams.start_all_reduce(cost, settle=cost.settle)
+            if not last:
+                return
+            streams.start_all_reduce(cost, settle=cost.settle)
         else:
-            streams.on_reduce(cost.settle_again if adds else cost.settle)
+            streams.on_reduce(cost.settle_again if adds and not cost.leave else cost.settle)
+        leave(streams, cost, adds=adds and not cost.is_replicated)
 
     def _take_up(self, unit: int) -> None:
         """The host's work for a unit that is not there yet; a hook that finds it gathered does nothing."""
@@ -190,14 +201,19 @@ class Timeline:
         """Starts the all-gather of a unit that is neither gathered nor on its way."""
         if unit in self.unsharded or unit in self.pending:
             return
+        again = self.in_backward and cost.reshards
+        there = 0
+        # What is kept over fewer ranks (hpZ) is on the device, and comes from there.
+        if not (again and cost.resharded):
+            there = bring(self.streams, cost, updates=self.updates and not self.in_backward)
         if not cost.is_sharded:
-            self.pending[unit] = 0
+            self.pending[unit] = there
             return
         self.pending[unit] = self.streams.start_gather(
             cost,
-            again=self.in_backward and cost.reshards,
+            again=again,
             inline=self.policy.prefetch.mode == "none",
-            after=self.put_back.pop(unit, 0),
+            after=max(self.put_back.pop(unit, 0), there),
         )
 
     def _arrive(self, unit: int, cost: UnitCost, *, forward: bool) -> None:
@@ -210,6 +226,8 @@ class Timeline:
             self._of_the_run("end_forward")
         streams.wait(there, "all_gather")
         streams.copy(cost.copy_out)
+        if not cost.is_sharded:
+            streams.fetched = streams.compute  # the next own shard is copied in beside this unit's computing
         if defers:
             streams.copied_out, self.buffered = streams.compute, True
         elif cost.is_sharded:

@@ -5,16 +5,19 @@ from dataclasses import dataclass
 from math import prod
 
 from fullshard.errors import PlanError
+from fullshard.planner.tensor import split_shape
 from fullshard.spec.model import ParamSpec, UnitSpec
-from fullshard.spec.plan import ITEMSIZE, Plan, Precision
+from fullshard.spec.plan import ITEMSIZE, Plan
 from fullshard.spec.unit import UnitSettings
 
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """Bytes of one unit on one rank. N: shard degree; padded: dim 0 to a multiple of N.
+    """Bytes of one unit on one rank's device. N: shard degree; padded: dim 0 to a multiple of N; of matrices
+    that the ranks of a tensor-parallel axis share, this rank's part.
 
-    shards          own shards in the master dtype, padded
+    shards          own shards in the master dtype, padded; with a tier: [Note: tiers] in `planner.offload`
+    own_shards      the same in the dtype computed in, be they kept here or not
     gathered        all parameters in the dtype computed in, padded: the all-gather buffer, and again its copy
     cast_copy       own shards cast for the all-gather; 0 where no cast is needed
     largest_cast    the same for the largest parameter alone: over one rank they are cast one by one
@@ -22,7 +25,7 @@ class UnitBytes:
     whole_reduced   the same in the dtype that they are reduced in
     reduce_input    the same, padded: the reduce-scatter's input
     reduce_output   its output, 1/N of it
-    gradient        the output in the master dtype: the gradients of the own shards
+    gradient        the output in the master dtype: the gradients of the own shards (with a tier: as reduced)
     trained         elements of the own shards that the optimizer updates, without padding
     """
 
@@ -31,6 +34,7 @@ class UnitBytes:
     reshards: bool
     reshard_degree: int
     shards: int
+    own_shards: int
     gathered: int
     cast_copy: int
     largest_cast: int
@@ -64,17 +68,26 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     degree, reshard = settings.shard_degree, settings.reshard_after_forward
     precision = settings.precision
     compute, reduced, master = (ITEMSIZE[d] for d in (precision.param, precision.reduce, precision.master))
+    tier = plan.run.offload
+    if plan.tensor_parallel > 1:
+        unit = split_unit(unit, plan.tensor_parallel)
 
     def padded(parameter: ParamSpec) -> int:
         return padded_numel(parameter.shape, degree)
 
     def kept_in(parameter: ParamSpec) -> int:
-        return master if parameter.requires_grad and parameter.is_floating else parameter.itemsize
+        own = compute if tier.takes_optimizer else master
+        return own if parameter.requires_grad and parameter.is_floating else parameter.itemsize
 
     def used_in(parameter: ParamSpec) -> int:
         return compute if parameter.is_floating else parameter.itemsize
 
-    casts = [padded(p) // degree * used_in(p) for p in unit.parameters if _is_cast(p, precision)]
+    # A shard that is copied in from the host stands in the device's memory as one that is cast does.
+    casts = [
+        padded(p) // degree * used_in(p)
+        for p in unit.parameters
+        if tier.takes_parameters or (used_in(p) != kept_in(p) and p.is_floating)
+    ]
     trained = [p for p in unit.parameters if p.requires_grad]
     wire = sum(padded(p) for p in trained)
     own = [shard_numel(p.shape, degree, rank=rank % degree) for p in trained]
@@ -83,7 +96,8 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         replicate_degree=settings.replicate_degree,
         reshards=reshard is not False,
         reshard_degree=1 if isinstance(reshard, bool) else reshard,
-        shards=sum(padded(p) // degree * kept_in(p) for p in unit.parameters),
+        shards=0 if tier.takes_parameters else sum(padded(p) // degree * kept_in(p) for p in unit.parameters),
+        own_shards=sum(padded(p) // degree * used_in(p) for p in unit.parameters),
         gathered=sum(padded(p) * used_in(p) for p in unit.parameters),
         cast_copy=sum(casts),
         largest_cast=max(casts, default=0),
@@ -93,7 +107,7 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         largest_whole_reduced=max((p.numel for p in trained), default=0) * reduced,
         reduce_input=wire * reduced,
         reduce_output=wire // degree * reduced,
-        gradient=wire // degree * master,
+        gradient=wire // degree * (reduced if tier.takes_optimizer else master),
         trained=sum(own),
         trained_parameters=len(trained),
         largest_trained=max(own, default=0),
@@ -101,21 +115,21 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     )
 
 
-def _is_cast(parameter: ParamSpec, precision: Precision) -> bool:
-    if not parameter.is_floating:
-        return False
-    if parameter.requires_grad:
-        return precision.param != precision.master
-    return ITEMSIZE[precision.param] != parameter.itemsize
+def split_unit(unit: UnitSpec, degree: int) -> UnitSpec:
+    """The unit as one rank of a tensor-parallel axis has it."""
+    parts = tuple(p.model_copy(update={"shape": split_shape(p.shape, degree)}) for p in unit.parameters)
+    return unit.model_copy(update={"parameters": parts})
 
 
 def optimizer_bytes(size: UnitBytes, plan: Plan) -> int:
     """What the optimizer keeps for the own shards of a unit, in the master dtype: 2 · numel for AdamW (and a
     step count of 4 bytes a parameter), 1 · numel for SGD with momentum, 0 for SGD without.
 
-    Raises PlanError for an optimizer whose state is not known.
+    Nothing on the device where a tier has it. Raises PlanError for an optimizer whose state is not known.
     """
     section = plan.run.optimizer
+    if plan.run.offload.takes_optimizer:
+        return 0
     name = section.name.lower()
     if name == "adamw":
         return 2 * size.trained * size.master_itemsize + 4 * size.trained_parameters
@@ -136,6 +150,8 @@ def update_temporaries(sizes: Iterable[UnitBytes], plan: Plan) -> int:
     denominator (20 bytes an element), random bits (4), and masks (7).
     """
     section, units = plan.run.optimizer, list(sizes)
+    if plan.run.offload.takes_optimizer:
+        return 0
     largest = max((size.largest_trained for size in units), default=0)
     if plan.precision.stochastic_rounding:
         return 31 * largest

@@ -27,6 +27,11 @@ class UnitCost:
     add_partial                 a chunk that is not reduced over replicas yet, added to an earlier one
     all_reduce                  over replicas; `shares_wires`: with the shard axis
     keep, keep_again            whole gradients that stay, in the dtype that they are reduced in
+
+    Of a tier (see [Note: tiers] in `planner.offload`):
+    leave, add                  the reduced chunk to the host; and added there to an earlier one
+    update_disk, update, back   the group's state read and written, its update, its parameters to the device
+    fetch_disk, fetch           the own shard from the drive, and from the host, before an all-gather
     """
 
     has_parameters: bool
@@ -51,18 +56,29 @@ class UnitCost:
     all_reduce: int
     keep: int
     keep_again: int
+    leave: int = 0
+    add: int = 0
+    update_disk: int = 0
+    update: int = 0
+    back: int = 0
+    fetch_disk: int = 0
+    fetch: int = 0
 
 
-def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int) -> UnitCost:
-    """The costs of one unit from its sizes. What each act reads and writes: `_fsdp_collectives` of torch."""
-    shard, replicate, fewer = _groups(size, hardware, world_size=world_size)
+def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: int = 1) -> UnitCost:
+    """The costs of one unit from its sizes. What each act reads and writes: `_fsdp_collectives` of torch.
+
+    `tensor`: so many ranks in a row have parts of the same sequences, and of one shard group every
+    `tensor`-th.
+    """
+    shard, replicate, fewer = _groups(size, hardware, world_size=world_size, tensor=tensor)
 
     def moved(*counts: int) -> int:
         return ticks(memory_seconds(sum(counts), hardware.rates.memory))
 
     part = size.gathered // size.shard_degree
     sharded, hpz = size.shard_degree > 1, size.reshard_degree > 1
-    cast_in = size.shards + size.cast_copy if size.cast_copy else 0
+    cast_in = size.shards + size.cast_copy if size.cast_copy and size.shards else 0
     into = moved(cast_in, 2 * part) if sharded else 0
     again_in = moved(4 * size.gathered // size.reshard_degree) if hpz else into
     gather = ticks(collective_seconds("all_gather", size.gathered, group=shard, hardware=hardware))
@@ -103,8 +119,16 @@ def ticks(seconds: float) -> int:
     return round(seconds * TICKS)
 
 
-def _groups(size: UnitBytes, hardware: Hardware, *, world_size: int) -> tuple[Group, Group, Group]:
+def _groups(
+    size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: int
+) -> tuple[Group, Group, Group]:
     per_node, degree = hardware.ranks_per_node, size.shard_degree
+    if tensor > 1:
+        return (
+            replicate_group(degree, tensor, per_node=per_node),
+            replicate_group(size.replicate_degree, degree * tensor, per_node=per_node),
+            replicate_group(size.reshard_degree, tensor, per_node=per_node),
+        )
     return (
         shard_group(degree, per_node=per_node, world_size=world_size),
         replicate_group(size.replicate_degree, degree, per_node=per_node),

@@ -99,8 +99,10 @@ def describe_machine(gpus: Gpus, *, ranks: int, ranks_per_node: int) -> Hardware
         return cpu if nodes > 1 else cpu.model_copy(update={"across": None})
     chip = find_chip(gpus.name, memory_bytes=gpus.memory_bytes)
     entry = find_entry(chip) if chip is not None else None
+    host = {"host_memory_bytes": _host_memory_bytes() // ranks_per_node}
     if entry is not None:
-        return hardware_of(entry).on(nodes=nodes, ranks_per_node=ranks_per_node)
+        known = hardware_of(entry).on(nodes=nodes, ranks_per_node=ranks_per_node)
+        return known.model_copy(update=host)
     return Hardware(
         name=gpus.name,
         device="cuda",
@@ -118,7 +120,7 @@ def describe_machine(gpus: Gpus, *, ranks: int, ranks_per_node: int) -> Hardware
         within=find_link("pcie4"),
         across=find_link("nic-100"),
         source="not in the catalog",
-    )
+    ).model_copy(update=host)
 
 
 def user_hardware_path(environment: Mapping[str, str] = os.environ) -> Path:

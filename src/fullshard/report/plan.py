@@ -8,7 +8,7 @@ from pydantic import PositiveInt
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.report.grid import show_rows
 from fullshard.spec.plan import Plan
-from fullshard.spec.prediction import Prediction
+from fullshard.spec.prediction import OffloadTerms, Prediction
 from fullshard.spec.run import PositiveFloat, Run, Strategy
 from fullshard.spec.value import Value
 
@@ -37,7 +37,9 @@ TIME_LABELS = {
     "exposed_all_reduce": "waiting: all-reduce",
     "engine": "copies of the engine",
     "contention": "contention",
+    "tensor_parallel": "tensor parallel",
     "optimizer": "optimizer",
+    "offload": "waiting: host and drive",
     "stragglers": "stragglers",
 }
 
@@ -93,6 +95,8 @@ def plan_rows(page: PlanPage) -> Iterator[tuple[str, str]]:
     yield from _memory(prediction)
     if page.dry_run is not None:
         yield from _dry_run(page.dry_run, prediction)
+    if prediction.offload is not None:
+        yield from _outside(prediction.offload)
     yield from _time(prediction)
     yield from _speed(plan, prediction)
     if page.budget is not None:
@@ -104,7 +108,7 @@ def plan_rows(page: PlanPage) -> Iterator[tuple[str, str]]:
 def mesh_text(plan: Plan) -> str:
     """`full_shard over 8 ranks`, `hybrid_shard over 8 ranks, in 4 replicas`."""
     if plan.strategy is Strategy.NO_SHARD:
-        return f"{plan.strategy}: {_times(plan.world_size, 'replica')}"
+        return f"{plan.strategy}: {_times(plan.data_parallel, 'replica')}"
     text = f"{plan.strategy} over {_times(plan.shard_degree, 'rank')}"
     if plan.replicate_degree > 1:
         text += f", in {plan.replicate_degree} replicas"
@@ -129,7 +133,16 @@ def _settings(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
 
     run, precision = plan.run, plan.precision
     yield "strategy", settled(mesh_text(plan), pinned=asked.sharding.strategy != "auto")
-    sequences = plan.world_size * plan.microbatch * plan.accumulation
+    if plan.is_what_if:
+        yield "WHAT-IF", "not yet run by train"
+    if plan.tensor_parallel > 1:
+        yield (
+            "tensor parallel",
+            f"matmuls over {_times(plan.tensor_parallel, 'rank')}, and the sequence between",
+        )
+    if run.offload.tier != "none":
+        yield "offload", run.offload.tier
+    sequences = plan.data_parallel * plan.microbatch * plan.accumulation
     batch = f"microbatch {plan.microbatch}"
     if plan.accumulation > 1:
         when = "each" if plan.sync_each_microbatch else "once a step"
@@ -138,7 +151,7 @@ def _settings(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
     length = run.data.sequence_length
     yield (
         "",
-        f"× {_times(plan.world_size, 'rank')} = {sequences:,} sequences of {length:,} "
+        f"× {_times(plan.data_parallel, 'rank')} = {sequences:,} sequences of {length:,} "
         f"= {format_count(sequences * length)} tokens a step",
     )
     kept = "" if precision.master == precision.reduce else f", kept in {precision.master}"
@@ -166,6 +179,24 @@ def _memory(prediction: Prediction) -> Iterator[tuple[str, str]]:
     terms["device context"] = prediction.context_bytes
     yield from _bars(terms, format_bytes, whole=needed)
     yield "  highest at", prediction.memory.moment
+
+
+def _outside(terms: OffloadTerms) -> Iterator[tuple[str, str]]:
+    """What a tier has of the host and the drive."""
+    capacity = terms.host_capacity_bytes
+    of = f" of {format_bytes(capacity)}" if capacity is not None else ""
+    room = "" if terms.fits else ": TOO MUCH"
+    yield "host memory", f"{format_bytes(terms.host_bytes)}{of} a rank{room}"
+    if terms.disk_bytes:
+        yield "drive", f"{format_bytes(terms.disk_bytes)} a rank"
+        yield (
+            "",
+            f"a step reads {format_bytes(terms.disk_read_bytes)} and writes "
+            f"{format_bytes(terms.disk_written_bytes)}, which wears it",
+        )
+    seconds = {"disk": terms.disk_seconds, "update": terms.update_seconds, "copies": terms.copy_seconds}
+    each = ", ".join(f"{name} {format_seconds(value)}" for name, value in seconds.items() if value)
+    yield "  at least", f"{each}, beside each other: {terms.binds} binds"
 
 
 def _dry_run(parts: Mapping[str, int], prediction: Prediction) -> Iterator[tuple[str, str]]:

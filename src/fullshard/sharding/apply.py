@@ -25,7 +25,7 @@ from fullshard.sharding.prefetch import apply_prefetch
 from fullshard.sharding.recompute import apply_recompute
 from fullshard.sharding.unit_sizes import warn_of_unit_sizes
 from fullshard.sharding.units import Predicate, Unit, find_repeated, find_units
-from fullshard.spec.plan import Plan
+from fullshard.spec.plan import Plan, check_runs
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ class Prepared:
 
 def prepare(model: nn.Module, plan: Plan, *, units: Predicate | None = None) -> Prepared:
     """The first part of `shard`: the model is looked at, and stays as it is. Raises what `shard` does."""
+    check_runs(plan.run)
     _refuse(model)
     section = plan.run.sharding.units
     found = find_units(model, section, predicate=units)

@@ -107,9 +107,16 @@ def _on_one_rank(run: Run, device: DeviceType) -> tuple[Plan, tuple[RecomputeSec
     microbatch = run.train.microbatch or 1
     train = run.train.model_copy(update={"microbatch": microbatch, "global_batch": microbatch})
     sharding = run.sharding.model_copy(
-        update={"strategy": Strategy.FULL_SHARD, "shard_degree": None, "reshard_to": None}
+        update={
+            "strategy": Strategy.FULL_SHARD,
+            "shard_degree": None,
+            "reshard_to": None,
+            "tensor_parallel": 1,
+        }
     )
-    alone = run.model_copy(update={"train": train, "sharding": sharding})
+    # A trace is of the whole model on one device; tiers and splits are worked out from it.
+    offload = run.offload.model_copy(update={"tier": "none"})
+    alone = run.model_copy(update={"train": train, "sharding": sharding, "offload": offload})
     open_ = run.recompute.mode == "auto"
     return Plan.from_run(alone, world_size=1, device=device), RECOMPUTES if open_ else (run.recompute,)
 

@@ -155,6 +155,10 @@ class Hardware(Value):
     the allocator, `workspace_bytes`: what matmul libraries take of the allocator. `fragmentation`: what the
     allocator reserves beyond the peaks of its streams, as a part of them.
     `price_per_hour`: of one chip.
+
+    `host_memory_bytes`: one rank's share of the host's. `adam_per_second`: parameters that the host's fused
+    AdamW updates in a second for one rank while all ranks' do: 5.2e8 is torch 2.13's on two cores (32M fp32
+    parameters; two cores of another machine did 1.66e9: the host's memory decides, so measure it).
     """
 
     name: str
@@ -174,6 +178,8 @@ class Hardware(Value):
     usable_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     host_bytes_per_second: PositiveFloat | None = None
     disk_bytes_per_second: PositiveFloat | None = None
+    host_memory_bytes: PositiveInt | None = None
+    adam_per_second: PositiveFloat = 5.2e8
     price_per_hour: PositiveFloat | None = None
     source: str = ""
 

@@ -21,6 +21,8 @@ _COMMENTS = {
     "usable_fraction": "part of memory_bytes that a process may take",
     "host_bytes_per_second": "device <-> host, one rank while all copy, bytes/s",
     "disk_bytes_per_second": "one rank while all write, bytes/s",
+    "host_memory_bytes": "one rank's share of the host's, bytes",
+    "adam_per_second": "parameters that the host updates for one rank while all do, 1/s",
     "price_per_hour": "of one chip",
     "memory_bytes": "of one rank's device, bytes",
     "memory_bytes_per_second": "its peak, bytes/s",

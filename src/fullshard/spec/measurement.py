@@ -168,7 +168,8 @@ class Measurement(Value):
 
     `first_step`: the number (1 for a new run) of the first step of this command. Losses and `byte_entropy`
     (that of the byte frequencies, which a model must beat) are nats a token. `startup_seconds`: from the
-    command to the end of its first step. `flops_per_token`: see `model_flops_per_token`. `sample`: text that
+    command to the end of its first step. `repeated_steps`: those that a rollback undid, which `pace` counts
+    too. `flops_per_token`: see `model_flops_per_token`. `sample`: text that
     the trained model generated. `step_seconds`: the mean timed step of `pace`, shared out as the least
     disturbed of a few profiled steps was on the slowest rank (the one that waited least for collectives);
     None where no step was profiled or timed.
@@ -183,6 +184,7 @@ class Measurement(Value):
     first_step: PositiveInt
     pace: Pace
     skipped_steps: NonNegativeInt = 0
+    repeated_steps: NonNegativeInt = 0
     first_loss: FiniteOrNone = None
     last_loss: FiniteOrNone = None
     validation_loss: FiniteOrNone = None
@@ -220,7 +222,7 @@ class Measurement(Value):
 
     @property
     def last_step(self) -> int:
-        return self.first_step + self.pace.steps - 1
+        return self.first_step + self.pace.steps - self.repeated_steps - 1
 
     @model_validator(mode="before")
     @classmethod

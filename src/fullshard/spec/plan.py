@@ -64,7 +64,7 @@ _MODES: dict[PrecisionMode, tuple[Dtype, Dtype, Dtype]] = {
 
 
 class Plan(Value):
-    """What was chosen. Mesh: `replicate_degree` × `shard_degree` = `world_size` ranks.
+    """What was chosen. Mesh: `replicate_degree` × `shard_degree` × `tensor_parallel` = `world_size` ranks.
 
     `reshard_after_forward`: True frees a unit's gathered parameters after its forward, False keeps them for
     its backward, an int keeps them sharded over that many ranks in between.
@@ -77,12 +77,23 @@ class Plan(Value):
     strategy: Strategy
     replicate_degree: PositiveInt
     shard_degree: PositiveInt
+    tensor_parallel: PositiveInt = 1
     reshard_after_forward: bool | int
     precision: Precision
     microbatch: PositiveInt
     accumulation: PositiveInt
     sync_each_microbatch: bool
     prediction: Prediction | None = None
+
+    @property
+    def data_parallel(self) -> int:
+        """How many ranks have sequences of their own."""
+        return self.world_size // self.tensor_parallel
+
+    @property
+    def is_what_if(self) -> bool:
+        """Whether it can be planned, and not be run yet."""
+        return bool(_what_if(self.run))
 
     @classmethod
     def from_run(
@@ -91,11 +102,21 @@ class Plan(Value):
         """The plan that takes what `run` pins, and the plain default for what it leaves open.
 
         `bf16_hardware`: what `precision.mode = "auto"` goes by; unset, GPUs are taken to have it.
-        Raises PlanError where degrees or batches do not divide.
+        Raises PlanError where degrees or batches do not divide, or for what cannot be run yet.
         """
+        check_runs(run)
+        return cls.laid_out(run, world_size=world_size, device=device, bf16_hardware=bf16_hardware)
+
+    @classmethod
+    def laid_out(
+        cls, run: Run, *, world_size: int, device: DeviceType = "cpu", bf16_hardware: bool | None = None
+    ) -> Self:
+        """The same for a prediction, which also tells of what cannot be run yet."""
         run = _settled(run)
-        replicate, shard = _mesh_degrees(run, world_size)
-        microbatch, accumulation = _microbatches(run, world_size)
+        tensor = run.sharding.tensor_parallel
+        ranks = _data_ranks(world_size, tensor)
+        replicate, shard = _mesh_degrees(run, ranks)
+        microbatch, accumulation = _microbatches(run, ranks)
         mode = run.precision.mode
         if mode == "auto":
             mode = "bf16" if (device == "cuda" if bf16_hardware is None else bf16_hardware) else "fp32"
@@ -109,6 +130,7 @@ class Plan(Value):
             strategy=Strategy(run.sharding.strategy),
             replicate_degree=replicate,
             shard_degree=shard,
+            tensor_parallel=tensor,
             reshard_after_forward=_reshard(run, shard),
             precision=Precision.of(mode, run),
             microbatch=microbatch,
@@ -126,6 +148,39 @@ class Plan(Value):
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.model_dump_json(indent=2) + "\n")
+
+
+def check_runs(run: Run) -> None:
+    """Raises PlanError for what `fullshard plan` tells of, and training cannot do yet."""
+    settings = _what_if(run)
+    if settings:
+        raise PlanError(
+            "this is planned, not yet run.",
+            got=", ".join(settings),
+            why="fullshard plan says what it would take; fullshard train has no such step yet",
+            fix='offload.tier = "none", sharding.tensor_parallel = 1',
+        )
+
+
+def _what_if(run: Run) -> list[str]:
+    """The settings that cannot be run yet."""
+    settings: list[str] = []
+    if run.offload.tier != "none":
+        settings.append(f'offload.tier = "{run.offload.tier}"')
+    if run.sharding.tensor_parallel > 1:
+        settings.append(f"sharding.tensor_parallel = {run.sharding.tensor_parallel}")
+    return settings
+
+
+def _data_ranks(world_size: int, tensor_parallel: int) -> int:
+    if world_size % tensor_parallel:
+        raise PlanError(
+            f"{world_size} ranks cannot be laid out in groups of {tensor_parallel}.",
+            got=f"sharding.tensor_parallel = {tensor_parallel}, {world_size} ranks",
+            why="each group of ranks that share the matmuls must be whole",
+            fix=f"sharding.tensor_parallel = one of {_divisors(world_size)}",
+        )
+    return world_size // tensor_parallel
 
 
 def _settled(run: Run) -> Run:

@@ -1,5 +1,7 @@
 """Prediction: what a plan is said to need and to take, term by term."""
 
+from typing import Literal
+
 from pydantic import PositiveInt
 
 from fullshard.spec.memory import MemoryTerms
@@ -17,7 +19,10 @@ class TimeTerms(Value):
     exposed_all_reduce      the same, over replicas, and for the loss
     engine                  copies in and out of the collectives' buffers
     contention              what computing loses to collectives that run beside it
+    tensor_parallel         collectives between the matmuls of a block: computing waits for each
     optimizer               clipping and the update
+    offload                 by how much the step is longer than with an infinitely fast host and drive: their
+                            copies and the update there, as far as nothing hides them
     stragglers              waiting for the slowest rank
     """
 
@@ -28,7 +33,9 @@ class TimeTerms(Value):
     exposed_all_reduce: NonNegativeFloat = 0.0
     engine: NonNegativeFloat = 0.0
     contention: NonNegativeFloat = 0.0
+    tensor_parallel: NonNegativeFloat = 0.0
     optimizer: NonNegativeFloat = 0.0
+    offload: NonNegativeFloat = 0.0
     stragglers: NonNegativeFloat = 0.0
 
     @property
@@ -40,12 +47,43 @@ class TimeTerms(Value):
         return {name: float(value) for name, value in self}
 
 
+class OffloadTerms(Value):
+    """What a tier takes of one rank's host and drive. Bytes that are held there, bytes of one step, and the
+    seconds of one step that each of the three is busy at least; the step is no shorter than the longest.
+
+    `disk_read_bytes`, `disk_written_bytes`: of one step; what is written wears the drive.
+    `host_capacity_bytes`: a rank's share of the host's memory; None: not known.
+    """
+
+    host_bytes: NonNegativeInt = 0
+    disk_bytes: NonNegativeInt = 0
+    disk_read_bytes: NonNegativeInt = 0
+    disk_written_bytes: NonNegativeInt = 0
+    disk_seconds: NonNegativeFloat = 0.0
+    update_seconds: NonNegativeFloat = 0.0
+    copy_seconds: NonNegativeFloat = 0.0
+    host_capacity_bytes: PositiveInt | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.host_capacity_bytes is None or self.host_bytes <= self.host_capacity_bytes
+
+    @property
+    def binds(self) -> Literal["disk", "update", "copies"]:
+        """Which of the three bounds the step from below."""
+        longest = max(self.disk_seconds, self.update_seconds, self.copy_seconds)
+        if self.disk_seconds == longest:
+            return "disk"
+        return "update" if self.update_seconds == longest else "copies"
+
+
 class Prediction(Value):
     """What is said of a plan before it runs.
 
     Of the fullest rank: `memory` are live tensors (`max_memory_allocated`); with `allocator_reserve_bytes`
     they are what the allocator takes of the device (`max_memory_reserved`); with `context_bytes`, all that
-    the process needs, which must not pass `capacity_bytes`. `mfu` is None where the chip's peak is not known.
+    the process needs, which must not pass `capacity_bytes`. `offload`: of its host and drive, where the plan
+    has a tier. `mfu` is None where the chip's peak is not known.
     """
 
     hardware: str
@@ -53,6 +91,7 @@ class Prediction(Value):
     allocator_reserve_bytes: NonNegativeInt = 0
     context_bytes: NonNegativeInt = 0
     capacity_bytes: PositiveInt
+    offload: OffloadTerms | None = None
     time: TimeTerms
     tokens_per_step: PositiveInt
     tokens_per_second: PositiveFloat
@@ -68,4 +107,5 @@ class Prediction(Value):
 
     @property
     def fits(self) -> bool:
-        return self.needed_bytes <= self.capacity_bytes
+        on_host = self.offload is None or self.offload.fits
+        return on_host and self.needed_bytes <= self.capacity_bytes

@@ -16,6 +16,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 PrecisionMode = Literal["fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure"]
+Tier = Literal["none", "optimizer:cpu", "optimizer:nvme", "params+optimizer:cpu", "params+optimizer:nvme"]
 
 
 class Strategy(StrEnum):
@@ -187,11 +188,16 @@ class ShardingSection(Value):
     it replicates over the others.
 
     `reshard_to`: after forward, keep parameters sharded over this many ranks (ZeRO++ hpZ), not over all.
+
+    `tensor_parallel`: over so many ranks next to each other each block's matmuls are split, and the sequence
+    between them (Korthikanti et al., arXiv:2205.05198); the other settings are about what is left of the
+    ranks. `fullshard plan` tells what it would take; `train` does not run it yet.
     """
 
     strategy: Annotated[Strategy | Literal["auto"], BeforeValidator(parse_strategy)] = "auto"
     shard_degree: PositiveInt | None = None
     reshard_to: PositiveInt | None = None
+    tensor_parallel: PositiveInt = 1
     units: UnitSection = UnitSection()
 
     @model_validator(mode="before")
@@ -248,12 +254,91 @@ class PrefetchSection(Value):
     backward: NonNegativeInt = 1
 
 
-class CheckpointSection(Value):
-    """`every` 0 saves only at the end and when interrupted; `keep` 0 keeps all; `export` adds safetensors."""
+class OffloadSection(Value):
+    """`tier`: what is kept in the host's memory or on its drive (NVMe), and not on the device: the
+    optimizer's state with its fp32 master, or the parameters' shards as well. `fullshard plan` tells what a
+    tier would take; `train` does not run one yet.
 
+    `path`: the directory on the drive. `group_parameters`: the update goes group by group of so many of a
+    rank's parameters, three of which are in memory at once where they come from the drive. `host_bytes`: what
+    one rank may take of the host's memory; unset, its share.
+    """
+
+    tier: Tier = "none"
+    path: str = "offload"
+    group_parameters: PositiveInt = 64_000_000
+    host_bytes: PositiveInt | None = None
+
+    @property
+    def takes_optimizer(self) -> bool:
+        return self.tier != "none"
+
+    @property
+    def takes_parameters(self) -> bool:
+        return self.tier.startswith("params")
+
+    @property
+    def on_disk(self) -> bool:
+        return self.tier.endswith("nvme")
+
+
+class CheckpointSection(Value):
+    """`dir`: where, a directory or the URL of an object store (s3://bucket/run); unset, in `run.dir`.
+    `every` 0 saves only at the end and when interrupted. `keep`: the newest so many stay, 0 keeps all;
+    `keep_every`: and each whose step it divides, 0 is none. `mode`: `async` writes in the background, from a
+    copy in host memory. `disks`: of nodes that do not share them (`node`), each keeps what its ranks write.
+    `layout`: `sharded`, which any ranks load; `ranks`, a file for each rank's own shards, which the same
+    ranks load. `on_failure`: what a save that fails does to the run; the last one
+    always ends it with an error. `export` adds safetensors at the end.
+    """
+
+    dir: str | None = None
     every: NonNegativeInt = 0
     keep: NonNegativeInt = 2
+    keep_every: NonNegativeInt = 0
+    mode: Literal["sync", "async"] = "sync"
+    disks: Literal["shared", "node"] = "shared"
+    layout: Literal["sharded", "ranks"] = "sharded"
+    on_failure: Literal["continue", "stop"] = "continue"
     export: bool = False
+
+    @model_validator(mode="after")
+    def _export_needs_whole_tensors(self) -> Self:
+        if self.export and self.layout == "ranks":
+            raise ValueError('export = true needs layout = "sharded"')
+        return self
+
+
+class SurvivalSection(Value):
+    """What a run does about ranks that hang or part ways, and losses that stand out. See docs/survival.md.
+
+    `watchdog_seconds`: a rank that stays in one phase of a step (data, forward, backward, …) for so long is
+    hung; 0 for no watchdog. `watchdog_patience`: times as long where more takes its time: until the first
+    step is done, and while saving and validating. `collective_seconds`: a collective that waits so long
+    fails, but never before the watchdog has had its time.
+    `fingerprint`: what the ranks compare in every step; `step` leaves out how many collectives they issued,
+    for losses that on the CPU send from some ranks to others.
+    `on_spike`: what is done with a step whose loss or gradient norm is over the mean of the last
+    `spike_window` steps by more than `spike_sigma` standard deviations. `skip` leaves it out; `rollback` goes
+    back to the newest checkpoint and steps over the batches since, and over `skip_batches` more.
+    `check_replicas_every`: steps between two comparisons of replicas, bit for bit; 0 for none.
+    """
+
+    watchdog_seconds: NonNegativeFloat = 300.0
+    watchdog_patience: Annotated[float, Field(ge=1)] = 3.0
+    collective_seconds: PositiveFloat = 600.0
+    fingerprint: Literal["all", "step", "none"] = "all"
+    on_spike: Literal["none", "skip", "rollback"] = "none"
+    spike_window: Annotated[int, Field(ge=4)] = 128
+    spike_sigma: PositiveFloat = 6.0
+    skip_batches: NonNegativeInt = 0
+    max_rollbacks: NonNegativeInt = 3
+    check_replicas_every: NonNegativeInt = 0
+
+    @property
+    def group_timeout_seconds(self) -> float:
+        """The process group's: after the longest that the watchdog waits, for it can say more."""
+        return max(self.collective_seconds, 1.2 * self.watchdog_seconds * self.watchdog_patience)
 
 
 class LogSection(Value):
@@ -269,12 +354,14 @@ class LogSection(Value):
 
 class RunSection(Value):
     """`dir` holds the run's log, checkpoints and report. `ranks` 0: every GPU, else 2 ranks on the CPU.
-    `compile` auto: if the planner finds it faster."""
+    `compile` auto: if the planner finds it faster. `restarts`: how often ranks that died are started again,
+    from the newest checkpoint; torchrun, which starts ranks by itself, has `--max-restarts`."""
 
     dir: str = "runs/default"
     seed: NonNegativeInt = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     ranks: NonNegativeInt = 0
+    restarts: NonNegativeInt = 0
     compile: bool | Literal["auto"] = False
 
 
@@ -291,7 +378,9 @@ class Run(Value):
     precision: PrecisionSection = PrecisionSection()
     recompute: RecomputeSection = RecomputeSection()
     prefetch: PrefetchSection = PrefetchSection()
+    offload: OffloadSection = OffloadSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    survival: SurvivalSection = SurvivalSection()
     log: LogSection = LogSection()
 
     @classmethod

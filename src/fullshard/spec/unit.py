@@ -21,7 +21,7 @@ class UnitSettings(Value):
         unsharded = override is not None and override.strategy is not None
         named = override.precision if override is not None else None
         return cls(
-            replicate_degree=plan.world_size if unsharded else plan.replicate_degree,
+            replicate_degree=plan.data_parallel if unsharded else plan.replicate_degree,
             shard_degree=1 if unsharded else plan.shard_degree,
             reshard_after_forward=_reshard_after_forward(plan, override, kept=kept),
             precision=plan.precision if named is None else Precision.of(named, plan.run),

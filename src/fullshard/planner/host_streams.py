@@ -1,0 +1,55 @@
+"""What a tier puts on the streams of the host and of its drive. See [Note: tiers] in `planner.offload`."""
+
+from fullshard.planner.streams import Streams
+from fullshard.planner.unit_costs import UnitCost
+
+
+def bring(streams: Streams, cost: UnitCost, *, updates: bool) -> int:
+    """What comes before a unit is gathered; returns when its own shard is on the device.
+
+    `updates`: it was not gathered yet in this step, so its group is updated first.
+    """
+    ready = 0
+    if updates and cost.update:
+        streams.disk += cost.update_disk
+        if streams.serial:  # only the drive works beside
+            streams.wait(streams.disk, "host")
+            return _spend(streams, cost.update + cost.back + cost.fetch)
+        ready = streams.updating = max(streams.updating, streams.disk) + cost.update
+        if cost.back:
+            ready = streams.host_in = max(streams.host_in, ready) + cost.back
+    elif cost.fetch_disk:
+        ready = streams.disk = max(streams.disk, streams.fetched) + cost.fetch_disk
+    if not cost.fetch:
+        return ready
+    if streams.serial:
+        streams.wait(ready, "host")
+        return _spend(streams, cost.fetch)
+    streams.host_in = max(streams.host_in, ready, streams.fetched) + cost.fetch
+    return streams.host_in
+
+
+def leave(streams: Streams, cost: UnitCost, *, adds: bool) -> None:
+    """A reduced gradient goes to the host; `adds`: to what is there of it."""
+    if not cost.leave:
+        return
+    if streams.serial:
+        _spend(streams, cost.leave + (cost.add if adds else 0))
+        return
+    done = max(streams.reduce, streams.all_reduce) if cost.is_replicated else streams.reduce
+    streams.host_out = max(streams.host_out, done) + cost.leave
+    if adds:
+        streams.adding = max(streams.adding, streams.host_out) + cost.add
+    streams.left, streams.leaving = streams.leaving, streams.host_out
+
+
+def all_left(streams: Streams, *, norm: int) -> None:
+    """The step ends with all gradients on the host, and their norm known, which takes `norm`."""
+    streams.wait(max(streams.host_out, streams.adding), "host")
+    _spend(streams, norm)
+
+
+def _spend(streams: Streams, length: int) -> int:
+    """Computing waits so long for the host."""
+    streams.wait(streams.compute + length, "host")
+    return streams.compute

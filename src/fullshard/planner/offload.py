@@ -1,0 +1,212 @@
+"""Tiers: what of a rank's bytes goes to the host or to its drive, and what a step then waits for.
+
+[Note: tiers]
+P: trained parameters of the own shards, c and m: bytes of one in the dtype computed in and in the master's.
+
+device    optimizer:*    shards in the dtype computed in (c P): the master is where the moments are. A reduced
+                         gradient leaves as it was reduced (a cast to c would round it); two units' are on
+                         their way at once, and a third waits.
+          params+*       no shards; of each all-gather the own shard, copied in, and freed when it is sent.
+host      *:cpu          master, moments (3 m P) and gradients (4 P: fp32 sums), parameters c P (params+), and
+                         three groups of updated parameters on their way to the device
+          *:nvme         gradients (they never go to the drive), three groups of (3 m + c), and with params+
+                         three of the largest unit's shards
+drive     *:nvme         two generations (a crash leaves one whole) of master and moments, and parameters
+
+The update of a step is group by group, after the global norm is known (clipping is exact):
+
+    read 3 m, update, write 3 m (and c with params+), copy c to the device
+
+with read, update and copy beside each other. So it takes at least
+
+    max((3 m read + 3 m written) / disk rate, P / adam rate, copies / host rate)
+
+where the drive's rate is that of reads and writes together. Groups are taken in the order of forward, so that
+the next step's forward begins when its first unit is there; each unit's first all-gather waits for its own
+update. (Reversing the order each step would save reading three groups, and cost that overlap.) An update in
+device memory, where that is faster, is not planned.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from fullshard.errors import PlanError
+from fullshard.planner.roofline import memory_seconds
+from fullshard.planner.unit_bytes import UnitBytes
+from fullshard.planner.unit_costs import TICKS, UnitCost, ticks
+from fullshard.spec.hardware import Hardware
+from fullshard.spec.model import Trace
+from fullshard.spec.plan import ITEMSIZE, Plan
+from fullshard.spec.prediction import OffloadTerms
+from fullshard.spec.run import OffloadSection, Tier
+
+TIERS: tuple[Tier, ...] = (
+    "none",
+    "optimizer:cpu",
+    "params+optimizer:cpu",
+    "optimizer:nvme",
+    "params+optimizer:nvme",
+)
+_MOMENTS = 2
+_SLOTS = 3
+_SUM = 4  # gradients are summed in fp32
+_ADAM_TOUCHES = 7  # value, gradient and two moments are read, all but the gradient written
+_NO_COST = {
+    "leave": 0,
+    "add": 0,
+    "update_disk": 0,
+    "update": 0,
+    "back": 0,
+    "fetch_disk": 0,
+    "fetch": 0,
+}
+
+
+class HostRates(NamedTuple):
+    """Seconds of a byte to or from the host and the drive, and of a parameter's update."""
+
+    copy: float
+    disk: float
+    adam: float
+
+
+def host_rates(plan: Plan, hardware: Hardware) -> HostRates:
+    """Raises PlanError where `hardware` does not say what the plan's tier needs."""
+    section = plan.run.offload
+    if plan.run.optimizer.name.lower() != "adamw":
+        raise PlanError(
+            "only AdamW's state is kept outside the device.",
+            got=f'optimizer.name = "{plan.run.optimizer.name}", offload.tier = "{section.tier}"',
+            fix='optimizer.name = "adamw"',
+        )
+    copy, disk = hardware.host_bytes_per_second, hardware.disk_bytes_per_second
+    if hardware.device == "cpu":  # the device is the host's memory: a copy reads and writes it
+        whole = memory_seconds(2e8, hardware.rates.memory) / 1e8
+        update = memory_seconds(_ADAM_TOUCHES * 4e8, hardware.rates.optimizer) / 1e8
+        return HostRates(whole, _per(disk, hardware, section=section), update)
+    return HostRates(
+        _per(copy, hardware, section=section, what="host_bytes_per_second"),
+        _per(disk, hardware, section=section),
+        1 / hardware.adam_per_second,
+    )
+
+
+def _per(
+    rate: float | None,
+    hardware: Hardware,
+    *,
+    section: OffloadSection,
+    what: str = "disk_bytes_per_second",
+) -> float:
+    if rate is not None:
+        return 1 / rate
+    if what.startswith("disk") and not section.on_disk:
+        return 0.0
+    raise PlanError(
+        f"{hardware.name}: how fast its {'drive' if what.startswith('disk') else 'host'} is is not known.",
+        got=f'offload.tier = "{section.tier}", no {what}',
+        fix=f"fullshard calibrate there, or a hardware.toml with {what}",
+    )
+
+
+def with_host(cost: UnitCost, size: UnitBytes, *, plan: Plan, rates: HostRates) -> UnitCost:
+    """The unit's costs with those of its tier. See [Note: tiers]."""
+    section = plan.run.offload
+    if not section.takes_optimizer:
+        return cost
+    compute = ITEMSIZE[plan.precision.param]
+    state = (1 + _MOMENTS) * size.master_itemsize * size.trained
+    moved = size.trained * compute
+    on_disk, shards = section.on_disk, section.takes_parameters
+    written = state + (moved if shards else 0)
+    update = rates.adam * size.trained
+    return replace(
+        cost,
+        leave=ticks(rates.copy * size.reduce_output),
+        add=ticks(update * 3 / _ADAM_TOUCHES),
+        update_disk=ticks(rates.disk * (state + written)) if on_disk else 0,
+        update=ticks(update),
+        back=0 if shards else ticks(rates.copy * moved),
+        fetch_disk=ticks(rates.disk * size.own_shards) if on_disk and shards else 0,
+        fetch=ticks(rates.copy * size.own_shards) if shards else 0,
+    )
+
+
+def without_host(cost: UnitCost) -> UnitCost:
+    """The same with an infinitely fast host and drive."""
+    return replace(cost, **_NO_COST)
+
+
+def norm_ticks(plan: Plan, trained: int, *, rates: HostRates) -> int:
+    """The host's pass over the gradients for their global norm: one of the seven that an update makes."""
+    return ticks(rates.adam * trained / _ADAM_TOUCHES) if plan.run.optimizer.clip_norm else 0
+
+
+def gathers_of(
+    plan: Plan, trace: Trace, *, costs: Sequence[UnitCost], counts: Sequence[int]
+) -> tuple[int, ...]:
+    """How often a step brings the own shard of each unit of the trace, over all that it stands for."""
+    frees = plan.reshard_after_forward is not False
+    times = plan.accumulation if frees else 1
+    found: list[int] = []
+    for index, (cost, count) in enumerate(zip(costs, counts, strict=True)):
+        again = frees and cost.reshards and not cost.resharded
+        begun = {p.event for p in trace.phases if p.unit == index}
+        both = ("pre_forward" in begun) + (again and "pre_backward" in begun)
+        found.append(times * count * both if cost.has_parameters else 0)
+    return tuple(found)
+
+
+class Busy(NamedTuple):
+    """Ticks of a step that each of the host's streams is busy. `in_`, `out`: copies to the device, and from
+    it."""
+
+    disk: int
+    update: int
+    in_: int
+    out: int
+
+
+def busy_of(costs: Iterable[tuple[UnitCost, int, int]], *, reductions: int, norm: int) -> Busy:
+    """`costs`: of each unit, with how often it stands in the model and how often it is gathered a step."""
+    disk = update = into = out = 0
+    for cost, count, gathers in costs:
+        disk += count * cost.update_disk + max(0, gathers - count) * cost.fetch_disk
+        update += count * (cost.update + (reductions - 1) * cost.add)
+        into += count * cost.back + gathers * cost.fetch
+        out += count * reductions * cost.leave
+    return Busy(disk, update + norm, into, out)
+
+
+def offload_terms(
+    plan: Plan, sizes: Iterable[tuple[UnitBytes, int, int]], *, busy: Busy, hardware: Hardware
+) -> OffloadTerms:
+    """Bytes and seconds of the plan's tier; `sizes`: of each unit, as `busy_of` has costs."""
+    section, units = plan.run.offload, list(sizes)
+    compute = ITEMSIZE[plan.precision.param]
+    trained = sum(size.trained * count for size, count, _ in units)
+    state = sum((1 + _MOMENTS) * size.master_itemsize * size.trained * count for size, count, _ in units)
+    shards = sum(size.own_shards * count for size, count, _ in units) if section.takes_parameters else 0
+    largest = max((size.own_shards for size, *_ in units), default=0)
+    part = min(1.0, section.group_parameters / trained) if trained else 0.0
+    slots = round(_SLOTS * part * trained * compute)
+    host, disk, read, written = _SUM * trained + slots, 0, 0, 0
+    if section.on_disk:
+        host += round(_SLOTS * part * state) + (_SLOTS * largest if shards else 0)
+        disk, read, written = 2 * (state + shards), state, state
+        if section.takes_parameters:
+            written += trained * compute
+            read += sum(size.own_shards * max(0, gathers - count) for size, count, gathers in units)
+    else:
+        host += state + shards
+    return OffloadTerms(
+        host_bytes=host,
+        disk_bytes=disk,
+        disk_read_bytes=read,
+        disk_written_bytes=written,
+        disk_seconds=busy.disk / TICKS,
+        update_seconds=busy.update / TICKS,
+        copy_seconds=max(busy.in_, busy.out) / TICKS,
+        host_capacity_bytes=section.host_bytes or hardware.host_memory_bytes,
+    )

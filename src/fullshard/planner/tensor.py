@@ -1,0 +1,142 @@
+"""The tensor-parallel axis: T ranks next to each other share each block's matmuls.
+
+[Note: tensor parallel]
+The form is that of Korthikanti et al., arXiv:2205.05198, with sequence parallelism between the matmuls, as an
+approximation unit by unit. With b sequences of s tokens at once and a model of width d,
+
+parameters    matrices are split over T, by rows or columns; vectors (norms) are whole on each of the T ranks.
+              What is left is sharded over world / T ranks: a rank's share of a matrix is as before.
+computing     each launch does 1/T of its FLOP and moves 1/T of its bytes, there are as many launches; the
+              embedding, the head and the loss are split over the vocabulary.
+activations   1/T of all that is saved (their equation 4). Beside it stands what is gathered at once: in
+              forward one b s d input, in backward that input again and the output's gradient: of each the
+              (T - 1) / T that the rank does not have already, counted twice in either.
+collectives   a block gathers the sequence before attention and before the feed-forward, and reduce-scatters
+              after: two of each in forward, and two of each in backward, b s d values a time. A block that is
+              computed again gathers again, in the part of its matmuls that is. The embedding and the head
+              send b s d once in forward and once in backward. Computing waits for each: nothing hides them.
+
+Left out: the all-reduce of the norms' gradients and of the loss (b s numbers), keys and values that are
+repeated where T is over their heads, and the input that Megatron gathers a second time for the gradient of
+the weights, under the gradient of the input.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+
+from fullshard.errors import PlanError
+from fullshard.planner.links import collective_seconds, shard_group
+from fullshard.spec.hardware import Hardware
+from fullshard.spec.model import ModelSpec, Phase, UnitSpec
+from fullshard.spec.plan import ITEMSIZE, Plan
+
+_OF_A_BLOCK = 4  # collectives of a block in one direction
+
+
+def split_shape(shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
+    """The part of a parameter that one of `degree` ranks has: of a matrix 1/T of the first dimension that
+    divides; a vector is whole."""
+    if degree == 1 or len(shape) < 2:
+        return shape
+    for dim, rows in enumerate(shape):
+        if rows % degree == 0:
+            return (*shape[:dim], rows // degree, *shape[dim + 1 :])
+    return shape
+
+
+def width_of(spec: ModelSpec) -> int:
+    """The width d of what runs from block to block: the dimension that most of a block's parameters have
+    (each norm and each matrix of one has it; the feed-forward's only three, and the keys' two)."""
+    blocks = [unit for unit in spec.units if unit.is_block] or list(spec.units)
+    counted = Counter(dim for p in blocks[0].parameters for dim in set(p.shape))
+    return max(counted, key=lambda dim: (counted[dim], dim)) if counted else 1
+
+
+def hidden_bytes(spec: ModelSpec, microbatch: int) -> int:
+    """b s d values in the dtype computed in."""
+    return microbatch * spec.sequence_length * width_of(spec) * ITEMSIZE[spec.precision.param]
+
+
+def gathered_bytes(spec: ModelSpec, microbatch: int, *, degree: int) -> int:
+    """What a rank holds beside its own part of the sequence while a block computes."""
+    return 2 * hidden_bytes(spec, microbatch) * (degree - 1) // degree
+
+
+def check_split(spec: ModelSpec, plan: Plan) -> None:
+    """Raises PlanError where T does not divide what it must: the matrices of blocks, and of the reference
+    decoder the heads, keys' heads (or the other way round) and d_ff."""
+    degree, model = plan.tensor_parallel, plan.run.model
+    if degree == 1:
+        return
+    matrices = [p for u in spec.units if u.is_block for p in u.parameters if len(p.shape) > 1]
+    whole = [p.name for p in matrices if split_shape(p.shape, degree) == p.shape]
+    sizes = {"model.d_ff": model.d_ff, "model.heads": model.heads}
+    wrong = {name: size for name, size in sizes.items() if size % degree}
+    if model.kv_heads % degree and degree % model.kv_heads:
+        wrong["model.kv_heads"] = model.kv_heads
+    is_decoder = any(set(p.shape) == {model.d_ff, model.d_model} for p in matrices)
+    if whole or (is_decoder and wrong):
+        got = ", ".join(f"{name} = {size}" for name, size in wrong.items()) if is_decoder else ""
+        raise PlanError(
+            f"a block of {spec.name} cannot be split over {degree} ranks.",
+            got=f"sharding.tensor_parallel = {degree}; {got or ', '.join(whole[:3])}",
+            why="each rank computes whole heads, and as many rows of each matrix as the others",
+            fix="sharding.tensor_parallel = a divisor of the heads and of d_ff",
+        )
+
+
+def axis_seconds(
+    spec: ModelSpec, phases: Sequence[Phase], *, plan: Plan, units: Sequence[int], hardware: Hardware
+) -> list[float]:
+    """Seconds of the axis's collectives in each phase. `units`: of each of the trace's the model's first.
+    See [Note: tensor parallel]."""
+    degree, per_node = plan.tensor_parallel, hardware.ranks_per_node
+    if degree == 1:
+        return [0.0] * len(phases)
+    group = shard_group(degree, per_node=per_node, world_size=plan.world_size)
+    count = hidden_bytes(spec, plan.microbatch)
+    both = sum(
+        collective_seconds(kind, count, group=group, hardware=hardware)
+        for kind in ("all_gather", "reduce_scatter")
+    )
+    forward, backward = (
+        _matmul_flops(spec, phases, event=event, microbatch=plan.microbatch)
+        for event in ("pre_forward", "pre_backward")
+    )
+    sent: list[float] = []
+    for phase in phases:
+        times = 0.0
+        if phase.event in ("pre_forward", "pre_backward") and phase.unit >= 0:
+            unit = spec.units[units[phase.unit]]
+            times = _collectives(unit)
+            first = forward.get(phase.unit, 0.0)
+            if unit.is_block and phase.event == "pre_backward" and first:
+                again = min(1.0, max(0.0, backward.get(phase.unit, 0.0) / first - 2))
+                times *= 1 + again
+        sent.append(times * both / 2)
+    return sent
+
+
+def _collectives(unit: UnitSpec) -> float:
+    """Of one direction."""
+    if unit.is_block:
+        return _OF_A_BLOCK
+    return 1 if any(len(p.shape) > 1 and prod(p.shape) for p in unit.parameters) else 0
+
+
+def _matmul_flops(
+    spec: ModelSpec, phases: Sequence[Phase], *, event: str, microbatch: int
+) -> dict[int, float]:
+    """By unit of the trace. Backward's are twice those of forward, and those that are computed again."""
+    found: dict[int, float] = {}
+    for phase in phases:
+        if phase.event != event or phase.unit < 0:
+            continue
+        flops = sum(
+            spec.kernels[one.kernel].flops.at(microbatch) * one.times
+            for one in phase.work
+            if spec.kernels[one.kernel].kind == "matmul"
+        )
+        found[phase.unit] = found.get(phase.unit, 0.0) + flops
+    return found

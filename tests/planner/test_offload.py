@@ -1,0 +1,255 @@
+"""Tiers: what they free on the device, and what a step then waits for."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.errors import PlanError
+from fullshard.planner.candidates import WhatIf, candidates, to_plan
+from fullshard.planner.memory import peak_bytes
+from fullshard.planner.memory_bound import Habits, held_of, least_bytes, relief_of
+from fullshard.planner.offload import TIERS
+from fullshard.planner.search import plan as plan_best
+from fullshard.planner.search import predict, search
+from fullshard.planner.step_time import StepTimer, step_seconds
+from fullshard.spec.hardware import Hardware
+from fullshard.spec.plan import Plan
+from fullshard.spec.prediction import OffloadTerms
+from fullshard.spec.run import Run, Tier
+from tests.fakes.hardware import cpu_of, hardware_of
+from tests.fakes.specs import LLAMA_8B, Shape, decoder_spec, run_for
+from tests.planner.test_search import prediction_of
+
+STRATEGIES = (
+    ("sharding.strategy=full_shard",),
+    ("sharding.strategy=full_shard", "sharding.reshard_to=2"),
+    ("sharding.strategy=shard_grad_op",),
+    ("sharding.strategy=no_shard",),
+    ("sharding.strategy=hybrid_shard", "sharding.shard_degree=4"),
+)
+SHAPES = st.builds(
+    Shape,
+    layers=st.integers(3, 12),
+    d_model=st.sampled_from([64, 512, 2048]),
+    vocabulary=st.sampled_from([256, 32_000]),
+    sequence=st.sampled_from([64, 2048]),
+    precision=st.sampled_from(["fp32", "bf16", "bf16_reduce", "bf16_pure"]),
+)
+RATES = ("host_bytes_per_second", "disk_bytes_per_second", "adam_per_second")
+
+
+def with_host(hardware: Hardware, *, copy: float = 5e10, disk: float = 3e9, adam: float = 5e8) -> Hardware:
+    return hardware.model_copy(update=dict(zip(RATES, (copy, disk, adam), strict=True)))
+
+
+def tiered(plan: Plan, tier: Tier) -> Plan:
+    offload = plan.run.offload.model_copy(update={"tier": tier})
+    return plan.model_copy(update={"run": plan.run.model_copy(update={"offload": offload})})
+
+
+@st.composite
+def plans(draw: st.DrawFn, shape: Shape, *, world: int = 8) -> Plan:
+    accumulation = draw(st.sampled_from([1, 2, 5]))
+    run = run_for(
+        shape,
+        *draw(st.sampled_from(STRATEGIES)),
+        f"train.global_batch={world * accumulation}",
+        "train.microbatch=1",
+        f"train.accumulate_sync={draw(st.sampled_from(['auto', 'each', 'last']))}",
+        f"prefetch.mode={draw(st.sampled_from(['none', 'implicit', 'explicit']))}",
+        f"recompute.mode={draw(st.sampled_from(['none', 'full']))}",
+    )
+    return Plan.laid_out(run, world_size=world, device="cuda")
+
+
+def offload_of(plan: Plan, hardware: Hardware, shape: Shape) -> OffloadTerms:
+    terms = StepTimer(decoder_spec(shape), hardware).offload(plan)
+    assert terms is not None
+    return terms
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_no_tier_needs_more_of_the_device_than_none(data: st.DataObject):
+    shape = data.draw(SHAPES)
+    plan, spec = data.draw(plans(shape)), decoder_spec(shape)
+    none, *others = (peak_bytes(spec, tiered(plan, tier)) for tier in TIERS)
+    assert max(one.total for one in others) <= none.total
+    assert max(sum(one.stream_pools) for one in others) <= sum(none.stream_pools)  # what is reserved
+    optimizer, parameters = (
+        peak_bytes(spec, tiered(plan, tier)).total for tier in ("optimizer:cpu", "params+optimizer:cpu")
+    )
+    assert parameters <= optimizer
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_a_slower_host_or_drive_is_never_a_shorter_step(data: st.DataObject):
+    shape, tier = data.draw(SHAPES), data.draw(st.sampled_from(TIERS[1:]))
+    plan, part = tiered(data.draw(plans(shape)), tier), data.draw(st.floats(0.001, 1.0))
+    hardware = with_host(hardware_of(1, 8, scale=data.draw(st.sampled_from([0.01, 1.0]))))
+    name, spec = data.draw(st.sampled_from(RATES)), decoder_spec(shape)
+    slower = hardware.model_copy(update={name: getattr(hardware, name) * part})
+    before, after = (step_seconds(spec, plan, one).total for one in (hardware, slower))
+    assert after >= before * (1 - 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_a_step_is_no_shorter_than_drive_update_and_copies_take(data: st.DataObject):
+    """The bound of the design: each of the three has all of its own to do in every step."""
+    shape, tier = data.draw(SHAPES), data.draw(st.sampled_from(TIERS[1:]))
+    hardware = with_host(hardware_of(1, 8), disk=data.draw(st.sampled_from([1e7, 1e9, 1e12])))
+    device = data.draw(st.sampled_from(["cuda", "cpu"]))
+    hardware = hardware.model_copy(update={"device": device})
+    plan, timer = tiered(data.draw(plans(shape)), tier), StepTimer(decoder_spec(shape), hardware)
+    terms, total = offload_of(plan, hardware, shape), timer.seconds(plan).total
+    assert max(terms.disk_seconds, terms.update_seconds, terms.copy_seconds) <= total * (1 + 1e-9)
+    bound = timer.least_seconds(
+        timer.computing(plan), timer.demand(plan), inline=plan.run.prefetch.mode == "none"
+    )
+    assert bound <= total
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_skipping_what_repeats_gives_what_walking_gives_with_tiers(data: st.DataObject):
+    shape, tier = data.draw(SHAPES), data.draw(st.sampled_from(TIERS[1:]))
+    hardware = with_host(hardware_of(1, 8), disk=data.draw(st.sampled_from([1e8, 1e10])))
+    hardware = hardware.model_copy(update={"device": data.draw(st.sampled_from(["cuda", "cpu"]))})
+    plan = tiered(data.draw(plans(shape)), tier)
+    whole = decoder_spec(replace(shape, compressed=False))
+    skipped = StepTimer(decoder_spec(shape), hardware).seconds(plan)
+    assert skipped == StepTimer(whole, hardware, skips=False).seconds(plan)
+    assert peak_bytes(decoder_spec(shape), plan).total == peak_bytes(whole, plan).total
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_the_bound_on_memory_holds_with_tiers(data: st.DataObject):
+    shape, tier = data.draw(SHAPES), data.draw(st.sampled_from(TIERS[1:]))
+    plan, spec = tiered(data.draw(plans(shape)), tier), decoder_spec(shape)
+    habits = Habits(
+        accumulates=plan.accumulation > 1,
+        syncs=plan.sync_each_microbatch,
+        keeps=plan.reshard_after_forward is False,
+        prefetches=plan.run.prefetch.mode != "none",
+    )
+    bound = least_bytes(relief_of(spec, plan), held_of(spec, plan), habits=habits)
+    assert bound <= peak_bytes(spec, plan).total
+
+
+def plan_8b(tier: Tier, *overrides: str) -> Plan:
+    run = run_for(LLAMA_8B, "train.global_batch=8", f"offload.tier={tier}", *overrides)
+    return Plan.laid_out(run, world_size=8, device="cuda")
+
+
+def test_bytes_of_each_tier_are_those_of_its_formula():
+    """See [Note: tiers]; P: parameters a rank, all of which divide here; c 2, m 4, a group of all of them."""
+    hardware, spec = with_host(hardware_of(1, 8)), decoder_spec(LLAMA_8B)
+    p = spec.numel // 8
+    largest = 128256 * 4096 // 8
+    for tier, host, disk in (
+        ("optimizer:cpu", 12 * p + 4 * p + 6 * p, 0),
+        ("params+optimizer:cpu", 12 * p + 4 * p + 6 * p + 2 * p, 0),
+        ("optimizer:nvme", 4 * p + 6 * p + 36 * p, 24 * p),
+        ("params+optimizer:nvme", 4 * p + 6 * p + 36 * p + 3 * 2 * largest, 28 * p),
+    ):
+        plan = plan_8b(tier, f"offload.group_parameters={spec.numel}")
+        terms = offload_of(plan, hardware, LLAMA_8B)
+        assert terms.host_bytes == pytest.approx(host, rel=1e-3)
+        assert terms.disk_bytes == pytest.approx(disk, rel=1e-3)
+        shards = peak_bytes(spec, plan)
+        assert shards.parameter_shards == pytest.approx(0 if tier.startswith("params") else 2 * p, rel=1e-3)
+        assert shards.optimizer_state == 0
+        assert shards.gradients <= 2 * 4 * largest
+
+
+def test_a_drive_that_binds_reads_and_writes_twelve_bytes_a_parameter():
+    hardware, spec = with_host(hardware_of(1, 8), disk=1e8), decoder_spec(LLAMA_8B)
+    plan = plan_8b("optimizer:nvme")
+    terms = offload_of(plan, hardware, LLAMA_8B)
+    assert terms.binds == "disk"
+    assert terms.disk_written_bytes == pytest.approx(12 * spec.numel / 8, rel=1e-6)
+    assert terms.disk_seconds == pytest.approx(24 * spec.numel / 8 / 1e8, rel=1e-6)
+    # The step is hardly longer: all else but the last unit's passes beside.
+    total = step_seconds(spec, plan, hardware).total / (1 + hardware.stragglers)
+    assert terms.disk_seconds < total < 1.2 * terms.disk_seconds
+
+
+def test_a_host_without_limits_costs_nothing_but_the_devices_own_update():
+    endless = with_host(hardware_of(1, 8), copy=1e30, disk=1e30, adam=1e30)
+    spec = decoder_spec(LLAMA_8B)
+    none = step_seconds(spec, plan_8b("none"), endless)
+    tier = step_seconds(spec, plan_8b("optimizer:nvme"), endless)
+    assert tier.offload == pytest.approx(0, abs=1e-9)
+    assert tier.optimizer == 0
+    # Shards are in the dtype computed in, and need no cast.
+    assert tier.total <= none.total
+    assert tier.compute == none.compute
+
+
+SMALL = Shape(layers=5, d_model=512, d_ff=1024, vocabulary=4096, sequence=256)
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.data())
+def test_the_search_over_tiers_equals_brute_force(data: st.DataObject):
+    ranks, device = data.draw(st.sampled_from([1, 4])), data.draw(st.sampled_from(["cuda", "cpu"]))
+    hardware = with_host(hardware_of(1, ranks) if device == "cuda" else cpu_of(ranks))
+    what_if = WhatIf(tiers=TIERS, tensor=data.draw(st.sampled_from([(1,), (1, 2)][: max(1, ranks // 2)])))
+    pins = ("train.global_batch=8", "train.microbatch=1", "recompute.mode=full", "prefetch.mode=implicit")
+    spec, run = decoder_spec(SMALL), run_for(SMALL, *pins)
+    everything = [
+        predict(spec, to_plan(one, run, hardware=hardware), hardware)
+        for one in candidates(spec, hardware, run=run, what_if=what_if)
+    ]
+    needs = sorted(prediction_of(one).needed_bytes for one in everything)
+    capacity = int(needs[0] * 0.99 + data.draw(st.floats(0, 1)) * (needs[-1] - needs[0] * 0.98))
+    found = search(spec, hardware, run, capacity_bytes=capacity, what_if=what_if)
+    fit = [one for one in everything if prediction_of(one).needed_bytes <= capacity]
+    assert (found.best is None) == (not fit)
+    if found.best is not None:
+        least = min(prediction_of(one).time.total for one in fit)
+        assert prediction_of(found.best).time.total == pytest.approx(least, rel=2e-3)
+    fastest = min(prediction_of(one).time.total for one in everything)
+    assert prediction_of(found.fastest).time.total == pytest.approx(fastest, rel=2e-3)
+    assert {one.run.offload.tier for one in found.by_strategy.values()} == set(TIERS)
+
+
+def test_where_nothing_fits_the_way_out_names_a_tier_and_its_cost():
+    spec, run = decoder_spec(LLAMA_8B), run_for(LLAMA_8B, "train.global_batch=4")
+    with pytest.raises(PlanError) as error:
+        plan_best(spec, with_host(hardware_of(1, 4, gib=30)), run)
+    assert 'offload.tier = "optimizer:cpu" with ' in str(error.value)
+    assert "not yet run by train" in str(error.value)
+    assert " a step" in str(error.value)
+
+
+def test_a_tier_that_the_host_has_no_room_for_does_not_fit():
+    spec, run = (
+        decoder_spec(LLAMA_8B),
+        run_for(LLAMA_8B, "train.global_batch=8", "offload.tier=optimizer:cpu"),
+    )
+    roomy = with_host(hardware_of(1, 8))
+    narrow = roomy.model_copy(update={"host_memory_bytes": 2**30})
+    assert search(spec, roomy, run).best is not None
+    assert search(spec, narrow, run).best is None
+    with pytest.raises(PlanError, match=r"1\.00 GiB of host memory"):
+        plan_best(spec, narrow, run)
+
+
+@pytest.mark.parametrize("setting", ["offload.tier=optimizer:cpu", "sharding.tensor_parallel=2"])
+def test_what_cannot_be_run_yet_is_refused(setting: str):
+    run = Run.load(overrides=["train.global_batch=8", setting])
+    with pytest.raises(PlanError, match="planned, not yet run"):
+        Plan.from_run(run, world_size=2)
+    assert Plan.laid_out(run, world_size=2).is_what_if
+
+
+def test_a_drive_that_nobody_measured_is_asked_for():
+    spec, hardware = decoder_spec(LLAMA_8B), hardware_of(1, 8)
+    with pytest.raises(PlanError, match="disk_bytes_per_second"):
+        predict(spec, plan_8b("optimizer:nvme"), hardware.model_copy(update={"host_bytes_per_second": 5e10}))
