@@ -1,4 +1,4 @@
-"""`python -m tests.launch.command JOB DIR`: what `fullshard train` does, but with a test's job."""
+"""`python -m tests.launch.command JOB DIR [SECTION.KEY=VALUE …]`: `fullshard train` with a test's job."""
 
 import signal
 import sys
@@ -7,14 +7,16 @@ from fullshard.launch.ending import Ending
 from fullshard.launch.request import Request
 from fullshard.launch.start import start
 from fullshard.spec.run import Run
+from tests.launch.jobs import SMALL
 
 
-def main(job: str, directory: str) -> int:
+def main(job: str, directory: str, *settings: str) -> int:
     # A shell's background jobs ignore SIGINT, and their children would too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    run = Run.load(overrides=[f"run.dir={directory}", "run.device=cpu", "run.ranks=2", "train.steps=7"])
+    overrides = [f"run.dir={directory}", "run.device=cpu", "run.ranks=2", "train.steps=7"]
+    run = Run.load(overrides=[*SMALL, *overrides, *settings] if settings else overrides)
     with Ending() as ending:
-        request = {"run": run, "resume": True, "job": f"tests.launch.jobs:{job}"}
+        request = {"run": run, "resume": not settings, "job": f"tests.launch.jobs:{job}"}
         sys.exit(start(Request.parse(request, source="this test")))
     if ending.failure is not None:
         print(ending.failure.text(), file=sys.stderr)

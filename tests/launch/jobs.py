@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +13,20 @@ from fullshard.spec.run import Run
 from fullshard.training.interrupt import Interrupt
 
 FOREVER = 600.0
+# A run of moments, whose losses may be held against another's.
+SMALL = (
+    "model.layers=2",
+    "model.d_model=16",
+    "model.heads=2",
+    "model.d_ff=32",
+    "data.sequence_length=16",
+    "train.global_batch=24",
+    "train.validate_every=0",
+    "train.validate_sequences=4",
+    "log.sample_tokens=0",
+    "log.profile_steps=0",
+    "run.device=cpu",
+)
 
 
 def rank() -> int:
@@ -88,3 +103,21 @@ def not_ready(run: Run, *, resume: bool, plan: Plan | None, command_started: flo
     """Has no handlers yet."""
     leave_note(run, str(os.getpid()))
     time.sleep(FOREVER)
+
+
+def killed_once(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
+    """Trains; rank 1 of the first attempt is killed in the middle of its seventh step."""
+    from fullshard.training.job import run_job  # imports torch
+
+    been_here = Path(f"{run.run.dir}-been-here")
+    if rank() == 1 and not been_here.exists():
+        been_here.touch()
+        threading.Thread(target=_die_after, args=(run, 6), daemon=True).start()
+    run_job(run, resume=resume, plan=plan, command_started=command_started)
+
+
+def _die_after(run: Run, steps: int) -> None:
+    metrics = Path(run.run.dir, "metrics.jsonl")
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < steps:
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,5 +1,6 @@
 """A whole run on ranks: what it leaves behind to be held against its prediction."""
 
+import json
 import time
 from pathlib import Path
 
@@ -54,6 +55,24 @@ def test_profiled_steps_are_in_no_figure_of_speed(ranks, tmp_path: Path):
     pace = Measurement.load(tmp_path / "run" / "measurement.json").pace
     # The second is metered, in the warmup; the fourth and the fifth are profiled, behind it.
     assert (pace.steps, pace.warmup_steps, pace.untimed_steps, pace.timed_steps) == (8, 2, 2, 4)
+
+
+def test_a_run_that_goes_back_and_over_batches_leaves_one_curve(ranks, tmp_path: Path):
+    """So low a bound that steps stand out; a checkpoint after every second step."""
+    settings = ["on_spike=rollback", "spike_window=4", "spike_sigma=1.0", "max_rollbacks=100"]
+    ranks(2).run(
+        leaves_a_measurement,
+        str(tmp_path / "run"),
+        12,
+        "checkpoint.every=2",
+        "log.profile_steps=0",
+        *(f"survival.{setting}" for setting in settings),
+    )
+    made = Measurement.load(tmp_path / "run" / "measurement.json")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 13))
+    assert made.last_step == 12
+    assert made.repeated_steps > 0, "else nothing stood out, and this shows nothing"
 
 
 @pytest.mark.parametrize(("steps", "setting"), [(4, "log.profile_steps=2"), (8, "log.profile_steps=0")])

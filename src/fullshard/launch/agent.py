@@ -11,14 +11,15 @@ from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, cast
 
-from fullshard.errors import INTERRUPTED_EXIT_CODE, LaunchError
-from fullshard.launch.ending import CTRL_C_EXIT_CODE, Ending
+from fullshard.errors import LaunchError
+from fullshard.launch.attempts import Attempts
+from fullshard.launch.ending import Ending
 from fullshard.launch.environment import quiet_logs
 from fullshard.launch.request import Request
-from fullshard.launch.verdict import Ended, first_failure
+from fullshard.launch.signals import Signals
+from fullshard.launch.verdict import Ended
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
@@ -28,29 +29,39 @@ POLL_SECONDS = 0.1
 # After the first failure the others mostly fail at once, for their connections break. Those that sit in a
 # collective cannot hear SIGTERM, and torchelastic would wait 30 seconds for them.
 GRACE_SECONDS = 3.0
-# One Ctrl-C may arrive twice: from the terminal, and from what stands between it and us (uv run, timeout).
-SAME_CTRL_C_SECONDS = 0.5
 
 
 def run_ranks(request: Request, *, ranks: int) -> int:
     """Starts `python -m fullshard.launch.rank` `ranks` times, waits, and returns the exit code of the whole.
 
     0, or 75 if the ranks were interrupted and have saved; or that of the first rank that failed, whose
-    message is shown on standard error. The first SIGINT, SIGTERM or SIGHUP is passed on to the ranks as
-    SIGTERM, and they are waited for however long they save; a second SIGINT ends them at once, with 130.
-    Call it from the main thread. Raises LaunchError if ranks cannot be started.
+    message is shown on standard error. After a failure that may not come again, all ranks are ended and begin
+    another attempt, `run.restarts` times: see `fullshard.launch.attempts.restart_helps`.
+
+    The first SIGINT, SIGTERM or SIGHUP is passed on to the ranks as SIGTERM, and they are waited for however
+    long they save; a second SIGINT ends them at once, with 130. Call it from the main thread. Raises
+    LaunchError if ranks cannot be started.
     """
     quiet_logs(os.environ)
-    with tempfile.TemporaryDirectory(prefix="fullshard-") as name, _quiet_torchelastic():
-        directory = Path(name)
-        request.save(directory)
-        watch = _Watch(_local_agent(directory, ranks), directory, ranks=ranks)
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchelastic") as thread:
-            ended = watch.until_ended(thread)
-    return _conclude(ended, watch)
+    attempts = Attempts(restarts=request.run.run.restarts)
+    launch = uuid.uuid4().hex  # that of all attempts: what one has written, the next one goes on with
+    with Signals() as signals, _quiet_torchelastic():
+        while True:
+            with tempfile.TemporaryDirectory(prefix="fullshard-") as name:
+                directory = Path(name)
+                request.save(directory)
+                watch = _Watch(_local_agent(directory, ranks, launch=launch), directory, signals=signals)
+                with ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchelastic") as thread:
+                    ended = watch.until_ended(thread)
+            conclusion = attempts.conclude(ended, interrupted_by=signals.first, at_once=watch.ended_at_once)
+            for text in conclusion.said:
+                _say(text)
+            if conclusion.exit_code is not None:
+                return conclusion.exit_code
+            request = request.model_copy(update={"command_started": time.time()})
 
 
-def _local_agent(directory: Path, ranks: int) -> "LocalElasticAgent":
+def _local_agent(directory: Path, ranks: int, *, launch: str) -> "LocalElasticAgent":
     from torch.distributed.elastic.agent.server.api import WorkerSpec  # costs a second
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -62,7 +73,7 @@ def _local_agent(directory: Path, ranks: int) -> "LocalElasticAgent":
     here = "127.0.0.1"
     rendezvous = get_rendezvous_handler(
         RendezvousParameters(
-            "c10d", f"{here}:0", uuid.uuid4().hex, min_nodes=1, max_nodes=1, local_addr=here, is_host=True
+            "c10d", f"{here}:0", launch, min_nodes=1, max_nodes=1, local_addr=here, is_host=True
         )
     )
     spec = WorkerSpec(
@@ -71,7 +82,7 @@ def _local_agent(directory: Path, ranks: int) -> "LocalElasticAgent":
         rdzv_handler=rendezvous,
         entrypoint=sys.executable,
         args=("-m", "fullshard.launch.rank", str(directory), str(os.getpid())),
-        max_restarts=0,
+        max_restarts=0,  # another attempt is ours to begin, with an agent and a store of its own
         monitor_interval=POLL_SECONDS,
         local_addr=here,
     )
@@ -85,44 +96,29 @@ class _Watch:
     end the ranks. Signals are only noted by the handlers; this loop acts on them.
     """
 
-    def __init__(self, agent: "LocalElasticAgent", directory: Path, *, ranks: int) -> None:
+    def __init__(self, agent: "LocalElasticAgent", directory: Path, *, signals: Signals) -> None:
         self._agent = agent
         self._directory = directory
-        self._ranks = ranks
-        self._signals: list[tuple[int, float]] = []
+        self._ranks = agent.get_worker_group().spec.local_world_size
+        self._signals = signals
         self._gone_at: dict[int, float] = {}
         self._ended_by_us: set[int] = set()
-        self.passed_on: int | None = None
+        self._passed_on = False
         self.ended_at_once = False
 
     def until_ended(self, thread: ThreadPoolExecutor) -> list[Ended]:
-        with self._noting_signals():
-            run = thread.submit(self._run)
-            try:
-                while not run.done():
-                    wait([run], timeout=POLL_SECONDS)
-                    self._look()
-            finally:
-                if not run.done():
-                    self._kill()
+        run = thread.submit(self._run)
+        try:
+            while not run.done():
+                wait([run], timeout=POLL_SECONDS)
+                self._look()
+        finally:
+            if not run.done():
+                self._kill()
         return self._ended(run)
 
     def _run(self) -> "RunResult":
         return cast("RunResult", self._agent.run())
-
-    @contextmanager
-    def _noting_signals(self) -> Generator[None]:
-        def note(number: int, frame: FrameType | None) -> None:
-            self._signals.append((number, time.monotonic()))
-
-        # What was ignored stays ignored: nohup, and a shell's background jobs.
-        heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, note) for number in heard}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _look(self) -> None:
         pids = self._pids()
@@ -131,10 +127,9 @@ class _Watch:
         for rank, pid in pids.items():
             if rank not in self._gone_at and not _alive(pid):
                 self._gone_at[rank] = time.time()
-        if self._signals and self.passed_on is None:
-            self._pass_on(self._signals[0][0])
-        first = self._signals[0][1] if self._signals else 0.0
-        if any(n == signal.SIGINT and at > first + SAME_CTRL_C_SECONDS for n, at in self._signals[1:]):
+        if self._signals.first is not None and not self._passed_on:
+            self._pass_on(self._signals.first)
+        if self._signals.insisted:
             self.ended_at_once = True
             self._kill()
         failed_at = self._failed_at()
@@ -145,10 +140,9 @@ class _Watch:
         workers = self._agent.get_worker_group().workers
         return {worker.global_rank: worker.id for worker in workers if isinstance(worker.id, int)}
 
-    def _pass_on(self, number: int) -> None:
-        self.passed_on = number
-        name = signal.Signals(number).name
-        _say(f"{name}: the ranks finish this step and save (Ctrl-C again ends them now)")
+    def _pass_on(self, number: signal.Signals) -> None:
+        self._passed_on = True
+        _say(f"{number.name}: the ranks finish this step and save (Ctrl-C again ends them now)")
         for pid in self._pids().values():
             with suppress(ProcessLookupError):  # it has left in the meantime
                 os.kill(pid, signal.SIGTERM)
@@ -192,28 +186,9 @@ class _Watch:
         ]
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
 def ending_path(directory: Path, rank: int) -> Path:
     """Where a rank of this launch says how it ended."""
     return directory / f"rank-{rank}.json"
-
-
-def _conclude(ended: list[Ended], watch: _Watch) -> int:
-    found = first_failure(ended)
-    if watch.ended_at_once:
-        _say("ended at once; what was not saved is lost")
-        return CTRL_C_EXIT_CODE
-    if found is not None:
-        rank, failure = found
-        if watch.passed_on is not None and ended[rank].died_of(signal.SIGTERM):
-            _say("interrupted outside of training; nothing was saved that the last checkpoint does not hold")
-            return 128 + watch.passed_on
-        _say(failure.text(rank))
-        return failure.exit_code
-    codes = {one.ending.exit_code for one in ended if one.ending}
-    return INTERRUPTED_EXIT_CODE if INTERRUPTED_EXIT_CODE in codes else 0
 
 
 def _say(text: str) -> None:

@@ -12,6 +12,11 @@ def under_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
     return all(name in environment for name in _TORCHRUN)
 
 
+def under_torchelastic(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether who started this rank may start it again, among fewer ranks or more: an agent of torchrun."""
+    return under_torchrun(environment) and "TORCHELASTIC_RUN_ID" in environment
+
+
 def under_srun(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this process is one of several tasks of a SLURM job step.
 

@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from fullshard.errors import INTERRUPTED_EXIT_CODE
+from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
 from fullshard.launch.ending import Ending
 from fullshard.launch.environment import quiet_logs, share_cores
 from fullshard.launch.request import Request
@@ -22,11 +22,12 @@ def main(argv: Sequence[str]) -> None:
     _end_with(launcher)
     quiet_logs(os.environ)
     share_cores(os.environ)
+    path = directory / f"rank-{os.environ['RANK']}.json"
     with Ending() as ending:
         request = Request.load(directory)
-        with _off_standard_output():
+        with _off_standard_output(), _last_words(path):
             request.perform()
-    ending.save(directory / f"rank-{os.environ['RANK']}.json")
+    ending.save(path)
     _leave(ending)
 
 
@@ -35,6 +36,8 @@ def perform_here(request: Request) -> int:
 
     What it raises is also written where torchrun looks for it (`TORCHELASTIC_ERROR_FILE`).
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.getsid(0) == os.getpid():
+        _end_with(os.getppid())  # torchrun itself: it starts ranks as leaders of a session
     quiet_logs(os.environ)
     share_cores(os.environ)
     from torch.distributed.elastic.multiprocessing.errors import record  # after the environment
@@ -47,6 +50,20 @@ def perform_here(request: Request) -> int:
             raise
         return INTERRUPTED_EXIT_CODE
     return 0
+
+
+@contextmanager
+def _last_words(path: Path) -> Generator[None]:
+    """A watchdog ends the process at once; what it ended it for is told first, for the launcher to show."""
+    from fullshard.training.watchdog import last_words_to  # torch, after the environment
+
+    def tell(error: TrainError) -> None:
+        with Ending() as ending:
+            raise error
+        ending.save(path)
+
+    with last_words_to(tell):
+        yield
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import os
 
 from fullshard.errors import LaunchError, PlanError
 from fullshard.launch.agent import run_ranks
-from fullshard.launch.environment import from_slurm, under_srun, under_torchrun
+from fullshard.launch.environment import from_slurm, under_srun, under_torchelastic, under_torchrun
 from fullshard.launch.rank import perform_here
 from fullshard.launch.request import Request
 from fullshard.spec.plan import DeviceType, Plan
@@ -17,13 +17,15 @@ def start(request: Request) -> int:
     """Performs `request` and returns the exit code of the whole (see `run_ranks`).
 
     Under torchrun or srun this process is one rank: it does that rank's work, and raises what goes wrong.
+    Whether a plan for another number of ranks is wrong there, only the job can tell: nodes may have left.
     Elsewhere it starts `run.ranks` ranks of its own: unset, one for each GPU, or two on the CPU.
     Raises PlanError or LaunchError before any rank is started, if the run cannot be laid out.
     """
     if under_srun() and not under_torchrun():
         os.environ.update(from_slurm(os.environ))
     if under_torchrun():
-        _check(request, ranks=int(os.environ["WORLD_SIZE"]), device=None)
+        if request.plan is None or not under_torchelastic():
+            _check(request, ranks=int(os.environ["WORLD_SIZE"]), device=None)
         return perform_here(request)
     ranks, device = own_ranks(request)
     _check(request, ranks=ranks, device=device)

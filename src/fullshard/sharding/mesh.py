@@ -2,6 +2,8 @@
 
 import importlib
 import os
+import time
+import uuid
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +18,9 @@ from fullshard.errors import LaunchError, PlanError
 from fullshard.spec.plan import DeviceType, Plan
 
 REPLICATE_AXIS, SHARD_AXIS = "dp_replicate", "dp_shard"
+_MEETING = "fullshard"  # where in torchrun's store the ranks of an attempt find each other: see `meet`
+_STORE_TIMEOUT = timedelta(seconds=60)
+_TURN_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -81,10 +86,86 @@ def _leave(kind: DeviceType, *, clean: bool) -> None:
 
 def _initialise(kind: DeviceType, timeout: timedelta) -> None:
     backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    # torchrun says so where the store at MASTER_ADDR:MASTER_PORT is its own, which outlives our processes.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = meet(_agent_store(timeout), rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _agent_store(timeout: timedelta) -> dist.Store:
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    try:
+        # It was there before this process was started, so there is no long waiting for it.
+        return dist.TCPStore(host, int(port), timeout=min(timeout, _STORE_TIMEOUT), wait_for_workers=False)
+    except dist.DistError as error:
+        raise LaunchError(
+            "the store in which the ranks find each other cannot be reached.",
+            got=f"{host}:{port}: {str(error).splitlines()[0]}",
+            why="the torchrun that kept it (that of rank 0) has gone, or this node cannot reach it",
+            fix="start all of torchrun again; where its node may be lost, see docs/restarts.md",
+        ) from error
+
+
+def meet(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """A part of `store` that only the ranks of this attempt have. Every rank calls it.
+
+    torchrun's store stays over its restarts, and gloo and NCCL take the addresses that they find in it, also
+    those of an attempt that has died (https://github.com/pytorch/pytorch/issues/135712). A count of restarts
+    does not tell attempts apart: each agent counts its own. So rank 0 names the attempt, and tells the name
+    to those who ask now: a rank asks under a name of its own, which no rank of another attempt has. What dead
+    ranks have asked is answered too, and read by nobody.
+
+    Raises LaunchError if they do not all come within `timeout`.
+    """
+    try:
+        if rank == 0:
+            attempt = _named(store, world_size=world_size, timeout=timeout)
+        else:
+            attempt = _asked(store, rank=rank, timeout=timeout)
+    except dist.DistStoreError as error:
+        raise _not_all_there(rank, world_size, got=str(error).splitlines()[0]) from error
+    return dist.PrefixStore(attempt, store)
+
+
+def _asked(store: dist.Store, *, rank: int, timeout: timedelta) -> str:
+    own = uuid.uuid4().hex
+    store.set(f"{_MEETING}/asks/{rank}", own)
+    answer = f"{_MEETING}/answer/{own}"
+    store.wait([answer], timeout)
+    attempt = store.get(answer).decode()
+    store.add(f"{attempt}/here", 1)
+    return attempt
+
+
+def _named(store: dist.Store, *, world_size: int, timeout: timedelta) -> str:
+    attempt, answered = f"{_MEETING}/{uuid.uuid4().hex}", set[bytes]()
+    asks = [f"{_MEETING}/asks/{rank}" for rank in range(1, world_size)]
+    deadline = time.monotonic() + timeout.total_seconds()
+    if asks:
+        store.wait(asks, timeout)
+    while (here := store.add(f"{attempt}/here", 0)) < len(asks):
+        # A rank that had not asked yet when its dead predecessor was answered is seen in another turn.
+        for own in set(store.multi_get(asks)) - answered:
+            store.set(f"{_MEETING}/answer/{own.decode()}", attempt)
+            answered.add(own)
+        if time.monotonic() > deadline:
+            raise _not_all_there(0, world_size, got=f"{here + 1} ranks after {timeout.total_seconds():.0f} s")
+        time.sleep(_TURN_SECONDS)
+    return attempt
+
+
+def _not_all_there(rank: int, world_size: int, *, got: str) -> LaunchError:
+    return LaunchError(
+        f"the {world_size} ranks of this attempt did not meet.",
+        got=f"rank {rank}: {got}",
+        why="some were not started, died before they came, or cannot reach torchrun's store",
+    )
 
 
 def build_mesh(plan: Plan) -> DeviceMesh:

@@ -3,23 +3,31 @@
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from fullshard.checkpoint.agreement import alone
+from fullshard.checkpoint.place import place_of
 from fullshard.errors import CheckpointError, TrainError
+from fullshard.training.launched import Launch, LaunchRecord
+
+# How long a restarted run waits for the lock: a rank that was killed may take a moment to go.
+_PATIENCE_SECONDS, _TURN_SECONDS = 20.0, 0.2
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """What lies where in a run's directory."""
+    """What lies where in a run's directory. `saved_to`: checkpoints lie elsewhere, by `checkpoint.dir`."""
 
     root: Path
+    saved_to: str | None = None
 
     @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
+    def checkpoints(self) -> Path | str:
+        return self.saved_to or self.root / "checkpoints"
 
     @property
     def metrics(self) -> Path:
@@ -37,30 +45,63 @@ class RunDirectory:
     def export(self) -> Path:
         return self.root / "model.safetensors"
 
+    @property
+    def launch(self) -> Path:
+        return self.root / "launch.json"
+
+    def note_end(self, *, interrupted: bool) -> None:
+        """Says how the run ended: a batch script may ask, and a run that is through is not gone on with."""
+        record = LaunchRecord.load(self.launch)
+        if record is not None:
+            ended = "interrupted" if interrupted else "finished"
+            record.model_copy(update={"ended": ended}).save(self.launch)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run's directory, ready to be written.
+
+    `aside`: where an earlier run that lay there was moved to. `before`: what an earlier attempt of this very
+    launch left there, which is gone on with; None for the first attempt.
+    """
+
+    directory: RunDirectory
+    aside: Path | None = None
+    before: LaunchRecord | None = None
+
 
 @contextmanager
-def opened(root: Path, *, resume: bool) -> Generator[tuple[RunDirectory, Path | None]]:
-    """The directory for one run to write, locked against a second; and where an earlier run was set aside to.
+def opened(
+    root: Path, *, resume: bool, launch: Launch | None = None, saved_to: str | None = None
+) -> Generator[Opened]:
+    """The directory for one run to write, locked against a second.
 
-    A new run in a directory that holds one takes its name; the earlier becomes `<name>.1`, or `.2`.
+    A new run in a directory that holds one takes its name; the earlier becomes `<name>.1`, or `.2`. What an
+    earlier attempt of the same `launch` has left is gone on with instead (see `Launch`).
+
     Only rank 0 calls this. Raises TrainError if the directory is in use or cannot be made, CheckpointError if
-    there is nothing to resume.
+    there is nothing to resume, or where a new run is to save to (`saved_to`) an earlier one has saved.
     """
-    directory = RunDirectory(root)
-    if resume and not directory.checkpoints.is_dir():
+    directory = RunDirectory(root, saved_to)
+    if resume and not saved_to and not Path(directory.checkpoints).is_dir():
         raise CheckpointError(
             f"{root} holds no run to go on with.",
             got="--resume",
             fix="leave --resume out, or set run.dir to the directory of the run",
         )
+    launch = launch or Launch()
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _lock(root):
-            aside = None if resume else _set_aside(directory)
+        before = launch.earlier_attempt(directory.launch)
+        with _lock(root, patience_seconds=_PATIENCE_SECONDS if before else 0.0):
+            if saved_to and not (resume or before):
+                _require_no_checkpoint(saved_to)
+            aside = None if resume or before else _set_aside(directory)
         # The lock went with what was set aside.
         root.mkdir(parents=True, exist_ok=True)
         with _lock(root):
-            yield directory, aside
+            launch.record().save(directory.launch)
+            yield Opened(directory, aside, before)
     except OSError as error:
         if error.filename is None or not Path(os.fsdecode(error.filename)).is_relative_to(root):
             raise
@@ -70,27 +111,49 @@ def opened(root: Path, *, resume: bool) -> Generator[tuple[RunDirectory, Path | 
 
 
 @contextmanager
-def _lock(root: Path) -> Generator[None]:
+def _lock(root: Path, *, patience_seconds: float = 0.0) -> Generator[None]:
     """Holds `<root>/.lock`. The kernel lets it go with the process: a killed run leaves nothing to clean."""
+    deadline = time.monotonic() + patience_seconds
     with (root / ".lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        while not _locked(file.fileno()):
+            if time.monotonic() < deadline:
+                time.sleep(_TURN_SECONDS)
+                continue
             file.seek(0)
             raise TrainError(
                 f"another run is writing {root}.",
                 got=file.read().strip() or "a lock that is held",
                 fix="wait for it, or --set run.dir=<another directory>",
-            ) from None
+            )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield
 
 
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _require_no_checkpoint(saved_to: str) -> None:
+    """A new run would take an earlier one's checkpoints for its own. They are not ours to move."""
+    place = place_of(saved_to)
+    steps = alone(place.steps, doing=f"looking for checkpoints in {saved_to}")
+    if steps:
+        raise CheckpointError(
+            f"{saved_to} holds the checkpoints of another run.",
+            got=", ".join(files.name for _, files in steps[:3]),
+            fix="--resume to go on with it, or another checkpoint.dir",
+        )
+
+
 def _set_aside(directory: RunDirectory) -> Path | None:
     root = directory.root
-    if not (directory.checkpoints.exists() or directory.metrics.exists()):
+    if not ((root / "checkpoints").exists() or directory.metrics.exists()):
         return None
     number = 1
     while (target := root.with_name(f"{root.name}.{number}")).exists():

@@ -1,16 +1,19 @@
 """What each rank of `fullshard train` does, from the Run to its Measurement."""
 
+import math
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from fullshard.checkpoint import export, load, save
-from fullshard.errors import INTERRUPTED_EXIT_CODE
+from fullshard.checkpoint import export, load
+from fullshard.checkpoint.agreement import first, gathered
+from fullshard.errors import INTERRUPTED_EXIT_CODE, PlanError
 from fullshard.models.decoder import DecoderModel
 from fullshard.profiler.clock import find_matmul_peak
 from fullshard.profiler.memory import MemoryParts, Peak, measure_peak
@@ -28,15 +31,20 @@ from fullshard.spec.measurement import (
 )
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
+from fullshard.training.checkpoints import Checkpoints, place
 from fullshard.training.data import TextData, build_data
-from fullshard.training.directory import RunDirectory, opened
+from fullshard.training.directory import Opened, RunDirectory, opened
 from fullshard.training.evaluate import generate, validation_loss
 from fullshard.training.interrupt import Interrupt
+from fullshard.training.launched import Launch
 from fullshard.training.loop import Step, train
 from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.rollback import roll_back
 from fullshard.training.runlog import RunLog, open_run_log
 from fullshard.training.state import TrainState
+from fullshard.training.watchdog import watching
+from fullshard.training.whereabouts import Phase, Whereabouts
 
 SAMPLE_PROMPT = "def "
 # The first steps allocate what later ones reuse; the second shows the standing peak, and from the fourth on
@@ -57,6 +65,7 @@ class _Job:
     matmul_peak: MatmulPeak
     command_started: float
     first_step: int
+    checkpoints: Checkpoints
     pace: Pace
     skipped_before: int
     first_loss: float | None = None
@@ -65,8 +74,8 @@ class _Job:
     peak_bytes: PeakBytes | None = None
     profiled: list[StepSeconds] = field(default_factory=list[StepSeconds])
     startup_seconds: float | None = None
-    checkpoint: Path | None = None
     sample: str | None = None
+    repeated_steps: int = 0
     interrupt: Interrupt = field(default_factory=Interrupt)
 
     @property
@@ -80,12 +89,18 @@ def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float
     Asked to stop by SIGTERM or SIGINT, it finishes the step, saves, and leaves with INTERRUPTED_EXIT_CODE.
     """
     with ExitStack() as stack:
-        ranks = stack.enter_context(process_group(run.run.device))
+        ranks = stack.enter_context(
+            process_group(run.run.device, timeout_seconds=run.survival.group_timeout_seconds)
+        )
+        where = Whereabouts()
+        stack.enter_context(watching(where, run.survival))
         plan = plan or _plan(run, ranks)
-        job = _begin(stack, plan, ranks=ranks, resume=resume, command_started=command_started)
+        job = _begin(stack, plan, ranks=ranks, where=where, resume=resume, command_started=command_started)
         with job.interrupt:  # until all is saved
             interrupted = _train(job)
             _finish(job, interrupted=interrupted)
+        if job.checkpoints.failed is not None:
+            raise job.checkpoints.failed
     if interrupted:
         raise SystemExit(INTERRUPTED_EXIT_CODE)
 
@@ -96,16 +111,22 @@ def _plan(run: Run, ranks: Ranks) -> Plan:
     return Plan.from_run(run, world_size=ranks.world_size, device=device, bf16_hardware=bf16)
 
 
-def _begin(stack: ExitStack, plan: Plan, *, ranks: Ranks, resume: bool, command_started: float) -> _Job:
+def _begin(
+    stack: ExitStack, plan: Plan, *, ranks: Ranks, where: Whereabouts, resume: bool, command_started: float
+) -> _Job:
     run = plan.run
     data = build_data(run)  # before anything is allocated or written
-    directory, aside = stack.enter_context(_directory(run, ranks, resume=resume))
+    found = stack.enter_context(_directory(plan, ranks, resume=resume))
+    directory = found.directory
+    if found.before is not None and plan.world_size != ranks.world_size:
+        plan = _plan(run, ranks)  # nodes have left or come: the same settings over the ranks that there are
     with torch.device("meta"):
         model = DecoderModel(run.model)
     shard(model, plan)
     state = TrainState(model, build_optimizer(model, plan), data=data)
-    if resume:
-        load(state, directory.checkpoints)
+    state.where = where
+    if resume or found.before is not None:
+        load(state, place(directory.checkpoints, plan), missing_ok=not resume)
     parameters = sum(p.numel() for p in model.parameters())
     peak = find_matmul_peak(ranks.device, plan.precision.param)
     log = stack.enter_context(
@@ -118,11 +139,14 @@ def _begin(stack: ExitStack, plan: Plan, *, ranks: Ranks, resume: bool, command_
             peak=peak,
         )
     )
-    if aside:
-        log.say(f"an earlier run in {directory.root} is kept as {aside}")
+    if found.aside:
+        log.say(f"an earlier run in {directory.root} is kept as {found.aside}")
     log.say(_headline(plan, data, parameters=parameters))
-    if resume:
+    if found.before is not None:
+        log.say(found.before.describe(ranks.world_size, step=state.step, steps=run.train.steps))
+    elif resume:
         log.say(f"resumed at step {state.step} of {run.train.steps}")
+    checkpoints = stack.enter_context(Checkpoints(directory.checkpoints, plan, say=log.say))
     return _Job(
         plan=plan,
         ranks=ranks,
@@ -133,22 +157,33 @@ def _begin(stack: ExitStack, plan: Plan, *, ranks: Ranks, resume: bool, command_
         matmul_peak=peak,
         command_started=command_started,
         first_step=state.step + 1,
+        checkpoints=checkpoints,
         pace=Pace(warmup_steps=run.train.warmup_steps_untimed),
         skipped_before=state.skipped,
     )
 
 
 @contextmanager
-def _directory(run: Run, ranks: Ranks, *, resume: bool) -> Generator[tuple[RunDirectory, Path | None]]:
-    """Rank 0 opens it (and fails for all, if it must); the others wait until it is theirs to read."""
-    root = Path(run.run.dir)
+def _directory(plan: Plan, ranks: Ranks, *, resume: bool) -> Generator[Opened]:
+    """Rank 0 opens it (and fails for all, if it must); the others wait until it is theirs to read.
+
+    Raises PlanError, before anything is written, if the plan is for other ranks and nothing has left or come.
+    """
+    run = plan.run
+    launch = Launch.of_ranks(gathered(Launch.seen_from()))
+    if plan.world_size != ranks.world_size:
+        record = RunDirectory(Path(run.run.dir)).launch
+        if first(lambda: launch.earlier_attempt(record), doing=f"reading {record}") is None:
+            raise PlanError(
+                f"the plan is for {plan.world_size} ranks.",
+                got=f"{ranks.world_size} ranks",
+                fix=f"start {plan.world_size}, or make a plan for {ranks.world_size}",
+            )
     if ranks.rank == 0:
-        with opened(root, resume=resume) as found:
-            dist.barrier()
-            yield found
+        with opened(Path(run.run.dir), resume=resume, launch=launch, saved_to=run.checkpoint.dir) as found:
+            yield first(lambda: found, doing="telling of the run's directory")
     else:
-        dist.barrier()
-        yield RunDirectory(root), None
+        yield first(lambda: Opened(RunDirectory(Path(run.run.dir))), doing="opening the run's directory")
 
 
 def _headline(plan: Plan, data: TextData, *, parameters: int) -> str:
@@ -180,7 +215,7 @@ def _flops_per_token(state: TrainState, run: Run) -> int:
 
 def _train(job: _Job) -> bool:
     """Runs the steps. True if a signal ended them before the last."""
-    steps = train(job.state, job.plan, should_stop=lambda: job.interrupt.requested)
+    steps = _steps(job)
     metered = min(job.first_step + _METERED, job.run.train.steps)
     profiled = _profiled(job)
     while True:
@@ -198,9 +233,34 @@ def _train(job: _Job) -> bool:
             step = next(steps, None)
         if step is None:
             return False
+        if step.rollback and _rolled_back(job, step):
+            steps = _steps(job)
+            continue
         _note(job, step, measured=index == metered or index in profiled)
         if step.stopping and step.index < job.run.train.steps:
             return True
+
+
+def _steps(job: _Job) -> Iterator[Step]:
+    return train(
+        job.state,
+        job.plan,
+        should_stop=lambda: job.interrupt.requested or job.checkpoints.failed is not None,
+    )
+
+
+def _rolled_back(job: _Job, step: Step) -> bool:
+    """Back to the newest checkpoint for what `step` met; False where there is none yet."""
+    job.state.where.enter(Phase.LOADING)
+    met = f"step {step.index}: loss {step.loss:.4g}, gradient norm {step.grad_norm:.3g}"
+    job.checkpoints.wait()
+    if not roll_back(job.state, place(job.directory.checkpoints, job.plan), plan=job.plan):
+        job.log.say(f"{met}; left out, for there is no checkpoint yet to go back to")
+        return False
+    job.repeated_steps += step.index - 1 - job.state.step
+    job.log.rewind(job.state.step)
+    job.log.say(f"{met}; back to step {job.state.step}, and past the batches since")
+    return True
 
 
 def _profiled(job: _Job) -> range:
@@ -223,28 +283,37 @@ def _note(job: _Job, step: Step, *, measured: bool) -> None:
     train_section, last = job.run.train, step.index == job.run.train.steps
     validate = last or (train_section.validate_every and step.index % train_section.validate_every == 0)
     if validate and job.data.validation_tokens and not step.stopping:
-        batches = job.data.validation(rank=job.ranks.rank, plan=job.plan)
-        job.validation = validation_loss(job.state.model, batches, loss=next_token_loss)
+        job.validation = validation_loss(job.state.model, _validation(job), loss=next_token_loss)
+        if math.isfinite(job.validation) and job.validation < (job.state.best or (math.inf,))[0]:
+            job.state.best = (job.validation, step.index)
+        job.state.where.enter(Phase.BETWEEN_STEPS)
     job.log.step(
         step,
         peak_bytes=job.peak_bytes.total if job.peak_bytes and step.index <= job.first_step + 1 else None,
         validation_loss=job.validation if validate else None,
     )
+    job.checkpoints.tell()
     every = job.run.checkpoint.every
     if every and step.index % every == 0 and not last and not step.stopping:
-        _save(job)
+        job.state.where.enter(Phase.SAVING)
+        job.checkpoints.save(job.state)
+        job.state.where.enter(Phase.BETWEEN_STEPS)
 
 
-def _save(job: _Job) -> None:
-    job.checkpoint = save(job.state, job.directory.checkpoints, keep=job.run.checkpoint.keep, plan=job.plan)
-    job.log.say(f"step {job.state.step}: saved {job.checkpoint}")
+def _validation(job: _Job) -> Iterator[dict[str, Tensor]]:
+    """Each batch is a move: a long validation does not hang."""
+    for batch in job.data.validation(rank=job.ranks.rank, plan=job.plan):
+        job.state.where.enter(Phase.VALIDATING)
+        yield batch
 
 
 def _finish(job: _Job, *, interrupted: bool) -> None:
     if job.last is not None:
-        _save(job)
+        job.state.where.enter(Phase.SAVING)
+        job.checkpoints.save_last(job.state)
     else:
         job.log.say(f"all {job.run.train.steps} steps are done already; nothing was trained")
+    job.state.where.enter(Phase.FINISHING)
     if interrupted:
         job.log.say(f"stopped by a signal after step {job.state.step}; fullshard train --resume goes on")
     elif job.run.log.sample_tokens and job.last is not None:
@@ -255,11 +324,13 @@ def _finish(job: _Job, *, interrupted: bool) -> None:
             window=job.run.data.sequence_length,
         )
         job.sample = job.data.decode(tokens)
+    if job.ranks.rank == 0:
+        job.directory.note_end(interrupted=interrupted)
     if job.ranks.rank == 0 and job.last is not None:
         job.plan.save(job.directory.plan)
         _measurement(job).save(job.directory.measurement)
-        if job.run.checkpoint.export and job.checkpoint is not None and not interrupted:
-            export(job.checkpoint, job.directory.export)
+        if job.run.checkpoint.export and job.checkpoints.last is not None and not interrupted:
+            export(job.checkpoints.last, job.directory.export)
             job.log.say(f"exported {job.directory.export}")
 
 
@@ -272,6 +343,7 @@ def _measurement(job: _Job) -> Measurement:
         first_step=job.first_step,
         pace=job.pace,
         skipped_steps=job.state.skipped - job.skipped_before,
+        repeated_steps=job.repeated_steps,
         first_loss=job.first_loss,
         last_loss=job.last.loss if job.last else None,
         validation_loss=job.validation,
@@ -281,7 +353,7 @@ def _measurement(job: _Job) -> Measurement:
         peak_bytes=job.peak_bytes,
         step_seconds=_step_seconds(job),
         startup_seconds=job.startup_seconds,
-        checkpoint=str(job.checkpoint) if job.checkpoint else None,
+        checkpoint=str(job.checkpoints.last) if job.checkpoints.last else None,
         sample=job.sample,
     )
 

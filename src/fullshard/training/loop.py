@@ -14,10 +14,12 @@ from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 from fullshard.training.data.batches import Batches
 from fullshard.training.loss import Loss, next_token_loss
+from fullshard.training.replicas import ReplicaCheck
 from fullshard.training.scaler import LossScale
 from fullshard.training.schedule import rate_factor
 from fullshard.training.state import TrainState
-from fullshard.training.step import run_step
+from fullshard.training.step import StepResult, run_step
+from fullshard.training.whereabouts import Phase
 
 _DATA = "fullshard::data"  # a range of a profiler's trace: see `fullshard.profiler.trace`
 
@@ -28,8 +30,9 @@ class Step:
 
     `index`: its number, from 1. `loss`: mean over valid tokens, in nats for the default loss. `grad_norm`:
     before clipping. `tokens`: valid ones. `seconds`: the whole step, `data_seconds` of them waiting for data.
-    `skipped`: the loss or norm was not finite, nothing was updated. `stopping`: a rank was asked to stop, and
-    this is the last step.
+    `skipped`: nothing was updated, for the loss or norm was not finite, or, `spike`, stood out. `rollback`:
+    `survival.on_spike = "rollback"` asks for `roll_back` and another `train` here; where neither comes, the
+    step is just skipped. `stopping`: a rank was asked to stop, and this is the last step.
     """
 
     index: int
@@ -41,6 +44,8 @@ class Step:
     data_seconds: float
     skipped: bool
     stopping: bool
+    spike: bool = False
+    rollback: bool = False
 
 
 def train(
@@ -59,16 +64,20 @@ def train(
     A plain iterable of data ends the run when it ends on any rank, on all ranks alike; another `train` begins
     it anew. Its position is in no checkpoint: `training.data.Batches` is what resumes exactly.
 
-    Raises TrainError without data, and after `train.max_skipped_steps` steps in a row that were skipped.
+    Raises TrainError without data, after `train.max_skipped_steps` steps in a row that were skipped, when the
+    ranks are not in the same step, and when replicas differ that `survival.check_replicas_every` compares.
     """
     source = _microbatches(state, plan)
     _start_loss_scale(state, plan)
-    in_a_row = 0
+    on_spike, in_a_row = plan.run.survival.on_spike, 0
+    replicas = ReplicaCheck(plan)
     state.model.train()
+    state.where.step = state.step
     while state.step < plan.run.train.steps:
         started = time.perf_counter()
+        state.where.enter(Phase.DATA)
         with record_function(_DATA):
-            batches = source(state.step)
+            batches = source(state.step + state.data_offset)
         if batches is None:
             return
         timed = _Timed(batches, seconds=time.perf_counter() - started)
@@ -76,9 +85,12 @@ def train(
         rate = plan.run.optimizer.learning_rate * factor
         result = run_step(state, plan, microbatches=timed, loss=loss, learning_rate=rate, stop=should_stop())
         state.step += 1
+        replicas.after_step(state)
+        state.where.finish_step(state.step)
         state.tokens += 0 if result.skipped else result.count
         state.skipped += result.skipped
         in_a_row = in_a_row + 1 if result.skipped else 0
+        too_many = in_a_row >= plan.run.train.max_skipped_steps
         yield Step(
             index=state.step,
             loss=result.loss,
@@ -89,9 +101,11 @@ def train(
             data_seconds=timed.seconds,
             skipped=result.skipped,
             stopping=result.stop,
+            spike=result.spike,
+            rollback=on_spike == "rollback" and (result.spike or too_many),
         )
-        if in_a_row >= plan.run.train.max_skipped_steps:
-            raise _too_many_skipped(in_a_row, loss=result.loss, norm=result.grad_norm)
+        if too_many:
+            raise _too_many_skipped(in_a_row, result)
         if result.stop:
             return
 
@@ -155,10 +169,11 @@ class _Timed:
             yield batch
 
 
-def _too_many_skipped(count: int, *, loss: float, norm: float) -> TrainError:
+def _too_many_skipped(count: int, last: StepResult) -> TrainError:
+    or_stands_out = ", or stood out" if last.spike else ""
     return TrainError(
-        f"{count} steps in a row had a loss or gradient norm that is not finite.",
-        got=f"loss {loss}, gradient norm {norm}",
+        f"{count} steps in a row had a loss or gradient norm that is not finite{or_stands_out}.",
+        got=f"loss {last.loss}, gradient norm {last.grad_norm}",
         why="nothing was updated in them, and nothing suggests that the next one would differ",
         fix="a lower optimizer.learning_rate, longer schedule.warmup_steps, or a look at the data",
     )

@@ -78,6 +78,15 @@ class MetricsLog:
         if written != len(data):
             raise _not_taken(self.path, f"{written} of {len(data)} bytes were written: the disk is full")
 
+    def rewind(self, last_step: int) -> None:
+        """Drops the lines of steps after `last_step`, which are done again. Raises TrainError."""
+        self._file.close()
+        try:
+            _keep_until(self.path, last_step)
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            raise _not_taken(self.path, str(error.strerror)) from error
+
     def close(self) -> None:
         self._file.close()
 

@@ -66,6 +66,11 @@ class RunLog:
         if self._progress is not None:
             self._progress.say(text)
 
+    def rewind(self, last_step: int) -> None:
+        """The run goes back to after `last_step`: `metrics.jsonl` stays one curve."""
+        if self._metrics is not None:
+            self._metrics.rewind(last_step)
+
     def close(self, *, exit_code: int = 0) -> None:
         """Closes the trackers; `exit_code` is what they are told that the run ended with."""
         for tracker in self._trackers:

@@ -1,6 +1,6 @@
 """TrainState: everything that a step changes, and that a checkpoint holds."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,16 +13,20 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.manifest import SavedTensor, compare_names
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.training.scaler import LossScale
+from fullshard.training.spikes import RecentSteps
+from fullshard.training.whereabouts import Whereabouts
 
 
 class TrainState:
     """A model, its optimizer, its data, and how far they have come.
 
     `step`: finished steps. `tokens`: valid tokens trained on, over all ranks. `skipped`: steps left out for a
-    loss or norm that was not finite. `data`: what gives microbatches by step (`training.data.Batches`), or an
-    iterable of microbatches. A checkpoint holds all of it but the data: a source by step goes on exactly
-    where it was, a plain iterable begins anew.
+    loss or norm that was not finite, or stood out. `data`: what gives microbatches by step
+    (`training.data.Batches`), or an iterable of microbatches. A checkpoint holds all of it but the data: a
+    source by step goes on exactly where it was, a plain iterable begins anew.
     `iterator`: where a plain iterable stands, so that a `train` that was broken out of goes on there.
+    `data_offset`: batches that were stepped over, in `rollbacks`. `best`: the lowest validation loss and its
+    step. `recent`: what spikes are told by. `where`: this rank's place in the step, for the watchdog.
 
     Raises TrainError for an optimizer that does not update the model's parameters.
     """
@@ -33,7 +37,14 @@ class TrainState:
         self.step = 0
         self.tokens = 0
         self.skipped = 0
+        self.data_offset = 0
+        self.rollbacks = 0
+        self.best: tuple[float, int] | None = None
+        self.recent = RecentSteps()
+        self.where = Whereabouts()
         self.loss_scale = LossScale()
+        self._before_update: list[Callable[[], None]] = []
+        optimizer.register_step_pre_hook(lambda *_: self._act_before_update())
         _free_gathered(model)
         _check_optimizer_is_the_models(model, optimizer)
 
@@ -50,11 +61,18 @@ class TrainState:
         return tensors | _random_states()
 
     def values(self) -> dict[str, JsonValue]:
-        """Step, tokens, skipped, the loss scale, the optimizer's class, and which names are tied to which."""
+        """Counts, what spikes are told by, best loss, loss scale, the optimizer's class, tied names."""
+        best_loss, best_step = self.best or (None, None)
         return {
             "step": self.step,
             "tokens": self.tokens,
             "skipped": self.skipped,
+            "data_offset": self.data_offset,
+            "rollbacks": self.rollbacks,
+            "best_validation_loss": best_loss,
+            "best_step": best_step,
+            "recent_losses": list(self.recent.losses),
+            "recent_norms": list(self.recent.norms),
             "loss_scale": self.loss_scale.scale,
             "loss_scale_window": self.loss_scale.window,
             "loss_scale_good_steps": self.loss_scale.good_steps,
@@ -101,11 +119,25 @@ class TrainState:
                 self.optimizer.state[parameter] = states[name]
         _set_random_states(received)
         self.step, self.tokens, self.skipped = (_integer(values[k]) for k in ("step", "tokens", "skipped"))
+        # Checkpoints of before these were kept do not have them.
+        self.data_offset, self.rollbacks = (_integer(values.get(k, 0)) for k in ("data_offset", "rollbacks"))
+        best = values.get("best_validation_loss")
+        self.best = None if best is None else (float(str(best)), _integer(values["best_step"]))
+        self.recent = RecentSteps(*(_floats(values.get(k, [])) for k in ("recent_losses", "recent_norms")))
         self.loss_scale = LossScale(
             scale=float(str(values["loss_scale"])),
             window=_integer(values["loss_scale_window"]),
             good_steps=_integer(values["loss_scale_good_steps"]),
         )
+
+    def before_update(self, act: Callable[[], None]) -> None:
+        """Has `act` called once, before the optimizer's next step: see `fullshard.checkpoint.background`."""
+        self._before_update.append(act)
+
+    def _act_before_update(self) -> None:
+        acts, self._before_update = self._before_update, []
+        for act in acts:
+            act()
 
     def _model_tensors(self) -> dict[str, Tensor]:
         _free_gathered(self.model)
@@ -189,6 +221,10 @@ def _integer(value: JsonValue) -> int:
     if not isinstance(value, int):
         raise CheckpointError("the checkpoint's manifest is not one of fullshard's.", got=repr(value))
     return value
+
+
+def _floats(values: JsonValue) -> list[float]:
+    return [float(str(value)) for value in values] if isinstance(values, list) else []
 
 
 def shard_replicas(tensor: Tensor, world_size: int) -> int:

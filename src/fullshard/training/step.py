@@ -9,8 +9,9 @@ rounded up to a power of two: dividing by it rounds nothing, so what half precis
 not depend on the number of ranks.
 
 [Note: one all-reduce]
-That all-reduce carries the loss sum, the count, the squared norm and whether a rank was asked to stop, in
-fp64. All ranks so come to the same decision: to update, to skip, to stop.
+That all-reduce carries the loss sum, the count, the squared norm, whether a rank was asked to stop, and each
+rank's fingerprint (see `fingerprint.py`), in fp64. All ranks so come to the same decision: to update, to
+skip, to stop, or that they are not in the same step.
 """
 
 import math
@@ -28,20 +29,30 @@ from torch.utils._pytree import tree_map_only
 from fullshard.errors import TrainError
 from fullshard.profiler.memory import local_tensor
 from fullshard.spec.plan import Plan
+from fullshard.training.fingerprint import (
+    WIDTH,
+    Fingerprint,
+    check_same,
+    collectives_issued,
+    settings_checksum,
+)
 from fullshard.training.loss import Loss
 from fullshard.training.state import TrainState, shard_replicas
+from fullshard.training.whereabouts import Phase, Whereabouts
 
 
 @dataclass(frozen=True)
 class StepResult:
     """Global figures of one step, the same on all ranks. `loss`: mean over valid tokens. `grad_norm`: before
-    clipping. `count`: valid tokens (or microbatches, for a loss that is a mean). `stop`: a rank asked for it.
+    clipping. `count`: valid tokens (or microbatches, for a loss that is a mean). `spike`: it was skipped
+    because its loss or norm stood out. `stop`: a rank asked for it.
     """
 
     loss: float
     grad_norm: float
     count: int
     skipped: bool
+    spike: bool
     stop: bool
 
 
@@ -56,28 +67,34 @@ def run_step(
 ) -> StepResult:
     """Trains `state` on exactly `plan.accumulation` microbatches of this rank. Collective.
 
-    A loss or norm that is not finite on any rank, or a step without a valid token on any, leaves parameters
-    and optimizer as they are on all ranks.
+    A loss or norm that is not finite on any rank, or one that stands out where `survival.on_spike` is set, or
+    a step without a valid token on any, leaves parameters and optimizer as they are on all ranks.
 
-    Raises TrainError for another number of microbatches, and for a loss that is none (see `loss.Loss`).
+    Raises TrainError for another number of microbatches, for a loss that is none (see `loss.Loss`), and on
+    all ranks if they are not in the same step.
     """
-    device = _device(state.model)
-    sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, count, squared norm, stop
+    device, survival, where = _device(state.model), plan.run.survival, state.where
+    issued = collectives_issued(device)
+    sums = torch.zeros(4 + WIDTH, dtype=torch.float64, device=device)  # loss, count, squared norm, stop, …
     sums[3] = float(stop)
     nominal = _accumulate(state, plan, microbatches=microbatches, loss=loss, sums=sums)
+    where.enter(Phase.REDUCE)
     gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
     _reduce_unsharded(gradients)
     # Ranges of a profiler's trace: see `fullshard.profiler.trace`.
     with record_function("fullshard::optimizer"):
         sums[2] = _squared_norm(gradients, plan.world_size)
-    if plan.world_size > 1:
-        dist.all_reduce(sums)
-    loss_sum, count, squared_norm, stops = cast(list[float], sums.tolist())
+    own = _fingerprint(state, plan, learning_rate=learning_rate, issued=issued, device=device)
+    loss_sum, count, squared_norm, stops = _summed(sums, own, world_size=plan.world_size)
+    where.enter(Phase.OPTIMIZER)
+    mean = loss_sum / count if count > 0 else math.nan
     # The engine averages over ranks what is to be summed; see [Note: one denominator].
     unscale = nominal * plan.world_size / (count * state.loss_scale.scale) if count > 0 else math.nan
     norm = math.sqrt(squared_norm) * unscale if squared_norm >= 0 else math.nan
     finite = math.isfinite(loss_sum) and math.isfinite(norm)
-    if finite:
+    spike = finite and state.recent.spikes(mean, norm, section=survival)
+    if finite and not spike:
+        state.recent.add(mean, norm, section=survival)
         factor = unscale * _clip(norm, plan)
         with record_function("fullshard::optimizer"):
             _update(state.optimizer, gradients, factor=factor, learning_rate=learning_rate)
@@ -85,8 +102,33 @@ def run_step(
     state.model.zero_grad(set_to_none=True)
     if count > 0:
         state.loss_scale.update(finite=finite)
-    mean = loss_sum / count if count > 0 else math.nan
-    return StepResult(mean, norm, int(count), skipped=not finite, stop=stops > 0)
+    return StepResult(mean, norm, int(count), skipped=not finite or spike, spike=spike, stop=stops > 0)
+
+
+def _fingerprint(
+    state: TrainState, plan: Plan, *, learning_rate: float, issued: int, device: torch.device
+) -> Fingerprint | None:
+    """This rank's, for the collectives since it had `issued` so many; None where none is asked for."""
+    kind = plan.run.survival.fingerprint
+    if kind == "none" or plan.world_size == 1:
+        return None
+    return Fingerprint(
+        step=state.step + 1,
+        collectives=collectives_issued(device) - issued if kind == "all" else 0,
+        settings=settings_checksum(plan, learning_rate=learning_rate, data_offset=state.data_offset),
+    )
+
+
+def _summed(sums: Tensor, own: Fingerprint | None, *, world_size: int) -> list[float]:
+    """The four sums over ranks, checked by the fingerprints beside them. See [Note: one all-reduce]."""
+    if own is not None:
+        sums[4:] = torch.tensor(own.numbers(world_size), dtype=torch.float64)
+    if world_size > 1:
+        dist.all_reduce(sums)
+    totals = cast(list[float], sums.tolist())
+    if own is not None:
+        check_same(own, totals[4:], world_size=world_size)
+    return totals[:4]
 
 
 def _accumulate(
@@ -95,9 +137,10 @@ def _accumulate(
     """Forward and backward of every microbatch; adds up loss and count. Returns the nominal count."""
     engine = state.model if isinstance(state.model, FSDPModule) else None
     nominal = 1
-    for index, batch in enumerate(_exactly(microbatches, plan.accumulation)):
+    for index, batch in enumerate(_exactly(microbatches, plan.accumulation, where=state.where)):
         if engine is not None and plan.accumulation > 1:
             _set_sync(engine, plan, last=index == plan.accumulation - 1)
+        state.where.enter(Phase.FORWARD)
         with record_function("fullshard::compute"):
             value = loss(state.model, to_device(batch, sums.device))
             total, count = _sum_and_count(value)
@@ -105,20 +148,23 @@ def _accumulate(
             is_sum = isinstance(value, tuple)
             own = plan.run.tokens_per_step // plan.world_size if is_sum else plan.accumulation
             nominal = 1 << (own - 1).bit_length()
+            state.where.enter(Phase.BACKWARD)
             (total * (state.loss_scale.scale / nominal)).backward()
         sums[0] += total.detach()
         sums[1] += count
     return nominal
 
 
-def _exactly(microbatches: Iterable[Any], expected: int) -> Iterator[Any]:
+def _exactly(microbatches: Iterable[Any], expected: int, *, where: Whereabouts) -> Iterator[Any]:
     """Raises TrainError for more or fewer: ranks that differ would wait for each other forever."""
     count = 0
+    where.enter(Phase.DATA)
     for batch in microbatches:
         if count == expected:
             raise _wrong_number(f"more than {expected}", expected)
         yield batch
         count += 1
+        where.enter(Phase.DATA)
     if count < expected:
         raise _wrong_number(str(count), expected)
 

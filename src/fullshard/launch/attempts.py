@@ -1,0 +1,78 @@
+"""What follows when the ranks of an attempt have ended: an exit code, or another attempt."""
+
+import signal
+from dataclasses import dataclass
+
+from fullshard.errors import (
+    INTERRUPTED_EXIT_CODE,
+    CheckpointError,
+    DataError,
+    PlanError,
+    ShardError,
+    SpecError,
+)
+from fullshard.launch.ending import CTRL_C_EXIT_CODE, Failure
+from fullshard.launch.verdict import Ended, first_failure
+
+# The same run, plan, data and checkpoints would fail in the same way.
+_SAME_AGAIN = {error.exit_code for error in (SpecError, PlanError, ShardError, DataError, CheckpointError)}
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """What to say on standard error, and the exit code of the whole; None if there is another attempt."""
+
+    said: tuple[str, ...]
+    exit_code: int | None
+
+
+@dataclass
+class Attempts:
+    """How often the ranks were started again, of the `restarts` times that they may be."""
+
+    restarts: int
+    done: int = 0
+
+    def conclude(
+        self, ended: list[Ended], *, interrupted_by: signal.Signals | None = None, at_once: bool = False
+    ) -> Conclusion:
+        """`at_once`: the ranks were not given the time to save."""
+        found = first_failure(ended)
+        if at_once:
+            return Conclusion(("ended at once; what was not saved is lost",), CTRL_C_EXIT_CODE)
+        if found is None:
+            codes = {one.ending.exit_code for one in ended if one.ending}
+            return Conclusion((), INTERRUPTED_EXIT_CODE if INTERRUPTED_EXIT_CODE in codes else 0)
+        rank, failure = found
+        if interrupted_by is not None and ended[rank].died_of(signal.SIGTERM):
+            return self._interrupted_too_early(interrupted_by)
+        text = failure.text(rank)
+        if self.done == self.restarts or not restart_helps(failure):
+            return Conclusion((text, *self._no_restart()), failure.exit_code)
+        if interrupted_by is not None:
+            said = f"{interrupted_by.name}: not restarted; the next start goes on from the newest checkpoint"
+            return Conclusion((text, said), INTERRUPTED_EXIT_CODE)
+        self.done += 1
+        said = f"restart {self.done} of {self.restarts}, from the newest whole checkpoint of this run"
+        return Conclusion((text, said), None)
+
+    def _interrupted_too_early(self, number: signal.Signals) -> Conclusion:
+        said = "interrupted outside of training; nothing was saved that the last checkpoint does not hold"
+        # A run that was being restarted has trained before: whoever requeues it should.
+        return Conclusion((said,), INTERRUPTED_EXIT_CODE if self.done else 128 + number)
+
+    def _no_restart(self) -> tuple[str, ...]:
+        if not self.restarts:
+            return ()
+        if self.done == self.restarts:
+            return (f"not restarted: it was already, {self.restarts} times (run.restarts)",)
+        return ("not restarted: it would fail again",)
+
+
+def restart_helps(failure: Failure) -> bool:
+    """Whether another attempt may do better.
+
+    Not where the run, the plan, the data or the checkpoints are wrong. But a rank that was killed makes its
+    peers fail at whatever they did, saving for example, and that says nothing about the checkpoints.
+    """
+    return failure.peer_lost or failure.exit_code not in _SAME_AGAIN

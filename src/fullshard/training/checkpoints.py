@@ -1,0 +1,103 @@
+"""The checkpoints that a run writes while it goes on: at once or in the background, as its settings say."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from fullshard.checkpoint import BackgroundSaver, NodeDisks, save
+from fullshard.errors import CheckpointError
+from fullshard.quantities import format_seconds
+from fullshard.spec.plan import Plan
+from fullshard.training.state import TrainState
+
+
+class Checkpoints:
+    """Saves into `directory`, and tells of it through `say`. Collective: all ranks call alike.
+
+    A save that fails is told, and training goes on, unless `checkpoint.on_failure` is `stop`: then `failed`
+    is set, on each rank when it learns of it. `last`: the newest checkpoint that was written.
+    """
+
+    def __init__(self, directory: str | Path, plan: Plan, *, say: Callable[[str], None]) -> None:
+        self._directory, self._plan, self._say = place(directory, plan), plan, say
+        section = plan.run.checkpoint
+        self._background: BackgroundSaver | None = None
+        if section.mode == "async":
+            self._background = BackgroundSaver(
+                self._directory,
+                keep=section.keep,
+                keep_every=section.keep_every,
+                layout=section.layout,
+                plan=plan,
+            )
+        self.last: Path | str | None = None
+        self.failed: CheckpointError | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._background is not None:
+            self._background.__exit__(kind, error, trace)
+
+    def save(self, state: TrainState) -> None:
+        """Between two steps. In the background it returns when the copy may go on beside the next step."""
+        try:
+            if self._background is not None:
+                self._background.save(state)
+            else:
+                self._written(self._save_now(state), step=state.step)
+        except CheckpointError as error:
+            self._not_written(error, step=state.step)
+
+    def save_last(self, state: TrainState) -> None:
+        """Before the run ends: returns when it is written. Raises CheckpointError where it is not."""
+        self.wait()
+        self._written(self._save_now(state), step=state.step)
+
+    def tell(self) -> None:
+        """Of saves that have ended since the last call."""
+        if self._background is None:
+            return
+        for ended in self._background.outcomes():
+            if ended.path is not None:
+                took, waited = format_seconds(ended.seconds), format_seconds(ended.stalled_seconds)
+                how = f" in {took}, while training waited {waited}"
+                self._written(ended.path, step=ended.step, how=how)
+            if ended.error is not None:
+                self._not_written(ended.error, step=ended.step)
+
+    def wait(self) -> None:
+        """Returns when no save is running, and its end is told."""
+        if self._background is not None:
+            self._background.wait()
+            self.tell()
+
+    def _save_now(self, state: TrainState) -> Path | str:
+        section = self._plan.run.checkpoint
+        return save(
+            state,
+            self._directory,
+            keep=section.keep,
+            keep_every=section.keep_every,
+            layout=section.layout,
+            plan=self._plan,
+        )
+
+    def _written(self, path: Path | str, *, step: int, how: str = "") -> None:
+        self.last = path
+        self._say(f"step {step}: saved {path}{how}")
+
+    def _not_written(self, error: CheckpointError, *, step: int) -> None:
+        stops = self._plan.run.checkpoint.on_failure == "stop"
+        self._say(f"step {step}: NOT SAVED; {'the run ends' if stops else 'training goes on'}\n{error}")
+        if stops:
+            self.failed = error
+
+
+def place(directory: str | Path, plan: Plan) -> str | Path | NodeDisks:
+    """Where the plan's run saves to and loads from."""
+    return NodeDisks(Path(directory)) if plan.run.checkpoint.disks == "node" else directory

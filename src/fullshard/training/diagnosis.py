@@ -1,0 +1,217 @@
+"""Which rank the others wait for: by what each says of itself, and what is seen of those that say nothing."""
+
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fullshard.errors import TrainError
+from fullshard.training.fingerprint import named_ranks
+from fullshard.training.whereabouts import Phase
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What a rank last let the others see.
+
+    `step`: finished steps. `unmoved_seconds`: since when it is in `phase`; `limit_seconds`: how long it may
+    be. `at`: when it said so, in seconds since the epoch. `host`: see `this_host`.
+    """
+
+    host: str
+    process: int
+    step: int
+    phase: str
+    unmoved_seconds: float
+    limit_seconds: float
+    at: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank says of itself once the run is taken to hang.
+
+    `waits`: in a collective. `place`: the innermost line that is no library's. `collective`: the last one
+    that torch's flight recorder knows, "" where it knows none. `stacks`: of all threads.
+    """
+
+    seen: Sighting
+    waits: bool
+    place: str
+    collective: str
+    stacks: str
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A rank that says nothing. `last`: None if it never did. `state`: see `process_state`."""
+
+    last: Sighting | None
+    state: str | None
+
+
+def this_host() -> str:
+    """The same for processes that see each other under /proc: host name, and namespace of processes."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return f"{socket.gethostname()} {namespace}".strip()
+
+
+def process_state(seen: Sighting) -> str | None:
+    """The kernel's letter for a process of this host (man proc_pid_stat), "" if it is gone, None if it cannot
+    be told."""
+    if sys.platform != "linux" or seen.host != this_host():
+        return None
+    try:
+        return Path(f"/proc/{seen.process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why the run ends, and the stacks that show it: of the culprits, and of one of those that wait."""
+
+    error: TrainError
+    stacks: str
+
+
+def diagnose(reports: Mapping[int, Report], silent: Mapping[int, Silent], *, now: float) -> Verdict:
+    """Names the ranks that the others wait for, of which every rank has a report or is silent.
+
+    Those that are silent, if any. Else those that are not in a collective while others are. Else those that
+    are in another place than most, or, if as many are, further on: they left something out.
+    """
+    groups = _groups(reports)
+    if silent:
+        culprits, what = sorted(silent), _silent(silent, now=now)
+    else:
+        culprits, what = _by_report(reports, groups)
+    lines = [f"{named_ranks([rank])}: {_last_seen(one, now=now)}" for rank, one in sorted(silent.items())]
+    lines += [f"{named_ranks(group)}: {_position(reports[group[0]])}" for group in groups]
+    error = TrainError(
+        what,
+        got="\n       ".join(lines),
+        why="nothing moves, so the watchdog ends the run (survival.watchdog_seconds)",
+        fix="what is said of that rank; then fullshard train --resume goes on from the newest checkpoint",
+    )
+    shown = [rank for rank in culprits if rank in reports][:_SHOWN]
+    shown += [group[0] for group in groups if group[0] not in culprits][:_SHOWN]
+    stacks = [f"rank {rank}, every thread\n{reports[rank].stacks}" for rank in shown]
+    return Verdict(error, "\n".join(stacks))
+
+
+def cut_off(rank: int, report: Report) -> Verdict:
+    """What a rank says that hangs, and can ask no other."""
+    error = TrainError(
+        f"rank {rank} hangs and can reach no other: in {_phase(report.seen)} "
+        f"for {report.seen.unmoved_seconds:.0f} s, {report.place}.",
+        got="the store in which the ranks meet does not answer",
+        why="its host, mostly that of rank 0, has gone, or the link to it is cut",
+        fix="what is said on the other hosts; then fullshard train --resume",
+    )
+    return Verdict(error, f"rank {rank}, every thread\n{report.stacks}")
+
+
+# Of thousands of ranks, so many are shown with their stacks.
+_SHOWN = 4
+
+
+def _groups(reports: Mapping[int, Report]) -> list[list[int]]:
+    """Ranks by where they are; the smallest groups first."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for rank, one in sorted(reports.items()):
+        key = (one.seen.step, one.seen.phase, one.waits, one.place, one.collective)
+        groups.setdefault(key, []).append(rank)
+    return sorted(groups.values(), key=len)
+
+
+def _by_report(reports: Mapping[int, Report], groups: Sequence[list[int]]) -> tuple[list[int], str]:
+    """The culprits where all ranks have spoken, and the sentence that names them."""
+    waiting = [rank for rank, one in sorted(reports.items()) if one.waits]
+    busy = [rank for rank in sorted(reports) if rank not in waiting]
+    if waiting and busy:
+        here = reports[busy[0]]
+        does = "does" if len(busy) == 1 else "do"
+        return busy, (
+            f"{named_ranks(busy)} {does} not come to the collective that {_wait(waiting)} in: "
+            f"in {_phase(here.seen)} for {here.seen.unmoved_seconds:.0f} s, {here.place}."
+        )
+    if not waiting or len(groups) == 1:
+        here = reports[groups[0][0]]
+        what = (
+            "wait in the same collective, which does not end" if waiting else "do not come to any collective"
+        )
+        return [], (
+            f"all ranks {what}: {named_ranks(groups[0])} in {_phase(here.seen)} "
+            f"for {here.seen.unmoved_seconds:.0f} s, {here.place}."
+        )
+    odd = groups[0]
+    if len(groups[0]) == len(groups[1]):
+        odd = max(groups[:2], key=lambda group: _progress(reports[group[0]].seen))
+    rest = [rank for rank in sorted(reports) if rank not in odd]
+    here, there = reports[odd[0]], reports[rest[0]]
+    return odd, (
+        f"{named_ranks(odd)} left out a collective that {_wait(rest)} in, or made one more: "
+        f"in {_phase(here.seen)}, {here.place}; not in {_phase(there.seen)}, {there.place}."
+    )
+
+
+def _wait(ranks: Sequence[int]) -> str:
+    return f"{named_ranks(ranks)} wait{'s' if len(ranks) == 1 else ''}"
+
+
+def _progress(seen: Sighting) -> tuple[int, int]:
+    return seen.step, list(Phase).index(Phase(seen.phase))
+
+
+def _phase(seen: Sighting) -> str:
+    """`forward of step 4`: the step that it is in, one more than have been finished."""
+    in_step = seen.phase in _OF_A_STEP
+    return f"{seen.phase} of step {seen.step + 1}" if in_step else f"{seen.phase} after step {seen.step}"
+
+
+_OF_A_STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.OPTIMIZER)
+
+
+def _position(report: Report) -> str:
+    seen = report.seen
+    waits = ", waits in a collective" if report.waits else ""
+    last = f"; last collective: {report.collective}" if report.collective else ""
+    return f"in {_phase(seen)} for {seen.unmoved_seconds:.0f} s{waits}, {report.place}{last}"
+
+
+def _silent(silent: Mapping[int, Silent], *, now: float) -> str:
+    first = min(silent)
+    others = f" (and {named_ranks(sorted(silent)[1:])})" if len(silent) > 1 else ""
+    last = silent[first].last
+    where = "never heard of" if last is None else f"last heard of in {_phase(last)}"
+    return f"rank {first}{others} does not answer, {where}: {_STATES.get(_kind(silent[first]), _UNKNOWN)}."
+
+
+def _kind(silent: Silent) -> str:
+    """The letter of its state, in classes."""
+    state = silent.state
+    if state is None:
+        return "?"
+    return {"t": "T", "Z": "", "X": "", "D": "D", "T": "T", "": ""}.get(state, "R")
+
+
+_UNKNOWN = "its host or the link to it is gone, or its process is"
+_STATES = {
+    "T": "its process is stopped (by SIGSTOP or a debugger; kill -CONT lets it go on)",
+    "D": "its process waits in the kernel, for a disk, a network file system or a driver",
+    "": "its process is gone",
+    "R": "its process runs, but no Python in it does: native code holds the interpreter, or spins",
+}
+
+
+def _last_seen(silent: Silent, *, now: float) -> str:
+    last = silent.last
+    if last is None:
+        return "never heard of"
+    return f"last heard of {now - last.at:.0f} s ago in {_phase(last)}, process {last.process} on {last.host}"

@@ -1,0 +1,154 @@
+"""Whether all ranks take the same step: numbers that ride along in the one all-reduce of a step.
+
+A rank that skips a step, or a collective of the same shape as the next, is met by no error: the sums are of
+what does not belong together, and the run ends as if all were well.
+
+[Note: equal by sums] An all-reduce sums, and cannot compare. But Σx = N·x and Σx² = N·x² hold together only
+where all N numbers are x (their variance is Σx²/N - (Σx/N)² = 0). The numbers are cut to so many bits that
+N·x² < 2^53, where fp64 counts exactly.
+"""
+
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass, fields
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.errors import TrainError
+from fullshard.spec.plan import Plan
+
+WIDTH = 6
+"""How many numbers ride along: two for each of the three of a Fingerprint."""
+
+# For the others' word once a step has failed: they say it at once, or wait in another collective.
+_ANSWER_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """One rank's step: its number (from 1), how many collectives of the default group it has issued so far,
+    and a checksum of its settings (rate, batch, position in the data)."""
+
+    step: int
+    collectives: int
+    settings: int
+
+    def numbers(self, world_size: int) -> list[float]:
+        """What is summed over ranks. See [Note: equal by sums]."""
+        cut = [value % _modulus(world_size) for value in astuple(self)]
+        return [float(number) for value in cut for number in (value, value * value)]
+
+
+def _modulus(world_size: int) -> int:
+    return 1 << ((53 - world_size.bit_length()) // 2)
+
+
+def settings_checksum(plan: Plan, *, learning_rate: float, data_offset: int) -> int:
+    """What a step is made with beside the model: the same on all ranks."""
+    packed = struct.pack("<dqqq", learning_rate, plan.microbatch, plan.accumulation, data_offset)
+    return zlib.crc32(packed)
+
+
+def collectives_issued(device: torch.device) -> int:
+    """By this rank on the default group, as the backend of `device` counts; 0 where it does not tell.
+
+    gloo counts what is sent from rank to rank along with the collectives.
+    """
+    group = dist.group.WORLD
+    if group is None:
+        return 0
+    try:
+        # torch's stubs do not know it of a backend.
+        backend: Any = group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
+        return int(backend._get_sequence_number_for_group())
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return 0
+
+
+def check_same(own: Fingerprint, totals: Sequence[float], *, world_size: int) -> None:
+    """Raises TrainError if `totals`, the sums of all ranks' numbers, are not those of equal ones.
+
+    Every rank that got sums comes to the same verdict. Only then it asks the others, over the store, for a
+    collective may be just what is out of order.
+    """
+    if [world_size * number for number in own.numbers(world_size)] == list(totals):
+        return
+    raise disagreement(_told(own, world_size), own=own, world_size=world_size)
+
+
+def disagreement(told: Mapping[int, Fingerprint], *, own: Fingerprint, world_size: int) -> TrainError:
+    """What is to be said about ranks of which `told` are known. What most say is taken for right."""
+    names = [field.name for field in fields(Fingerprint)]
+    differing = [name for name in names if len({getattr(one, name) for one in told.values()}) > 1]
+    shown = differing or ["step", "collectives"]
+    groups: dict[str, list[int]] = {}
+    for rank in range(world_size):
+        one = told.get(rank)
+        text = "in another collective" if one is None else ", ".join(_shown(one, name) for name in shown)
+        groups.setdefault(text, []).append(rank)
+    # The fewest first: they are the ones to look at.
+    said = [f"{named_ranks(ranks)}: {text}" for text, ranks in sorted(groups.items(), key=_by_size)]
+    return TrainError(
+        f"the ranks are not in the same step (step {own.step}): {_what_differs(differing)}.",
+        got="; ".join(said),
+        why="a rank skipped or repeated it, and what all ranks have summed since does not belong together",
+        fix="look for collectives or steps in code that not every rank runs: `if rank == 0`, an exception "
+        'that is swallowed, data of other lengths; survival.fingerprint = "step" does not count collectives',
+    )
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
+
+
+def default_store() -> dist.Store | None:
+    """The default group's, which its ranks alone have; None where there is none."""
+    find = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return find() if find is not None and dist.is_initialized() else None
+
+
+def _by_size(group: tuple[str, list[int]]) -> int:
+    return len(group[1])
+
+
+def _what_differs(names: Sequence[str]) -> str:
+    words = {
+        "step": "the number of the step differs",
+        "collectives": "the number of collectives within it differs",
+        "settings": "its learning rate, batch or place in the data differs",
+    }
+    return "; ".join(words[name] for name in names) or "what was summed is not what they sent"
+
+
+def _shown(one: Fingerprint, name: str) -> str:
+    value = getattr(one, name)
+    return f"{value} collectives" if name == "collectives" else f"{name} {value}"
+
+
+def _told(own: Fingerprint, world_size: int) -> dict[int, Fingerprint]:
+    """Every rank's fingerprint, as far as it says it in time."""
+    store, told = default_store(), {dist.get_rank(): own}
+    if store is None:
+        return told
+    store = dist.PrefixStore("fullshard/fingerprint", store)
+    store.set(str(dist.get_rank()), ",".join(str(number) for number in astuple(own)))
+    keys = [str(rank) for rank in range(world_size)]
+    with suppress(RuntimeError):  # not all say it in time; those that did are read below
+        store.wait(keys, timedelta(seconds=_ANSWER_SECONDS))
+    for rank, key in enumerate(keys):
+        if rank not in told and store.check([key]):
+            told[rank] = Fingerprint(*(int(number) for number in store.get(key).decode().split(",")))
+    return told

@@ -1,0 +1,167 @@
+"""Whether ranks that hold the same part of the state hold the same bits.
+
+Replicas start alike and take the same updates, so they stay alike bit for bit. Where they do not, one of them
+has computed, kept or received something wrong (arXiv:2407.21783, section 3.3.4, counts such faults).
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fullshard.errors import TrainError
+from fullshard.profiler.memory import local_tensor
+from fullshard.spec.plan import Plan
+from fullshard.training.fingerprint import named_ranks
+from fullshard.training.state import TrainState
+from fullshard.training.whereabouts import Phase
+
+logger = logging.getLogger("fullshard")
+
+# Elements that are summed at once: each takes 24 bytes meanwhile.
+_CHUNK = 1 << 20
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+@dataclass
+class _Holders:
+    """The tensors of which the ranks of one group hold the same part, and their checksums."""
+
+    ranks: tuple[int, ...]
+    group: Any
+    names: list[str] = field(default_factory=list[str])
+    checksums: list[Tensor] = field(default_factory=list[Tensor])
+
+
+@dataclass(frozen=True)
+class _Differs:
+    """What one rank has of the first tensor that differs among `holders`."""
+
+    holders: tuple[int, ...]
+    rank: int
+    name: str
+    checksum: int
+
+
+class ReplicaCheck:
+    """Compares replicas every `survival.check_replicas_every` steps.
+
+    Says at once, on rank 0, where a plan has none to speak of.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._world_size, self._every = plan.world_size, plan.run.survival.check_replicas_every
+        if self._every and plan.replicate_degree == 1 and plan.world_size > 1 and dist.get_rank() == 0:
+            logger.warning(
+                "survival.check_replicas_every: %s holds every shard on one rank alone; "
+                "only what is not sharded can be compared",
+                plan.strategy,
+            )
+
+    def after_step(self, state: TrainState) -> None:
+        """Compares parameters and optimizer state, if it is time, over the ranks that hold the same part.
+        Collective.
+
+        Raises TrainError on all ranks that names the first tensor that differs, and the ranks that hold it
+        otherwise than most.
+        """
+        if self._world_size == 1 or not self._every or state.step % self._every:
+            return
+        state.where.enter(Phase.REDUCE)
+        device = next(state.model.parameters()).device
+        groups = _holders(state, device)
+        found = [one for group in groups for one in _compared(group)]
+        count = torch.tensor([len(found)], device=device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        if not count.item():
+            return
+        everything: list[Any] = [None] * self._world_size
+        dist.all_gather_object(everything, found)
+        raise _differ(state.step, [one for rank in everything for one in cast(list[_Differs], rank)])
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> Tensor:
+    """Σ (2i + 1) · word_i mod 2^64 over the bits of this rank's part, an int64 scalar where the tensor lies.
+
+    The factors are odd, so one word that differs changes it for certain; where words change places, too.
+    """
+    local = local_tensor(tensor.detach()).contiguous().reshape(-1)
+    words = local.view(_WORDS[local.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    for start in range(0, words.numel(), _CHUNK):
+        chunk = words[start : start + _CHUNK].long()
+        weights = torch.arange(2 * start + 1, 2 * (start + chunk.numel()) + 1, 2, device=local.device)
+        total += (chunk * weights).sum()
+    return total
+
+
+def _holders(state: TrainState, device: torch.device) -> list[_Holders]:
+    """The replicated tensors, by who holds the same part. On every rank in the same order."""
+    parameters = {f"model.{name}" for name, _ in state.model.named_parameters()}
+    groups: dict[tuple[int, ...], _Holders] = {}
+    for name, tensor in state.tensors().items():
+        if name not in parameters and not name.startswith("optimizer."):
+            continue  # buffers and random states are each rank's own
+        group = _replicating_group(tensor)
+        if group is None:
+            continue
+        ranks = tuple(dist.get_process_group_ranks(group))
+        holders = groups.setdefault(ranks, _Holders(ranks, group))
+        holders.names.append(name)
+        holders.checksums.append(checksum(tensor).to(device))
+    return list(groups.values())
+
+
+def _replicating_group(tensor: Tensor) -> Any:
+    """The ranks that hold the same part of `tensor`; None if there is one alone."""
+    if not isinstance(tensor, DTensor):
+        return dist.group.WORLD
+    mesh = tensor.device_mesh
+    axes = [i for i, one in enumerate(tensor.placements) if not one.is_shard() and mesh.size(i) > 1]
+    sharded = [i for i, one in enumerate(tensor.placements) if one.is_shard() and mesh.size(i) > 1]
+    if not axes:
+        return None
+    if not sharded and mesh.size() == dist.get_world_size():
+        return dist.group.WORLD
+    return mesh.get_group(axes[0])
+
+
+def _compared(holders: _Holders) -> list[_Differs]:
+    """What this rank has of the first tensor that is not the same among `holders`; nothing if all are."""
+    own = torch.stack(holders.checksums)
+    bounds = torch.cat([own, ~own])  # the least of ~x is ~ the greatest of x
+    dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=holders.group)
+    least, greatest = bounds[: len(own)], ~bounds[len(own) :]
+    differing = cast(list[int], (least != greatest).nonzero().flatten().tolist())
+    return [
+        _Differs(holders.ranks, dist.get_rank(), holders.names[index], int(own[index].item()))
+        for index in differing[:1]
+    ]
+
+
+def _differ(step: int, found: Sequence[_Differs]) -> TrainError:
+    """`found`: of every rank whose group differs. Told is one tensor a group, and who holds it otherwise."""
+    said: list[str] = []
+    for holders in sorted({one.holders for one in found}):
+        ours = [one for one in found if one.holders == holders]
+        (usual, votes), *others = Counter(one.checksum for one in ours).most_common()
+        odd = [one.rank for one in ours if one.checksum != usual]
+        if others[0][1] == votes:  # as many as have the usual
+            said.append(f"{named_ranks(holders)} differ in {ours[0].name}, none more than another")
+        else:
+            rest = [rank for rank in holders if rank not in odd]
+            said.append(f"{named_ranks(odd)} differs from {named_ranks(rest)}, first in {ours[0].name}")
+    return TrainError(
+        f"replicas are not the same after step {step}: {said[0]}.",
+        got="; ".join(said),
+        why="replicas take the same updates, so a device, its memory or a link has given wrong numbers, or "
+        "code of the run changes parameters on some ranks only",
+        fix="go on from a checkpoint of before it, without the machine of that rank",
+    )

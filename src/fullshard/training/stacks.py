@@ -1,0 +1,93 @@
+"""What this process can tell of itself while it hangs: its threads, and its last collective."""
+
+import importlib
+import json
+import os
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+# Where the innermost frame of a thread stands that waits for other ranks.
+_IN_COLLECTIVES = (
+    f"{os.sep}torch{os.sep}distributed{os.sep}",
+    f"{os.sep}fullshard{os.sep}sharding{os.sep}collectives.py",
+)
+_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+
+
+def frames_of(thread: int) -> list[FrameType]:
+    """The frames of a thread, the innermost first; none where it has ended."""
+    innermost, frames = sys._current_frames().get(thread), list[FrameType]()  # pyright: ignore[reportPrivateUsage]
+    while innermost is not None:
+        frames.append(innermost)
+        innermost = innermost.f_back
+    return frames
+
+
+def in_collective(thread: int) -> bool:
+    """Whether a thread is within torch.distributed, or in one of our own collectives."""
+    frames = frames_of(thread)
+    return bool(frames) and any(part in frames[0].f_code.co_filename for part in _IN_COLLECTIVES)
+
+
+def place_of(thread: int) -> str:
+    """`file:line in function`: the innermost frame that is no library's, else the innermost."""
+    frames = frames_of(thread)
+    libraries = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+    near = [frame for frame in frames if not frame.f_code.co_filename.startswith(libraries)] or frames
+    if not near:
+        return "nowhere in Python"
+    code = near[0].f_code
+    return f"{code.co_filename}:{near[0].f_lineno} in {code.co_name}"
+
+
+def other_threads() -> list[int]:
+    """All but the one that asks."""
+    own = threading.get_ident()
+    return [thread for thread in sys._current_frames() if thread != own]  # pyright: ignore[reportPrivateUsage]
+
+
+def all_stacks() -> str:
+    """Of every thread but the watchdog's own, the innermost frame last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    threads = [one for one in other_threads() if not names.get(one, "").startswith("fullshard ")]
+    return "\n".join(_stacks(threads, names))
+
+
+def _stacks(threads: Sequence[int], names: dict[int | None, str]) -> Iterator[str]:
+    for thread in threads:
+        yield f"  thread {names.get(thread, thread)}"
+        for frame in reversed(frames_of(thread)):
+            code = frame.f_code
+            summary = traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name)
+            yield f"    {Path(code.co_filename)}:{frame.f_lineno} in {code.co_name}: {summary.line or ''}"
+
+
+def last_collective() -> str:
+    """`gloo:all_reduce 17 of default_pg [10] Double`, of torch's flight recorder: the newest that has not
+    ended, else the newest. "" where this torch does not record what this backend does."""
+    entries = [entry for name in _RECORDERS for entry in _entries(name)]
+    pending = [entry for entry in entries if not entry.get("retired", True)]
+    newest = max(pending or entries, key=lambda entry: entry.get("time_created_ns", 0), default=None)
+    if newest is None:
+        return ""
+    group = "/".join(str(part) for part in newest.get("process_group", ())[1:])
+    sizes = " ".join(str(size) for size in newest.get("input_sizes", ()))
+    dtypes = " ".join(newest.get("input_dtypes", ()))
+    said = f"{newest.get('profiling_name')} {newest.get('collective_seq_id')} of {group} {sizes} {dtypes}"
+    return " ".join(said.split())
+
+
+def _entries(recorder: str) -> list[dict[str, Any]]:
+    dump = getattr(importlib.import_module("torch._C._distributed_c10d"), recorder, None)
+    if dump is None:
+        return []
+    try:
+        return json.loads(dump()).get("entries", [])
+    except (RuntimeError, ValueError):
+        return []

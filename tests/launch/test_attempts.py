@@ -1,0 +1,90 @@
+"""Another attempt is made where it may help, as often as asked, and never against a signal."""
+
+import signal
+
+import pytest
+
+from fullshard.errors import (
+    INTERRUPTED_EXIT_CODE,
+    CheckpointError,
+    DataError,
+    LaunchError,
+    PlanError,
+    ShardError,
+    SpecError,
+    TrainError,
+)
+from fullshard.launch.attempts import Attempts
+from fullshard.launch.ending import Ending
+from fullshard.launch.verdict import Ended
+
+
+def ended(error: BaseException | None) -> list[Ended]:
+    """Rank 1 ends with `error`, rank 0 well."""
+    with Ending() as ending:
+        if error is not None:
+            raise error
+    return [Ended(0, Ending(), 0, seen_at=0.0), Ended(1, ending, ending.exit_code, seen_at=0.0)]
+
+
+def killed(number: signal.Signals) -> list[Ended]:
+    """Rank 1 is killed; rank 0 says that it lost its peer while it was saving."""
+    lost = CheckpointError("the checkpoint could not be written.")
+    lost.__cause__ = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:2345")
+    with Ending() as ending:
+        raise lost
+    return [Ended(0, ending, 6, seen_at=0.0), Ended(1, None, -number, seen_at=1.0)]
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        killed(signal.SIGKILL),
+        killed(signal.SIGKILL)[:1],  # nobody saw the rank that was killed: the peer's word alone
+        ended(ZeroDivisionError("by zero")),
+        ended(TrainError("not finite.")),
+        ended(SystemExit(86)),
+    ],
+)
+def test_ranks_that_died_are_started_again_as_often_as_asked(ranks: list[Ended]) -> None:
+    attempts = Attempts(restarts=2)
+    first, second, third = (attempts.conclude(ranks) for _ in range(3))
+    assert (first.exit_code, second.exit_code) == (None, None)
+    assert "restart 1 of 2" in first.said[-1]
+    assert "rank " in first.said[0]
+    assert third.exit_code not in (None, 0)
+    assert "2 times" in third.said[-1]
+
+
+@pytest.mark.parametrize("error", [SpecError, PlanError, ShardError, DataError, CheckpointError])
+def test_what_would_fail_again_is_not_started_again(error: type[SpecError]) -> None:
+    conclusion = Attempts(restarts=3).conclude(ended(error("no.")))
+    assert conclusion.exit_code == error.exit_code
+    assert conclusion.said[-1] == "not restarted: it would fail again"
+
+
+@pytest.mark.parametrize("error", [None, SystemExit(INTERRUPTED_EXIT_CODE)])
+def test_a_run_that_is_through_or_interrupted_is_not_started_again(error: BaseException | None) -> None:
+    expected = 0 if error is None else INTERRUPTED_EXIT_CODE
+    assert Attempts(restarts=3).conclude(ended(error)).exit_code == expected
+
+
+def test_without_restarts_nothing_is_said_of_them() -> None:
+    conclusion = Attempts(restarts=0).conclude(killed(signal.SIGKILL))
+    assert conclusion.exit_code == LaunchError.exit_code
+    assert len(conclusion.said) == 1
+
+
+def test_a_signal_leaves_the_restart_to_whoever_sent_it() -> None:
+    conclusion = Attempts(restarts=3).conclude(killed(signal.SIGKILL), interrupted_by=signal.SIGTERM)
+    assert conclusion.exit_code == INTERRUPTED_EXIT_CODE
+    assert "SIGTERM: not restarted" in conclusion.said[-1]
+
+
+@pytest.mark.parametrize(("done", "exit_code"), [(0, 128 + signal.SIGTERM), (1, INTERRUPTED_EXIT_CODE)])
+def test_a_signal_before_training_asks_to_be_requeued_only_where_there_was_an_attempt(
+    done: int, exit_code: int
+) -> None:
+    attempts = Attempts(restarts=3, done=done)
+    conclusion = attempts.conclude(killed(signal.SIGTERM)[1:] * 2, interrupted_by=signal.SIGTERM)
+    assert conclusion.exit_code == exit_code

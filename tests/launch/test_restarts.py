@@ -1,0 +1,43 @@
+"""A whole run of which a rank is killed: what another attempt makes of what the first one left."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.training.job import run_job
+from tests.launch.jobs import SMALL
+
+STEPS = 12
+
+
+def losses(directory: Path) -> list[tuple[int, float]]:
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [(line["step"], line["loss"]) for line in map(json.loads, lines)]
+
+
+def undisturbed(directory: str) -> None:
+    run = Run.load(overrides=[*SMALL, f"train.steps={STEPS}", f"run.dir={directory}"])
+    plan = Plan.from_run(run, world_size=2)
+    run_job(plan.run, resume=False, plan=plan, command_started=time.time())
+
+
+def test_a_run_whose_rank_was_killed_ends_like_an_undisturbed_one(ranks, tmp_path: Path) -> None:
+    """In a directory that holds another run, which is set aside once."""
+    straight, hit = tmp_path / "straight", tmp_path / "hit"
+    ranks(2).run(undisturbed, str(straight))
+    (hit / "checkpoints").mkdir(parents=True)
+
+    settings = (f"train.steps={STEPS}", "run.restarts=1", "checkpoint.every=4")
+    command = [sys.executable, "-m", "tests.launch.command", "killed_once", str(hit), *settings]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+
+    assert ended.returncode == 0, ended.stderr
+    assert losses(hit) == losses(straight)
+    told = ended.stderr[ended.stderr.index("rank 1 was killed by SIGKILL") :]
+    assert "restart 1 of 1" in told
+    assert "restarted on 2 ranks: goes on after step 4 of 12" in told
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("hit.")] == ["hit.1"]

@@ -1,0 +1,70 @@
+"""A run's own saves: in either mode they hold the same, and a failure does what the settings say."""
+
+from pathlib import Path
+
+import pytest
+
+from fullshard.checkpoint import load
+from fullshard.errors import CheckpointError
+from fullshard.training.checkpoints import Checkpoints, place
+from fullshard.training.loop import train
+from tests.training.runs import local_bits, mean_square, run_of, same_bits, sharded
+
+
+def saved_while_training(directory: Path, settings: list[str]) -> tuple[list[str], bool, bool]:
+    """What was said; whether each step loads as it was; whether the run was told to stop."""
+    run = run_of(*settings)
+    state, plan = sharded(run)
+    said: list[str] = []
+    bits = {}
+    with Checkpoints(directory, plan, say=said.append) as checkpoints:
+        for step in train(state, plan, loss=mean_square):
+            checkpoints.tell()
+            checkpoints.save(state)
+            bits[step.index] = local_bits(state)
+        checkpoints.wait()
+        failed = checkpoints.failed is not None
+    fresh, _ = sharded(run)
+    right = []
+    for index, expected in bits.items():
+        where = place(directory / f"step-{index:08d}", plan)
+        if (directory / f"step-{index:08d}").is_dir():
+            load(fresh, where)
+            right.append(same_bits(local_bits(fresh), expected))
+    return said, bool(right) and all(right), failed
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("layout", ["sharded", "ranks"])
+def test_each_save_holds_the_step_it_was_asked_in(ranks, tmp_path, mode, layout):
+    settings = [f"checkpoint.mode={mode}", f"checkpoint.layout={layout}", "checkpoint.keep=0"]
+    for said, right, failed in ranks(2).run(saved_while_training, tmp_path, settings):
+        assert right
+        assert not failed
+        assert [line.split(":")[0] for line in said] == [f"step {step}" for step in range(1, 7)]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("on_failure", ["continue", "stop"])
+def test_a_failure_is_told_and_ends_the_run_if_asked(ranks, tmp_path, mode, on_failure):
+    (tmp_path / "step-00000003").write_text("in the way")
+    settings = [f"checkpoint.mode={mode}", f"checkpoint.on_failure={on_failure}", "checkpoint.keep=0"]
+    for said, right, failed in ranks(2).run(saved_while_training, tmp_path, settings):
+        assert right
+        assert failed == (on_failure == "stop")
+        told = [line for line in said if "NOT SAVED" in line]
+        assert len(told) == 1
+        assert told[0].startswith("step 3: NOT SAVED")
+        assert "Not a directory" in told[0]
+
+
+def save_last(directory: Path) -> None:
+    state, plan = sharded(run_of())
+    with Checkpoints(directory, plan, say=lambda text: None) as checkpoints:
+        checkpoints.save_last(state)
+
+
+def test_the_last_save_of_a_run_must_succeed(ranks, tmp_path):
+    (tmp_path / "step-00000000").write_text("in the way")
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        ranks(1).run(save_last, tmp_path)

@@ -1,0 +1,47 @@
+"""A run keeps its checkpoints in its directory, or where `checkpoint.dir` says."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from fullshard.checkpoint import newest
+from fullshard.errors import CheckpointError
+from fullshard.spec.run import Run
+from fullshard.training.job import run_job
+
+TINY = [
+    "model.layers=1",
+    "model.d_model=16",
+    "model.heads=2",
+    "model.d_ff=32",
+    "data.sequence_length=16",
+    "train.global_batch=2",
+    "train.validate_every=0",
+    "log.sample_tokens=0",
+]
+
+
+def train_there_and_go_on(directory: str, saved_to: str) -> list[int]:
+    """Steps at the end of a run, and of the same run resumed; a new one is refused between."""
+    ends: list[int] = []
+    for steps, resume in ((2, False), (3, False), (3, True)):
+        settings = [*TINY, f"run.dir={directory}", f"checkpoint.dir={saved_to}", f"train.steps={steps}"]
+        run = Run.load(overrides=settings)
+        if steps == 3 and not resume:
+            with pytest.raises(CheckpointError, match="holds the checkpoints of another run"):
+                run_job(run, resume=resume, plan=None, command_started=time.time())
+            continue
+        run_job(run, resume=resume, plan=None, command_started=time.time())
+        saved = json.loads(Path(directory, "measurement.json").read_text())["checkpoint"]
+        assert saved == str(newest(saved_to)) == f"{saved_to}/step-{steps:08d}"
+        ends.append(steps)
+    return ends
+
+
+@pytest.mark.parametrize("place", ["directory", "store"])
+def test_checkpoints_lie_where_the_run_says(ranks, tmp_path, place):
+    elsewhere = f"memory://runs/{time.monotonic_ns()}" if place == "store" else str(tmp_path / "elsewhere")
+    assert ranks(1).run(train_there_and_go_on, str(tmp_path / "run"), elsewhere) == [[2, 3]]
+    assert not (tmp_path / "run" / "checkpoints").exists()

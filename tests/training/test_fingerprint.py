@@ -1,0 +1,141 @@
+"""Ranks that are not in the same step: noticed in that step, and by name."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fullshard.errors import TrainError
+from fullshard.spec.plan import Plan
+from fullshard.training.fingerprint import WIDTH, Fingerprint, disagreement, named_ranks
+from fullshard.training.loop import train
+from tests.training.runs import Pairs, mean_square, run_of, sharded
+
+
+def agree(ranks: list[Fingerprint], own: Fingerprint) -> bool:
+    """What `check_same` holds against each other."""
+    columns = zip(*(one.numbers(len(ranks)) for one in ranks), strict=True)
+    return [sum(column) for column in columns] == [len(ranks) * n for n in own.numbers(len(ranks))]
+
+
+numbers = st.integers(min_value=0, max_value=2**40)
+fingerprints = st.builds(Fingerprint, step=numbers, collectives=numbers, settings=numbers)
+
+
+@given(fingerprints, st.integers(min_value=1, max_value=100_000))
+def test_equal_fingerprints_agree_at_any_number_of_ranks_without_rounding(one: Fingerprint, n: int) -> None:
+    total = sum(int(number) for number in one.numbers(n)[1::2])
+    assert n * max(one.numbers(n)) < 2**53
+    assert float(n * total) == n * float(total)
+
+
+@given(fingerprints, st.integers(1, 1000), st.integers(0, 2), st.integers(2, 64), st.data())
+def test_a_rank_that_differs_in_anything_is_seen_by_all(
+    one: Fingerprint, by: int, where: int, n: int, data: Any
+) -> None:
+    values = [one.step, one.collectives, one.settings]
+    values[where] += by
+    ranks = [one] * n
+    ranks[data.draw(st.integers(0, n - 1))] = Fingerprint(*values)
+    assert not any(agree(ranks, own) for own in set(ranks))
+
+
+def test_numbers_whose_mean_is_ones_own_do_not_pass_for_equal() -> None:
+    ranks = [Fingerprint(step, 5, 7) for step in (1, 2, 3)]
+    assert not agree(ranks, ranks[1])
+    assert len(ranks[0].numbers(3)) == WIDTH
+
+
+def test_what_differs_and_who_is_said() -> None:
+    told = {0: Fingerprint(4, 9, 7), 1: Fingerprint(5, 9, 7), 2: Fingerprint(4, 9, 7)}
+    error = disagreement(told, own=told[0], world_size=3)
+    assert error.what == "the ranks are not in the same step (step 4): the number of the step differs."
+    assert error.got == "rank 1: step 5; ranks 0, 2: step 4"
+    silent = disagreement({1: told[1]}, own=told[1], world_size=3)
+    assert silent.got == "rank 1: step 5, 9 collectives; ranks 0, 2: in another collective"
+
+
+def test_ranks_are_named_in_runs() -> None:
+    assert named_ranks([3]) == "rank 3"
+    assert named_ranks([5, 0, 1, 2, 9, 10]) == "ranks 0-2, 5, 9-10"
+
+
+def skip_a_step() -> tuple[int, str, str]:
+    """Rank 1 counts its third step as done without taking it."""
+    state, plan = sharded(run_of("train.steps=6"))
+    said = ("", "")
+    try:
+        for step in train(state, plan, loss=mean_square):
+            if step.index == 2 and dist.get_rank() == 1:
+                state.step += 1
+            if step.index == 5:
+                break  # rank 1 would end the run a step before the others
+    except TrainError as error:
+        said = (error.what, str(error.got))
+    return state.step, *said
+
+
+def test_a_skipped_step_is_noticed_in_that_step_on_all_ranks(ranks: Any) -> None:
+    results = ranks(3).run(skip_a_step)
+    assert [step for step, _, _ in results] == [2, 3, 2], "no step is finished after it"
+    for rank, (_, what, got) in enumerate(results):
+        number = 4 if rank == 1 else 3
+        assert what.startswith(f"the ranks are not in the same step (step {number}): the number of the step")
+        assert "rank 1: step 4" in got
+        assert "ranks 0, 2: step 3" in got
+
+
+class PairsThatAgree(Pairs):
+    """Batches whose end is agreed on by an all-reduce, as large as the step's own; rank 1 leaves one out."""
+
+    def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from super().microbatches(step, rank=rank, plan=plan)
+        if (rank, step) != (1, 2):
+            dist.all_reduce(torch.zeros(4 + WIDTH, dtype=torch.float64))
+
+
+def skip_a_collective() -> None:
+    """What rank 1 sends of step 3 is then summed with what the others send of their data."""
+    state, plan = sharded(run_of(), data=PairsThatAgree())
+    list(train(state, plan, loss=mean_square))
+
+
+def test_a_skipped_collective_of_the_same_shape_is_noticed_in_that_step(ranks: Any) -> None:
+    with pytest.raises(TrainError) as raised:
+        ranks(2).run(skip_a_collective)
+    assert "not in the same step (step 3)" in raised.value.what
+    assert "rank 1: step 3" in str(raised.value.got)
+    assert "rank 0: in another collective" in str(raised.value.got)
+
+
+def collectives_on_one_rank_only(setting: str) -> str:
+    """Rank 0 sends something to rank 1, which rank 2 has no part in."""
+    state, plan = sharded(run_of(f"survival.fingerprint={setting}"))
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if dist.get_rank() < 2:
+            (dist.send if dist.get_rank() == 0 else dist.recv)(torch.zeros(1), 1 - dist.get_rank())
+        return mean_square(model, batch)
+
+    try:
+        list(train(state, plan, loss=loss))
+    except TrainError as error:
+        return str(error.got)
+    return "finished"
+
+
+@pytest.mark.parametrize(
+    ("setting", "end"),
+    [("all", "rank 2: {} collectives; ranks 0-1"), ("step", "finished"), ("none", "finished")],
+)
+def test_how_many_collectives_a_step_had_is_compared_unless_told_not_to(
+    setting: str, end: str, ranks: Any
+) -> None:
+    for said in ranks(3).run(collectives_on_one_rank_only, setting):
+        assert re.sub(r"\d+ coll", "{} coll", said, count=1).startswith(end)

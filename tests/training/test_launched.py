@@ -1,0 +1,127 @@
+"""A later attempt of the same launch goes on with what is there; another launch sets it aside."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from fullshard.errors import PlanError
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.training.directory import Opened, RunDirectory, opened
+from fullshard.training.job import run_job
+from fullshard.training.launched import Launch
+from fullshard.training.metrics import FILE_NAME
+from tests.training.test_job import TINY
+
+ONE, OTHER = (Launch(agents=frozenset({f"host:{agent}"})) for agent in (1, 2))
+TORCHRUN = {"RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
+
+
+def attempt(root: Path, launch: Launch, *, finishes: bool = False) -> Opened:
+    """Writes a line of metrics, as a run does."""
+    with opened(root, resume=False, launch=launch) as found:
+        with (root / FILE_NAME).open("a") as file:
+            file.write("a step\n")
+        if finishes:
+            found.directory.note_end(interrupted=False)
+    return found
+
+
+def seen_by(agent: str, **environment: str) -> Launch:
+    """A launch that `agent` alone starts again, with the names that the environment gives it."""
+    seen = Launch.seen_from(environment)
+    return Launch(frozenset({agent}), seen.jobs, seen.earlier_jobs)
+
+
+def test_an_attempt_goes_on_with_what_its_own_launch_has_written(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    first, second = attempt(root, ONE), attempt(root, ONE)
+    assert (first.before, second.aside) == (None, None)
+    assert second.before is not None
+    assert (root / FILE_NAME).read_text() == "a step\n" * 2
+
+
+def test_another_launch_sets_it_aside(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    attempt(root, ONE)
+    other = attempt(root, OTHER)
+    assert (other.before, other.aside) == (None, tmp_path / "run.1")
+
+
+def test_what_an_earlier_launch_left_is_set_aside_once(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    attempt(root, OTHER)
+    assert [attempt(root, ONE).aside for _ in range(2)] == [tmp_path / "run.1", None]
+
+
+def test_one_agent_that_stayed_makes_it_the_same_launch_whoever_left_or_came(tmp_path: Path) -> None:
+    attempt(tmp_path, Launch(agents=frozenset({"a", "b", "c"})))
+    assert attempt(tmp_path, Launch(agents=frozenset({"c", "d"}))).before is not None
+
+
+def test_an_attempt_after_the_end_still_finds_its_own_launch(tmp_path: Path) -> None:
+    """A rank that dies while it leaves makes torchrun start all again."""
+    attempt(tmp_path, ONE, finishes=True)
+    assert attempt(tmp_path, ONE).before is not None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "finished", "same"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "mine"}, {"TORCHELASTIC_RUN_ID": "mine"}, False, True),
+        ({"TORCHELASTIC_RUN_ID": "mine"}, {"TORCHELASTIC_RUN_ID": "mine"}, True, False),
+        ({"TORCHELASTIC_RUN_ID": "mine"}, {"TORCHELASTIC_RUN_ID": "yours"}, False, False),
+        ({"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "none"}, False, False),
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, False, True),
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, False, False),
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7"}, False, False),
+    ],
+    ids=["requeued", "finished", "other name", "nameless", "slurm requeue", "other job", "same job"],
+)
+def test_with_other_agents_the_name_of_an_unfinished_launch_counts(
+    first: dict[str, str], second: dict[str, str], finished: bool, same: bool, tmp_path: Path
+) -> None:
+    attempt(tmp_path / "run", seen_by("a", **first), finishes=finished)
+    found = attempt(tmp_path / "run", seen_by("b", **second))
+    assert (found.before is not None, found.aside is None) == (same, same)
+
+
+def test_two_ranks_of_one_agent_see_the_same(ranks) -> None:
+    one, other = ranks(2).run(Launch.seen_from, TORCHRUN)
+    assert one == other
+    assert one.agents
+    assert not Launch.seen_from({}).agents
+
+
+def test_what_is_no_record_is_none(tmp_path: Path) -> None:
+    RunDirectory(tmp_path).launch.write_text("{")
+    assert attempt(tmp_path, ONE).before is None
+
+
+def train(directory: str, steps: int, world_size: int) -> tuple[int, bool]:
+    """As torchrun's ranks, with a plan for `world_size`."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "mine"
+    run = Run.load(overrides=[*TINY, "train.global_batch=6", f"train.steps={steps}", f"run.dir={directory}"])
+    plan = Plan.from_run(run, world_size=world_size)
+    run_job(plan.run, resume=False, plan=plan, command_started=time.time())
+    return dist.get_world_size(), Path(directory, "checkpoints", f"step-{steps:08d}").is_dir()
+
+
+def test_a_plan_is_made_anew_for_the_ranks_that_are_left(ranks, tmp_path: Path) -> None:
+    directory = str(tmp_path / "run")
+    ranks(3).run(train, directory, 2, 3)
+    RunDirectory(Path(directory)).launch.write_text('{"jobs": ["torchrun:mine"], "world_size": 3}')
+    assert ranks(2).run(train, directory, 4, 3) == [(2, True)] * 2
+    steps = [line.split(",")[0] for line in Path(directory, FILE_NAME).read_text().splitlines()]
+    assert steps == [f'{{"step": {step}' for step in (1, 2, 3, 4)]
+
+
+def test_a_plan_for_other_ranks_is_refused_where_none_have_left(ranks, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    for _ in range(2):  # torchrun tries again
+        with pytest.raises(PlanError, match="for 3 ranks"):
+            ranks(2).run(train, str(directory), 2, 3)
+    assert not directory.exists()

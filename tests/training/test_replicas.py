@@ -1,0 +1,135 @@
+"""A rank whose numbers have gone wrong is found among its replicas, and named."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fullshard.errors import TrainError
+from fullshard.profiler.memory import local_tensor
+from fullshard.training.loop import train
+from fullshard.training.replicas import checksum
+from tests.fakes.plans import STRATEGIES
+from tests.training.runs import mean_square, run_of, sharded
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8)
+
+
+@given(st.sampled_from(DTYPES), st.integers(1, 50), st.data())
+def test_any_flipped_bit_changes_the_checksum(dtype: torch.dtype, count: int, data: Any) -> None:
+    tensor = torch.arange(count).to(dtype)
+    before = checksum(tensor).item()
+    octets = tensor.view(torch.uint8)
+    octets[data.draw(st.integers(0, octets.numel() - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert checksum(tensor).item() != before
+
+
+def test_words_that_change_places_change_the_checksum() -> None:
+    assert checksum(torch.tensor([1.0, 2.0])).item() != checksum(torch.tensor([2.0, 1.0])).item()
+    large = torch.zeros((1 << 20) + 3)
+    large[-1] = 1
+    assert checksum(large).item() != checksum(large.flip(0)).item()
+
+
+def test_scalars_empty_shards_and_negative_zero_have_one() -> None:
+    assert checksum(torch.empty(0)).item() == 0
+    assert checksum(torch.tensor(0.0)).item() != checksum(torch.tensor(-0.0)).item()
+
+
+def flip(tensor: Tensor) -> None:
+    """A bit of the last word of this rank's part; lower ones the next update may round away."""
+    words = local_tensor(tensor.detach()).view(-1).view(torch.int32)
+    words[-1] ^= 1 << 20
+
+
+def flipped(strategy: str, what: str, by: tuple[int, ...]) -> tuple[int, str, str] | None:
+    """After step 3 the ranks `by` have one bit otherwise; replicas are compared after steps 2 and 4."""
+    still = "optimizer.learning_rate=1e-30"  # so that a moment that differs does not reach the parameters
+    run = run_of("train.steps=6", "survival.check_replicas_every=2", still, *STRATEGIES[strategy])
+    state, plan = sharded(run)
+    try:
+        for step in train(state, plan, loss=mean_square):
+            if step.index == 3 and dist.get_rank() in by:
+                flip(state.tensors()[what])
+    except TrainError as error:
+        return state.step, error.what, str(error.got)
+    return None
+
+
+WEIGHT, MOMENT = "model.layers.1.linear.weight", "optimizer.head.weight.exp_avg_sq"
+
+
+@pytest.mark.parametrize(
+    ("n", "flips", "said"),
+    [
+        (3, ("no_shard", WEIGHT, (1,)), "rank 1 differs from ranks 0, 2, first in "),
+        (2, ("no_shard", MOMENT, (0,)), "ranks 0-1 differ in "),
+        (4, ("hybrid_shard", MOMENT, (3,)), "ranks 1, 3 differ in "),
+        (4, ("hybrid_shard_zero2", WEIGHT, (0,)), "ranks 0, 2 differ in "),
+    ],
+)
+def test_one_flipped_bit_is_found_on_all_ranks(
+    n: int, flips: tuple[str, str, tuple[int, ...]], said: str, ranks: Any
+) -> None:
+    for found in ranks(n).run(flipped, *flips):
+        assert found is not None
+        step, message, got = found
+        assert step == 4, "the first comparison after it"
+        assert message.startswith(f"replicas are not the same after step 4: {said}{flips[1]}")
+        assert got.startswith(f"{said}{flips[1]}")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [
+        ("no_shard", "precision.mode=fp32"),
+        ("hybrid_shard", "precision.mode=bf16_pure"),
+        ("hpz", "precision.mode=fp32"),
+    ],
+)
+def test_replicas_that_train_alike_are_the_same(strategy: str, more: str, ranks: Any) -> None:
+    assert ranks(4).run(undisturbed, strategy, more) == [6] * 4
+
+
+def undisturbed(strategy: str, more: str) -> int:
+    state, plan = sharded(run_of("survival.check_replicas_every=1", more, *STRATEGIES[strategy]))
+    return len(list(train(state, plan, loss=mean_square)))
+
+
+def what_is_compared_of_full_shard() -> tuple[str, str] | None:
+    """A shard is one rank's alone; the optimizer's count of steps is every rank's."""
+    shard = flipped("full_shard", WEIGHT, (1,))
+    assert shard is None
+    found = flipped("full_shard", "optimizer.head.weight.step", (1,))
+    return found and found[1:]
+
+
+def test_where_every_shard_is_one_ranks_alone_the_rest_is_compared(ranks: Any) -> None:
+    for found in ranks(3).run(what_is_compared_of_full_shard):
+        assert found is not None
+        assert "rank 1 differs from ranks 0, 2, first in optimizer.head.weight.step" in found[0]
+
+
+def said_without_replicas() -> list[str]:
+    records: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record.getMessage())
+
+    logger, handler = logging.getLogger("fullshard"), Keep()
+    logger.addHandler(handler)
+    undisturbed("full_shard", "precision.mode=fp32")
+    logger.removeHandler(handler)
+    return records
+
+
+def test_a_plan_without_replicas_is_told_once_by_rank_zero(ranks: Any) -> None:
+    first, second = ranks(2).run(said_without_replicas)
+    assert ["full_shard holds every shard on one rank alone" in text for text in first] == [True]
+    assert second == []

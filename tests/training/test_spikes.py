@@ -1,0 +1,223 @@
+"""Losses that stand out: told by the steps before, left out or stepped over, on all ranks alike."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fullshard.checkpoint import load, save
+from fullshard.errors import TrainError
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import SurvivalSection
+from fullshard.training.loop import Step, train
+from fullshard.training.rollback import roll_back
+from fullshard.training.spikes import RecentSteps
+from tests.training.runs import Pairs, local_bits, mean_square, run_of, same_bits, sharded
+
+SECTION = SurvivalSection(on_spike="skip", spike_window=8, spike_sigma=3.0)
+
+
+def recent(*losses: float, norms: float = 1.0, section: SurvivalSection = SECTION) -> RecentSteps:
+    steps = RecentSteps()
+    for loss in losses:
+        steps.add(loss, norms, section=section)
+    return steps
+
+
+# What stands out
+
+
+def test_nothing_stands_out_before_half_the_window_is_there() -> None:
+    assert not recent(1.0, 1.1, 0.9).spikes(100.0, 1.0, section=SECTION)
+    assert recent(1.0, 1.1, 0.9, 1.0).spikes(100.0, 1.0, section=SECTION)
+
+
+def test_the_loss_and_the_norm_are_judged_each_by_its_own() -> None:
+    steps = recent(3.0, 5.0, 3.0, 5.0)  # mean 4, deviation 1; the norms are flat at 1
+    assert not steps.spikes(7.0, 1.0, section=SECTION)
+    assert steps.spikes(7.01, 1.0, section=SECTION)
+    assert not steps.spikes(-100.0, 1.003, section=SECTION)
+    assert steps.spikes(4.0, 1.0031, section=SECTION)
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=20, max_size=40), st.floats(0.1, 30))
+def test_steps_beyond_the_window_do_not_count(losses: list[float], new: float) -> None:
+    assert recent(*losses) == recent(*losses[-8:])
+    assert recent(*losses).spikes(new, 1.0, section=SECTION) == recent(*losses[-8:]).spikes(
+        new, 1.0, section=SECTION
+    )
+
+
+def test_nothing_is_judged_or_kept_unless_asked_for() -> None:
+    off = SurvivalSection()
+    assert recent(1.0, 1.0, section=off) == RecentSteps()
+    assert not recent(*[1.0] * 8).spikes(100.0, 1.0, section=off)
+
+
+# What is done about it
+
+
+class SomeSpike(Pairs):
+    """Batches `bad` have targets far off, on the last rank alone. Notes which batches were used."""
+
+    def __init__(self, *bad: int) -> None:
+        self.bad = bad
+        self.used: list[int] = []
+
+    def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[tuple[Tensor, Tensor]]:
+        self.used.append(step)
+        for x, y in super().microbatches(step, rank=rank, plan=plan):
+            far = step in self.bad and rank == plan.world_size - 1
+            yield x, y + (1000.0 if far else 0.0)
+
+
+def spiky(kind: str, *bad: int, more: tuple[str, ...] = ()) -> Any:
+    return sharded(
+        run_of("train.steps=12", f"survival.on_spike={kind}", "survival.spike_window=8", *more),
+        data=SomeSpike(*bad),
+    )
+
+
+def skipping() -> tuple[list[bool], list[bool], tuple[int, int]]:
+    state, plan = spiky("skip", 6, 9)
+    skipped, touched, before = [], [], local_bits(state)
+    for step in train(state, plan, loss=mean_square):
+        after = local_bits(state)
+        assert step.spike == step.skipped
+        assert not step.rollback
+        skipped.append(step.skipped)
+        touched.append(not same_bits(before, after))
+        before = after
+    return skipped, touched, (state.skipped, len(state.recent.losses))
+
+
+def test_a_spike_on_one_rank_is_left_out_on_all(ranks: Any) -> None:
+    expected = [index in (6, 9) for index in range(12)]
+    for skipped, touched, counts in ranks(2).run(skipping):
+        assert skipped == expected
+        assert touched == [not one for one in expected], "parameters and optimizer, bit for bit"
+        assert counts == (2, 8)
+
+
+def only_noted() -> tuple[int, list[float]]:
+    state, plan = spiky("none", 6)
+    losses = [step.loss for step in train(state, plan, loss=mean_square)]
+    return state.skipped, losses
+
+
+def test_by_default_a_spike_is_trained_on(ranks: Any) -> None:
+    skipped, losses = ranks(2).run(only_noted)[0]
+    assert skipped == 0
+    assert losses[6] > 100 * losses[5]
+
+
+def rolling_back(directory: Path, bad: tuple[int, ...], more: tuple[str, ...]) -> Any:
+    """Saves after every fourth step. What was trained on in the end, and where the data stands."""
+    state, plan = spiky("rollback", *bad, more=more)
+    kept: dict[int, int] = {}  # step -> the batch that it was trained on
+    steps, went_back_to = train(state, plan, loss=mean_square), []
+    while (step := next(steps, None)) is not None:
+        if step.rollback:
+            went_back = roll_back(state, directory, plan=plan)
+            went_back_to.append(state.step if went_back else None)
+            steps = train(state, plan, loss=mean_square)
+            continue
+        kept[step.index] = state.data.used[-1]
+        if step.index % 4 == 0:
+            save(state, directory, plan=plan)
+    return kept, went_back_to, (state.data_offset, state.rollbacks), state.values()
+
+
+def test_after_a_rollback_no_batch_since_the_checkpoint_is_used_again(ranks: Any, tmp_path: Path) -> None:
+    """The spike is in batch 6, the checkpoint has steps 1 to 4, which took batches 0 to 3."""
+    for kept, went_back_to, counts, _ in ranks(2).run(rolling_back, tmp_path, (6,), ()):
+        assert went_back_to == [4]
+        assert [kept[step] for step in range(1, 13)] == [0, 1, 2, 3, *range(7, 15)]
+        assert counts == (3, 1)
+
+
+def test_more_batches_are_stepped_over_if_set(ranks: Any, tmp_path: Path) -> None:
+    """Also those of a second spike, which had been the next batch but two."""
+    more = ("survival.skip_batches=2",)
+    for kept, went_back_to, counts, _ in ranks(2).run(rolling_back, tmp_path, (6, 8, 10), more):
+        assert went_back_to == [4, 4]
+        assert [kept[step] for step in range(5, 13)] == list(range(13, 21))
+        assert counts == (9, 2)
+
+
+def test_without_a_checkpoint_the_step_is_left_out(ranks: Any, tmp_path: Path) -> None:
+    more = ("survival.spike_window=4",)
+    for kept, went_back_to, _, _ in ranks(2).run(rolling_back, tmp_path, (3,), more):
+        assert went_back_to == [None]
+        assert list(kept.values()) == [0, 1, 2, *range(4, 12)]
+
+
+def too_often(directory: Path) -> tuple[str, int]:
+    with pytest.raises(TrainError) as raised:
+        rolling_back(directory, tuple(range(6, 40)), ("survival.max_rollbacks=2",))
+    return raised.value.what, raised.value.exit_code
+
+
+def test_after_so_many_rollbacks_the_run_ends(ranks: Any, tmp_path: Path) -> None:
+    what = "the run was rolled back 2 times, and spikes again at step 5."
+    assert ranks(2).run(too_often, tmp_path) == [(what, 8)] * 2
+
+
+def not_finite(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return mean_square(model, batch) * torch.nan
+
+
+def asks_for_a_rollback() -> list[tuple[bool, bool]]:
+    run = run_of("train.max_skipped_steps=2", "survival.on_spike=rollback")
+    state, plan = sharded(run)
+    steps = train(state, plan, loss=not_finite)
+    return [(step.skipped, step.rollback) for step in (next(steps), next(steps))]
+
+
+def test_losses_that_stay_not_finite_are_a_reason_to_go_back_too(ranks: Any) -> None:
+    assert ranks(1).run(asks_for_a_rollback) == [[(True, False), (True, True)]]
+
+
+# What a checkpoint keeps of it
+
+
+def resumed(directory: Path) -> tuple[Any, Any, list[Step], list[Step]]:
+    """A run that stops after a spike that it stepped over, and what another makes of the rest."""
+    state, plan = spiky("skip", 7, 9)
+    state.data_offset, state.rollbacks, state.best = 2, 1, (0.25, 3)
+    steps = train(state, plan, loss=mean_square)
+    for _ in range(6):
+        next(steps)
+    save(state, directory, plan=plan)
+    other, _ = spiky("skip", 7, 9)
+    load(other, directory)
+    values = other.values(), state.values()
+    return *values, list(train(other, plan, loss=mean_square)), list(steps)
+
+
+def test_a_run_that_goes_on_judges_and_steps_over_as_the_one_that_did_not_stop(
+    ranks: Any, tmp_path: Path
+) -> None:
+    for other, own, after, straight in ranks(2).run(resumed, tmp_path):
+        assert other == own
+        assert (own["data_offset"], own["rollbacks"]) == (2, 1)
+        assert (own["best_validation_loss"], own["best_step"]) == (0.25, 3)
+        assert [one.loss for one in after] == [one.loss for one in straight]
+        assert [one.index for one in after if one.spike] == [8], "batch 9, two on"
+
+
+def older() -> tuple[int, int, Any]:
+    state, _ = sharded(run_of())
+    values = {k: v for k, v in state.values().items() if not k.startswith(("data_", "roll", "best", "rec"))}
+    state.data_offset, state.best = 3, (1.0, 1)
+    state.restored(values, {})
+    return state.data_offset, state.rollbacks, state.best
+
+
+def test_a_checkpoint_of_before_has_none_of_it(ranks: Any) -> None:
+    assert ranks(1).run(older) == [(0, 0, None)]

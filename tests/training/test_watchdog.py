@@ -1,0 +1,189 @@
+"""A run that hangs ends, and says which rank the others wait for."""
+
+import os
+import re
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.errors import TrainError
+from fullshard.spec.run import SurvivalSection
+from fullshard.training.diagnosis import Report, Sighting, Silent, diagnose, process_state, this_host
+from fullshard.training.watchdog import watching
+from fullshard.training.whereabouts import Phase, Whereabouts
+from tests.training.hangs import hung
+
+NOW = 1000.0
+
+# Runs that hang, in processes of their own: (ranks, what is said, exit codes); None had to be killed
+
+HARMS = {
+    "sleeps_in_the_data": (
+        2,
+        r"rank 1 does not come to the collective that rank 0 waits in: in data of step 3 .*hangs.py",
+        [8, 8],
+    ),
+    "stops_itself": (2, r"rank 1 does not answer, last heard of in .*: its process is stopped", [8, None]),
+    "holds_the_interpreter": (
+        2,
+        r"rank 1 does not answer, last heard of in .*: its process runs, but no Python in it does",
+        [8, 1],
+    ),
+    "skips_a_collective": (
+        3,
+        r"rank 1 left out a collective that ranks 0, 2 wait in, or made one more: in forward of step 3",
+        [8, 8, 8],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [pytest.param(harm, marks=[pytest.mark.long] * (harm == "holds_the_interpreter")) for harm in HARMS],
+)
+def test_a_hang_is_ended_and_the_rank_is_named_that_the_others_wait_for(harm: str, tmp_path: Path) -> None:
+    ranks, said, codes = HARMS[harm]
+    assert hung(harm, tmp_path, ranks=ranks, culprit=1) == codes
+    for rank in (rank for rank, code in enumerate(codes) if code == TrainError.exit_code):
+        assert re.match(said, (tmp_path / f"last-words-{rank}").read_text()), "all say the same"
+    written = "".join((tmp_path / f"stderr-{rank}").read_text() for rank in range(ranks))
+    assert written.count("rank 0, every thread") == 1, "and one of them shows the stacks"
+    assert ("in sleeps_in_the_data" in written) == (harm == "sleeps_in_the_data"), "with the culprit's stack"
+    assert ("in holds_the_interpreter" in written) == (harm == "holds_the_interpreter"), "even that of C"
+
+
+@pytest.mark.long
+def test_a_rank_alone_is_watched_too(tmp_path: Path) -> None:
+    assert hung("sleeps_in_the_data", tmp_path, ranks=1, culprit=0) == [8]
+    said = (tmp_path / "last-words-0").read_text()
+    assert said.startswith("all ranks do not come to any collective: rank 0 in data of step 3")
+
+
+def test_a_slow_phase_is_waited_for_on_all_ranks(tmp_path: Path) -> None:
+    """Rank 1 saves for longer than the watchdog's time, which the others spend in a collective."""
+    assert hung("saves_for_long", tmp_path, ranks=2, culprit=1) == [0, 0]
+
+
+def test_nothing_is_left_of_a_watchdog_that_was_stopped_or_is_off() -> None:
+    before = set(threading.enumerate())
+    with watching(Whereabouts(), SurvivalSection(watchdog_seconds=0)):
+        assert set(threading.enumerate()) == before
+    with watching(Whereabouts(), SurvivalSection(watchdog_seconds=100)):
+        names = {thread.name for thread in set(threading.enumerate()) - before}
+        assert names == {"fullshard watchdog", "fullshard store"}
+    assert set(threading.enumerate()) == before
+
+
+def test_collectives_wait_for_longer_than_the_watchdog() -> None:
+    for settings in ({}, {"watchdog_seconds": 1000.0}, {"watchdog_seconds": 0}):
+        section = SurvivalSection(**settings)
+        assert section.group_timeout_seconds > section.watchdog_seconds * section.watchdog_patience
+        assert section.group_timeout_seconds >= section.collective_seconds
+
+
+# Who is to blame
+
+
+def seen(phase: Phase, step: int = 4, *, process: int = 1) -> Sighting:
+    return Sighting(this_host(), process, step, str(phase), 31.0, 30.0, NOW - 1)
+
+
+def report(phase: Phase, step: int = 4, *, waits: bool = True, collective: str = "") -> Report:
+    return Report(seen(phase, step), waits, f"{phase}.py:1 in f", collective, f"stack in {phase}")
+
+
+WAITING, BUSY = report(Phase.BACKWARD), report(Phase.DATA, waits=False)
+
+
+@given(st.integers(1, 40), st.integers(0, 39))
+def test_among_ranks_that_wait_the_one_that_does_not_is_named(others: int, at: int) -> None:
+    reports = dict.fromkeys(range(others + 1), WAITING) | {at % (others + 1): BUSY}
+    verdict = diagnose(reports, {}, now=NOW)
+    assert verdict.error.what.startswith(f"rank {at % (others + 1)} does not come to the collective that ")
+    assert "in data of step 5 for 31 s, data.py:1 in f" in verdict.error.what
+    assert "stack in data" in verdict.stacks
+
+
+def test_of_ranks_in_different_collectives_the_few_are_named() -> None:
+    early, late = report(Phase.REDUCE), report(Phase.FORWARD, step=5)
+    reports = {0: early, 1: late, 2: early}
+    assert diagnose(reports, {}, now=NOW).error.what.startswith(
+        "rank 1 left out a collective that ranks 0, 2"
+    )
+    reports = {0: late, 1: early, 2: late}
+    assert diagnose(reports, {}, now=NOW).error.what.startswith(
+        "rank 1 left out a collective that ranks 0, 2"
+    )
+
+
+def test_of_as_many_the_one_that_is_further_on_left_something_out() -> None:
+    reports = {0: report(Phase.FORWARD, step=5), 1: report(Phase.REDUCE)}
+    assert diagnose(reports, {}, now=NOW).error.what.startswith(
+        "rank 0 left out a collective that rank 1 waits"
+    )
+    reports = {0: report(Phase.FORWARD), 1: report(Phase.REDUCE)}
+    assert diagnose(reports, {}, now=NOW).error.what.startswith(
+        "rank 1 left out a collective that rank 0 waits"
+    )
+
+
+def test_the_flight_recorder_tells_ranks_of_one_place_apart() -> None:
+    reports = {
+        rank: report(Phase.REDUCE, collective=f"gloo:all_reduce {17 - (rank == 2)}") for rank in range(4)
+    }
+    verdict = diagnose(reports, {}, now=NOW)
+    assert verdict.error.what.startswith("rank 2 left out a collective that ranks 0-1, 3 wait in")
+    assert "rank 2: in reduce of step 5" in str(verdict.error.got)
+    assert "last collective: gloo:all_reduce 16" in str(verdict.error.got)
+
+
+def test_where_all_are_alike_none_is_blamed() -> None:
+    verdict = diagnose(dict.fromkeys(range(8), WAITING), {}, now=NOW)
+    assert verdict.error.what.startswith("all ranks wait in the same collective")
+    verdict = diagnose(dict.fromkeys(range(8), BUSY), {}, now=NOW)
+    assert verdict.error.what.startswith(
+        "all ranks do not come to any collective: ranks 0-7 in data of step 5"
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("T", "is stopped"),
+        ("t", "is stopped"),
+        ("D", "waits in the kernel"),
+        ("R", "native code holds the interpreter"),
+        ("S", "native code holds the interpreter"),
+        ("Z", "its process is gone"),
+        ("", "its process is gone"),
+        (None, "its host or the link to it is gone"),
+    ],
+)
+def test_a_rank_that_says_nothing_is_named_before_any_that_waits(state: str | None, said: str) -> None:
+    silent = {3: Silent(seen(Phase.FORWARD), state)}
+    verdict = diagnose({0: WAITING, 1: BUSY, 2: WAITING}, silent, now=NOW)
+    assert verdict.error.what.startswith("rank 3 does not answer, last heard of in forward of step 5")
+    assert said in verdict.error.what
+    assert "rank 3: last heard of 1 s ago" in str(verdict.error.got)
+
+
+def test_ranks_that_never_spoke_are_named_too() -> None:
+    verdict = diagnose({0: WAITING}, {2: Silent(None, None), 1: Silent(None, None)}, now=NOW)
+    assert verdict.error.what.startswith("rank 1 (and rank 2) does not answer, never heard of")
+
+
+def test_of_thousands_of_ranks_few_lines_and_stacks_are_shown() -> None:
+    reports = dict.fromkeys(range(4096), WAITING) | dict.fromkeys(range(100, 200), BUSY)
+    verdict = diagnose(reports, {}, now=NOW)
+    assert len(str(verdict.error.got).splitlines()) == 2
+    assert verdict.stacks.count("every thread") <= 8
+
+
+def test_the_state_of_a_process_is_told_on_its_own_host_only() -> None:
+    own = Sighting(this_host(), os.getpid(), 1, "data", 1.0, 1.0, NOW)
+    assert process_state(own) in ("R", "S")
+    assert process_state(Sighting("elsewhere", os.getpid(), 1, "data", 1.0, 1.0, NOW)) is None
+    assert process_state(Sighting(this_host(), 2**22 + 1, 1, "data", 1.0, 1.0, NOW)) == ""
