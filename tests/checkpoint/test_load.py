@@ -36,11 +36,6 @@ def with_the_manifest_of_another_step(path: Path) -> None:
     (path / "manifest.json").write_text(json.dumps(data | {"step": 5}))
 
 
-def from_the_future(path: Path) -> None:
-    data = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(data | {"format": 3, "new": True}))
-
-
 def with_a_truncated_shard(path: Path) -> None:
     shard = path / "__0_0.distcp"
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -63,7 +58,6 @@ DAMAGES = [
     with_half_a_manifest,
     with_a_manifest_of_another_form,
     with_the_manifest_of_another_step,
-    from_the_future,
     with_a_truncated_shard,
     without_a_shard,
     with_empty_metadata,
@@ -89,6 +83,15 @@ def test_no_whole_one_among_some_is_refused_even_if_none_would_do(tmp_path, dama
         load(state, tmp_path, missing_ok=True)
     assert raised.value.got == "step-00000001"
     assert_same(state.held, numbers(0))
+
+
+def test_a_newer_format_is_refused_and_not_passed_over(tmp_path):
+    saved(tmp_path, 1)
+    path = saved(tmp_path, 2)
+    manifest = read_manifest(path).model_copy(update={"format": 3})
+    (path / "manifest.json").write_bytes(manifest.encoded())
+    with pytest.raises(CheckpointError, match="cannot be read by this fullshard"):
+        loaded(tmp_path)
 
 
 def test_none_at_all_is_refused_unless_that_will_do(tmp_path):

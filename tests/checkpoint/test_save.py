@@ -354,10 +354,13 @@ def test_only_what_is_surely_dead_is_collected(tmp_path, caplog):
     alive = leftover(tmp_path, ".tmp-00000001-alive")
     elsewhere = leftover(tmp_path, ".tmp-00000001-elsewhere", pid=dead_pid(), host="another")
     unknown = leftover(tmp_path, ".tmp-00000001-unknown")
-    (unknown / WRITER).unlink()
+    (unknown / WRITER).rename(unknown / "__0_0.distcp")
+    just_begun = leftover(tmp_path, ".tmp-00000001-begun")
+    (just_begun / WRITER).write_text("{")
     path = saved(tmp_path, 2)
     assert not dead.exists()
     assert not half_removed.exists()
+    assert not just_begun.exists()
     for left in (alive, elsewhere, unknown):
         assert left.exists()
         assert f"leaving {left} alone" in caplog.text

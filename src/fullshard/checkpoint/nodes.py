@@ -178,6 +178,7 @@ def commit(
 
 
 def discard(draft: LocalFiles, seat: Seat) -> None:
+    """Removes a draft from every disk. Every rank calls it; no rank waits for another."""
     if seat.leads:
         retention.remove(draft.path)
 

@@ -233,7 +233,8 @@ def _collect_leftovers(url: str, *, own: ObjectFiles) -> None:
         for draft in _uncommitted(url):
             if str(draft) == str(own):
                 continue
-            if is_abandoned(draft, now):
+            # Looked up again: it may have committed, and ended, since the first look.
+            if is_abandoned(draft, now) and str(draft) in map(str, _uncommitted(url)):
                 logger.info("removing %s: nobody writes it any more", draft)
                 _remove_attempt(draft)
             else:

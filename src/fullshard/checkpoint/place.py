@@ -14,7 +14,7 @@ from typing import Protocol
 from fullshard.checkpoint import disk, retention
 from fullshard.checkpoint.files import Files, LocalFiles, is_remote, write_file
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, step_name, verify
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 _STEP = re.compile(r"step-([0-9]{8,})")
 _LOCK = ".lock"
@@ -174,7 +174,8 @@ def place_of(directory: str | Path | Place) -> Place:
 def whole(place: Place) -> list[tuple[int, Files]]:
     """(step, files) of every checkpoint of `place` that is whole, the highest step first.
 
-    What is not is passed over, with a warning; so is what a broken-off save left behind.
+    What is not is passed over, with a warning; so is what a broken-off save left behind. Raises
+    CheckpointError for one that may well be whole but cannot be read: an older one is no substitute.
     """
     if not place.exists():
         return []
@@ -184,7 +185,7 @@ def whole(place: Place) -> list[tuple[int, Files]]:
     for step, files in place.steps():
         try:
             verify(files)
-        except CheckpointError as error:
+        except DamagedCheckpointError as error:
             logger.warning("passing over %s: %s", files, error.got or error.what)
         else:
             found.append((step, files))

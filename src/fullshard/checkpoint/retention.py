@@ -62,7 +62,8 @@ def remove(path: Path) -> None:
 def collect_leftovers(directory: Path) -> None:
     """Removes what is left of saves whose process is dead, and of removals that were broken off.
 
-    A `.tmp-` directory whose process may still run is left alone, and named in a warning.
+    A `.tmp-` directory whose process may still run is left alone, and named in a warning. Call it with the
+    place locked: then one that has no more than begun is nobody's.
     """
     for path in sorted(directory.glob(".del-*")):
         remove(path)
@@ -74,9 +75,17 @@ def collect_leftovers(directory: Path) -> None:
         if writer is not None and writer.is_dead():
             logger.info("removing %s: its process %d is dead", path, writer.pid)
             remove(path)
+        elif writer is None and _is_bare(path):
+            logger.info("removing %s: nothing was written there", path)
+            remove(path)
         else:
             who = f"process {writer.pid} on {writer.host}" if writer else "a process that cannot be told"
             logger.warning("leaving %s alone: %s may still be writing it", path, who)
+
+
+def _is_bare(path: Path) -> bool:
+    """Whether its process was ended before it had said who it is, and so before it wrote any shard."""
+    return path.is_dir() and {one.name for one in path.iterdir()} <= {WRITER}
 
 
 def set_aside(path: Path) -> Path:
