@@ -4,6 +4,7 @@ import io
 
 import pytest
 
+from fullshard.quantities import format_bytes
 from fullshard.report.compare_plans import comparison_rows, show_comparison
 from fullshard.report.grid import show_rows
 from fullshard.report.plan import MEMORY_LABELS, TIME_LABELS, Budget, PlanPage, plan_rows, show_plan
@@ -34,6 +35,16 @@ def test_bytes_are_held_against_what_the_device_has():
     assert said["activations"].split()[:4] == ["16.00", "GiB", "36", "%"]
     assert said["allocator reserve"].split()[:4] == ["4.00", "GiB", "9", "%"]
     assert "buffers" not in said, "what is nothing has no line"
+
+
+def test_checkpoints_in_the_background_take_host_memory():
+    plan = predicted()
+    assert "checkpoints" not in rows(plan)
+    run = Run.load(overrides=["checkpoint.mode=async"])
+    prediction = plan.prediction
+    assert prediction is not None
+    staged = prediction.memory.parameter_shards + prediction.memory.optimizer_state
+    assert format_bytes(staged) in rows(plan.model_copy(update={"run": run}))["checkpoints"]
 
 
 def test_a_plan_that_does_not_fit_says_by_how_much():

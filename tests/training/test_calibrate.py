@@ -60,5 +60,12 @@ def test_the_file_reads_back_equal_and_the_table_names_every_kind(found: list[Ca
     found[0].save(tmp_path)
     assert Calibration.load(tmp_path) == found[0]
     table = calibration_table(found[0])
-    for label in ("matmul fp32", "attention bf16", "memory", "fused AdamW", "reduce-scatter within"):
+    for label in (
+        "matmul fp32",
+        "attention bf16",
+        "memory",
+        "fused AdamW",
+        "AdamW on the host",
+        "reduce-scatter within",
+    ):
         assert label in table

@@ -32,6 +32,7 @@ _ELEMENTS = {
     "cuda": tuple(2**power for power in (12, 15, 18, 20, 22, 24, 26)),
 }
 _COPY_BYTES = _FILE_BYTES = 64 * 1024**2
+_HOST_PARAMETERS, _HOST_UPDATES = 1 << 24, 4  # 256 MiB, far beyond any cache
 _WINDOWS = 8
 _ISSUED = 64  # operations of one chain in `measure_launch`
 
@@ -245,6 +246,19 @@ def measure_disk(directory: str = ".") -> float | None:
     writable = mean_over_ranks(float(rate > 0)) == 1
     mean = mean_over_ranks(rate)
     return _rounded(mean) if writable else None
+
+
+def measure_host_adam() -> float:
+    """Parameters that the host's fused AdamW updates in a second for one rank, while all ranks' do."""
+    parameter = torch.randn(_HOST_PARAMETERS).requires_grad_()
+    parameter.grad = torch.randn(_HOST_PARAMETERS)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    optimizer.step()  # makes its state
+    mean_over_ranks(0.0)
+    started = time.perf_counter()
+    for _ in range(_HOST_UPDATES):
+        optimizer.step()
+    return _rounded(mean_over_ranks(_HOST_PARAMETERS * _HOST_UPDATES / (time.perf_counter() - started)))
 
 
 def measure_context(device: torch.device) -> int:

@@ -33,6 +33,7 @@ def _rows(calibration: Calibration) -> Iterator[tuple[str, str]]:
             yield from _collectives(axis, link, calibration=calibration)
     if hardware.host_bytes_per_second is not None:
         yield "host copies", f"{format_count(hardware.host_bytes_per_second)}B/s"
+    yield "AdamW on the host", f"{format_count(hardware.adam_per_second)} parameters/s a rank"
     if hardware.disk_bytes_per_second is not None:
         yield "disk, writing", f"{format_count(hardware.disk_bytes_per_second)}B/s"
     if calibration.step_errors:

@@ -93,6 +93,9 @@ def plan_rows(page: PlanPage) -> Iterator[tuple[str, str]]:
         yield "prediction", "none was made"
         return
     yield from _memory(prediction)
+    if plan.run.checkpoint.mode == "async":
+        staged = format_bytes(prediction.memory.staged_bytes)
+        yield "checkpoints", f"{staged} of host memory a rank besides, for the copy that is written"
     if page.dry_run is not None:
         yield from _dry_run(page.dry_run, prediction)
     if prediction.offload is not None:

@@ -39,6 +39,11 @@ class MemoryTerms(Value):
     def total(self) -> int:
         return sum(self.terms().values())
 
+    @property
+    def staged_bytes(self) -> int:
+        """Host memory of the copy that a checkpoint in the background is written from."""
+        return self.parameter_shards + self.optimizer_state
+
     def terms(self) -> dict[str, int]:
         """The terms by name, in the order of the fields."""
         return {name: value for name, value in self if isinstance(value, int)}

@@ -55,6 +55,7 @@ def measure(ranks: Ranks, *, seconds: float) -> Calibration:
         "context_bytes": int(meters.mean_over_ranks(context)),
         "host_bytes_per_second": meters.measure_host_copies(meter, seconds=_COPIES * share),
         "disk_bytes_per_second": meters.measure_disk(),
+        "adam_per_second": meters.measure_host_adam(),
         "source": f"fullshard calibrate, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
         **links,
     }
