@@ -74,7 +74,7 @@ def part(directory: Path, strategy: str, until: int, extra: list[str], model: st
     return train_part(directory, strategy=strategy, until=until, extra=extra, model_name=model)
 
 
-PRECISIONS = ("fp32", "bf16", "fp16", "bf16_pure")
+PRECISIONS = ("fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure")
 
 
 @pytest.mark.parametrize(

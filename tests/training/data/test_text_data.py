@@ -85,6 +85,24 @@ def test_an_epoch_has_every_byte_but_the_first_as_a_label_once(
     assert data.train_tokens == windows * S
 
 
+divisors_of_12 = st.sampled_from([1, 2, 3, 4, 6, 12])
+
+
+@laws
+@given(st.lists(st.tuples(divisors_of_12, st.integers(1, 5)), min_size=1, max_size=5))
+def test_parts_on_any_ranks_lose_no_sample_and_double_none(parts: list[tuple[int, int]]):
+    """Each part: so many ranks, for so many steps; each begins, with data of its own, where the last ended."""
+    total = sum(steps for _, steps in parts)
+    alone = plan_of(1, 12)
+    whole = [global_batch(text_data(), step, alone) for step in range(total)]
+    seen, step = [], 0
+    for world, steps in parts:
+        data, plan = text_data(), plan_of(world, 12 // world)
+        seen += [global_batch(data, step + i, plan) for i in range(steps)]
+        step += steps
+    assert seen == whole
+
+
 def test_a_step_does_not_depend_on_the_steps_before_it():
     plan, data = plan_of(2, 3, 2), text_data()
     in_order = [global_batch(data, step, plan) for step in range(20)]
