@@ -67,7 +67,8 @@ def disks(ranks: Callable, trials: int) -> Iterator[tuple[str, str, Counter[str]
             for _ in range(max(trials // 100, 1)):
                 with tempfile.TemporaryDirectory() as name:
                     ended, started = disk_fault(ranks, Path(name), fault=fault, mode=mode)
-                how = ended if ended == "went on" else ended.splitlines()[-1].strip()
+                why = [line.strip() for line in ended.splitlines() if line.startswith("  why: ")]
+                how = f"stopped, {why[0]}" if why else ended
                 counted[f"{how}; then {_short(started)}"] += 1
             yield f"disk {fault}", mode, counted
 
