@@ -340,6 +340,7 @@ def test_a_store_that_goes_away_is_told_on_all_ranks(ranks, tmp_path):
             assert "the store does not answer" in message
 
 
+@pytest.mark.long  # subprocesses that import everything
 def test_missing_credentials_and_a_missing_package_are_told(server):
     program = """
 import os, sys

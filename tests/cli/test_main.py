@@ -58,7 +58,7 @@ def test_help_takes_less_than_a_third_of_a_second_of_cpu_time() -> None:
         (["ckpt", "exprt"], "'export'"),
         (["init", "--forec"], "--force"),
         (["train", "a.toml", "b.toml"], "b.toml"),
-        (["ckpt", "export", "only-one"], "OUT.safetensors"),
+        (["ckpt", "export", "only-one"], "OUT"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_names_the_nearest(

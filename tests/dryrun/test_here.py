@@ -30,7 +30,7 @@ def dry(plan: Plan, *, rank: int = 0) -> DryRun:
 @pytest.mark.parametrize(
     ("n", "accumulation", "overrides"),
     [
-        (2, 3, ["sharding.strategy=zero1", "recompute.mode=full"]),
+        pytest.param(2, 3, ["sharding.strategy=zero1", "recompute.mode=full"], marks=pytest.mark.long),
         (4, 1, ["sharding.strategy=full_shard", "sharding.reshard_to=2", "precision.mode=bf16_pure"]),
     ],
 )
@@ -64,9 +64,13 @@ def test_shards_are_the_first_chunk_of_dim_0(n):
 @pytest.mark.parametrize(
     ("device", "overrides"),
     [
-        ("cpu", ["prefetch.mode=explicit", "prefetch.forward=2", "prefetch.backward=2"]),
+        pytest.param(
+            "cpu",
+            ["prefetch.mode=explicit", "prefetch.forward=2", "prefetch.backward=2"],
+            marks=pytest.mark.long,
+        ),
         ("cpu", ["recompute.mode=full", "sharding.reshard_to=8", "sharding.strategy=full_shard"]),
-        ("cuda", [*HYBRID, "precision.mode=bf16"]),
+        pytest.param("cuda", [*HYBRID, "precision.mode=bf16"], marks=pytest.mark.long),
         ("cuda", ["sharding.strategy=zero1", "recompute.mode=selective", "precision.mode=bf16"]),
     ],
     ids=["prefetch", "hpz", "hybrid", "zero1"],

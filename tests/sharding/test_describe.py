@@ -89,8 +89,16 @@ def allocated(model: nn.Module, plan: Plan, *, vocabulary: int, accumulating: bo
     return peak.bytes
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("recompute", ["none", "full", "every", "selective"])
+@pytest.mark.parametrize(
+    ("recompute", "precision"),
+    [
+        *[("none", "fp32"), ("full", "bf16"), ("every", "bf16"), ("selective", "fp32")],
+        pytest.param("none", "bf16", marks=pytest.mark.long),
+        pytest.param("full", "fp32", marks=pytest.mark.long),
+        pytest.param("every", "fp32", marks=pytest.mark.long),
+        pytest.param("selective", "bf16", marks=pytest.mark.long),
+    ],
+)
 def test_the_trace_counts_what_the_allocator_counts(recompute, precision):
     plan = plan_of(f"recompute.mode={recompute}", f"precision.mode={precision}")
     counted = allocated(DecoderModel(plan.run.model), plan, vocabulary=256)
@@ -187,7 +195,12 @@ def distinct_blocks(*overrides: str) -> tuple[DecoderModel, Plan]:
 
 @pytest.mark.parametrize(
     ("recompute", "vocabulary"),
-    [("none", 16), ("none", 2048), ("full", 16), ("every", 16), ("selective", 2048)],
+    [
+        *[("full", 16), ("selective", 2048)],
+        pytest.param("none", 16, marks=pytest.mark.long),
+        pytest.param("none", 2048, marks=pytest.mark.long),
+        pytest.param("every", 16, marks=pytest.mark.long),
+    ],
 )
 def test_a_few_blocks_tell_what_all_do(recompute, vocabulary):
     """Where the peak is in backward (few logits), and where it is at the loss."""

@@ -111,7 +111,9 @@ def assert_bitwise(ranks: Callable[..., Any], path: Path, strategy: str, precisi
     "parts",
     [
         [(2, "full_shard", 2), (3, "full_shard", 4), (1, "full_shard", 7), (4, "full_shard", STEPS)],
-        [(2, "full_shard", 3), (2, "no_shard", 6), (4, "hybrid_shard", STEPS)],
+        pytest.param(
+            [(2, "full_shard", 3), (2, "no_shard", 6), (4, "hybrid_shard", STEPS)], marks=pytest.mark.long
+        ),
         [(4, "hpz", 3), (3, "zero1", 6), (4, "hybrid_shard_zero2", STEPS)],
     ],
     ids=["ranks 2→3→1→4", "full→no→hybrid", "hpz→zero1→hybrid_zero2"],

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from fullshard.checkpoint import nodes, ranks_layout, storage
-from fullshard.checkpoint.agreement import everyone, first, gathered
+from fullshard.checkpoint.agreement import everyone, first, gathered, rank
 from fullshard.checkpoint.files import Files, LocalFiles
 from fullshard.checkpoint.manifest import (
     MANIFEST,
@@ -59,10 +59,11 @@ def load(
                 raise  # this very one was asked for
             refused[files.name] = f"{files.name}: {error.got or error.what}"
             aside = first(lambda files=files: _set_aside(place, files), doing=f"setting {files} aside")
-            logger.warning("%s\n  %s: an older checkpoint is taken instead", error, aside)
+            if rank() == 0:
+                logger.warning("%s\n  %s: an older checkpoint is taken instead", error, aside)
         else:
             logger.info("loaded step %d from %s", manifest.step, files)
-            if refused:
+            if refused and rank() == 0:
                 logger.warning("went back to %s, since %s cannot be used", files, ", ".join(refused))
             return True
 
@@ -83,7 +84,8 @@ def _load_from_nodes(state: Checkpointable, disks: NodeDisks, *, missing_ok: boo
                 lambda files=files, place=place: _set_aside(place, files) if seat.leads else None,
                 doing=f"setting {files} aside",
             )
-            logger.warning("%s\n  %s: an older checkpoint is taken instead", error, aside or files)
+            if seat.leads:
+                logger.warning("%s\n  %s: an older checkpoint is taken instead", error, aside)
         else:
             logger.info("loaded step %d from %s of each node", step, files)
             return True

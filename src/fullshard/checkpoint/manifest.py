@@ -228,7 +228,7 @@ def _undamaged_json(text: bytes, where: str) -> dict[str, Any]:
     try:
         data: Any = json.loads(text)
     except ValueError as error:
-        raise DamagedCheckpointError(f"{where} is damaged.", got=str(error)) from error
+        raise DamagedCheckpointError(f"{where} is damaged.", got=f"{MANIFEST}, no JSON: {error}") from error
     if not isinstance(data, dict):
         raise DamagedCheckpointError(f"{where} is damaged.", got="no JSON object")
     told = str(cast(dict[str, Any], data).get("digest"))

@@ -273,6 +273,9 @@ def read(tensors: Mapping[str, Tensor], reader: Reader, *, alone: bool = False) 
 
 @contextmanager
 def _single_process_is_meant() -> Generator[None]:
+    if distributed():  # then nothing warns; and to filter would have other warnings shown anew each time
+        yield
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield

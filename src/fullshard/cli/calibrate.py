@@ -42,6 +42,8 @@ def calibrate(
     from fullshard.report.calibration import calibration_table
     from fullshard.spec.calibration import Calibration, CalibrationSettings
 
+    path = out or user_hardware_path()
+    _require_directory(path)
     with tempfile.TemporaryDirectory(prefix="fullshard-calibrate-") as name:
         directory = Path(name)
         settings = CalibrationSettings() if seconds is None else CalibrationSettings(seconds=seconds)
@@ -49,11 +51,20 @@ def calibrate(
         exit_code = start(_request(directory, ranks=ranks, device=device))
         if exit_code == 0 and os.environ.get("RANK", "0") == "0":
             found = _fitted(Calibration.load(directory))
-            path = out or user_hardware_path()
             found.hardware.save(path)
             typer.echo(found.model_dump_json() if as_json else calibration_table(found))
             typer.echo(f"written: {path}", err=True)
     raise typer.Exit(exit_code)
+
+
+def _require_directory(path: Path) -> None:
+    """Before two minutes of measuring, not after."""
+    from fullshard.errors import SpecError
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another --out") from error
 
 
 def _fitted(found: "Calibration") -> "Calibration":

@@ -20,6 +20,9 @@ def list_checkpoints(
     """List the checkpoints of a run, and which of them are whole."""
     place = _place(directory)
     rows = [_describe(files) for _, files in reversed(place.steps())]
+    rejected = place.rejected()
+    if rejected:
+        typer.echo(f"set aside as damaged: {', '.join(rejected)}", err=True)
     if as_json:
         typer.echo(json.dumps(rows))
     elif rows:

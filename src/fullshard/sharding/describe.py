@@ -13,8 +13,8 @@ for the plan's own microbatch. Operations are not compiled: what `torch.compile`
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -65,7 +65,8 @@ def describe(
     int64 `tokens` and `labels` of (microbatch, sequence_length). `units(name, module)` overrides the plan's
     unit policy, as in `shard`. `kernels_for`: which device's kernels compute; unset, the plan's.
 
-    Raises ShardError for a model that is sharded already.
+    Raises ShardError for a model that is sharded already, and for one that cannot run on tokens and labels
+    where no `batch` was given.
     """
     device = kernels_for or _device(plan)
     plan, recomputes = _on_one_rank(plan, device) if isinstance(plan, Run) else (plan, (plan.run.recompute,))
@@ -80,6 +81,8 @@ def describe(
     with ExitStack() as stack:
         if device == "cuda":
             stack.enter_context(cuda_kernels())
+        if batch is None:
+            stack.enter_context(_batch_is_ours(type(model).__name__))
         traces = [trace for section in recomputes for trace in study.traces(section, given)]
     flops, active = _per_token(traces[0], study.table.kernels, sequence_length=plan.run.data.sequence_length)
     return ModelSpec(
@@ -94,6 +97,19 @@ def describe(
         flops_per_token=flops,
         active_numel=active,
     )
+
+
+@contextmanager
+def _batch_is_ours(model_name: str) -> Generator[None]:
+    try:
+        yield
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+        raise ShardError(
+            f"{model_name} cannot be described on a batch of int64 tokens and labels.",
+            got=f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}",
+            why="no batch was given, so one was made up",
+            fix="describe(..., batch=one of your microbatches), and loss=your_loss if it takes more",
+        ) from error
 
 
 def _device(plan: Plan | Run) -> DeviceType:

@@ -18,7 +18,7 @@ _COMMENTS = {
     "context_bytes": "what a process takes of the device beside the allocator, bytes",
     "workspace_bytes": "what matmul libraries take of the allocator, bytes",
     "fragmentation": "what the allocator reserves over the peaks of its streams, as a part of them",
-    "usable_fraction": "part of memory_bytes that a process may take",
+    "usable_fraction": "part of memory_bytes that a plan may take",
     "host_bytes_per_second": "device <-> host, one rank while all copy, bytes/s",
     "disk_bytes_per_second": "one rank while all write, bytes/s",
     "host_memory_bytes": "one rank's share of the host's, bytes",

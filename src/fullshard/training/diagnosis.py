@@ -97,7 +97,7 @@ def diagnose(reports: Mapping[int, Report], silent: Mapping[int, Silent], *, now
         what,
         got="\n       ".join(lines),
         why="nothing moves, so the watchdog ends the run (survival.watchdog_seconds)",
-        fix="what is said of that rank; then fullshard train --resume goes on from the newest checkpoint",
+        fix="what is said of that rank; then the same command with --resume, from the newest checkpoint",
     )
     shown = [rank for rank in culprits if rank in reports][:_SHOWN]
     shown += [group[0] for group in groups if group[0] not in culprits][:_SHOWN]

@@ -125,6 +125,7 @@ def _begin(
     shard(model, plan)
     state = TrainState(model, build_optimizer(model, plan), data=data)
     state.where = where
+    torch.manual_seed(run.run.seed + ranks.rank)  # for dropout; a checkpoint's own state takes its place
     if resume or found.before is not None:
         load(state, place(directory.checkpoints, plan), missing_ok=not resume)
     parameters = sum(p.numel() for p in model.parameters())
@@ -315,7 +316,9 @@ def _finish(job: _Job, *, interrupted: bool) -> None:
         job.log.say(f"all {job.run.train.steps} steps are done already; nothing was trained")
     job.state.where.enter(Phase.FINISHING)
     if interrupted:
-        job.log.say(f"stopped by a signal after step {job.state.step}; fullshard train --resume goes on")
+        job.log.say(
+            f"stopped by a signal after step {job.state.step}; the same command with --resume goes on"
+        )
     elif job.run.log.sample_tokens and job.last is not None:
         tokens = generate(
             job.state.model,

@@ -1,6 +1,7 @@
 """train(state, plan): a generator of finished steps. The loop's body is the user's."""
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -8,7 +9,9 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import record_function
+from torch.utils._pytree import tree_leaves
 
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
@@ -20,6 +23,8 @@ from fullshard.training.schedule import rate_factor
 from fullshard.training.state import TrainState
 from fullshard.training.step import StepResult, run_step
 from fullshard.training.whereabouts import Phase
+
+logger = logging.getLogger("fullshard")
 
 _DATA = "fullshard::data"  # a range of a profiler's trace: see `fullshard.profiler.trace`
 
@@ -136,8 +141,14 @@ def _microbatches(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any
     if state.iterator is None:
         state.iterator = iter(cast(Iterable[Any], state.data))
 
+    told = False
+
     def next_ones(_step: int) -> list[Any] | None:
+        nonlocal told
         own = list(itertools.islice(cast(Iterator[Any], state.iterator), plan.accumulation))
+        if own and not told:
+            told = True
+            _warn_of_another_size(own[0], plan)
         # Ranks whose iterables differ in length would wait for each other forever: agree before the step.
         full = torch.tensor([len(own) == plan.accumulation], dtype=torch.uint8, device=plan.device)
         if plan.world_size > 1:
@@ -148,6 +159,20 @@ def _microbatches(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any
         return None
 
     return next_ones
+
+
+def _warn_of_another_size(batch: Any, plan: Plan) -> None:
+    """The planner chooses the microbatch, and an iterable need not know. Packed rows may well differ."""
+    rows = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
+    if rows and plan.microbatch not in rows:
+        logger.warning(
+            "the data gives microbatches of %s rows, and the plan is for %d (× %d accumulated): what it says "
+            "of memory and time, and train.global_batch, are for those. Pin train.microbatch, or ask "
+            "plan.microbatch before the data is made.",
+            " or ".join(map(str, sorted(rows))),
+            plan.microbatch,
+            plan.accumulation,
+        )
 
 
 class _Timed:

@@ -91,7 +91,7 @@ divisors_of_12 = st.sampled_from([1, 2, 3, 4, 6, 12])
 @laws
 @given(st.lists(st.tuples(divisors_of_12, st.integers(1, 5)), min_size=1, max_size=5))
 def test_parts_on_any_ranks_lose_no_sample_and_double_none(parts: list[tuple[int, int]]):
-    """Each part: so many ranks, for so many steps; each begins, with data of its own, where the last ended."""
+    """Each part: so many ranks for so many steps; it begins, with data of its own, where the last ended."""
     total = sum(steps for _, steps in parts)
     alone = plan_of(1, 12)
     whole = [global_batch(text_data(), step, alone) for step in range(total)]
