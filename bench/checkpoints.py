@@ -92,10 +92,7 @@ def writing(state: TrainState, directory: Path, turn: int) -> None:
         "save": lambda: save(state, directory),
         "undigested": lambda: save_undigested(state, directory),
     }
-    seconds: dict[str, float] = {}
-    for name in list(ways) if turn % 2 == 0 else reversed(list(ways)):
-        clear(directory)
-        seconds[name] = timed(ways[name])
+    seconds = in_turn(ways, turn, before=lambda: clear(directory))
     say(
         f"write {turn}: plain {seconds['plain']:.2f} s, save {seconds['save']:.2f} s, without digests "
         f"{seconds['undigested']:.2f} s; save at {seconds['plain'] / seconds['save']:.3f} of plain, "
@@ -112,10 +109,7 @@ def reading(state: TrainState, directory: Path, turn: int) -> None:
         "plain": lambda: read_plainly(file),
         "load": lambda: load(state, directory),
     }
-    seconds: dict[str, float] = {}
-    for name in list(ways) if turn % 2 == 0 else reversed(list(ways)):
-        forget(file)
-        seconds[name] = timed(ways[name])
+    seconds = in_turn(ways, turn, before=lambda: forget(file))
     say(
         f"read {turn}: plain {seconds['plain']:.2f} s, load {seconds['load']:.2f} s; load at "
         f"{seconds['plain'] / seconds['load']:.3f} of plain"
@@ -201,6 +195,17 @@ def undigested() -> Iterator[None]:
         yield
     finally:
         pieces.xxhash.xxh3_128 = before
+
+
+def in_turn(
+    ways: dict[str, Callable[[], object]], turn: int, *, before: Callable[[], None]
+) -> dict[str, float]:
+    """Seconds of each way, in the other order every other turn. What is done `before` each does not count."""
+    seconds: dict[str, float] = {}
+    for name in list(ways) if turn % 2 == 0 else reversed(list(ways)):
+        before()
+        seconds[name] = timed(ways[name])
+    return seconds
 
 
 def timed(act: Callable[[], object]) -> float:

@@ -74,13 +74,12 @@ def export(
             fix='load it on its ranks and save it with checkpoint.layout = "sharded"',
         )
 
-    def whole(name: str) -> Tensor:
-        saved = manifest.tensors[name]
-        tensor = torch.empty(saved.shape, dtype=saved.torch_dtype)
-        storage.read({name: tensor}, reader, alone=True)
-        return tensor
-
-    model = _Model(str(files), manifest.model_tensors, _aliases(manifest.values), whole)
+    model = _Model(
+        str(files),
+        manifest.model_tensors,
+        _aliases(manifest.values),
+        lambda name: storage.read_whole(name, reader),
+    )
     alone(
         lambda: _write(model, Path(target), shard_bytes=shard_bytes, free_bytes=free_bytes),
         doing=f"exporting {files} to {target}",

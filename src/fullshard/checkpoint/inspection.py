@@ -13,14 +13,12 @@ from fullshard.checkpoint.agreement import alone
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.manifest import (
     MANIFEST,
-    Manifest,
-    SavedTensor,
     files_of,
     lost_or_denied,
     read_manifest,
     read_verified,
 )
-from fullshard.checkpoint.pieces import SUFFIX, PieceTable, verify_piece
+from fullshard.checkpoint.pieces import SUFFIX, verify_piece
 from fullshard.checkpoint.retention import WRITER
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
@@ -45,18 +43,16 @@ def damages(checkpoint: Files | str | Path) -> Iterator[Damage]:
     except DamagedCheckpointError as error:
         yield Damage(MANIFEST, _said(error), ())
         return
-    sizes = files.sizes()
+    reader, sizes = storage.Reader(files, manifest), files.sizes()
     data_files = set(manifest.data_files)
     for name, saved in manifest.own_files.items():
         if sizes.get(name) != saved.size_bytes:
             found = f"{sizes[name]} bytes" if name in sizes else "no such file"
-            yield Damage(
-                name, f"{found}; {saved.size_bytes} were saved", _touched(files, manifest, name=name)
-            )
+            yield Damage(name, f"{found}; {saved.size_bytes} were saved", _touched(reader, name))
         elif name in data_files:
-            yield from _in_data_file(files, manifest, name=name)
+            yield from _in_data_file(reader, name)
         else:
-            yield from _in_small_file(files, manifest, name=name)
+            yield from _in_small_file(reader, name)
     for name in sorted(set(sizes) - set(manifest.files) - {MANIFEST, WRITER}):
         yield Damage(name, "not of this checkpoint", ())
 
@@ -78,7 +74,7 @@ def differences(one: Files | str | Path, other: Files | str | Path) -> Iterator[
         if a != b:
             yield f"{name}: {a or 'absent'} | {b or 'absent'}"
         elif a is not None:
-            line = _between(*(_whole(reader, name, saved=a) for reader in readers))
+            line = _between(*(storage.read_whole(name, reader) for reader in readers))
             if line:
                 yield f"{name}: {line}"
 
@@ -92,12 +88,6 @@ def _reader(files: Files) -> storage.Reader:
             why="its tensors are in parts, each a rank's own",
         )
     return alone(lambda: storage.opened(files, manifest), doing=f"reading {files}")
-
-
-def _whole(reader: storage.Reader, name: str, *, saved: SavedTensor) -> Tensor:
-    tensor = torch.empty(saved.shape, dtype=saved.torch_dtype)
-    alone(lambda: storage.read({name: tensor}, reader, alone=True), doing=f"reading {name} of {reader.files}")
-    return tensor
 
 
 def _between(a: Tensor, b: Tensor) -> str | None:
@@ -119,48 +109,41 @@ def _short(value: JsonValue) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _in_small_file(files: Files, manifest: Manifest, *, name: str) -> Iterator[Damage]:
+def _in_small_file(reader: storage.Reader, name: str) -> Iterator[Damage]:
     try:
-        read_verified(files, manifest, name=name)
+        read_verified(reader.files, reader.manifest, name=name)
     except CheckpointError as error:
-        yield Damage(name, _said(error), _touched(files, manifest, name=name))
+        yield Damage(name, _said(error), _touched(reader, name))
 
 
-def _in_data_file(files: Files, manifest: Manifest, *, name: str) -> Iterator[Damage]:
+def _in_data_file(reader: storage.Reader, name: str) -> Iterator[Damage]:
     try:
-        table = _table(files, manifest, data_file=name)
+        table = reader.table(name)
     except CheckpointError:
         return  # the table is damaged, and is told so where its own turn comes
     scratch = memoryview(bytearray(max(table.block_bytes, 1)))
     try:
-        with files.open(name) as file:
+        with reader.files.open(name) as file:
             for piece in table.pieces:
                 try:
                     verify_piece(file, piece, block_bytes=table.block_bytes, scratch=scratch)
                 except DamagedCheckpointError as error:
                     yield Damage(name, _said(error), (piece.name,))
     except OSError as error:
-        told = lost_or_denied(error, f"{files} cannot be read.", name=name)
-        yield Damage(name, _said(told), _touched(files, manifest, name=name))
+        told = lost_or_denied(error, f"{reader.files} cannot be read.", name=name)
+        yield Damage(name, _said(told), _touched(reader, name))
 
 
 def _said(error: CheckpointError) -> str:
     return str(error.got or error.what)
 
 
-def _touched(files: Files, manifest: Manifest, *, name: str) -> tuple[str, ...]:
+def _touched(reader: storage.Reader, name: str) -> tuple[str, ...]:
     """The tensors in a file, or in the one that it is the table of; all, for what is needed to read any."""
     data_file = name.removesuffix(SUFFIX)
-    if data_file not in manifest.data_files:
-        return tuple(manifest.tensors) if name.startswith(".") else ()
+    if data_file not in reader.manifest.data_files:
+        return tuple(reader.manifest.tensors) if name.startswith(".") else ()
     try:
-        return tuple(
-            dict.fromkeys(piece.name for piece in _table(files, manifest, data_file=data_file).pieces)
-        )
+        return tuple(dict.fromkeys(piece.name for piece in reader.table(data_file).pieces))
     except CheckpointError:
-        return tuple(manifest.tensors)
-
-
-def _table(files: Files, manifest: Manifest, *, data_file: str) -> PieceTable:
-    data = read_verified(files, manifest, name=f"{data_file}{SUFFIX}")
-    return PieceTable.decoded(data, source=f"{files}/{data_file}{SUFFIX}")
+        return tuple(reader.manifest.tensors)

@@ -33,8 +33,8 @@ def load(
 
     Collective: every rank calls it, and rank 0 chooses for all. `directory` may also be one checkpoint. Every
     rank reads only what its own shards need, whatever the ranks and the sharding that saved it, and holds
-    every block against its digest. A checkpoint that turns out damaged is renamed to `.bad-…`, with a warning
-    on all ranks, and the next older whole one is taken.
+    every block against its digest. A checkpoint that turns out damaged is renamed to `.bad-…`, with a
+    warning, and the next older whole one is taken.
 
     Raises CheckpointError where there is none, unless `missing_ok` (then False); where there are some and
     none is whole, in any case; and where it is of another model. What `state` holds after an error is
@@ -135,9 +135,9 @@ def _find(place: Place, *, missing_ok: bool, refused: Mapping[str, str]) -> tupl
             return place.one(), verify(place.one())
         if METADATA in names:
             read_manifest(place.one())  # raises: one checkpoint without its manifest must not pass for none
-    for _, files in whole(place):
+    for files, manifest in whole(place):
         if files.name not in refused:
-            return files, read_manifest(files)
+            return files, manifest
     broken = [*refused.values(), *(files.name for _, files in place.steps() if files.name not in refused)]
     broken = broken or place.rejected()
     if broken:

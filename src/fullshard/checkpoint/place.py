@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,31 +171,28 @@ def place_of(directory: str | Path | Place) -> Place:
     return directory
 
 
-def whole(place: Place) -> list[tuple[int, Files]]:
-    """(step, files) of every checkpoint of `place` that is whole, the highest step first.
+def whole(place: Place) -> Iterator[tuple[Files, Manifest]]:
+    """The checkpoints of `place` that are whole, the highest step first, looked at one by one.
 
     What is not is passed over, with a warning; so is what a broken-off save left behind. Raises
     CheckpointError for one that may well be whole but cannot be read: an older one is no substitute.
     """
     if not place.exists():
-        return []
+        return
     for name in place.unfinished():
         logger.warning("passing over %s: a save that was not finished", name)
-    found: list[tuple[int, Files]] = []
-    for step, files in place.steps():
+    for _, files in place.steps():
         try:
-            verify(files)
+            manifest = verify(files)
         except DamagedCheckpointError as error:
             logger.warning("passing over %s: %s", files, error.got or error.what)
         else:
-            found.append((step, files))
-    return found
+            yield files, manifest
 
 
 def newest(directory: str | Path) -> Path | str | None:
     """The checkpoint of the highest step that is whole, or None."""
-    found = whole(place_of(directory))
-    return location(found[0][1]) if found else None
+    return next((location(files) for files, _ in whole(place_of(directory))), None)
 
 
 def location(files: Files) -> Path | str:

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias
 
 import torch
 from pydantic import JsonValue, TypeAdapter, ValidationError
@@ -317,7 +317,7 @@ def _share_bytes(tensor: Tensor) -> float:
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         copies = math.prod(mesh.size(i) for i, one in enumerate(tensor.placements) if one.is_replicate())
-        return (cast(DTensor, tensor.detach()).to_local().nbytes + _ENVELOPE_BYTES) / copies
+        return (local_shard(tensor).nbytes + _ENVELOPE_BYTES) / copies
     return (tensor.nbytes + _ENVELOPE_BYTES) / world_size()
 
 

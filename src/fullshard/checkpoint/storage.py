@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.futures import Future
 
-from fullshard.checkpoint.agreement import Attempt, Group, distributed, rank
+from fullshard.checkpoint.agreement import Attempt, Group, alone, distributed, rank
 from fullshard.checkpoint.files import Files, write_file
 from fullshard.checkpoint.manifest import METADATA, Manifest, SavedFile, lost_or_denied, read_verified
 from fullshard.checkpoint.pieces import SUFFIX, Piece, PieceFile, PieceTable, digest, local_shard, read_part
@@ -269,6 +269,14 @@ def read(tensors: Mapping[str, Tensor], reader: Reader, *, alone: bool = False) 
     with _single_process_is_meant():
         dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=alone or not distributed())
     reader.attempt.finish()
+
+
+def read_whole(name: str, reader: Reader) -> Tensor:
+    """One tensor, whole, in this process alone. Raises CheckpointError."""
+    saved = reader.manifest.tensors[name]
+    tensor = torch.empty(saved.shape, dtype=saved.torch_dtype)
+    alone(lambda: read({name: tensor}, reader, alone=True), doing=f"reading {name} of {reader.files}")
+    return tensor
 
 
 @contextmanager
