@@ -71,9 +71,9 @@ def trained(settings: list[str]) -> tuple[TrainState, Plan]:
     run = Run.load(overrides=[*SIZES, *settings])
     plan = Plan.from_run(run, world_size=dist.get_world_size())
     with torch.device("meta"):
-        model = DecoderModel(run.model)
+        model = DecoderModel(run.decoder)
     shard(model, plan)
-    state = TrainState(model, build_optimizer(model, plan), data=Rows(run.model.vocabulary))
+    state = TrainState(model, build_optimizer(model, plan), data=Rows(run.decoder.vocabulary))
     next(train(state, plan))
     return state, plan
 

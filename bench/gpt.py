@@ -5,7 +5,7 @@ feed-forward.
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fullshard.spec.run import Decoder
+from fullshard.spec.model_section import Decoder
 
 
 class Block(nn.Module):

@@ -24,7 +24,7 @@ def main() -> None:
     run = Run.load(overrides=[*(f"model.{one}" for one in SIZES.split()), *batch, "run.compile=auto"])
     start = time.perf_counter()
     with torch.device("meta"):
-        model = DecoderModel(run.model)
+        model = DecoderModel(run.decoder)
     spec = describe(model, run, loss=next_token_loss, kernels_for="cuda")
     print(f"described {spec.numel / 1e9:.0f}B parameters in {time.perf_counter() - start:.2f} s")
     hardware = hardware_on("2048x8xH100")

@@ -44,7 +44,7 @@ def main(path: str, measured: str, hardware_path: str | None = None) -> None:
         device = "cuda" if run.run.device == "cuda" else "cpu"
         plan = Plan.from_run(run, world_size=row["world_size"], device=device)
         with torch.device("meta"):
-            model = DecoderModel(run.model)
+            model = DecoderModel(run.decoder)
         spec = describe(model, plan, loss=next_token_loss, kernels_for=device)
         terms, seen = peak_bytes(spec, plan), row["memory"]
         reserved = ""

@@ -113,7 +113,7 @@ def spec_of(row: dict[str, Any], plan: Plan) -> ModelSpec:
         spelled = row["model"].get("norm") == "operations"
         kind = SpelledModel if spelled else DecoderModel if row["model"]["gated"] else GptModel
         with torch.device("meta"):
-            model: nn.Module = kind(plan.run.model)
+            model: nn.Module = kind(plan.run.decoder)
         loss = mean_loss if spelled else next_token_loss
         SPECS[key] = describe(model, plan, loss=loss, kernels_for="cuda")
     return SPECS[key]

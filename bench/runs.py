@@ -47,7 +47,7 @@ def microbatches(plan: Plan, device: torch.device) -> Iterator[dict[str, Tensor]
     shape = (plan.microbatch, plan.run.data.sequence_length)
     for _ in range(plan.accumulation):
         yield {
-            name: torch.randint(0, plan.run.model.vocabulary, shape, device=device)
+            name: torch.randint(0, plan.run.decoder.vocabulary, shape, device=device)
             for name in ("tokens", "labels")
         }
 
@@ -56,7 +56,7 @@ def measured(plan: Plan, ranks: Ranks, *, steps: int) -> dict[str, Any]:
     """On every rank alike."""
     device = ranks.device
     with torch.device("meta"):
-        model = DecoderModel(plan.run.model)
+        model = DecoderModel(plan.run.decoder)
     model = shard(model, plan)
     state = TrainState(model, build_optimizer(model, plan))
 

@@ -26,7 +26,7 @@ def main() -> None:
             run = fs.Run.load(overrides=[*SMALL, *batch, *settings])
             plan = fs.Plan.from_run(run, world_size=ranks.world_size, device=ranks.device.type)
             with torch.device("meta"):
-                model = fs.DecoderModel(run.model)
+                model = fs.DecoderModel(run.decoder)
             fs.shard(model, plan)
             state = fs.TrainState(model, fs.build_optimizer(model, plan), data=fs.build_data(run))
             steps = fs.train(state, plan)

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from fullshard.spec.hardware import Hardware as Hardware
     from fullshard.spec.hardware_text import hardware_on as hardware_on
     from fullshard.spec.model import ModelSpec as ModelSpec
+    from fullshard.spec.model_section import Decoder as Decoder
     from fullshard.spec.plan import Plan as Plan
-    from fullshard.spec.run import Decoder as Decoder
     from fullshard.spec.run import Run as Run
     from fullshard.training.data import build_data as build_data
     from fullshard.training.loop import Step as Step
@@ -86,7 +86,7 @@ _HOMES = {
     "hardware_on": "spec.hardware_text",
     "ModelSpec": "spec.model",
     "Plan": "spec.plan",
-    "Decoder": "spec.run",
+    "Decoder": "spec.model_section",
     "Run": "spec.run",
     "build_data": "training.data",
     "Step": "training.loop",

@@ -22,13 +22,13 @@ def write_config(directory: Path, config: dict[str, object]) -> Path:
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
 def test_a_preset_is_a_run_of_that_model(preset):
     run = find_subject(preset.name).run([])
-    assert run.model == preset.model
+    assert run.decoder == preset.model
     assert run.data.sequence_length == min(8192, preset.model.max_sequence)
 
 
 def test_what_the_user_sets_goes_before_what_the_name_says():
     run = find_subject("llama3-8b").run(["data.sequence_length=512", "model.layers=2"])
-    assert (run.data.sequence_length, run.model.layers, run.model.d_model) == (512, 2, 4096)
+    assert (run.data.sequence_length, run.decoder.layers, run.decoder.d_model) == (512, 2, 4096)
 
 
 def test_a_config_is_found_by_its_path_or_its_directory(tmp_path: Path):
@@ -40,7 +40,7 @@ def test_a_config_is_found_by_its_path_or_its_directory(tmp_path: Path):
 def test_a_cached_repository_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     write_config(tmp_path / "models--org--model" / "snapshots" / "abc", LLAMA3_8B)
-    assert find_subject("org/model").run([]).model.layers == 32
+    assert find_subject("org/model").run([]).decoder.layers == 32
 
 
 def test_a_model_that_only_transformers_knows_keeps_its_config(tmp_path: Path):

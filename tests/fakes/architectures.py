@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.models.decoder import DecoderModel
-from fullshard.spec.run import Decoder
+from fullshard.spec.model_section import Decoder
 from tests.fakes.models import OddModel
 
 VOCABULARY, LENGTH, WIDTH = 13, 6, 8

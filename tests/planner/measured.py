@@ -34,7 +34,7 @@ def plan_of(ranks: int, *overrides: str, accumulation: int = 1) -> Plan:
 def meta_model(plan: Plan, *, frozen: str = "") -> nn.Module:
     """`frozen`: a shell pattern of parameters that are not trained."""
     with torch.device("meta"):
-        model = DecoderModel(plan.run.model)
+        model = DecoderModel(plan.run.decoder)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not fnmatch(name, frozen))
     return model
@@ -47,7 +47,7 @@ def predicted(plan: Plan, *, frozen: str = "", rank: int = 0) -> MemoryTerms:
 def microbatches(plan: Plan) -> Iterator[dict[str, Tensor]]:
     shape = (plan.microbatch, plan.run.data.sequence_length)
     for _ in range(plan.accumulation):
-        yield {name: torch.randint(0, plan.run.model.vocabulary, shape) for name in ("tokens", "labels")}
+        yield {name: torch.randint(0, plan.run.decoder.vocabulary, shape) for name in ("tokens", "labels")}
 
 
 def measured(plan: Plan, frozen: str = "") -> dict[str, int]:

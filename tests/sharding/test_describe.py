@@ -40,7 +40,7 @@ def plan_of(*overrides: str) -> Plan:
 
 def decoder(plan: Plan) -> DecoderModel:
     with torch.device("meta"):
-        return DecoderModel(plan.run.model)
+        return DecoderModel(plan.run.decoder)
 
 
 def specify(plan: Plan) -> ModelSpec:
@@ -101,7 +101,7 @@ def allocated(model: nn.Module, plan: Plan, *, vocabulary: int, accumulating: bo
 )
 def test_the_trace_counts_what_the_allocator_counts(recompute, precision):
     plan = plan_of(f"recompute.mode={recompute}", f"precision.mode={precision}")
-    counted = allocated(DecoderModel(plan.run.model), plan, vocabulary=256)
+    counted = allocated(DecoderModel(plan.run.decoder), plan, vocabulary=256)
     difference = counted - highest(only_trace(plan).phases)
     blocks = {"none": 0, "every": 2}.get(recompute, 3)
     scratch = SCRATCH_BYTES if precision == "bf16" else 0
@@ -124,7 +124,7 @@ def test_gradients_that_are_added_to_in_place_are_not_there_twice():
         *("train.global_batch=4", "train.microbatch=2", "train.accumulate_sync=last", "recompute.mode=full")
     )
     trace = only_trace(plan)
-    counted = allocated(DecoderModel(plan.run.model), plan, vocabulary=256, accumulating=True)
+    counted = allocated(DecoderModel(plan.run.decoder), plan, vocabulary=256, accumulating=True)
     assert 0 <= counted - highest(trace.accumulating) <= 3 * RANDOM_STATE_BYTES
     assert highest(trace.accumulating) < highest(trace.phases)
 
@@ -146,7 +146,7 @@ def test_a_model_of_70_billion_parameters_is_described_without_its_weights():
 
 def test_a_model_with_weights_gives_the_same_spec_and_keeps_them():
     plan = plan_of("recompute.mode=full", "precision.mode=bf16")
-    model = DecoderModel(plan.run.model)
+    model = DecoderModel(plan.run.decoder)
     before = {name: (id(p), p.dtype, p.grad) for name, p in model.named_parameters()}
     forwards = [block.forward for block in model.blocks]
     spec = describe(model, plan, loss=next_token_loss)
@@ -172,7 +172,7 @@ def test_a_finished_microbatch_leaves_nothing_alive():
 
 def pins(plan: Plan) -> list[str]:
     """What the trace depends on, and a batch for four ranks."""
-    sizes = [f"model.layers={plan.run.model.layers}", f"model.vocabulary={plan.run.model.vocabulary}"]
+    sizes = [f"model.layers={plan.run.decoder.layers}", f"model.vocabulary={plan.run.decoder.vocabulary}"]
     batch = ["train.global_batch=16", "train.microbatch=2", "precision.mode=bf16"]
     return [
         *SHAPES[:1],
@@ -235,7 +235,7 @@ def test_two_sizes_of_microbatch_tell_all(microbatch, kernels_for):
 
 
 def test_the_flops_are_those_of_the_formula():
-    spec, section = specify(plan_of()), plan_of().run.model
+    spec, section = specify(plan_of()), plan_of().run.decoder
     multiplied = spec.numel - section.vocabulary * section.d_model  # the table is looked up
     norms = section.d_model * (2 * section.layers + 1)
     formula = model_flops_per_token(

@@ -12,7 +12,8 @@ from fullshard.models.decoder import DecoderModel
 from fullshard.sharding.apply import shard
 from fullshard.sharding.unit_sizes import UnitSizeWarning, unit_size_findings
 from fullshard.sharding.units import find_units
-from fullshard.spec.run import Decoder, UnitSection
+from fullshard.spec.model_section import Decoder
+from fullshard.spec.run import UnitSection
 from tests.fakes.architectures import on_meta
 from tests.fakes.plans import STRATEGIES, plan_of
 

@@ -3,8 +3,8 @@
 import pytest
 
 from fullshard.errors import SpecError
+from fullshard.spec.model_section import Decoder
 from fullshard.spec.presets import PRESETS, QK_NORMS, QKV_BIASES, find_preset, nearest_presets
-from fullshard.spec.run import Decoder
 
 # The number of parameters that each repository's page on huggingface.co shows (the safetensors' header).
 # Missing: qwen3-1.7b, whose file holds its tied table twice.

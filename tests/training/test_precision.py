@@ -94,7 +94,7 @@ class Progressions:
 def sharded_losses(run: Run) -> list[float]:
     plan = Plan.from_run(run, world_size=dist.get_world_size())
     with torch.device("meta"):
-        model: nn.Module = DecoderModel(run.model)
+        model: nn.Module = DecoderModel(run.decoder)
     model = shard(model, plan)
     steps = list(train(TrainState(model, build_optimizer(model, plan), data=Progressions()), plan))
     assert not any(step.skipped for step in steps)
@@ -116,7 +116,7 @@ def plain_losses(dtype: torch.dtype, microbatches: int) -> tuple[float, ...]:
     """One process: weights kept, gradients added up and updates made in fp32, everything else in `dtype`."""
     run = make_run("fp32")
     with torch.device("meta"):
-        model: nn.Module = DecoderModel(run.model)
+        model: nn.Module = DecoderModel(run.decoder)
     model = materialize(model, seed=run.run.seed)
     section, names = run.optimizer, dict(model.named_parameters())
     groups = [

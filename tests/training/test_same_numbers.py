@@ -98,7 +98,7 @@ def make_run(
 def build(model: str, run: Run) -> nn.Module:
     with torch.device("meta"):
         if model.endswith("decoder"):
-            return DecoderModel(run.model)
+            return DecoderModel(run.decoder)
         return OddModel(tied=model == "odd_tied", mixture=model == "odd_mixture")
 
 

@@ -107,18 +107,14 @@ def _with_precision(run: "Run", device: "DeviceType") -> "Run":
 
 
 def described(plan: "Plan | Run", device: "DeviceType") -> "ModelSpec":
-    """The reference decoder as it is trained on `device`."""
-    import torch
-
-    from fullshard.models.decoder import DecoderModel
+    """The run's model as it is trained on `device`."""
+    from fullshard.models.build import build_model
     from fullshard.sharding.describe import describe
     from fullshard.spec.plan import Plan
     from fullshard.training.loss import next_token_loss
 
     run = plan.run if isinstance(plan, Plan) else plan
-    with torch.device("meta"):
-        model = DecoderModel(run.model)
-    return describe(model, plan, loss=next_token_loss, kernels_for=device)
+    return describe(build_model(run), plan, loss=next_token_loss, kernels_for=device)
 
 
 def _note(text: str) -> None:

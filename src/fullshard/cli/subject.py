@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fullshard.spec.hardware import Hardware
     from fullshard.spec.model import ModelSpec
-    from fullshard.spec.run import Decoder, Run
+    from fullshard.spec.model_section import Decoder
+    from fullshard.spec.run import Run
 
 # Where neither the user nor a run.toml says: sequences that models are pretrained with.
 DEFAULT_SEQUENCE = 8192
@@ -50,18 +51,12 @@ class Subject:
         """The spec of the model as `run` trains it on `hardware`. Imports torch, and traces the model."""
         if self.spec is not None:
             return self.spec
-        import torch
-
-        from fullshard.models.decoder import DecoderModel
+        from fullshard.models.build import build_model
         from fullshard.models.huggingface import meta_model
         from fullshard.sharding.describe import describe
         from fullshard.training.loss import next_token_loss
 
-        if self.config_path is not None:
-            model = meta_model(self.config_path)
-        else:
-            with torch.device("meta"):
-                model = DecoderModel(run.model)
+        model = build_model(run) if self.config_path is None else meta_model(self.config_path)
         return describe(model, run, loss=next_token_loss, kernels_for=hardware.device)
 
 

@@ -9,7 +9,7 @@ from fullshard.spec.plan import Plan
 
 def decoder(plan: Plan) -> DecoderModel:
     """The model that the plan's run describes."""
-    return DecoderModel(plan.run.model)
+    return DecoderModel(plan.run.decoder)
 
 
 def token_batch(plan: Plan) -> dict[str, Tensor]:

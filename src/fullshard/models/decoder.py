@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fullshard.spec.run import Decoder
+from fullshard.spec.model_section import Decoder
 
 
 class RotaryPositions(nn.Module):

@@ -9,6 +9,7 @@ from fullshard.planner.search import search
 from fullshard.quantities import format_count
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
+from fullshard.spec.model_section import Decoder
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.value import Value
@@ -93,8 +94,9 @@ def largest_sequence(
 
     def best_at(length: int) -> Plan | None:
         data = run.data.model_copy(update={"sequence_length": length})
-        room = max(length, run.model.max_sequence)
-        model = run.model.model_copy(update={"max_sequence": room})
+        model = run.model
+        if isinstance(model, Decoder):
+            model = model.model_copy(update={"max_sequence": max(length, model.max_sequence)})
         longer = run.model_copy(update={"data": data, "model": model})
         return search(describe(longer), hardware, longer).best
 

@@ -29,6 +29,7 @@ from fullshard.errors import PlanError
 from fullshard.planner.links import collective_seconds, shard_group
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec, Phase, UnitSpec
+from fullshard.spec.model_section import Decoder
 from fullshard.spec.plan import ITEMSIZE, Plan
 
 _OF_A_BLOCK = 4  # collectives of a block in one direction
@@ -66,24 +67,33 @@ def gathered_bytes(spec: ModelSpec, microbatch: int, *, degree: int) -> int:
 def check_split(spec: ModelSpec, plan: Plan) -> None:
     """Raises PlanError where T does not divide what it must: the matrices of blocks, and of the reference
     decoder the heads, keys' heads (or the other way round) and d_ff."""
-    degree, model = plan.tensor_parallel, plan.run.model
+    degree = plan.tensor_parallel
     if degree == 1:
         return
     matrices = [p for u in spec.units if u.is_block for p in u.parameters if len(p.shape) > 1]
     whole = [p.name for p in matrices if split_shape(p.shape, degree) == p.shape]
-    sizes = {"model.d_ff": model.d_ff, "model.heads": model.heads}
-    wrong = {name: size for name, size in sizes.items() if size % degree}
-    if model.kv_heads % degree and degree % model.kv_heads:
-        wrong["model.kv_heads"] = model.kv_heads
-    is_decoder = any(set(p.shape) == {model.d_ff, model.d_model} for p in matrices)
-    if whole or (is_decoder and wrong):
-        got = ", ".join(f"{name} = {size}" for name, size in wrong.items()) if is_decoder else ""
+    model = plan.run.model
+    # A spec that was saved stands beside whatever sizes the run has.
+    is_decoder = isinstance(model, Decoder) and any(
+        set(p.shape) == {model.d_ff, model.d_model} for p in matrices
+    )
+    wrong = _undivided(model, degree) if isinstance(model, Decoder) and is_decoder else {}
+    if whole or wrong:
+        got = ", ".join(f"{name} = {size}" for name, size in wrong.items())
         raise PlanError(
             f"a block of {spec.name} cannot be split over {degree} ranks.",
             got=f"sharding.tensor_parallel = {degree}; {got or ', '.join(whole[:3])}",
             why="each rank computes whole heads, and as many rows of each matrix as the others",
             fix="sharding.tensor_parallel = a divisor of the heads and of d_ff",
         )
+
+
+def _undivided(model: Decoder, degree: int) -> dict[str, int]:
+    sizes = {"model.d_ff": model.d_ff, "model.heads": model.heads}
+    wrong = {name: size for name, size in sizes.items() if size % degree}
+    if model.kv_heads % degree and degree % model.kv_heads:
+        wrong["model.kv_heads"] = model.kv_heads
+    return wrong
 
 
 def axis_seconds(

@@ -8,7 +8,7 @@ import difflib
 import re
 
 from fullshard.errors import SpecError
-from fullshard.spec.run import Decoder
+from fullshard.spec.model_section import Decoder
 from fullshard.spec.value import Value
 
 

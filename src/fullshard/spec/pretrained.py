@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import SpecError
+from fullshard.spec.model_section import Decoder
 from fullshard.spec.presets import QK_NORMS, QKV_BIASES, SCALED_POSITIONS, SOME_POSITIONS
-from fullshard.spec.run import Decoder
 from fullshard.spec.value import Value
 
 CONFIG_NAME = "config.json"

@@ -9,12 +9,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from fullshard.errors import SpecError
-from fullshard.spec.value import Value
+from fullshard.spec.data_section import DataSection
+from fullshard.spec.model_section import Decoder, ModelSection
+from fullshard.spec.value import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, Value
 
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
 PrecisionMode = Literal["fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure"]
 Tier = Literal["none", "optimizer:cpu", "optimizer:nvme", "params+optimizer:cpu", "params+optimizer:nvme"]
 
@@ -55,51 +53,6 @@ def parse_strategy(name: object) -> object:
     if key in set(Strategy):
         return Strategy(key)
     raise ValueError(f"a strategy is one of {', '.join(Strategy)} (or {', '.join(STRATEGY_ALIASES)})")
-
-
-class Decoder(Value):
-    """The reference transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
-
-    The defaults are the embedded default model, small enough to learn in two minutes on two cores.
-    """
-
-    vocabulary: PositiveInt = 256
-    d_model: PositiveInt = 320
-    layers: PositiveInt = 4
-    heads: PositiveInt = 4
-    kv_heads: PositiveInt = 2
-    d_ff: PositiveInt = 960
-    max_sequence: PositiveInt = 2048
-    rope_theta: PositiveFloat = 10_000.0
-    norm_eps: PositiveFloat = 1e-5
-    tied: bool = False
-
-    @model_validator(mode="after")
-    def _shapes_fit(self) -> Self:
-        if self.d_model % self.heads:
-            raise ValueError(f"heads = {self.heads} must divide d_model = {self.d_model}")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads = {self.kv_heads} must divide heads = {self.heads}")
-        if (self.d_model // self.heads) % 2:
-            raise ValueError(f"rotary positions need an even head size, not {self.d_model // self.heads}")
-        return self
-
-
-class DataSection(Value):
-    """`source`: `stdlib` is the standard library of the interpreter that runs; `text` reads `paths`."""
-
-    source: Literal["stdlib", "text"] = "stdlib"
-    paths: tuple[str, ...] = ()
-    sequence_length: PositiveInt = 64
-    validation_fraction: Fraction = 0.05
-
-    @model_validator(mode="after")
-    def _paths_fit(self) -> Self:
-        if self.source == "text" and not self.paths:
-            raise ValueError('source = "text" needs paths = ["data/*.txt"]')
-        if self.source == "stdlib" and self.paths:
-            raise ValueError('paths are given, but source is "stdlib"; set source = "text"')
-        return self
 
 
 class TrainSection(Value):
@@ -369,7 +322,7 @@ class Run(Value):
     """What the user asks for: model, data, steps, and whatever mechanism is pinned."""
 
     run: RunSection = RunSection()
-    model: Decoder = Decoder()
+    model: ModelSection = Decoder()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
     optimizer: OptimizerSection = OptimizerSection()
@@ -398,8 +351,21 @@ class Run(Value):
     def tokens_per_step(self) -> int:
         return self.train.global_batch * self.data.sequence_length
 
+    @property
+    def decoder(self) -> Decoder:
+        """The sizes of the reference decoder. Raises SpecError where the run is for another model."""
+        if not isinstance(self.model, Decoder):
+            raise SpecError(
+                "this is for the reference decoder alone.",
+                got=f"[model] {self.model.source}",
+                fix="a run whose [model] gives the sizes of a decoder",
+            )
+        return self.model
+
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
+        if not isinstance(self.model, Decoder):
+            return self  # what positions it has is known when it is built
         if self.data.sequence_length > self.model.max_sequence:
             raise ValueError(
                 f"data.sequence_length = {self.data.sequence_length} is over "

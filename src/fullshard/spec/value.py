@@ -2,11 +2,16 @@
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self, get_args
+from typing import Annotated, Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fullshard.errors import SpecError
+
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Value(BaseModel):
@@ -45,23 +50,34 @@ def _spec_error(cls: type[BaseModel], error: ValidationError, *, source: str) ->
 
 def _name(cls: type[BaseModel], location: Sequence[str | int]) -> str:
     """`("train", "steps", "int")` -> `train.steps`; pydantic adds the branch of a union."""
-    section: type[BaseModel] | None = cls
-    parts: list[str] = []
+    return ".".join(_path(cls, location)[0])
+
+
+def _path(cls: type[BaseModel], location: Sequence[str | int]) -> tuple[list[str], type[BaseModel]]:
+    """(keys as they stand in a file, the section that holds the last of them).
+
+    Where a field is one of several sections, pydantic puts the tag of the one it took between the keys: its
+    class's name.
+    """
+    section, inner, parts = cls, [cls], list[str]()
     for part in location:
-        if isinstance(part, str) and section is None:
-            break
+        if isinstance(part, str) and not inner:
+            break  # below a plain value: the branch of a union
+        branch = next((model for model in inner if model.__name__ == part), None)
+        if branch is not None:
+            section, inner = branch, [branch]
+            continue
         parts.append(str(part))
-        field = section.model_fields.get(part) if section and isinstance(part, str) else None
-        section = _model_of(field.annotation) if field else section
-    return ".".join(parts)
+        if isinstance(part, str):
+            section = inner[0]
+            field = section.model_fields.get(part)
+            inner = _models_of(field.annotation) if field else inner
+    return parts, section
 
 
 def _unknown_key(cls: type[BaseModel], location: Sequence[str], *, source: str, more: str) -> SpecError:
-    *path, key = location
-    section = cls
-    for part in path:
-        field = section.model_fields.get(part)
-        section = (field and _model_of(field.annotation)) or section  # an index leads no further down
+    names, section = _path(cls, location)
+    *path, key = names
     known = list(section.model_fields)
     elsewhere = [name for name in _keys(cls) if name.endswith(f".{key}")]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
@@ -72,20 +88,21 @@ def _unknown_key(cls: type[BaseModel], location: Sequence[str], *, source: str, 
     else:
         fix = f"one of {', '.join(known)}"
     where = f"[{'.'.join(path)}]" if path else "the file"
-    return SpecError(f"{source}: unknown key {'.'.join(location)!r}{more}.", got=f"{key} in {where}", fix=fix)
+    return SpecError(f"{source}: unknown key {'.'.join(names)!r}{more}.", got=f"{key} in {where}", fix=fix)
 
 
 def _keys(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The dotted name of every key that stands in a section."""
+    """The dotted name of every key that stands in a section; of several, in the first."""
     for name, field in cls.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _keys(field.annotation, f"{prefix}{name}.")
+        inner = _models_of(field.annotation)
+        if inner and not field.is_required() and not isinstance(field.default, tuple):
+            yield from _keys(inner[0], f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
 
 
-def _model_of(annotation: Any) -> type[BaseModel] | None:
-    """`Section` and `tuple[Section, ...]` -> Section; what holds no model -> None."""
+def _models_of(annotation: Any) -> list[type[BaseModel]]:
+    """`Section` and `tuple[Section, ...]` -> [Section]; `A | B` -> [A, B]; what holds no model -> []."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((model for inner in get_args(annotation) if (model := _model_of(inner))), None)
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in _models_of(inner)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from fullshard.checkpoint import export, load
 from fullshard.checkpoint.agreement import first, gathered
 from fullshard.errors import INTERRUPTED_EXIT_CODE, PlanError
-from fullshard.models.decoder import DecoderModel
+from fullshard.models.build import build_model, flops_per_token
 from fullshard.profiler.clock import find_matmul_peak
 from fullshard.profiler.memory import MemoryParts, Peak, measure_peak
 from fullshard.profiler.trace import trace_step
@@ -27,7 +27,6 @@ from fullshard.spec.measurement import (
     Pace,
     PeakBytes,
     StepSeconds,
-    model_flops_per_token,
 )
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
@@ -120,8 +119,7 @@ def _begin(
     directory = found.directory
     if found.before is not None and plan.world_size != ranks.world_size:
         plan = _plan(run, ranks)  # nodes have left or come: the same settings over the ranks that there are
-    with torch.device("meta"):
-        model = DecoderModel(run.model)
+    model = build_model(run)
     shard(model, plan)
     state = TrainState(model, build_optimizer(model, plan), data=data)
     state.where = where
@@ -136,7 +134,7 @@ def _begin(
             rank=ranks.rank,
             world_size=ranks.world_size,
             after_step=state.step,
-            flops_per_token=_flops_per_token(state, run),
+            flops_per_token=flops_per_token(model, run),
             peak=peak,
         )
     )
@@ -198,19 +196,6 @@ def _headline(plan: Plan, data: TextData, *, parameters: int) -> str:
         f"{format_count(parameters)} parameters, {plan.strategy} over {mesh} {plan.device} ranks, "
         f"{plan.precision.param} compute; {plan.run.train.global_batch} × {plan.run.data.sequence_length} "
         f"tokens a step{accumulated}\n{data.describe()}"
-    )
-
-
-def _flops_per_token(state: TrainState, run: Run) -> int:
-    """The input embedding is looked up, not multiplied with, unless the head is tied to it."""
-    parameters = sum(p.numel() for p in state.model.parameters())
-    if not run.model.tied:
-        parameters -= run.model.vocabulary * run.model.d_model
-    return model_flops_per_token(
-        parameters,
-        layers=run.model.layers,
-        d_model=run.model.d_model,
-        sequence_length=run.data.sequence_length,
     )
 
 
@@ -351,7 +336,7 @@ def _measurement(job: _Job) -> Measurement:
         last_loss=job.last.loss if job.last else None,
         validation_loss=job.validation,
         byte_entropy=job.data.byte_entropy,
-        flops_per_token=_flops_per_token(job.state, job.run),
+        flops_per_token=flops_per_token(job.state.model, job.run),
         peak=job.matmul_peak,
         peak_bytes=job.peak_bytes,
         step_seconds=_step_seconds(job),

@@ -112,7 +112,7 @@ def _in_turns(
 
 def _our_steps(plan: Plan) -> Callable[[], None]:
     with torch.device("meta"):
-        model = DecoderModel(plan.run.model)
+        model = DecoderModel(plan.run.decoder)
     shard(model, plan)
     steps = train(TrainState(model, build_optimizer(model, plan), data=build_data(plan.run)), plan)
 
@@ -130,7 +130,7 @@ def _plain_steps(plan: Plan, *, own_collectives: bool) -> Callable[[], None]:
     """
     run, mesh = plan.run, build_mesh(plan)
     torch.manual_seed(run.run.seed)
-    model = DecoderModel(run.model).to(plan.device)
+    model = DecoderModel(run.decoder).to(plan.device)
     policy = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE[plan.precision.param], reduce_dtype=TORCH_DTYPE[plan.precision.reduce]
     )

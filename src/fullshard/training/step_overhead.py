@@ -51,7 +51,7 @@ def measure_step(mesh: DeviceMesh, *, seconds: float) -> float:
     run = Run.load(overrides=[*_RUN, f"train.global_batch={mesh.size()}"])
     plan = Plan.from_run(run, world_size=mesh.size(), device="cuda" if mesh.device_type == "cuda" else "cpu")
     with torch.device("meta"):
-        model = DecoderModel(run.model)
+        model = DecoderModel(run.decoder)
     shard(model, plan)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -91,10 +91,10 @@ def _plan(kind: Literal["cpu", "cuda"], at: int, *, world_size: int) -> Plan:
 def _timed(plan: Plan, ranks: Ranks, *, seconds: float) -> Sequence[float]:
     """Of each step the mean over ranks, which wait for each other; as many as fit, two at least."""
     with torch.device("meta"):
-        model = DecoderModel(plan.run.model)
+        model = DecoderModel(plan.run.decoder)
     state = TrainState(shard(model, plan), build_optimizer(model, plan))
     shape = (plan.microbatch, plan.run.data.sequence_length)
-    tokens = torch.randint(0, plan.run.model.vocabulary, shape, device=ranks.device)
+    tokens = torch.randint(0, plan.run.decoder.vocabulary, shape, device=ranks.device)
     batch = {"tokens": tokens, "labels": tokens}
 
     def step() -> float:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fullshard.errors import DataError, SpecError
 from fullshard.quantities import format_count
+from fullshard.spec.model_section import Decoder
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.data.documents import stdlib_documents, text_documents
@@ -121,7 +122,7 @@ def build_data(run: Run) -> TextData:
     Raises SpecError for a model whose vocabulary has no room for bytes, DataError for data that is absent,
     unreadable, binary, or too short for one sequence in each part.
     """
-    if run.model.vocabulary < VOCABULARY:
+    if isinstance(run.model, Decoder) and run.model.vocabulary < VOCABULARY:
         raise SpecError(
             "the model's vocabulary is too small for bytes.",
             got=f"model.vocabulary = {run.model.vocabulary}",

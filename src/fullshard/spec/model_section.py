@@ -1,0 +1,87 @@
+"""[model]: the reference decoder by its sizes, a model of Hugging Face, or any module of Python's."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
+
+from fullshard.spec.value import PositiveFloat, Value
+
+
+class Decoder(Value):
+    """The reference transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+    The defaults are the embedded default model, small enough to learn in two minutes on two cores.
+    """
+
+    vocabulary: PositiveInt = 256
+    d_model: PositiveInt = 320
+    layers: PositiveInt = 4
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 2
+    d_ff: PositiveInt = 960
+    max_sequence: PositiveInt = 2048
+    rope_theta: PositiveFloat = 10_000.0
+    norm_eps: PositiveFloat = 1e-5
+    tied: bool = False
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> Self:
+        if self.d_model % self.heads:
+            raise ValueError(f"heads = {self.heads} must divide d_model = {self.d_model}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads = {self.kv_heads} must divide heads = {self.heads}")
+        if (self.d_model // self.heads) % 2:
+            raise ValueError(f"rotary positions need an even head size, not {self.d_model // self.heads}")
+        return self
+
+
+class HuggingFaceModel(Value):
+    """A model of transformers (extra `hf`): `hf` is a name that is in this machine's cache, a directory, or a
+    config.json.
+
+    `weights`: `auto` reads those that stand beside the config and says so, `require` fails without, `none`
+    initialises. `architecture`: a class of transformers; `auto` is the one that the config names, else a
+    causal language model. `options` stand in for values of the config (`num_hidden_layers = 2`).
+    `attention`: the kernel, by transformers' name for it.
+    """
+
+    hf: str
+    weights: Literal["auto", "require", "none"] = "auto"
+    architecture: str = "auto"
+    attention: str = "sdpa"
+    options: dict[str, Any] = Field(default_factory=dict[str, Any])
+
+    @property
+    def source(self) -> str:
+        """As people know it."""
+        return f"hf = {self.hf!r}"
+
+
+class PythonModel(Value):
+    """Any `nn.Module`: `python` is `package.module:factory`, which is called with `options`, on the meta
+    device."""
+
+    python: str
+    options: dict[str, Any] = Field(default_factory=dict[str, Any])
+
+    @property
+    def source(self) -> str:
+        """As people know it."""
+        return f"python = {self.python!r}"
+
+
+def _kind(data: Any) -> str:
+    if isinstance(data, Value):
+        return type(data).__name__
+    keys: Mapping[str, Any] = data if isinstance(data, Mapping) else {}
+    named = {"hf": "HuggingFaceModel", "python": "PythonModel"}
+    return next((kind for key, kind in named.items() if key in keys), "Decoder")
+
+
+ModelSection = Annotated[
+    Annotated[Decoder, Tag("Decoder")]
+    | Annotated[HuggingFaceModel, Tag("HuggingFaceModel")]
+    | Annotated[PythonModel, Tag("PythonModel")],
+    Discriminator(_kind),
+]
