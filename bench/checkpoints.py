@@ -10,6 +10,7 @@ the moment that a save in the background begins.
 """
 
 import argparse
+import mmap
 import os
 import shutil
 import statistics
@@ -32,6 +33,7 @@ from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
 
+DIRECT_BLOCK = 16 << 20
 BLOCK = 256 << 10  # of 256 KiB, 1, 4 and 16 MiB the quickest here, in writing and in reading
 SIZES = [
     "model.d_model=1536",
@@ -89,14 +91,16 @@ def own_bytes(state: TrainState) -> int:
 def writing(state: TrainState, directory: Path, turn: int) -> None:
     ways: dict[str, Callable[[], object]] = {
         "plain": lambda: write_plainly(state, directory.parent),
+        "direct": lambda: write_directly(state, directory.parent),
         "save": lambda: save(state, directory),
         "undigested": lambda: save_undigested(state, directory),
     }
     seconds = in_turn(ways, turn, before=lambda: clear(directory))
     say(
-        f"write {turn}: plain {seconds['plain']:.2f} s, save {seconds['save']:.2f} s, without digests "
-        f"{seconds['undigested']:.2f} s; save at {seconds['plain'] / seconds['save']:.3f} of plain, "
-        f"digests cost {100 * (seconds['save'] / seconds['undigested'] - 1):+.1f} %"
+        f"write {turn}: plain {seconds['plain']:.2f} s, direct {seconds['direct']:.2f} s, save "
+        f"{seconds['save']:.2f} s, without digests {seconds['undigested']:.2f} s; save at "
+        f"{seconds['plain'] / seconds['save']:.3f} of plain, {seconds['direct'] / seconds['save']:.3f} of "
+        f"direct, digests cost {100 * (seconds['save'] / seconds['undigested'] - 1):+.1f} %"
     )
 
 
@@ -165,6 +169,16 @@ def write_plainly(state: TrainState, directory: Path) -> None:
             part = data[begin : begin + BLOCK]
             while part.nbytes:
                 part = part[os.write(descriptor, part) :]
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def write_directly(state: TrainState, directory: Path) -> None:
+    """Past the page cache, from one block that is aligned: the quickest way to this disk that is known."""
+    path, block = directory / f"plain-{dist.get_rank()}", mmap.mmap(-1, DIRECT_BLOCK)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
+    for _ in range(own_bytes(state) // DIRECT_BLOCK + 1):
+        os.write(descriptor, block)
     os.fsync(descriptor)
     os.close(descriptor)
 

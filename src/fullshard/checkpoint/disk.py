@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
 
+from fullshard.checkpoint.stream import StreamedFile
 from fullshard.errors import CheckpointError
 from fullshard.quantities import format_bytes
 
@@ -66,16 +66,15 @@ def flush(path: Path) -> None:
 
 
 @contextmanager
-def created(path: Path) -> Generator[BinaryIO]:
+def created(path: Path) -> Generator[StreamedFile]:
     """A file that must not be there yet, down to the disk when the block ends well."""
-    with path.open("xb") as file:
+    with StreamedFile(path) as file:
         yield file
-        file.flush()
-        os.fsync(file.fileno())
+        file.finish()
 
 
 @contextmanager
-def replaced(path: Path) -> Generator[BinaryIO]:
+def replaced(path: Path) -> Generator[StreamedFile]:
     """A file that becomes `path` when the block ends well; until then, or else, `path` is as before."""
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     try:

@@ -12,9 +12,6 @@ from typing import BinaryIO, Protocol, cast
 from fullshard.checkpoint import disk
 
 MANIFEST = "manifest.json"
-_BEHIND_BYTES = 16 << 20
-# In larger ones the page cache took three times as long: bench/results/2026-11-20-checkpoints.md.
-_WRITE_BYTES = 256 << 10
 _READ_BYTES, _AHEAD_BYTES = 1 << 20, 16 << 20
 
 
@@ -59,31 +56,6 @@ class _ReadAhead(FileIO):
         return super().readinto(buffer[:_READ_BYTES])  # who asks goes on until it has all
 
 
-class _WriteBehind:
-    """A file being written, whose parts go to the disk while the next are made.
-
-    Else the kernel gathers gigabytes before it begins, and the flush at the end waits for all of them. The
-    advice that pages are not needed begins to write them (Linux), and then leaves memory to the training.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._written = self._advised = 0
-
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        data = memoryview(data)
-        count = data.nbytes
-        for begin in range(0, count, _WRITE_BYTES):
-            self._file.write(data[begin : begin + _WRITE_BYTES])
-        self._written += count
-        if self._written - self._advised >= _BEHIND_BYTES and hasattr(os, "posix_fadvise"):
-            self._file.flush()
-            length = self._written - self._advised
-            os.posix_fadvise(self._file.fileno(), self._advised, length, os.POSIX_FADV_DONTNEED)
-            self._advised = self._written
-        return count
-
-
 @dataclass(frozen=True)
 class LocalFiles:
     """A directory on a file system."""
@@ -114,7 +86,7 @@ class LocalFiles:
     def create(self, name: str) -> Generator[BinaryIO]:
         path = self.path / name
         with disk.created(path) as file:
-            yield cast(BinaryIO, _WriteBehind(file))
+            yield cast(BinaryIO, file)
         disk.flush(self.path)
 
 
