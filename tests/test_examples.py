@@ -26,7 +26,7 @@ def run_example(name: str) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("name", SAYS)
 def test_the_example_runs(name: str, world_size: int, ranks: Callable[..., Any]) -> None:
     outputs = ranks(world_size).run(run_example, name)

@@ -12,7 +12,7 @@ from fullshard.spec.hardware import Hardware
 
 def test_the_file_holds_what_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     path = tmp_path / "hardware.toml"
-    arguments = ["--device", "cpu", "--ranks", "1", "--seconds", "0.5", "--out", str(path), "--json"]
+    arguments = ["--device", "cpu", "--ranks", "1", "--seconds", "0.1", "--out", str(path), "--json"]
     assert main(["calibrate", *arguments]) == 0
     out, err = capfd.readouterr()
     found = Calibration.model_validate(json.loads(out))

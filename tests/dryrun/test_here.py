@@ -69,7 +69,11 @@ def test_shards_are_the_first_chunk_of_dim_0(n):
             ["prefetch.mode=explicit", "prefetch.forward=2", "prefetch.backward=2"],
             marks=pytest.mark.long,
         ),
-        ("cpu", ["recompute.mode=full", "sharding.reshard_to=8", "sharding.strategy=full_shard"]),
+        pytest.param(
+            "cpu",
+            ["recompute.mode=full", "sharding.reshard_to=8", "sharding.strategy=full_shard"],
+            marks=pytest.mark.long,
+        ),
         pytest.param("cuda", [*HYBRID, "precision.mode=bf16"], marks=pytest.mark.long),
         ("cuda", ["sharding.strategy=zero1", "recompute.mode=selective", "precision.mode=bf16"]),
     ],
@@ -89,6 +93,7 @@ def test_on_cuda_the_allocator_holds_at_least_what_tensors_take():
     assert dry(plan_of(8)).reserved_bytes == 0
 
 
+@pytest.mark.long
 def test_more_microbatches_hold_no_more_where_each_is_reduced():
     """From the second on, the gradient shards of those before are there: more than that would be a leak."""
     two, three = (

@@ -64,10 +64,10 @@ def runs(plan: Plan, cap: int) -> bool:
     "overrides",
     [
         ["sharding.strategy=full_shard", "recompute.mode=full"],
-        ["sharding.strategy=zero1", "precision.mode=bf16"],
-        ["sharding.strategy=no_shard", "model.vocabulary=8192"],
+        pytest.param(["sharding.strategy=zero1", "precision.mode=bf16"], marks=pytest.mark.long),
+        pytest.param(["sharding.strategy=no_shard", "model.vocabulary=8192"], marks=pytest.mark.long),
     ],
-    ids=lambda overrides: " ".join(overrides),
+    ids=" ".join,
 )
 def test_what_is_said_to_fit_runs_and_what_misses_by_five_percent_does_not(ranks, overrides):
     plan = plan_of(2, *overrides)

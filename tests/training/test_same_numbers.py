@@ -224,7 +224,11 @@ def check(case: dict[str, Any], ranks: Callable[..., Any]) -> None:
     assert_same_numbers(case["model"], ranks(case["ranks"]).run(train_sharded, case["model"], run))
 
 
-@pytest.mark.parametrize("case", pairwise(), ids=name_of)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.long if i % 2 else ()) for i, case in enumerate(pairwise())],
+    ids=name_of,
+)
 def test_sharded_run_equals_unsharded_run(case: dict[str, Any], ranks: Callable[..., Any]) -> None:
     check(case, ranks)
 
