@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import fullshard
-from fullshard.cli import bench, calibrate, checkpoint, init, plan, report, train, version
+from fullshard.cli import bench, calibrate, checkpoint, convert, data, init, plan, report, train, version
 from fullshard.launch.ending import Ending, Failure
 
 HELP = """Train PyTorch models whose parameters, gradients and optimizer state are sharded over ranks.
@@ -36,6 +36,7 @@ def _app() -> typer.Typer:
     app.command("calibrate")(calibrate.calibrate)
     app.command("report")(report.report)
     app.command("init")(init.init)
+    app.command("convert")(convert.convert)
     app.command("version")(version.version)
     checkpoints = _group("List and export checkpoints.")
     checkpoints.command("list")(checkpoint.list_checkpoints)
@@ -44,6 +45,10 @@ def _app() -> typer.Typer:
     checkpoints.command("gather")(checkpoint.gather_checkpoint)
     checkpoints.command("export")(checkpoint.export_checkpoint)
     app.add_typer(checkpoints, name="ckpt")
+    prepared = _group("Make the tokens of a run ahead.")
+    prepared.callback()(_data_options)
+    prepared.command("prepare")(data.prepare_data)
+    app.add_typer(prepared, name="data")
     benches = _group("Measure on this machine.")
     benches.callback()(_bench_options)
     benches.command("overhead")(bench.overhead)
@@ -79,6 +84,10 @@ def _options(
 
 def _bench_options() -> None:
     """Measure on this machine."""
+
+
+def _data_options() -> None:
+    """Make the tokens of a run ahead."""
 
 
 def _shown(failure: Failure, rank: str | None) -> str:

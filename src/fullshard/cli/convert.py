@@ -1,0 +1,98 @@
+"""`fullshard convert`."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from fullshard.spec.convert.account import Format
+    from fullshard.spec.convert.conversion import Conversion
+
+
+def convert(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG",
+            help="An Accelerate YAML, a DeepSpeed JSON, a torchtitan TOML, Python that calls FSDP(...), "
+            "fully_shard(...), Fabric(...) or FSDPStrategy(...) (read, never run); - for standard input.",
+        ),
+    ],
+    *,
+    format_name: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="FORMAT",
+            help="accelerate, deepspeed, fsdp, lightning or torchtitan; else its content tells.",
+        ),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="How many ranks it is for, where the file does not say so.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="All of it as one JSON object on standard output.")
+    ] = False,
+) -> None:
+    """Print the run.toml of another tool's config; say on standard error what became of each of its keys."""
+    from fullshard.spec.convert.conversion import convert as converted
+
+    name = "standard input" if path == "-" else Path(path).name
+    conversion = converted(_text(path), name=name, format=_format(format_name), ranks=ranks)
+    if as_json:
+        typer.echo(json.dumps(_as_json(conversion), ensure_ascii=False))
+        return
+    _show(conversion)
+    typer.echo(conversion.run_toml(), nl=False)
+
+
+def _text(path: str) -> str:
+    from fullshard.errors import SpecError
+
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
+        raise SpecError(f"{path} cannot be read.", got=reason) from error
+
+
+def _format(name: str | None) -> "Format | None":
+    from fullshard.errors import SpecError
+    from fullshard.spec.convert.account import Format
+
+    if name is None:
+        return None
+    if name.lower() not in set(Format):
+        raise SpecError("--from takes a format.", got=name, fix=", ".join(Format))
+    return Format(name.lower())
+
+
+def _as_json(conversion: "Conversion") -> dict[str, object]:
+    return {
+        "format": conversion.format,
+        "keys": [one.model_dump(mode="json") for one in conversion.said],
+        "notes": list(conversion.notes),
+        "settings": conversion.settings,
+        "run_toml": conversion.run_toml(),
+    }
+
+
+def _show(conversion: "Conversion") -> None:
+    """The table, and how many keys of each kind there are."""
+    from fullshard.report.grid import show_rows
+    from fullshard.spec.convert.account import Verdict
+
+    rows = [(one.key, _told(one.verdict, one.sets, why=one.why)) for one in conversion.said]
+    show_rows(rows, file=sys.stderr)
+    for note in conversion.notes:
+        print(f"note: {note}", file=sys.stderr)
+    counts = ", ".join(f"{conversion.count(one)} {one}" for one in Verdict if conversion.count(one))
+    print(f"{conversion.name} ({conversion.format}): {len(conversion.said)} keys: {counts}", file=sys.stderr)
+
+
+def _told(verdict: str, sets: str, *, why: str) -> str:
+    target = f" -> {sets}" if sets else ""
+    return f"{verdict}{target}{f': {why}' if why else ''}"

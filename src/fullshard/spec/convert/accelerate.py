@@ -1,0 +1,233 @@
+"""Accelerate's YAML. Keys: accelerate/commands/config/{config_args,cluster}.py (1.15)."""
+
+from fullshard.spec.convert.account import Reading, Verdict
+from fullshard.spec.convert.deepspeed import strategy_of
+from fullshard.spec.convert.rules import (
+    Chooses,
+    Drops,
+    Lacks,
+    Rule,
+    Sets,
+    each,
+    follow,
+    is_on,
+    number,
+    plain_keys,
+    positive,
+)
+from fullshard.spec.convert.words import (
+    BLOCKS,
+    IGNORED,
+    OFFLOAD,
+    OFFLOAD_PARAMS,
+    ORIGINAL_PARAMETERS,
+    RATE_LIMIT,
+    SYNC_STATES,
+    TENSOR_PARALLEL,
+    read_prefetch,
+    read_reshard,
+    read_strategy,
+    suppose_full_shard,
+)
+
+_TORCHRUN = Drops("torchrun's: --nnodes, --node-rank, --rdzv-endpoint")
+_TPU = Lacks("GPUs and CPUs only")
+_FP8 = Lacks("precision.mode: fp32, bf16, bf16_reduce, fp16 or bf16_pure", ())
+_COMPILED = Drops("run.compile compiles block by block, for shapes that stay the same")
+_DYNAMO = ("mode", "use_dynamic", "use_fullgraph", "use_regional_compilation")
+_TYPES = {"fsdp", "deepspeed", "multi_gpu", "multi_cpu", "no"}
+
+_RULES: dict[str, Rule] = {
+    "compute_environment": Lacks("ranks are started by fullshard train or torchrun", ("LOCAL_MACHINE",)),
+    "debug": Drops("ranks compare a fingerprint of each step: survival.fingerprint"),
+    "downcast_bf16": Lacks("GPUs and CPUs only", ("no", False, None)),
+    "enable_cpu_affinity": Lacks("numactl, or torchrun --numa-binding"),
+    "gpu_ids": Lacks("CUDA_VISIBLE_DEVICES chooses GPUs", ("all", None)),
+    "machine_rank": _TORCHRUN,
+    "main_process_ip": _TORCHRUN,
+    "main_process_port": _TORCHRUN,
+    "rdzv_backend": _TORCHRUN,
+    "same_network": _TORCHRUN,
+    "num_machines": _TORCHRUN,
+    "num_processes": _TORCHRUN,
+    **each("mpirun_config", "mpirun_ccl mpirun_hostfile", rule=_TORCHRUN),
+    "main_training_function": Drops("fullshard train is the program; or docs/loops-pytorch.md"),
+    "mixed_precision": Chooses(
+        "precision.mode",
+        {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16"},
+        why="gradients are summed in fp32; Accelerate's FSDP sums in the dtype it computes in: bf16_reduce",
+        instead="precision.mode: fp32, bf16, bf16_reduce, fp16 or bf16_pure",
+    ),
+    "use_cpu": Sets("run.device", lambda on: "cpu" if is_on(on) else "auto"),
+    "tpu_*": _TPU,
+    "tpu_env": Lacks("GPUs and CPUs only", ([], None)),
+    "command*": Drops("for TPU pods"),
+    "dynamo_config": Drops("empty"),
+    "dynamo_config.*dynamo_backend": Chooses(
+        "run.compile", {"inductor": True, "no": False}, instead="torch.compile's own backend: run.compile"
+    ),
+    **each("dynamo_config", " ".join(f"dynamo_{name}" for name in _DYNAMO), rule=_COMPILED),
+    **each("dynamo_config", " ".join(_DYNAMO), rule=_COMPILED),
+    "dynamo_backend": Chooses("run.compile", {"inductor": True, "no": False}, instead="run.compile = true"),
+    "fp8_config.*": _FP8,
+    "fp8_config": Drops("empty"),
+    "megatron_lm_config.*": Lacks(TENSOR_PARALLEL, ()),
+    "megatron_lm_config": Drops("empty"),
+    "parallelism_config": Drops("empty"),
+    "parallelism_config.*tp_size": Lacks(TENSOR_PARALLEL, (1, None)),
+    "parallelism_config.*cp_size": Lacks("sequences are not split over ranks", (1, None)),
+    "parallelism_config.*sp_size": Lacks("sequences are not split over ranks", (1, None)),
+    "parallelism_config.*cp_comm_strategy": Drops("sequences are not split over ranks"),
+    "parallelism_config.*dp_shard_size": Drops("all ranks, with full_shard"),
+    "parallelism_config.*dp_replicate_size": Drops("1: nothing is replicated"),
+    "fsdp_config": Drops("empty"),
+    "deepspeed_config": Drops("empty"),
+}
+
+FSDP: dict[str, Rule] = {
+    "version": Drops("the engine is FSDP2"),
+    "auto_wrap_policy": Chooses(
+        "sharding.units.policy",
+        {"transformer_based_wrap": "block", "size_based_wrap": "size"},
+        instead="one unit for all would be gathered at once, and save nothing; blocks are units",
+    ),
+    "transformer_layer_cls_to_wrap": Drops(BLOCKS),
+    "transformer_cls_names_to_wrap": Drops(BLOCKS),
+    "min_num_params": Sets("sharding.units.min_parameters", lambda value: positive(number(value))),
+    "state_dict_type": Chooses(
+        "checkpoint.export",
+        {
+            "full_state_dict": True,
+            "sharded_state_dict": False,
+            "local_state_dict": False,
+            "1": True,
+            "2": False,
+            "3": False,
+        },
+        why="checkpoints are sharded always; export adds whole tensors at the end",
+    ),
+    "offload_params": Lacks(OFFLOAD_PARAMS),
+    "cpu_offload": Lacks(OFFLOAD_PARAMS),
+    "cpu_ram_efficient_loading": Drops(SYNC_STATES),
+    "sync_module_states": Drops(SYNC_STATES),
+    "use_orig_params": Drops(ORIGINAL_PARAMETERS),
+    "limit_all_gathers": Drops(RATE_LIMIT),
+    "activation_checkpointing": Sets("recompute.mode", lambda on: "full" if is_on(on) else "none"),
+    "activation_checkpointing_offload": Lacks("what recompute keeps stays on the device"),
+    "ignored_modules": Lacks(IGNORED),
+    "ignored_params": Lacks(IGNORED),
+    "param_init_fn": Lacks("fs.shard(model, plan, init=function)"),
+    "mixed_precision_policy*": Drops("precision.mode, output_dtype and cast_inputs"),
+}
+
+_DEEPSPEED: dict[str, Rule] = {
+    "zero_stage": Sets(
+        "sharding.strategy",
+        strategy_of,
+        instead="a stage is 0, 1, 2 or 3",
+    ),
+    "gradient_clipping": Sets("optimizer.clip_norm", number),
+    "gradient_accumulation_steps": Drops(
+        "accumulation is train.global_batch / (train.microbatch × ranks): set these, as the program has them"
+    ),
+    "train_micro_batch_size_per_gpu": Sets("train.microbatch", positive),
+    "train_batch_size": Sets("train.global_batch", positive),
+    "zero3_init_flag": Drops(SYNC_STATES),
+    "zero3_save_16bit_model": Sets("checkpoint.export", is_on),
+    "offload_optimizer_device": Lacks(OFFLOAD.format(tier="optimizer:cpu")),
+    "offload_param_device": Lacks(OFFLOAD_PARAMS),
+    "offload_optimizer_nvme_path": Sets("offload.path", lambda path: None if path == "none" else path),
+    "offload_param_nvme_path": Sets("offload.path", lambda path: None if path == "none" else path),
+    "deepspeed_config_file": Lacks("fullshard convert reads that file too: its settings stand there", ()),
+    "deepspeed_hostfile": _TORCHRUN,
+    "deepspeed_multinode_launcher": _TORCHRUN,
+    "deepspeed_exclusion_filter": _TORCHRUN,
+    "deepspeed_inclusion_filter": _TORCHRUN,
+    "deepspeed_moe_layer_cls_names": Drops("experts are units of their own: sharding.units.separate_experts"),
+}
+
+
+def read_accelerate(reading: Reading) -> None:
+    """Speaks of every key of an Accelerate config."""
+    per_node = _read_ranks(reading)
+    kind = str(reading.get("distributed_type")).lower()
+    _read_type(reading, kind)
+    _read_mesh(reading)
+    names = {key: _fsdp_name(key) for key in reading.leaves if key.startswith("fsdp_config.")}
+    keys = {name: key for key, name in names.items()}
+    if "reshard_after_forward" in keys:
+        read_reshard(reading, keys["reshard_after_forward"])
+    if "sharding_strategy" in keys:
+        read_strategy(reading, keys["sharding_strategy"], ranks_per_node=per_node)
+    if kind == "fsdp":
+        suppose_full_shard(reading, keys)
+    read_prefetch(
+        reading, backward=keys.get("backward_prefetch", ""), forward=keys.get("forward_prefetch", "")
+    )
+    rules = {**_RULES, **{f"deepspeed_config.{key}": rule for key, rule in _DEEPSPEED.items()}}
+    _read_paths(reading)
+    follow(reading, rules)
+    follow(reading, FSDP, named=lambda key: names.get(key, ""))
+    if kind == "deepspeed" and "optimizer.clip_norm" not in reading.settings:
+        reading.suppose("optimizer.clip_norm", 0.0, why="DeepSpeed clips only if asked")
+    known = [*plain_keys(rules), *(f"fsdp_config.fsdp_{key}" for key in plain_keys(FSDP))]
+    reading.close([*known, "fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_reshard_after_forward"])
+
+
+def _fsdp_name(key: str) -> str:
+    """`fsdp_config.fsdp_offload_params` -> `offload_params`; older files have no second `fsdp_`."""
+    return key.removeprefix("fsdp_config.").removeprefix("fsdp_")
+
+
+def _read_ranks(reading: Reading) -> int | None:
+    """`run.ranks`, of one machine. Returns the ranks of each machine, where they are known."""
+    ranks, machines = positive(reading.get("num_processes")), positive(reading.get("num_machines")) or 1
+    if ranks is None:
+        return None
+    reading.ranks = reading.ranks or ranks
+    if machines == 1:
+        reading.set("num_processes", "run.ranks", value=ranks)
+    else:
+        reading.notes.append(
+            f"{ranks} ranks on {machines} machines: torchrun --nnodes {machines} starts them"
+        )
+    return ranks // machines if ranks % machines == 0 else None
+
+
+def _read_type(reading: Reading, kind: str) -> None:
+    key = "distributed_type"
+    if kind in ("multi_gpu", "multi_cpu", "no"):
+        reading.set(key, "sharding.strategy", value="no_shard", why="nothing is sharded")
+    elif kind in _TYPES:
+        reading.say(key, Verdict.NOT_NEEDED, why=f"sharding.strategy says it, from {kind}_config")
+    else:
+        reading.say(
+            key, Verdict.NOT_SUPPORTED, why="ranks are sharded with FSDP2; the planner chooses the strategy"
+        )
+    if kind == "multi_cpu":
+        reading.settings["run.device"] = "cpu"
+        reading.origins["run.device"] = key
+
+
+def _read_mesh(reading: Reading) -> None:
+    """`parallelism_config`: a replicated axis over a sharded one is a hybrid strategy."""
+    prefix = "parallelism_config."
+    found = {key.removeprefix(prefix).removeprefix("parallelism_config_"): key for key in reading.leaves}
+    replicate, shard = found.get("dp_replicate_size", ""), found.get("dp_shard_size", "")
+    if (positive(reading.get(replicate)) or 1) > 1:
+        degree = positive(reading.get(shard)) or 1
+        if degree == 1:
+            reading.set(replicate, "sharding.strategy", value="no_shard")
+            return
+        reading.set(
+            replicate, "sharding.strategy", value="hybrid_shard", why="replicated over ranks / shard_degree"
+        )
+        reading.set(shard, "sharding.shard_degree", value=degree)
+
+
+def _read_paths(reading: Reading) -> None:
+    """`none` is what accelerate writes for no path."""
+    for part in ("optimizer", "param"):
+        key = f"deepspeed_config.offload_{part}_nvme_path"
+        if reading.get(key) in ("none", None):
+            reading.say(key, Verdict.NOT_NEEDED, why="off, as it is here")

@@ -1,0 +1,88 @@
+"""convert(text): a config of another tool -> what becomes of each key, and a Run."""
+
+from collections.abc import Callable
+from typing import Any
+
+from fullshard.spec.convert.accelerate import read_accelerate
+from fullshard.spec.convert.account import Format, Reading, Said, Verdict
+from fullshard.spec.convert.deepspeed import read_deepspeed
+from fullshard.spec.convert.fsdp_kwargs import read_fsdp_alone, read_lightning
+from fullshard.spec.convert.source import read_source
+from fullshard.spec.convert.toml_text import toml_text
+from fullshard.spec.convert.torchtitan import read_torchtitan
+from fullshard.spec.run import Run
+from fullshard.spec.value import Value
+
+_READERS: dict[Format, Callable[[Reading], None]] = {
+    Format.ACCELERATE: read_accelerate,
+    Format.DEEPSPEED: read_deepspeed,
+    Format.FSDP: read_fsdp_alone,
+    Format.LIGHTNING: read_lightning,
+    Format.TORCHTITAN: read_torchtitan,
+}
+
+
+class Conversion(Value):
+    """A config, converted. `said`: each of its keys, in its order. `notes`: what is no single key's.
+
+    `settings`: dotted keys of run.toml; `origins`: where each comes from. `run` is what they parse to.
+    """
+
+    name: str
+    format: Format
+    said: tuple[Said, ...]
+    notes: tuple[str, ...]
+    settings: dict[str, Any]
+    origins: dict[str, str]
+    run: Run
+
+    def run_toml(self) -> str:
+        """The text of a run.toml that loads as `run`."""
+        head = f"From {self.name} ({self.format}), by fullshard convert. What is not here has its default."
+        return toml_text(self.settings, origins=self.origins, head=head)
+
+    def count(self, verdict: Verdict) -> int:
+        """How many keys this became of."""
+        return sum(one.verdict is verdict for one in self.said)
+
+
+def convert(text: str, *, name: str, format: Format | None = None, ranks: int | None = None) -> Conversion:
+    """Reads the config `text` of a file called `name`; of the `format` that its content has, unless given.
+
+    `ranks`: how many ranks it is for, where the file does not say so.
+    Raises SpecError for text of no known format, keys that contradict each other, and values that no run has.
+    """
+    found, tree, notes = read_source(text, name=name, format=format)
+    reading = Reading(tree, ranks=ranks)
+    reading.notes.extend(notes)
+    _READERS[found](reading)
+    order = ("run", "model", "data", "train")  # the rest as it came
+    targets = sorted(reading.settings, key=lambda target: _place(target, order))
+    settings = {target: reading.settings[target] for target in targets}
+    run = Run.parse(_nested(settings), source=f"what {name} says")
+    return Conversion(
+        name=name,
+        format=found,
+        said=tuple(reading.said[key] for key in reading.leaves),
+        notes=tuple(reading.notes),
+        settings=settings,
+        origins=reading.origins,
+        run=run,
+    )
+
+
+def _place(target: str, order: tuple[str, ...]) -> tuple[int, str]:
+    section, table = target.partition(".")[0], target.rpartition(".")[0]
+    return (order.index(section) if section in order else len(order), table)
+
+
+def _nested(settings: dict[str, Any]) -> dict[str, Any]:
+    """`{"train.steps": 3}` -> `{"train": {"steps": 3}}`."""
+    tree: dict[str, Any] = {}
+    for target, value in settings.items():
+        *path, key = target.split(".")
+        section = tree
+        for part in path:
+            section = section.setdefault(part, {})
+        section[key] = value
+    return tree

@@ -1,0 +1,248 @@
+"""DeepSpeed's JSON. Keys and defaults: deepspeed.ai/docs/config-json, deepspeed/runtime/zero/config.py."""
+
+import math
+from typing import Any
+
+from fullshard.errors import SpecError
+from fullshard.spec.convert.account import Reading, SourceText, Verdict
+from fullshard.spec.convert.deepspeed_rules import RULES
+from fullshard.spec.convert.rules import AUTO, follow, is_on, plain_keys, positive, whole
+from fullshard.spec.convert.words import DTYPES, OFFLOAD, last_name
+
+_STAGES = {0: "no_shard", 1: "zero1", 2: "shard_grad_op", 3: "full_shard"}
+_ZERO = "zero_optimization"
+_ADAMS = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam")
+_DOTTED = {"adagrad": "torch.optim.Adagrad", "sgd": "sgd", "torch.optim.sgd": "sgd"}
+# DeepSpeed's FusedAdam, SGD of torch: what they take where `optimizer.params` says nothing.
+_ADAM_DEFAULTS = {"optimizer.betas": [0.9, 0.999], "optimizer.eps": 1e-8, "optimizer.weight_decay": 0.0}
+
+
+def read_deepspeed(reading: Reading) -> None:
+    """Speaks of every key of a DeepSpeed config. Raises SpecError where its batch sizes contradict."""
+    _read_stage(reading)
+    _read_offload(reading)
+    _read_precision(reading)
+    _read_batch(reading)
+    _read_optimizer(reading)
+    _read_schedule(reading)
+    _read_trackers(reading)
+    follow(reading, RULES)
+    if "gradient_clipping" not in reading.leaves:
+        reading.suppose("optimizer.clip_norm", 0.0, why="DeepSpeed clips only if asked")
+    reading.close([*plain_keys(RULES), *reading.said])
+
+
+def strategy_of(stage: Any) -> str | None:
+    """ZeRO's stage 0 to 3 as a strategy; None for anything else."""
+    number = whole(stage)
+    return None if number is None else _STAGES.get(number)
+
+
+def _read_stage(reading: Reading) -> None:
+    key = f"{_ZERO}.stage"
+    stage = reading.get(key)
+    if isinstance(reading.get(_ZERO), bool):  # an older form
+        key, stage = _ZERO, int(reading.get(_ZERO))
+    shard_size, hpz = reading.get(f"{_ZERO}.mics_shard_size"), reading.get(f"{_ZERO}.zero_hpz_partition_size")
+    strategy = strategy_of(stage)
+    if stage is None:
+        reading.suppose("sharding.strategy", "no_shard", why="DeepSpeed shards nothing without a stage")
+    elif strategy is None:
+        reading.say(
+            key, Verdict.NOT_SUPPORTED, why="a stage is 0, 1, 2 or 3; the planner chooses the strategy"
+        )
+    elif whole(stage) == 3 and isinstance(shard_size, int) and shard_size > 0:  # MiCS
+        reading.set(key, "sharding.strategy", value="hybrid_shard", why="MiCS: sharded in groups of ranks")
+        reading.set(f"{_ZERO}.mics_shard_size", "sharding.shard_degree", value=shard_size)
+    else:
+        reading.set(key, "sharding.strategy", value=strategy)
+    if whole(stage) == 3 and isinstance(hpz, int) and hpz > 1:
+        reading.set(f"{_ZERO}.zero_hpz_partition_size", "sharding.reshard_to", value=hpz)
+
+
+def _read_offload(reading: Reading) -> None:
+    """`offload_optimizer`, `offload_param`: tiers that can be planned, and not be run yet."""
+    parts = {"offload_optimizer": "optimizer:{}", "offload_param": "params+optimizer:{}"}
+    for part, tier in parts.items():
+        key = f"{_ZERO}.{part}.device"
+        device = reading.get(key)
+        if device in ("cpu", "nvme"):
+            reading.say(key, Verdict.NOT_SUPPORTED, why=OFFLOAD.format(tier=tier.format(device)))
+        path = reading.get(f"{_ZERO}.{part}.nvme_path")
+        if device == "nvme" and isinstance(path, str):
+            reading.set(f"{_ZERO}.{part}.nvme_path", "offload.path", value=path)
+
+
+def _read_precision(reading: Reading) -> None:
+    """`bf16.enabled`, `fp16.enabled` and what gradients are sent in."""
+    modes = {"bf16.enabled": "bf16", "bfloat16.enabled": "bf16", "fp16.enabled": "fp16"}
+    on = [key for key in modes if is_on(reading.get(key))]
+    if len(on) > 1:
+        raise SpecError("two precisions are turned on at once.", got=", ".join(on), fix="leave one of them")
+    wire = "communication_data_type"
+    sent = DTYPES.get(last_name(reading.get(wire))) if reading.get(wire) is not None else None
+    autocast = is_on(reading.get("torch_autocast.enabled"))
+    for key, mode in [(key, mode) for key, mode in modes.items() if key in reading.leaves]:
+        value = reading.get(key)
+        if key in on:
+            mode = "bf16_reduce" if mode == "bf16" and sent == "bf16" else mode
+            reading.set(key, "precision.mode", value=mode)
+        elif value == AUTO:
+            reading.say(
+                key, Verdict.NOT_NEEDED, why='left open there: precision.mode = "auto" goes by the device'
+            )
+        elif on or autocast or AUTO in [reading.get(other) for other in modes]:
+            reading.say(
+                key, Verdict.NOT_NEEDED, why=f"off; {', '.join(on) or 'another key'} says the precision"
+            )
+        else:
+            reading.set(key, "precision.mode", value="fp32")
+    if not on and not autocast and not any(key in reading.leaves for key in modes):
+        reading.suppose("precision.mode", "fp32", why="DeepSpeed computes in fp32 unless asked")
+    if sent == "bf16" and reading.settings.get("precision.mode") == "bf16_reduce":
+        reading.set(wire, "precision.mode", value="bf16_reduce")
+    elif sent in (None, "fp32"):
+        reading.say(wire, Verdict.NOT_NEEDED, why="gradients are sent and summed in fp32 here")
+    else:
+        reading.say(wire, Verdict.NOT_SUPPORTED, why="gradients are summed in fp32 (bf16_reduce: in bf16)")
+
+
+def _read_batch(reading: Reading) -> None:
+    """train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × ranks."""
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    total, micro, steps = (positive(reading.get(key)) for key in keys)
+    ranks = reading.ranks
+    given = [value for value in (micro, steps, ranks) if value]
+    if total and total % math.prod(given):
+        raise SpecError(
+            "the batch sizes contradict each other.",
+            got=", ".join(f"{key} = {reading.get(key)}" for key in keys if key in reading.leaves)
+            + (f", {ranks} ranks" if ranks else ""),
+            why="train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × ranks",
+        )
+    if total and len(given) == 3 and math.prod(given) != total:
+        raise SpecError(
+            "the batch sizes contradict each other.",
+            got=f"{keys[0]} = {total}; {micro} × {steps} × {ranks} ranks = {math.prod(given)}",
+            fix=f"{keys[0]} = {math.prod(given)}, or other ranks",
+        )
+    if total and ranks and steps and not micro:
+        micro = total // (ranks * steps)
+        reading.settings["train.microbatch"] = micro
+        reading.origins["train.microbatch"] = f"{keys[0]} / ({keys[2]} × ranks)"
+    if total:
+        reading.set(keys[0], "train.global_batch", value=total)
+        if micro and steps and not ranks:
+            reading.notes.append(f"its batch sizes are for {total // (micro * steps)} ranks")
+    if positive(reading.get(keys[1])):
+        reading.set(keys[1], "train.microbatch", value=micro, why="sequences a rank at once")
+    if steps:
+        _read_accumulation(reading, keys[2], total=total, micro=micro, steps=steps)
+    elif micro and not total:
+        one_ranks_batch(reading, micro, origin=keys[1])
+
+
+def _read_accumulation(
+    reading: Reading, key: str, *, total: int | None, micro: int | None, steps: int
+) -> None:
+    why = "accumulation is train.global_batch / (train.microbatch × ranks)"
+    if total or not micro:
+        reading.say(key, Verdict.NOT_NEEDED, why=why)
+        return
+    one_ranks_batch(reading, micro * steps, origin=key)
+    reading.say(key, Verdict.NOT_NEEDED, why=why)
+
+
+def one_ranks_batch(reading: Reading, sequences: int, *, origin: str) -> None:
+    """`train.global_batch` of `sequences` a rank, with a note where the number of ranks is unknown."""
+    if "train.global_batch" in reading.settings:
+        return
+    reading.settings["train.global_batch"] = sequences * (reading.ranks or 1)
+    reading.origins["train.global_batch"] = f"{sequences} of each rank ({origin})"
+    if reading.ranks is None:
+        reading.notes.append(
+            f"train.global_batch = {sequences} is one rank's, for the file does not say how many there are: "
+            "--ranks N multiplies it"
+        )
+
+
+def _read_optimizer(reading: Reading) -> None:
+    key = "optimizer.type"
+    if key not in reading.leaves:
+        return
+    kind = str(reading.get(key)).lower()
+    coupled = reading.get("optimizer.params.adam_w_mode") is False
+    if kind in _ADAMS and coupled:
+        reading.set(key, "optimizer.name", value="torch.optim.Adam", why="its weight decay is an L2 term")
+        reading.say("optimizer.params.adam_w_mode", Verdict.NOT_NEEDED, why="optimizer.name says it")
+    elif kind in _ADAMS:
+        reading.set(
+            key, "optimizer.name", value="adamw", why="fused, as DeepSpeed's is" if kind == "adam" else ""
+        )
+    elif kind in _DOTTED:
+        reading.set(key, "optimizer.name", value=_DOTTED[kind])
+    else:
+        instead = "adamw stands instead; optimizer.name takes the dotted name of any torch.optim.Optimizer"
+        reading.say(key, Verdict.NOT_SUPPORTED, why=instead)
+    follow(reading, {k: rule for k, rule in RULES.items() if k.startswith("optimizer.")})
+    if kind in _ADAMS:
+        for target, value in _ADAM_DEFAULTS.items():
+            absent = f"optimizer.params.{target.partition('.')[2]}" not in reading.leaves
+            if absent:
+                reading.suppose(target, value, why="DeepSpeed's default, which the file leaves as it is")
+    elif _DOTTED.get(kind) and "optimizer.params.weight_decay" not in reading.leaves:
+        reading.suppose("optimizer.weight_decay", 0.0, why="torch's default for it")
+
+
+def _read_schedule(reading: Reading) -> None:
+    """WarmupLR, WarmupDecayLR and WarmupCosineLR; others leave the schedule as it is."""
+    key = "scheduler.type"
+    kinds = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
+    kind = kinds.get(str(reading.get(key)).lower())
+    if key in reading.leaves and kind is None:
+        for one in [one for one in reading.unread() if one.startswith("scheduler.")]:
+            reading.say(one, Verdict.NOT_SUPPORTED, why="schedule.kind: constant, cosine, linear or wsd")
+        return
+    if kind is None:
+        if "optimizer.type" in reading.leaves:
+            reading.notes.append(
+                "the file has no scheduler: DeepSpeed keeps the rate, a trainer brings its own; "
+                "schedule.kind here is cosine by default"
+            )
+        return
+    reading.set(key, "schedule.kind", value=kind)
+    if kind == "linear":
+        reading.suppose("schedule.final_ratio", 0.0, why="WarmupDecayLR ends at 0")
+    if kind == "cosine" and "scheduler.params.cos_min_ratio" not in reading.leaves:
+        reading.suppose("schedule.final_ratio", 1e-4, why="WarmupCosineLR's default")
+    if "scheduler.params.warmup_num_steps" not in reading.leaves:
+        reading.suppose("schedule.warmup_steps", 1000, why=f"{reading.get(key)}'s default")
+    lowest = reading.get("scheduler.params.warmup_min_lr")
+    if lowest not in (None, AUTO) and not isinstance(lowest, SourceText):
+        starts_low = whole(lowest) == 0
+        reading.say(
+            "scheduler.params.warmup_min_lr",
+            Verdict.NOT_NEEDED if starts_low else Verdict.NOT_SUPPORTED,
+            why="warmup begins at the peak / warmup_steps",
+        )
+    _read_peak(reading)
+
+
+def _read_peak(reading: Reading) -> None:
+    key = "scheduler.params.warmup_max_lr"
+    peak: Any = reading.get(key)
+    if peak is None or peak == AUTO:
+        return
+    optimizers = reading.settings.get("optimizer.learning_rate")
+    if optimizers is not None and optimizers != peak:
+        # The scheduler sets the rate in every step, so the optimizer's own is never used.
+        reading.settings.pop("optimizer.learning_rate")
+        reading.notes.append(f"the scheduler's peak, {peak}, is what DeepSpeed trains at, not {optimizers}")
+    reading.set(key, "optimizer.learning_rate", value=peak, why="the peak")
+
+
+def _read_trackers(reading: Reading) -> None:
+    """`tensorboard.enabled`, `wandb.enabled`: `log.trackers`, one list of both."""
+    wanted = [name for name in ("tensorboard", "wandb") if is_on(reading.get(f"{name}.enabled"))]
+    for name in wanted:
+        reading.set(f"{name}.enabled", "log.trackers", value=wanted)

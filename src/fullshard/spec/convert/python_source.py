@@ -1,0 +1,188 @@
+"""Keyword arguments of a call in Python source, read by its syntax tree. Nothing is ever executed."""
+
+import ast
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from fullshard.spec.convert.account import SourceText
+
+# Calls whose arguments are settings: the names of those that stand by position.
+_FSDP1 = (
+    "module",
+    "process_group",
+    "sharding_strategy",
+    "cpu_offload",
+    "auto_wrap_policy",
+    "backward_prefetch",
+    "mixed_precision",
+    "ignored_modules",
+    "param_init_fn",
+    "device_id",
+    "sync_module_states",
+    "forward_prefetch",
+    "limit_all_gathers",
+    "use_orig_params",
+    "ignored_states",
+    "device_mesh",
+)
+LIGHTNING_STRATEGIES: dict[str, tuple[str, ...]] = {
+    "FSDPStrategy": ("accelerator", "parallel_devices", "cluster_environment", "precision"),
+    "ModelParallelStrategy": ("parallelize_fn", "data_parallel_size", "tensor_parallel_size"),
+}
+LIGHTNING_HOSTS: dict[str, tuple[str, ...]] = {"Fabric": (), "Trainer": ()}
+FSDP_CALLS: dict[str, tuple[str, ...]] = {
+    "FSDP": _FSDP1,
+    "FullyShardedDataParallel": _FSDP1,
+    "FSDP2Config": ("sharding_strategy",),
+    "fully_shard": ("module",),
+}
+_PARTS: dict[str, tuple[str, ...]] = {
+    "MixedPrecision": ("param_dtype", "reduce_dtype", "buffer_dtype", "keep_low_precision_grads"),
+    "MixedPrecisionPolicy": ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"),
+    "CPUOffload": ("offload_params",),
+    "CPUOffloadPolicy": ("pin_memory",),
+    "partial": ("function",),
+    "ModuleWrapPolicy": ("module_classes",),
+    "CustomPolicy": ("lambda_fn",),
+    "init_device_mesh": ("device_type", "mesh_shape"),
+    "DeviceMesh": ("device_type", "mesh"),
+    "timedelta": ("days", "seconds"),
+}
+
+
+class PythonSource:
+    """A parsed program: its calls, and what its names were assigned.
+
+    A name that is assigned once stands for what it was assigned; anything that only running would tell is
+    kept as its text (`SourceText`). Raises SyntaxError for text that is no Python.
+    """
+
+    def __init__(self, text: str) -> None:
+        tree = ast.parse(text)
+        self._tree = tree
+        self._assigned = _assigned_once(tree)
+
+    def call(self, names: Mapping[str, tuple[str, ...]]) -> tuple[str, dict[str, Any], int] | None:
+        """(name, arguments, others) of the call of one of `names` with the most keywords; None for none."""
+        calls = [one for one in ast.walk(self._tree) if isinstance(one, ast.Call) and _called(one) in names]
+        if not calls:
+            return None
+        best = max(calls, key=lambda one: len(one.keywords) + len(one.args))
+        name = _called(best)
+        return name, self._arguments(best, names[name]), len(calls) - 1
+
+    def options(self) -> dict[str, Any] | None:
+        """A dict that stands alone, or is assigned to a name with `fsdp` in it; None where there is none."""
+        for node in self._tree.body:
+            value = node.value if isinstance(node, ast.Expr | ast.Assign | ast.AnnAssign) else None
+            named = isinstance(node, ast.Expr) or "fsdp" in _target(node).lower()
+            if value is not None and named:
+                found = self._value(value)
+                if isinstance(found, dict) and found:
+                    return cast(dict[str, Any], found)
+        return None
+
+    def _arguments(self, call: ast.Call, positions: tuple[str, ...]) -> dict[str, Any]:
+        named: dict[str, Any] = {}
+        for index, argument in enumerate(call.args):
+            name = positions[index] if index < len(positions) else f"argument_{index + 1}"
+            named[name] = self._value(argument)
+        for keyword in call.keywords:
+            value = self._value(keyword.value)
+            if keyword.arg is not None:
+                named[keyword.arg] = value
+            elif isinstance(value, dict):  # **options
+                named |= cast(dict[str, Any], value)
+            else:
+                named["**"] = value
+        return named
+
+    def _value(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Name) and node.id in self._assigned:
+            return PythonSource._value(self, self._assigned[node.id])
+        if isinstance(node, ast.Tuple | ast.List | ast.Set):
+            return [self._value(one) for one in node.elts]
+        if isinstance(node, ast.Dict):
+            pairs = zip(node.keys, node.values, strict=True)
+            return {str(self._value(key)): self._value(value) for key, value in pairs if key is not None}
+        if isinstance(node, ast.Call):
+            return self._of_call(node)
+        folded = _folded(node)
+        return SourceText(ast.unparse(node)) if folded is None else folded
+
+    def _of_call(self, call: ast.Call) -> Any:
+        name = _called(call)
+        parts = {**_PARTS, **LIGHTNING_STRATEGIES}
+        if name == "dict" and not call.args:
+            return self._arguments(call, ())
+        if name in ("int", "float") and len(call.args) == 1:
+            value = self._value(call.args[0])
+            if isinstance(value, int | float):
+                return int(value) if name == "int" else float(value)
+        arguments = self._arguments(call, parts[name]) if name in parts else {}
+        return arguments or SourceText(ast.unparse(call))
+
+
+def _called(call: ast.Call) -> str:
+    """`torch.distributed.fsdp.FSDP(…)` -> `FSDP`."""
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def _target(node: ast.stmt) -> str:
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+    return " ".join(ast.unparse(one) for one in targets)
+
+
+def _assigned_once(tree: ast.Module) -> dict[str, ast.expr]:
+    """The names that one assignment gives a value which does not name them again."""
+    found: dict[str, list[ast.expr]] = {}
+    for name, value in _assignments(tree):
+        found.setdefault(name, []).append(value)
+    once = {name: values[0] for name, values in found.items() if len(values) == 1}
+    order = {name: index for index, name in enumerate(once)}
+    # A value may name only what was assigned before it: else `a = b; b = a` would never end.
+    return {
+        name: value
+        for name, value in once.items()
+        if all(order.get(inner, -1) < order[name] for inner in _names_in(value))
+    }
+
+
+def _assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            yield node.targets[0].id, node.value
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            yield node.target.id, node.value
+
+
+def _names_in(value: ast.expr) -> Iterator[str]:
+    return (one.id for one in ast.walk(value) if isinstance(one, ast.Name))
+
+
+def _folded(node: ast.expr) -> int | float | None:
+    """The number of `-1`, `2 * 8`, `10**8`; None for anything else."""
+    if isinstance(node, ast.Constant):
+        value = node.value
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        inner = _folded(node.operand)
+        return None if inner is None else -inner
+    return _product(node) if isinstance(node, ast.BinOp) else None
+
+
+def _product(node: ast.BinOp) -> int | float | None:
+    """A product or a power, of a size that takes no time."""
+    left, right = _folded(node.left), _folded(node.right)
+    if left is None or right is None:
+        return None
+    if isinstance(node.op, ast.Mult) and max(abs(left), abs(right)) < 1e15:
+        return left * right
+    if isinstance(node.op, ast.Pow) and abs(left) < 1e3 and 0 <= right < 16:
+        return cast(float, left**right)
+    return None

@@ -1,0 +1,177 @@
+"""Rules: what a key of a config means, one value a key, so that a format is a table of them."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from fullshard.spec.convert.account import Reading, SourceText, Verdict
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Sets:
+    """The key sets `target`, to `turned(value)`.
+
+    Where that is None, the value cannot be said here: `instead`. `why`: a word on what differs.
+    """
+
+    target: str
+    turned: Callable[[Any], Any] = lambda value: value
+    why: str = ""
+    instead: str = ""
+
+
+@dataclass(frozen=True)
+class Chooses:
+    """The key sets `target` to what stands beside its value (in lower case) in `choices`.
+
+    A value of `without` asks for nothing; for any other, `instead`.
+    """
+
+    target: str
+    choices: Mapping[str, Any]
+    why: str = ""
+    instead: str = ""
+    without: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Drops:
+    """The key is not needed, whatever its value."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Lacks:
+    """What the key asks for is not there. Where its value is one of `without`, it asks for nothing."""
+
+    instead: str
+    without: tuple[Any, ...] = (False, None, "none", "None", 0)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part that `<section>.<switch>` turns on: off, it asks for nothing; on, it is not there."""
+
+    instead: str
+    switch: str = "enabled"
+
+
+Rule = Sets | Chooses | Drops | Lacks | Section
+Rules = Mapping[str, Rule]
+
+OFF = "as it is here"
+
+
+def follow(reading: Reading, rules: Rules, *, named: Callable[[str], str] = lambda key: key) -> None:
+    """Speaks of every key that nothing was said of and that a rule is for.
+
+    `named`: a key of the config as the table has it. The key of a rule is a whole key, or a shell pattern;
+    the first that matches counts.
+    """
+    for key in reading.unread():
+        rule = _rule_for(named(key), rules)
+        if rule is not None:
+            _follow(reading, key, rule=rule)
+
+
+def each(section: str, names: str, *, rule: Rule) -> dict[str, Rule]:
+    """`rule` for all of the keys of `section` that `names` lists, with blanks between them."""
+    return {f"{section}.{name}": rule for name in names.split()}
+
+
+def plain_keys(rules: Rules) -> list[str]:
+    """Those that a misspelled key can have meant."""
+    return [key for key in rules if "*" not in key]
+
+
+def _rule_for(key: str, rules: Rules) -> Rule | None:
+    if key in rules:
+        return rules[key]
+    return next((rule for pattern, rule in rules.items() if fnmatchcase(key, pattern)), None)
+
+
+def _follow(reading: Reading, key: str, *, rule: Rule) -> None:
+    value = reading.get(key)
+    if value == AUTO and isinstance(rule, Sets | Chooses):
+        left = f"left open there, to be filled in by the trainer: set {rule.target}, or keep its default"
+        reading.say(key, Verdict.NOT_NEEDED, why=left)
+    elif isinstance(rule, Sets):
+        _set(reading, key, rule=rule)
+    elif isinstance(rule, Chooses):
+        chosen = rule.choices.get(_plain(value))
+        if _in(value, rule.without):
+            reading.say(key, Verdict.NOT_NEEDED, why=f"unset: {rule.target} has its default")
+        elif chosen is None:
+            known = rule.instead or f"{rule.target} has no {_plain(value)!r}"
+            reading.say(key, Verdict.NOT_SUPPORTED, why=known)
+        else:
+            reading.set(key, rule.target, value=chosen, why=rule.why)
+    elif isinstance(rule, Drops):
+        reading.say(key, Verdict.NOT_NEEDED, why=rule.why)
+    elif isinstance(rule, Lacks):
+        asks = not _in(value, rule.without)
+        reading.say(
+            key, Verdict.NOT_SUPPORTED if asks else Verdict.NOT_NEEDED, why=rule.instead if asks else OFF
+        )
+    else:
+        on = is_on(reading.get(f"{key.partition('.')[0]}.{rule.switch}"))
+        reading.say(key, Verdict.NOT_SUPPORTED if on else Verdict.NOT_NEEDED, why=rule.instead if on else OFF)
+
+
+def _set(reading: Reading, key: str, *, rule: Sets) -> None:
+    value = reading.get(key)
+    if value is None:
+        reading.say(key, Verdict.NOT_NEEDED, why=f"unset: {rule.target} has its default")
+        return
+    if isinstance(value, SourceText):
+        reading.set(key, rule.target, value=value)
+        return
+    turned = rule.turned(value)
+    if turned is None:
+        reading.say(key, Verdict.NOT_SUPPORTED, why=rule.instead or f"{value!r} is nothing for {rule.target}")
+    else:
+        reading.set(key, rule.target, value=turned, why=rule.why)
+
+
+def _plain(value: Any) -> str:
+    """`ShardingStrategy.FULL_SHARD`, `"FULL_SHARD"`, True -> `full_shard`, `full_shard`, `true`."""
+    return str(value).rpartition(".")[2].lower()
+
+
+def _in(value: Any, values: Iterable[Any]) -> bool:
+    return any(type(value) is type(one) and value == one for one in values)
+
+
+# What the tables turn values with #
+def number(value: Any) -> float | None:
+    """A number, also one that is written as text (`1e-4`, which YAML takes for one)."""
+    try:
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def whole(value: Any) -> int | None:
+    """A whole number that is not negative; None for any other."""
+    read = number(value)
+    return int(read) if read is not None and read >= 0 and read == int(read) else None
+
+
+def positive(value: Any) -> int | None:
+    """A whole number over 0; None for any other."""
+    return whole(value) or None
+
+
+def is_on(value: Any) -> bool:
+    """True, `true`, `yes`, `on`."""
+    return value is True or str(value).lower() in ("true", "yes", "on")
+
+
+def pair(value: Any) -> list[float] | None:
+    """Two numbers; None for anything else."""
+    read = [number(one) for one in value] if isinstance(value, list) else []
+    return [one for one in read if one is not None] if len(read) == 2 and None not in read else None

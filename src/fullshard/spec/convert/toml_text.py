@@ -1,0 +1,28 @@
+"""Settings as the text of a run.toml."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, cast
+
+
+def toml_text(settings: Mapping[str, Any], *, origins: Mapping[str, str], head: str) -> str:
+    """`settings` by dotted key, in tables; behind each value, a comment says where it comes from."""
+    tables: dict[str, list[str]] = {}
+    for target in settings:
+        table, _, key = target.rpartition(".")
+        comment = f"  # {' '.join(origins[target].split())}" if target in origins else ""
+        tables.setdefault(table, []).append(f"{key} = {toml_value(settings[target])}{comment}")
+    parts = [f"[{table}]\n" + "\n".join(lines) for table, lines in tables.items()]
+    return "\n\n".join([*(f"# {line}".rstrip() for line in [head]), *parts]) + "\n"
+
+
+def toml_value(value: Any) -> str:
+    """A number, text, truth, list or mapping as TOML has it."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(toml_value(one) for one in cast(list[Any], value))}]"
+    if isinstance(value, Mapping):
+        items = cast(Mapping[str, Any], value).items()
+        return "{" + ", ".join(f"{json.dumps(key)} = {toml_value(one)}" for key, one in items) + "}"
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False)

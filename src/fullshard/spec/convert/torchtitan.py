@@ -1,0 +1,233 @@
+"""torchtitan's TOML. Keys and defaults: torchtitan/config/job_config.py, and other names of them."""
+
+from typing import Any
+
+from fullshard.spec.convert.account import Reading, Verdict
+from fullshard.spec.convert.deepspeed import one_ranks_batch
+from fullshard.spec.convert.rules import follow, is_on, number, plain_keys, positive
+from fullshard.spec.convert.torchtitan_rules import RULES
+from fullshard.spec.presets import find_preset
+
+# What torchtitan takes for a key that is left out, where the section or the file needs it.
+_DEFAULTS = {
+    "optimizer.learning_rate": 8e-4,
+    "optimizer.betas": [0.9, 0.95],
+    "optimizer.weight_decay": 0.1,
+    "schedule.warmup_steps": 200,
+    "schedule.kind": "linear",
+    "schedule.final_ratio": 0.0,
+    "data.sequence_length": 2048,
+    "train.steps": 10_000,
+    "train.microbatch": 8,
+}
+_PRESETS = {
+    ("llama3", "8b"): "llama3-8b",
+    ("llama3", "70b"): "llama3-70b",
+    ("llama3", "405b"): "llama3.1-405b",
+    ("qwen3", "1.7b"): "qwen3-1.7b",
+    ("qwen3", "8b"): "qwen3-8b",
+    ("qwen3", "14b"): "qwen3-14b",
+}
+_PARALLEL = "parallelism."
+
+
+def read_torchtitan(reading: Reading) -> None:
+    """Speaks of every key of a torchtitan job."""
+    _read_mesh(reading)
+    _read_batch(reading)
+    _read_model(reading)
+    _read_recompute(reading)
+    _read_optimizer(reading)
+    _read_schedule(reading)
+    _read_precision(reading)
+    _read_switched(reading)
+    follow(reading, RULES)
+    for target, value in _DEFAULTS.items():
+        reading.suppose(target, value, why="torchtitan's default, which the file leaves as it is")
+    _fit_positions(reading)
+    reading.close(plain_keys(RULES))
+
+
+def _read_mesh(reading: Reading) -> None:
+    """Replicas and shards of the data-parallel ranks, and whether parameters stay gathered."""
+    replicate_key, shard_key = (
+        f"{_PARALLEL}data_parallel_replicate_degree",
+        f"{_PARALLEL}data_parallel_shard_degree",
+    )
+    policy_key = f"{_PARALLEL}fsdp_reshard_after_forward"
+    # A degree of -1, or none, is all ranks that are left.
+    replicate, shard = positive(reading.get(replicate_key)) or 1, positive(reading.get(shard_key)) or -1
+    never = reading.get(policy_key) == "never"
+    if replicate > 1 and shard == 1:
+        reading.set(replicate_key, "sharding.strategy", value="no_shard", why="replicated over all ranks")
+        reading.say(shard_key, Verdict.NOT_NEEDED, why="1: nothing is sharded")
+    elif replicate > 1:
+        degree = shard if shard > 1 else (reading.ranks // replicate if reading.ranks else None)
+        strategy = "hybrid_shard_zero2" if never else "hybrid_shard"
+        reading.set(replicate_key, "sharding.strategy", value=strategy, why="ranks / shard_degree replicas")
+        if degree is None:
+            reading.say(shard_key, Verdict.NOT_NEEDED, why=f"set sharding.shard_degree: ranks / {replicate}")
+            reading.notes.append(f"set sharding.shard_degree = ranks / {replicate}, or give --ranks")
+        else:
+            reading.settings["sharding.shard_degree"] = degree
+            reading.origins["sharding.shard_degree"] = shard_key
+            reading.set(shard_key, "sharding.shard_degree", value=degree)
+    else:
+        reading.settings["sharding.strategy"] = "shard_grad_op" if never else "full_shard"
+        reading.origins["sharding.strategy"] = policy_key if policy_key in reading.leaves else "FSDP2"
+        reading.say(replicate_key, Verdict.NOT_NEEDED, why="1: nothing is replicated")
+        reading.say(shard_key, Verdict.NOT_NEEDED, why="all ranks, with full_shard and shard_grad_op")
+    value = reading.settings["sharding.strategy"]
+    if policy_key in reading.leaves:
+        reading.set(
+            policy_key, "sharding.strategy", value=value, why="never: parameters stay gathered until backward"
+        )
+
+
+def _read_batch(reading: Reading) -> None:
+    local_key = (
+        "training.batch_size" if "training.batch_size" in reading.leaves else "training.local_batch_size"
+    )
+    local = positive(reading.get(local_key))
+    total = positive(reading.get("training.global_batch_size"))
+    if local:
+        reading.set(local_key, "train.microbatch", value=local, why="sequences a rank at once")
+    if total:
+        reading.set("training.global_batch_size", "train.global_batch", value=total)
+    else:
+        one_ranks_batch(reading, local or 8, origin=local_key if local else "torchtitan's default")
+        if "training.global_batch_size" in reading.leaves:
+            reading.say("training.global_batch_size", Verdict.NOT_NEEDED, why="left out: local batch × ranks")
+
+
+def _read_model(reading: Reading) -> None:
+    """The sizes of a flavor that a preset has."""
+    name, flavor = (str(reading.get(f"model.{key}")).lower() for key in ("name", "flavor"))
+    preset = find_preset(_PRESETS.get((name, flavor), ""))
+    missing = (
+        '[model] takes the sizes of a decoder, hf = "<directory or config.json>", or a module of Python\'s'
+    )
+    for key in ("model.name", "model.flavor"):
+        if preset is None:
+            reading.say(key, Verdict.NOT_SUPPORTED, why=missing)
+        else:
+            reading.set(
+                key, "model.d_model", value=preset.model.d_model, why=f"and the other sizes of {preset.name}"
+            )
+    if preset is not None:
+        for field, value in preset.model.model_dump().items():
+            reading.settings[f"model.{field}"] = value
+            reading.origins[f"model.{field}"] = f"{preset.name}"
+
+
+def _fit_positions(reading: Reading) -> None:
+    """A flavor's rotary positions reach as far as the sequences are long."""
+    length, positions = (
+        reading.settings.get("data.sequence_length"),
+        reading.settings.get("model.max_sequence"),
+    )
+    if isinstance(length, int) and length > (positions or 2048):
+        reading.settings["model.max_sequence"] = length
+        reading.origins["model.max_sequence"] = "training.seq_len"
+
+
+def _read_recompute(reading: Reading) -> None:
+    mode_key, option_key = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+    mode, option = reading.get(mode_key), str(reading.get(option_key) or "2")
+    if mode == "selective" and option == "op":
+        reading.set(mode_key, "recompute.mode", value="selective")
+        reading.settings["recompute.save_matmuls"] = 2
+        reading.origins["recompute.save_matmuls"] = option_key
+        reading.set(option_key, "recompute.save_matmuls", value=2, why="every second matmul is saved")
+    elif mode == "selective" and positive(option):
+        reading.set(mode_key, "recompute.mode", value="every")
+        reading.set(option_key, "recompute.every", value=positive(option))
+        reading.settings["recompute.every"] = positive(option)
+    elif mode in ("full", "none"):
+        reading.set(mode_key, "recompute.mode", value=mode)
+        reading.say(option_key, Verdict.NOT_NEEDED, why=f'for mode = "selective", not {mode}')
+    elif mode is not None:
+        reading.say(
+            mode_key, Verdict.NOT_SUPPORTED, why="recompute.mode: none, full, every, selective, or auto"
+        )
+
+
+def _read_optimizer(reading: Reading) -> None:
+    name_key = "optimizer.name"
+    names = {"adamw": "adamw", "adam": "torch.optim.Adam"}
+    name = names.get(str(reading.get(name_key)).lower())
+    if name is not None:
+        reading.set(name_key, "optimizer.name", value=name)
+    betas: list[Any] = [number(reading.get(f"optimizer.beta{one}")) for one in (1, 2)]
+    if any(one is not None for one in betas):
+        pair = [default if one is None else one for one, default in zip(betas, (0.9, 0.95), strict=True)]
+        for one in (1, 2):
+            reading.set(f"optimizer.beta{one}", "optimizer.betas", value=pair)
+
+
+def _read_schedule(reading: Reading) -> None:
+    """A decay ratio is a share of the steps at the end (wsd); without one, decay begins after the warmup."""
+    ratio_key, type_key = "lr_scheduler.decay_ratio", "lr_scheduler.decay_type"
+    ratio, kind = number(reading.get(ratio_key)), str(reading.get(type_key) or "linear")
+    if ratio is not None and 0 < ratio < 1:
+        reading.set(ratio_key, "schedule.decay_fraction", value=ratio, why='with schedule.kind = "wsd"')
+        reading.settings["schedule.kind"] = "wsd"
+        reading.origins["schedule.kind"] = ratio_key
+        if kind != "linear":
+            reading.say(
+                type_key, Verdict.NOT_SUPPORTED, why='wsd falls linearly; or schedule.kind = "cosine"'
+            )
+    elif kind in ("linear", "cosine"):
+        reading.settings["schedule.kind"] = kind
+        reading.origins["schedule.kind"] = type_key if type_key in reading.leaves else "torchtitan's default"
+    else:
+        reading.say(type_key, Verdict.NOT_SUPPORTED, why="schedule.kind: constant, cosine, linear or wsd")
+    if type_key in reading.leaves:
+        reading.set(type_key, "schedule.kind", value=reading.settings.get("schedule.kind"))
+    reading.say(ratio_key, Verdict.NOT_NEEDED, why="decay begins after the warmup: schedule.kind")
+
+
+def _read_precision(reading: Reading) -> None:
+    """torchtitan computes in bf16 and reduces in fp32 unless told otherwise."""
+    param_key, reduce_key = "training.mixed_precision_param", "training.mixed_precision_reduce"
+    compute, wire = reading.get(param_key) or "bfloat16", reading.get(reduce_key) or "float32"
+    pure = reading.get("training.dtype") == "bfloat16"
+    mode = "fp32" if compute == "float32" else ("bf16_reduce" if wire == "bfloat16" else "bf16")
+    if pure and compute != "float32":
+        reading.set(
+            "training.dtype", "precision.mode", value="bf16_pure", why="with updates rounded stochastically"
+        )
+        mode = "bf16_pure"
+    given = [key for key in (param_key, reduce_key) if key in reading.leaves]
+    for key in given:
+        reading.set(key, "precision.mode", value=mode)
+    if not given:
+        reading.suppose("precision.mode", mode, why="torchtitan's default")
+
+
+def _read_switched(reading: Reading) -> None:
+    """Sections with a switch: checkpoints, validation, compile, trackers."""
+    saves = "checkpoint.enable" if "checkpoint.enable" in reading.leaves else "checkpoint.enable_checkpoint"
+    if saves in reading.leaves:
+        every = positive(reading.get("checkpoint.interval")) or 500
+        if is_on(reading.get(saves)):
+            reading.set(saves, "checkpoint.every", value=every)
+            reading.set("checkpoint.interval", "checkpoint.every", value=every)
+        else:
+            reading.say(saves, Verdict.NOT_NEEDED, why="off: saved at the end, and when interrupted")
+            reading.say("checkpoint.interval", Verdict.NOT_NEEDED, why="off")
+    enabled = [key for key in ("validation.enable", "validation.enabled") if key in reading.leaves]
+    if enabled and is_on(reading.get(enabled[0])):
+        every = positive(reading.get("validation.freq")) or 10
+        for key in (enabled[0], "validation.freq"):
+            reading.set(key, "train.validate_every", value=every)
+    for key in enabled:
+        reading.say(key, Verdict.NOT_NEEDED, why="off: train.validate_every")
+    reading.say("validation.freq", Verdict.NOT_NEEDED, why="off: train.validate_every")
+    compiled = [key for key in ("training.compile", "compile.enable") if key in reading.leaves]
+    for key in compiled:
+        reading.set(key, "run.compile", value=is_on(reading.get(key)), why="block by block")
+    trackers = ("tensorboard", "wandb")
+    wanted = [name for name in trackers if is_on(reading.get(f"metrics.enable_{name}"))]
+    for name in wanted:
+        reading.set(f"metrics.enable_{name}", "log.trackers", value=wanted)

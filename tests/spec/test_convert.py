@@ -1,0 +1,343 @@
+"""Configs of other tools: each key is spoken of, what comes out is a run, and that run trains."""
+
+import json
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.errors import SpecError
+from fullshard.models.decoder import DecoderModel
+from fullshard.sharding.apply import shard
+from fullshard.spec.convert.account import Format, Verdict
+from fullshard.spec.convert.conversion import Conversion, convert
+from fullshard.spec.convert.source import read_source
+from fullshard.spec.convert.toml_text import toml_value
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run, Strategy
+from fullshard.training.loop import train
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.state import TrainState
+from tests.fakes.data import Rows
+
+CONFIGS = sorted(path for path in Path(__file__).parent.joinpath("configs").iterdir() if path.is_file())
+# Of Python, what stands in the file; nothing else reads it.
+PYTHON_KEYS = {
+    "fsdp1.py.txt": "module auto_wrap_policy.function auto_wrap_policy.transformer_layer_cls "
+    "mixed_precision.param_dtype mixed_precision.reduce_dtype mixed_precision.buffer_dtype sharding_strategy "
+    "backward_prefetch forward_prefetch cpu_offload.offload_params device_id limit_all_gathers "
+    "use_orig_params sync_module_states param_init_fn",
+    "fsdp1_options.py.txt": "sharding_strategy device_mesh.device_type device_mesh.mesh_shape "
+    "device_mesh.mesh_dim_names auto_wrap_policy.function auto_wrap_policy.min_num_params "
+    "mixed_precision.param_dtype mixed_precision.reduce_dtype backward_prefetch ignored_modules "
+    "use_orig_param sync_module_states",
+    "fsdp2.py.txt": "module mesh mp_policy.param_dtype mp_policy.reduce_dtype mp_policy.cast_forward_inputs "
+    "reshard_after_forward offload_policy",
+    "course_wrapper.py.txt": "sharding_strategy mixed_precision compute_dtype param_dtype reduce_dtype "
+    "cpu_offload cpu_offload_params backward_prefetch forward_prefetch limit_all_gathers use_orig_params "
+    "sync_module_states auto_wrap_policy auto_wrap_min_params activation_checkpointing",
+    "fabric.py.txt": "accelerator devices precision loggers strategy.sharding_strategy strategy.device_mesh "
+    "strategy.auto_wrap_policy strategy.activation_checkpointing_policy strategy.state_dict_type "
+    "strategy.cpu_offload strategy.limit_all_gathers strategy.timeout.seconds",
+}
+UNKNOWN = {
+    "accelerate_hybrid.yaml": {"fsdp_config.fsdp_use_orig_parms"},
+    "deepspeed_zeropp_nvme.json": {"zero_optimization.stage4_dream"},
+    "fsdp1_options.py.txt": {"use_orig_param"},
+}
+SETTINGS = {
+    "accelerate_fsdp1.yaml": "sharding.strategy=full_shard recompute.mode=full prefetch.mode=implicit "
+    "run.ranks=2",
+    "accelerate_fsdp2.yaml": "sharding.strategy=shard_grad_op sharding.units.min_parameters=2000 "
+    "run.compile=True",
+    "accelerate_hybrid.yaml": "sharding.strategy=hybrid_shard sharding.shard_degree=2 prefetch.mode=explicit",
+    "accelerate_deepspeed.yaml": "sharding.strategy=full_shard optimizer.clip_norm=1.0 "
+    "checkpoint.export=True",
+    "deepspeed_zero1.json": "sharding.strategy=zero1 optimizer.name=torch.optim.Adam optimizer.clip_norm=0.0",
+    "deepspeed_zero2_auto.json": "sharding.strategy=shard_grad_op schedule.kind=constant precision.mode=auto",
+    "deepspeed_zero3.json": "sharding.strategy=full_shard precision.mode=bf16 train.global_batch=8 "
+    "train.microbatch=2 train.steps=100 optimizer.clip_norm=0.5 schedule.kind=linear "
+    "schedule.final_ratio=0.0",
+    "deepspeed_zeropp_nvme.json": "sharding.reshard_to=2 precision.mode=fp16 optimizer.betas=(0.9,0.999) "
+    "precision.initial_loss_scale=4096.0 offload.tier=none offload.path=/local_nvme train.global_batch=4",
+    "fsdp1.py.txt": "sharding.strategy=shard_grad_op precision.mode=bf16 precision.buffer_dtype=bf16 "
+    "prefetch.mode=explicit sharding.units.policy=block",
+    "fsdp1_options.py.txt": "sharding.strategy=hybrid_shard sharding.shard_degree=2 prefetch.mode=none "
+    "precision.mode=bf16_reduce sharding.units.min_parameters=2000",
+    "fsdp2.py.txt": "sharding.strategy=full_shard precision.mode=bf16",
+    "course_wrapper.py.txt": "sharding.strategy=shard_grad_op precision.mode=bf16 recompute.mode=full",
+    "fabric.py.txt": "sharding.strategy=hybrid_shard sharding.shard_degree=2 precision.mode=bf16 run.ranks=4 "
+    "survival.collective_seconds=1800.0 checkpoint.export=True",
+    "torchtitan_llama3_8b.toml": "model.layers=32 recompute.mode=selective recompute.save_matmuls=2 "
+    "optimizer.learning_rate=0.0003 schedule.kind=linear schedule.final_ratio=0.0 data.sequence_length=8192",
+    "torchtitan_hybrid.toml": "sharding.strategy=hybrid_shard_zero2 sharding.shard_degree=2 "
+    "schedule.kind=wsd recompute.mode=every optimizer.betas=(0.9,0.999) checkpoint.mode=async "
+    "train.global_batch=16",
+}
+TINY = [
+    *("model.d_model=32", "model.layers=2", "model.heads=2", "model.kv_heads=2", "model.d_ff=40"),
+    *("model.vocabulary=61", "model.max_sequence=16", "data.sequence_length=16", "train.steps=2"),
+    *("run.device=cpu", "run.compile=false"),
+]
+QUICK = {"accelerate_fsdp1.yaml", "deepspeed_zero3.json", "fsdp1.py.txt"}
+
+
+def converted(path: Path, *, ranks: int | None = None) -> Conversion:
+    return convert(path.read_text(), name=path.stem if path.suffix == ".txt" else path.name, ranks=ranks)
+
+
+def leaves(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, (*path, key))
+        else:
+            yield ".".join((*path, key))
+
+
+def tree_of(path: Path) -> dict[str, Any]:
+    readers = {".json": json.loads, ".yaml": yaml.safe_load, ".toml": tomllib.loads}
+    return readers[path.suffix](path.read_text())
+
+
+def keys_of(path: Path) -> set[str]:
+    return set(PYTHON_KEYS[path.name].split() if path.suffix == ".txt" else leaves(tree_of(path)))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_key_is_spoken_of_once(path):
+    said = [one.key for one in converted(path).said]
+    assert len(said) == len(set(said))
+    assert set(said) == keys_of(path)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_only_keys_that_no_one_knows_are_unknown(path):
+    unknown = {one.key for one in converted(path).said if one.verdict is Verdict.UNKNOWN}
+    assert unknown == UNKNOWN.get(path.name, set())
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_what_sets_nothing_says_why(path):
+    for one in converted(path).said:
+        sets = one.verdict in (Verdict.TAKEN, Verdict.RENAMED)
+        assert bool(one.sets) == sets
+        assert one.why or sets, one
+
+
+def value_of(run: Run, target: str) -> str:
+    value: Any = run
+    for part in target.split("."):
+        value = getattr(value, part)
+    return str(value).replace(" ", "")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_it_says_the_same_in_other_words(path):
+    run = converted(path).run
+    for setting in SETTINGS[path.name].split():
+        target, _, value = setting.partition("=")
+        assert value_of(run, target) == value, target
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_what_is_printed_loads_as_the_run(path, tmp_path):
+    conversion = converted(path)
+    (tmp_path / "run.toml").write_text(conversion.run_toml())
+    assert Run.load(tmp_path / "run.toml") == conversion.run
+
+
+@pytest.mark.parametrize(
+    "path", [one for one in CONFIGS if one.suffix == ".json"], ids=lambda path: path.name
+)
+@pytest.mark.parametrize(
+    "section", [(), ("zero_optimization",), ("zero_optimization", "offload_param"), ("aio",)]
+)
+def test_a_key_that_is_no_key_is_never_passed_over(path, section):
+    tree = tree_of(path)
+    inner = tree
+    for part in section:
+        inner = inner.setdefault(part, {})
+    inner["surprise"] = 1
+    conversion = convert(json.dumps(tree), name="a.json")
+    found = next(one for one in conversion.said if one.key == ".".join((*section, "surprise")))
+    assert found.verdict is Verdict.UNKNOWN
+
+
+ODD = [
+    None,
+    "",
+    [],
+    {},
+    -1,
+    0,
+    1,
+    3.5,
+    True,
+    False,
+    "auto",
+    "none",
+    "1e-4",
+    [1, 2],
+    [0.9, 0.99],
+    10**30,
+    "a\nb",
+]
+
+
+def mappings(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield tree
+    for value in tree.values():
+        if isinstance(value, dict):
+            yield from mappings(value)
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_whatever_a_value_is_it_is_told_or_refused(data):
+    path = data.draw(st.sampled_from([path for path in CONFIGS if path.suffix != ".txt"]))
+    found, tree, _ = read_source(path.read_text(), name=path.name, format=None)
+    inner = data.draw(st.sampled_from(list(mappings(tree))))
+    inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(st.sampled_from(ODD))
+    text = json.dumps(tree) if found is not Format.TORCHTITAN else toml_value_text(tree)
+    try:
+        conversion = convert(text, name=path.name, format=found)
+    except SpecError:
+        return
+    assert {one.key for one in conversion.said} == set(leaves(tree))
+
+
+def toml_value_text(tree: dict[str, Any]) -> str:
+    """Each key of the top as one line; what TOML has no word for becomes an empty string."""
+    return "\n".join(f"{key} = {toml_value(_without_none(value))}" for key, value in tree.items())
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(one) for key, one in value.items()}
+    return "" if value is None or value == 10**30 else value
+
+
+def train_two_steps(text: str, overrides: list[str], ranks: int) -> list[float]:
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(text)
+        file.flush()
+        run = Run.load(file.name, overrides=overrides)
+    plan = Plan.from_run(run, world_size=ranks)
+    with torch.device("meta"):
+        model = DecoderModel(run.decoder)
+    shard(model, plan)
+    state = TrainState(model, build_optimizer(model, plan), data=Rows(run.decoder.vocabulary))
+    return [step.loss for step in train(state, plan)]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[] if path.name in QUICK else [pytest.mark.long], id=path.name)
+        for path in CONFIGS
+    ],
+)
+def test_the_run_trains(path, ranks):
+    hybrid = converted(path).run.sharding
+    wide = hybrid.reshard_to or hybrid.strategy in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
+    count = 4 if wide else 2
+    text = converted(path, ranks=count).run_toml()
+    losses = ranks(count).run(train_two_steps, text, TINY, count)
+    assert losses == [losses[0]] * count
+    assert all(0 < loss < 10 for loss in losses[0])
+
+
+def test_batches_multiply_to_the_whole():
+    text = '{"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4}'
+    assert convert(text, name="a.json", ranks=8).run.train.global_batch == 96
+    assert any("--ranks" in note for note in convert(text, name="a.json").notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}', "contradict"),
+        ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "two precisions"),
+        ('{"zero_optimization": {"stage": 3', "no known format|known here"),
+        ("[sharding]\nstrategy = 'zero1'", "already"),
+        ("print('hello')", "known here"),
+        ("", "known here"),
+        ('{"gradient_clipping": -1}', "optimizer.clip_norm"),
+    ],
+)
+def test_what_is_no_config_is_refused(text, told):
+    with pytest.raises(SpecError, match=told):
+        convert(text, name="a.json")
+
+
+def test_a_format_that_is_asked_for_is_the_one_that_is_read():
+    assert convert("debug: true", name="a.yaml", format=Format.ACCELERATE).format is Format.ACCELERATE
+    with pytest.raises(SpecError, match="no config of torchtitan"):
+        convert('{"fp16": {"enabled": true}}', name="a", format=Format.TORCHTITAN)
+
+
+def test_python_is_read_and_never_run(tmp_path):
+    touched = tmp_path / "touched"
+    text = f"open({str(touched)!r}, 'w')\nFSDP(model, forward_prefetch=bool(open({str(touched)!r}, 'w')))"
+    said = {one.key: one.verdict for one in convert(text, name="a.py").said}
+    assert not touched.exists()
+    assert said.keys() == {"module", "forward_prefetch"}
+
+
+def test_a_value_that_only_the_program_knows_is_not_guessed():
+    text = "FSDP(m, auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=args.size))"
+    said = {one.key: one for one in convert(text, name="a.py").said}
+    assert said["auto_wrap_policy.min_num_params"].verdict is Verdict.NOT_SUPPORTED
+    assert "sharding.units.min_parameters" in said["auto_wrap_policy.min_num_params"].why
+
+
+def test_names_that_go_in_circles_end():
+    convert("a = b\nb = a\nFSDP(m, device_id=a)", name="a.py")
+
+
+@pytest.mark.parametrize("value", ["args.recompute", "bool(os.environ['X'])"])
+def test_a_switch_that_only_the_program_knows_is_not_taken_for_off(value):
+    said = {
+        one.key: one for one in convert(f"FSDP2Config(activation_checkpointing={value})", name="a.py").said
+    }
+    assert said["activation_checkpointing"].verdict is Verdict.NOT_SUPPORTED
+    said = {one.key: one for one in convert(f"FSDP(m, forward_prefetch={value})", name="a.py").said}
+    assert said["forward_prefetch"].verdict is Verdict.NOT_SUPPORTED
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "verdict"),
+    [
+        ('{"data_efficiency": {"enabled": false, "seed": 1}}', "data_efficiency.seed", Verdict.NOT_NEEDED),
+        ('{"data_efficiency": {"enabled": true, "seed": 1}}', "data_efficiency.seed", Verdict.NOT_SUPPORTED),
+        ('{"zero_optimization": {"zero_quantized_weights": false}}', None, Verdict.NOT_NEEDED),
+        ('{"zero_optimization": {"zero_quantized_weights": true}}', None, Verdict.NOT_SUPPORTED),
+    ],
+)
+def test_what_asks_for_nothing_is_not_said_to_be_missing(text, key, verdict):
+    said = {one.key: one for one in convert(text, name="a.json", format=Format.DEEPSPEED).said}
+    assert said[key or "zero_optimization.zero_quantized_weights"].verdict is verdict
+
+
+def test_of_keys_that_contradict_each_other_the_first_counts_and_the_other_is_told():
+    text = "distributed_type: MULTI_GPU\nfsdp_config: {fsdp_sharding_strategy: FULL_SHARD}"
+    conversion = convert(text, name="a.yaml")
+    assert conversion.run.sharding.strategy is Strategy.NO_SHARD
+    assert conversion.said[1].verdict is Verdict.NOT_SUPPORTED
+    assert "distributed_type" in conversion.said[1].why
+
+
+@pytest.mark.parametrize(
+    "text", ["FSDP(model)", "fully_shard(model)", "Fabric(strategy=FSDPStrategy(timeout=None))"]
+)
+def test_what_is_left_out_is_the_other_tools_default(text):
+    conversion = convert(text, name="a.py")
+    assert conversion.run.sharding.strategy is Strategy.FULL_SHARD
+    assert any("sharding.strategy" in note for note in conversion.notes)
