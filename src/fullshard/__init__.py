@@ -48,10 +48,13 @@ if TYPE_CHECKING:
     from fullshard.spec.plan import Plan as Plan
     from fullshard.spec.run import Run as Run
     from fullshard.training.data import build_data as build_data
+    from fullshard.training.export_hf import export_hf as export_hf
+    from fullshard.training.export_peft import export_peft as export_peft
     from fullshard.training.loop import Step as Step
     from fullshard.training.loop import train as train
     from fullshard.training.loss import next_token_loss as next_token_loss
     from fullshard.training.optimizer import build_optimizer as build_optimizer
+    from fullshard.training.pretrained import load_pretrained as load_pretrained
     from fullshard.training.state import TrainState as TrainState
 
 __version__ = "0.1.0"
@@ -89,6 +92,9 @@ _HOMES = {
     "Decoder": "spec.model_section",
     "Run": "spec.run",
     "build_data": "training.data",
+    "export_hf": "training.export_hf",
+    "export_peft": "training.export_peft",
+    "load_pretrained": "training.pretrained",
     "Step": "training.loop",
     "train": "training.loop",
     "next_token_loss": "training.loss",

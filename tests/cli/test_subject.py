@@ -7,6 +7,7 @@ import pytest
 
 from fullshard.cli.subject import batch_for, find_subject
 from fullshard.errors import PlanError, SpecError
+from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.presets import PRESETS
 from fullshard.spec.run import Run
 from tests.spec.test_pretrained import LLAMA3_8B
@@ -46,8 +47,14 @@ def test_a_cached_repository_is_found_by_its_name(tmp_path: Path, monkeypatch: p
 def test_a_model_that_only_transformers_knows_keeps_its_config(tmp_path: Path):
     path = write_config(tmp_path, {"model_type": "gpt2", "n_positions": 1024})
     subject = find_subject(str(path))
-    assert (subject.config_path, subject.is_reference_decoder) == (path, False)
-    assert subject.run([]).data.sequence_length == 1024
+    run = subject.run([])
+    assert isinstance(run.model, HuggingFaceModel)
+    assert (run.model.hf, run.data.sequence_length) == (str(path), 1024)
+
+
+def test_an_image_counts_as_one_token(tmp_path: Path):
+    path = write_config(tmp_path, {"model_type": "vit", "image_size": 224})
+    assert find_subject(str(path)).run([]).data.sequence_length == 1
 
 
 def test_a_run_file_keeps_its_own_batch(tmp_path: Path):

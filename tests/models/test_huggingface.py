@@ -1,37 +1,130 @@
-"""A config.json becomes a module without weights; without transformers, the extra is named."""
+"""A config.json becomes a module without weights; what cannot be one is told."""
 
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from fullshard.errors import MissingExtraError, SpecError
-from fullshard.models.huggingface import meta_model
+from fullshard.models.huggingface import hf_model, is_causal_lm, own_dtype
+from fullshard.models.limits import check_positions, check_vocabulary
+from fullshard.spec.model_section import HuggingFaceModel
+from fullshard.spec.run import Run
+from tests.fakes.architectures_hf import CONFIGS, VOCABULARY, write_config
 
-GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 64, "vocab_size": 100}
 INSTALLED = importlib.util.find_spec("transformers") is not None
+needs_transformers = pytest.mark.skipif(not INSTALLED, reason="needs transformers")
 
 
-def write(directory: Path, config: dict[str, object]) -> Path:
-    path = directory / "config.json"
-    path.write_text(json.dumps(config))
-    return path
+def section(name: str, directory: Path, **options: Any) -> HuggingFaceModel:
+    write_config(name, directory)
+    return HuggingFaceModel(hf=str(directory), options=options)
 
 
 @pytest.mark.skipif(INSTALLED, reason="transformers is installed")
 def test_without_transformers_the_extra_is_named(tmp_path: Path) -> None:
     with pytest.raises(MissingExtraError, match=r"fullshard\[hf\]"):
-        meta_model(write(tmp_path, GPT2))
+        hf_model(section("llama", tmp_path))
 
 
-@pytest.mark.skipif(not INSTALLED, reason="needs transformers")
-def test_a_model_is_built_without_weights(tmp_path: Path) -> None:
-    model = meta_model(write(tmp_path, GPT2))
+@needs_transformers
+def test_a_model_is_built_without_weights_and_without_a_cache(tmp_path: Path) -> None:
+    model = hf_model(section("llama", tmp_path))
     assert all(parameter.is_meta for parameter in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    assert model.config.use_cache is False
 
 
-@pytest.mark.skipif(not INSTALLED, reason="needs transformers")
-def test_a_config_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="no causal language model"):
-        meta_model(write(tmp_path, {"model_type": "none of them"}))
+@needs_transformers
+def test_parameters_are_fp32_whatever_the_file_says(tmp_path: Path) -> None:
+    config = CONFIGS["llama"] | {"torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    own = HuggingFaceModel(hf=str(tmp_path))
+    assert {parameter.dtype for parameter in hf_model(own).parameters()} == {torch.float32}
+    assert own_dtype(own) == torch.bfloat16
+
+
+@needs_transformers
+def test_options_stand_in_for_values_of_the_config(tmp_path: Path) -> None:
+    model = hf_model(section("gpt2", tmp_path, num_hidden_layers=2, n_inner=40))
+    assert (len(model.transformer.h), model.transformer.h[0].mlp.c_fc.nf) == (2, 40)
+
+
+@needs_transformers
+def test_an_option_of_a_part_is_a_table(tmp_path: Path) -> None:
+    model = hf_model(section("clip", tmp_path, text_config={"num_hidden_layers": 1}))
+    layers = [len(tower.encoder.layers) for tower in (model.text_model, model.vision_model)]
+    assert layers == [1, 3]
+
+
+@needs_transformers
+@pytest.mark.parametrize("layers", [2, 5])
+def test_lists_of_one_entry_a_layer_follow_the_number_of_layers(layers: int, tmp_path: Path) -> None:
+    config = CONFIGS["smollm3"] | {"layer_types": ["full_attention"] * 3, "no_rope_layers": [1, 0, 1]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = hf_model(HuggingFaceModel(hf=str(tmp_path), options={"num_hidden_layers": layers}))
+    assert len(model.model.layers) == len(model.config.no_rope_layers) == layers
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"options": {"num_hidden_layer": 2}}, "model.options.num_hidden_layers"),
+        ({"options": {"num_attention_heads": 3}}, "not valid"),
+        ({"architecture": "LlamaForCausalML"}, 'model.architecture = "LlamaForCausalLM"'),
+        ({"attention": "none_such"}, "none_such"),
+    ],
+)
+def test_what_cannot_be_built_is_told(own: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_config("llama", tmp_path)
+    with pytest.raises(SpecError, match=message):
+        hf_model(HuggingFaceModel(hf=str(tmp_path), **own))
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "none of them"}, "has no model 'none of them'"),
+        ({"hidden_size": 8}, "is no config.json of a model"),
+        ({"model_type": "llama", "architectures": ["SomebodysOwn"]}, "has no model class 'SomebodysOwn'"),
+    ],
+)
+def test_a_config_that_transformers_does_not_know_is_refused(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SpecError, match=message):
+        hf_model(HuggingFaceModel(hf=str(tmp_path)))
+
+
+@needs_transformers
+@pytest.mark.parametrize(("name", "causal"), [("gpt2", True), ("t5", False), ("bert", False), ("vit", False)])
+def test_models_that_predict_the_next_token_are_told_from_others(
+    name: str, causal: bool, tmp_path: Path
+) -> None:
+    assert is_causal_lm(hf_model(section(name, tmp_path))) is causal
+
+
+@needs_transformers
+def test_sequences_longer_than_the_positions_are_refused(tmp_path: Path) -> None:
+    model = hf_model(section("gpt2", tmp_path))
+    fits, longer = (
+        Run.load(overrides=[f"model.hf={tmp_path}", f"data.sequence_length={length}"]) for length in (32, 33)
+    )
+    check_positions(model, fits)
+    with pytest.raises(SpecError, match="max_position_embeddings = 32"):
+        check_positions(model, longer)
+
+
+@needs_transformers
+def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    model, run = hf_model(section("llama", tmp_path)), Run.load(overrides=[f"model.hf={tmp_path}"])
+    check_vocabulary(model, run, tokens=VOCABULARY)
+    check_vocabulary(model, run, tokens=None)
+    with pytest.raises(SpecError, match=f"tokens up to {VOCABULARY}, and a vocabulary of {VOCABULARY}"):
+        check_vocabulary(model, run, tokens=VOCABULARY + 1)

@@ -7,7 +7,7 @@ import pytest
 
 from fullshard.errors import SpecError
 from fullshard.spec.presets import QK_NORMS, QKV_BIASES, SCALED_POSITIONS, SOME_POSITIONS, find_preset
-from fullshard.spec.pretrained import cached_config, expressed, read_config, why_not_expressed
+from fullshard.spec.pretrained import cached_config, expressed, locate, read_config, why_not_expressed
 
 LLAMA3_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -102,3 +102,26 @@ def test_what_is_no_config_is_refused(tmp_path: Path):
             read_config(path)
     with pytest.raises(SpecError, match="cannot be read"):
         read_config(tmp_path / "absent.json")
+
+
+def test_a_model_is_located_by_its_file_its_directory_or_its_name_in_the_cache(tmp_path: Path):
+    snapshot = tmp_path / "models--org--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    path = snapshot / "config.json"
+    path.write_text("{}")
+    environment = {"HF_HUB_CACHE": str(tmp_path)}
+    assert {locate(str(path)), locate(str(snapshot)), locate("org/model", environment)} == {path}
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("org/absent", "hf download org/absent"),
+        ("./absent", "no such file"),
+        ("absent.json", "no such file"),
+        ("{empty}", "a directory without a config.json"),
+    ],
+)
+def test_a_model_that_is_not_on_this_machine_is_told(source: str, says: str, tmp_path: Path):
+    with pytest.raises(SpecError, match=says):
+        locate(source.format(empty=tmp_path), {"HF_HUB_CACHE": str(tmp_path)})

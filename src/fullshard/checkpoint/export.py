@@ -1,15 +1,9 @@
-"""A model as safetensors, one file or several with an index, which other programs read.
-
-The format: eight bytes (little-endian) with the length of a JSON header; the header (name -> dtype, shape,
-and the range of its bytes behind the header); the tensors' bytes, row-major and little-endian, without gaps.
-https://github.com/huggingface/safetensors#format
-Several files stand in a directory with `model.safetensors.index.json`, which names the file of each tensor.
-"""
+"""A model as safetensors, which other programs read: one file, several with an index, or all that
+`from_pretrained` wants."""
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -19,28 +13,22 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import disk, storage
 from fullshard.checkpoint.agreement import alone
+from fullshard.checkpoint.export_merged import MergedModel, Merging
+from fullshard.checkpoint.export_source import SavedModel, TensorSource
+from fullshard.checkpoint.export_stream import Outgoing
+from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.load import find
-from fullshard.checkpoint.manifest import MODEL_PREFIX, SavedTensor
+from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
 from fullshard.checkpoint.place import Place
+from fullshard.checkpoint.pretrained_files import INDEX, ONE_FILE
 from fullshard.checkpoint.protocol import Checkpointable
 from fullshard.errors import CheckpointError
 from fullshard.quantities import format_bytes
+from fullshard.spec.weight_map import Naming, Part, Shape, WeightMap, whole
 
-_ALIGNMENT = 8
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+# What torch's wrappers put into names: compile and recompute anywhere, DDP before all of them.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_AROUND_ALL = "module."
 
 logger = logging.getLogger("fullshard")
 
@@ -50,14 +38,17 @@ def export(
     target: str | Path,
     *,
     shard_bytes: int | None = None,
+    dtype: torch.dtype | None = None,
+    naming: Naming | None = None,
     free_bytes: Callable[[Path], int] = disk.free_bytes,
 ) -> None:
     """Writes the model tensors of a checkpoint into the one safetensors file `target`.
 
-    `checkpoint` is one, or a directory of them (then the newest whole one). One process, also where there are
-    many; tensor by tensor, so that it holds at most the largest one twice. Names lose their prefix `model.`;
-    a tied parameter stands once, and its aliases in the file's metadata (alias -> name). `target` appears
-    when it is whole; a file of that name is replaced.
+    `checkpoint` is one, or a directory of them (then the newest whole one). One process, also where there
+    are many; it holds up to 384 MiB of a tensor, and of less than two of the files. Names lose their prefix
+    `model.`, and what wrappers put into them; a tied parameter stands once, and its aliases in the file's
+    metadata (alias -> name). `target` appears when it is whole; a file of that name is replaced. `dtype`: of
+    all floating-point tensors.
 
     With `shard_bytes`, `target` is a directory, and gets files of at most so many bytes (a larger tensor has
     one of its own) and, last, their index.
@@ -65,25 +56,63 @@ def export(
     Raises CheckpointError.
     """
     files, manifest = find(checkpoint)
-    reader = alone(lambda: storage.opened(files, manifest), doing=f"reading {files}")
-    if manifest.layout == "ranks":
+    target = Path(target)
+    if shard_bytes is None and target.is_dir():
         raise CheckpointError(
-            f"{files} cannot be exported.",
-            got='layout = "ranks"',
-            why="its tensors are in parts, each a rank's own",
-            fix='load it on its ranks and save it with checkpoint.layout = "sharded"',
+            f"{target} cannot be written.",
+            got="a directory",
+            fix=f"{target}/model.safetensors, or a size of files that go into it",
         )
 
-    model = _Model(
-        str(files),
-        manifest.model_tensors,
-        _aliases(manifest.values),
-        lambda name: storage.read_whole(name, reader),
-    )
-    alone(
-        lambda: _write(model, Path(target), shard_bytes=shard_bytes, free_bytes=free_bytes),
-        doing=f"exporting {files} to {target}",
-    )
+    def write() -> None:
+        outgoing = _outgoing(files, manifest, naming=naming, dtype=dtype, shard_bytes=shard_bytes)
+        _make_room(outgoing, target, is_file=shard_bytes is None, free_bytes=free_bytes)
+        if shard_bytes is None:
+            outgoing.write(target, list(outgoing.tensors))
+        else:
+            _write_files(outgoing, target, shard_bytes=shard_bytes)
+        logger.info("exported %s to %s (%s)", files, target, format_bytes(outgoing.size_bytes))
+
+    alone(write, doing=f"exporting {files} to {target}")
+
+
+def export_pretrained(
+    checkpoint: str | Path | Place,
+    directory: str | Path,
+    *,
+    naming: Naming,
+    beside: Mapping[str, bytes],
+    dtype: torch.dtype | None = None,
+    shard_bytes: int,
+    merging: Merging | None = None,
+) -> None:
+    """Writes the model of a checkpoint into `directory` as Hugging Face lays it out.
+
+    `naming` makes the files' tensors of the model's (`models.weight_names`). One file where `shard_bytes` are
+    enough, else several and their index; then the files `beside` (config.json, last of all: without it
+    nothing loads what was broken off).
+
+    Raises CheckpointError, also for a directory that holds weights already.
+    """
+    files, manifest = find(checkpoint)
+    target = Path(directory)
+
+    def write() -> None:
+        _refuse_weights(target)
+        outgoing = _outgoing(
+            files, manifest, naming=naming, merging=merging, dtype=dtype, shard_bytes=shard_bytes
+        )
+        _make_room(outgoing, target, is_file=False, free_bytes=disk.free_bytes)
+        if outgoing.size_bytes <= shard_bytes:
+            outgoing.write(target / ONE_FILE, list(outgoing.tensors))
+        else:
+            _write_files(outgoing, target, shard_bytes=shard_bytes)
+        for name, data in beside.items():
+            with disk.replaced(target / name) as file:
+                file.write(data)
+        logger.info("exported %s to %s (%s)", files, target, format_bytes(outgoing.size_bytes))
+
+    alone(write, doing=f"exporting {files} to {target}")
 
 
 def full_state(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:
@@ -92,110 +121,92 @@ def full_state(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:
     Every rank must take them all. Each holds one whole tensor at a time, and no more.
     """
     for name, tensor in state.tensors().items():
-        whole = tensor.detach()
-        yield name, (whole.full_tensor() if isinstance(whole, DTensor) else whole).cpu().contiguous()
+        whole_one = tensor.detach()
+        if isinstance(whole_one, DTensor):
+            whole_one = whole_one.full_tensor()
+        yield name, whole_one.cpu().contiguous()
 
 
-@dataclass(frozen=True)
-class _Model:
-    """Model tensors to be written, by their names in a checkpoint. `whole`: one of them, on the host."""
+def plain_names(saved: Iterable[str]) -> dict[str, str]:
+    """The saved name -> the name without the prefix of the model's tensors, and without what wrappers put
+    in."""
+    plain = {name: name.removeprefix(MODEL_PREFIX) for name in saved}
+    for wrapper in _WRAPPERS:
+        plain = {name: one.replace(f".{wrapper}", ".").removeprefix(wrapper) for name, one in plain.items()}
+    if all(one.startswith(_AROUND_ALL) for one in plain.values()):
+        plain = {name: one.removeprefix(_AROUND_ALL) for name, one in plain.items()}
+    return plain
 
-    what: str
-    tensors: Mapping[str, SavedTensor]
-    aliases: Mapping[str, str]
-    whole: Callable[[str], Tensor]
+
+def _outgoing(
+    files: Files,
+    manifest: Manifest,
+    *,
+    naming: Naming | None,
+    merging: Merging | None = None,
+    dtype: torch.dtype | None,
+    shard_bytes: int | None,
+) -> Outgoing:
+    aliases = _aliases(manifest.values) if naming is None else {}
+    naming = naming or _as_they_are
+    source: TensorSource = SavedModel(storage.opened(files, manifest))
+    if merging is not None:
+        source = MergedModel(source, merging)
+    saved_names = {plain: name for name, plain in plain_names(source.tensors).items()}
+    names = naming({plain: source.tensors[name].shape for plain, name in saved_names.items()})
+    back = WeightMap(
+        parts={
+            name: tuple(_of(part, saved_names[part.source]) for part in parts)
+            for name, parts in names.parts.items()
+        },
+        shapes=names.shapes,
+    )
+    metadata = {"format": "pt", **aliases}
+    return Outgoing.of(source, back, what=str(files), dtype=dtype, metadata=metadata, shard_bytes=shard_bytes)
 
 
-def _write(
-    model: _Model, target: Path, *, shard_bytes: int | None, free_bytes: Callable[[Path], int]
-) -> None:
-    tensors = _in_order(model)
-    total_bytes = sum(one.size_bytes for one in tensors.values())
-    if shard_bytes is None and target.is_dir():
-        raise CheckpointError(
-            f"{target} cannot be written.",
-            got="a directory",
-            fix=f"{target}/model.safetensors, or a size of files that go into it",
-        )
-    directory = target.parent if shard_bytes is None else target
+def _of(part: Part, source: str) -> Part:
+    return Part(source, part.begin, part.strides, part.at, part.shape)
+
+
+def _as_they_are(shapes: Mapping[str, Shape]) -> WeightMap:
+    return WeightMap(parts={name: whole(name, shape) for name, shape in shapes.items()}, shapes=shapes)
+
+
+def _make_room(outgoing: Outgoing, target: Path, *, is_file: bool, free_bytes: Callable[[Path], int]) -> None:
+    directory = target.parent if is_file else target
     disk.make_directory(directory)
-    disk.require_space(target, needed_bytes=total_bytes, available_bytes=free_bytes(directory))
-    if shard_bytes is None:
-        _write_file(model, target, tensors=tensors)
-    else:
-        _write_files(model, target, tensors=tensors, shard_bytes=shard_bytes)
-    logger.info("exported %s to %s (%s)", model.what, target, format_bytes(total_bytes))
+    disk.require_space(target, needed_bytes=outgoing.size_bytes, available_bytes=free_bytes(directory))
 
 
-def _write_files(
-    model: _Model, directory: Path, *, tensors: Mapping[str, SavedTensor], shard_bytes: int
-) -> None:
-    index = directory / "model.safetensors.index.json"
+def _refuse_weights(directory: Path) -> None:
+    held = sorted(path.name for path in directory.glob("*.safetensors")) if directory.is_dir() else []
+    if held:
+        raise CheckpointError(
+            f"{directory} holds weights already.",
+            got=", ".join(held[:3]),
+            why="what loads it must not find files of two models",
+            fix="another directory, or remove them",
+        )
+
+
+def _write_files(outgoing: Outgoing, directory: Path, *, shard_bytes: int) -> None:
+    index = directory / INDEX
     index.unlink(missing_ok=True)  # of an earlier export: it must not name files of two
-    parts = _parts(tensors, shard_bytes)
+    parts = outgoing.files_of(shard_bytes)
     names: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
         file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        _write_file(model, directory / file, tensors=part)
-        names |= {name.removeprefix(MODEL_PREFIX): file for name in part}
-    total_bytes = sum(one.size_bytes for one in tensors.values())
-    text = json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": names}, indent=1)
+        outgoing.write(directory / file, part)
+        names |= dict.fromkeys(part, file)
+    text = json.dumps({"metadata": {"total_size": outgoing.size_bytes}, "weight_map": names}, indent=1)
     with disk.replaced(index) as file:
         file.write(text.encode())
-
-
-def _parts(tensors: Mapping[str, SavedTensor], shard_bytes: int) -> list[dict[str, SavedTensor]]:
-    """In order, each of at most `shard_bytes`, or of one tensor."""
-    parts: list[dict[str, SavedTensor]] = []
-    room = 0
-    for name, tensor in tensors.items():
-        if tensor.size_bytes > room or not parts:
-            parts.append({})
-            room = shard_bytes
-        parts[-1][name] = tensor
-        room -= tensor.size_bytes
-    return parts
-
-
-def _write_file(model: _Model, target: Path, *, tensors: Mapping[str, SavedTensor]) -> None:
-    with disk.replaced(target) as file:
-        file.write(_header(tensors, model.aliases))
-        for name in tensors:
-            file.write(model.whole(name).reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _in_order(model: _Model) -> dict[str, SavedTensor]:
-    """Wide dtypes first, so that every tensor is aligned; then by name."""
-    if not model.tensors:
-        raise CheckpointError(f"{model.what} holds no model.")
-    for name, tensor in model.tensors.items():
-        if tensor.torch_dtype not in _DTYPES:
-            raise CheckpointError(
-                f"{name} cannot be exported.", got=tensor.dtype, why="safetensors has no such dtype"
-            )
-    return dict(sorted(model.tensors.items(), key=lambda item: (-item[1].torch_dtype.itemsize, item[0])))
 
 
 def _aliases(values: Mapping[str, JsonValue]) -> dict[str, str]:
     tied = values.get("tied") or {}
     if not isinstance(tied, dict):
         raise CheckpointError("the checkpoint's tied names cannot be read.", got=repr(tied))
-    return {
-        alias.removeprefix(MODEL_PREFIX): str(name).removeprefix(MODEL_PREFIX) for alias, name in tied.items()
-    }
-
-
-def _header(tensors: Mapping[str, SavedTensor], aliases: Mapping[str, str]) -> bytes:
-    header: dict[str, object] = {"__metadata__": {"format": "pt", **aliases}}
-    begin = 0
-    for name, tensor in tensors.items():
-        end = begin + tensor.size_bytes
-        header[name.removeprefix(MODEL_PREFIX)] = {
-            "dtype": _DTYPES[tensor.torch_dtype],
-            "shape": tensor.shape,
-            "data_offsets": [begin, end],
-        }
-        begin = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+    plain = plain_names([*tied, *(str(name) for name in tied.values())])
+    return {plain[alias]: plain[str(name)] for alias, name in tied.items()}

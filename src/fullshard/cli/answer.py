@@ -33,9 +33,9 @@ class Question:
     spec: "ModelSpec"
 
     def about_saving(self, path: Path) -> str | None:
-        if self.subject.is_reference_decoder:
+        if self.subject.spec is None:
             return None
-        return f"{path} is for fs.shard in your own loop: fullshard train has the reference decoder alone"
+        return f"{path} is for fs.shard in your own loop: fullshard train has no model to a saved spec"
 
     @property
     def model_line(self) -> str:
@@ -205,13 +205,15 @@ def with_dry_run(answer: Answer) -> Answer:
     """With what the plan's real step holds, run without data or devices in a process of its own."""
     from fullshard.dryrun.run import dry_run
     from fullshard.errors import SpecError
+    from fullshard.spec.model_section import Decoder
     from fullshard.spec.plan import check_runs
 
     check_runs(answer.best.run)
-    if not answer.question.subject.is_reference_decoder:
+    question = answer.question
+    if question.subject.spec is not None or not isinstance(question.asked.model, Decoder):
         raise SpecError(
             "--exact needs the model itself, as the reference decoder.",
-            got=answer.question.subject.name,
+            got=question.subject.name,
             fix="fullshard.dry_run(plan, program) in Python, for a model of your own",
         )
     return replace(answer, dry=dry_run(answer.best))

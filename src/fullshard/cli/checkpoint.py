@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,24 +79,69 @@ def diff_checkpoints(
     typer.echo("the same bits")
 
 
+class ExportFormat(StrEnum):
+    """`hf`: a directory that transformers' `from_pretrained` loads; `peft`: the adapters alone, as peft
+    does."""
+
+    SAFETENSORS = "safetensors"
+    HF = "hf"
+    PEFT = "peft"
+
+
+class ExportDtype(StrEnum):
+    """Of floating-point tensors."""
+
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
 def export_checkpoint(
     source: Annotated[
         str,
         typer.Argument(metavar="CHECKPOINT", help="A checkpoint; or a run's directory, for its newest."),
     ],
     target: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The file to write; with --shard-size, a directory.")
+        Path,
+        typer.Argument(
+            metavar="OUT", help="The file to write; with --format hf or --shard-size, a directory."
+        ),
     ],
     *,
+    form: Annotated[
+        ExportFormat,
+        typer.Option(
+            "--format", help="hf: what from_pretrained loads, config and tokenizer too; peft: adapters."
+        ),
+    ] = ExportFormat.SAFETENSORS,
+    dtype: Annotated[
+        ExportDtype | None, typer.Option(help="Of floating-point tensors; as trained, by default.")
+    ] = None,
     shard_size: Annotated[
         str | None, typer.Option(help="Several files of at most this size (5 GB), and their index.")
     ] = None,
 ) -> None:
-    """Write the model of a checkpoint as safetensors: one file, or several with an index."""
-    from fullshard.checkpoint.export import export
+    """Write the model of a checkpoint as safetensors: one file, several with an index, or a whole
+    directory."""
     from fullshard.quantities import parse_bytes
 
-    export(_place(source), target, shard_bytes=parse_bytes(shard_size) if shard_size else None)
+    shard_bytes = parse_bytes(shard_size) if shard_size else None
+    place = _place(source)
+    if form is ExportFormat.HF:
+        from fullshard.training.export_hf import SHARD_BYTES, export_hf
+
+        named = dtype.value if dtype else None
+        export_hf(place, target, dtype=named, shard_bytes=shard_bytes or SHARD_BYTES)
+    elif form is ExportFormat.PEFT:
+        from fullshard.training.export_peft import export_peft
+
+        export_peft(place, target)
+    else:
+        import torch
+
+        from fullshard.checkpoint.export import export
+
+        dtypes = {ExportDtype.BF16: torch.bfloat16, ExportDtype.FP32: torch.float32}
+        export(place, target, shard_bytes=shard_bytes, dtype=dtypes[dtype] if dtype else None)
     typer.echo(f"{target}")
 
 

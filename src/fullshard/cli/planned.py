@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from fullshard.launch.environment import from_slurm, quiet_logs, share_cores, under_srun, under_torchrun
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from fullshard.launch.request import Request
     from fullshard.spec.hardware import Hardware
     from fullshard.spec.model import ModelSpec
@@ -55,19 +57,25 @@ def _place(request: "Request") -> "tuple[int, DeviceType]":
 
 def _planned(request: "Request", *, ranks: int, device: "DeviceType") -> "Plan | None":
     from fullshard.errors import PlanError, SpecError
+    from fullshard.models.build import build_model
+    from fullshard.models.limits import check_positions
     from fullshard.planner.search import nothing_fits, predict, search
     from fullshard.profiler.detect import detect_hardware
+    from fullshard.training.loss import loss_of
 
     run = _with_precision(request.run, device)
+    model = build_model(run)  # one that is not there is no matter of planning: the ranks would not find it
+    check_positions(model, run)
+    loss_of(run, model)
     try:
         # Under torchrun it finds by itself how the ranks lie on nodes.
         hardware = detect_hardware(device, ranks=None if under_torchrun() else ranks)
         if request.plan is not None:
-            return predict(described(request.plan, device), request.plan, hardware)
-        quick = _without_recompute(run, hardware)
+            return predict(described(request.plan, device, model=model), request.plan, hardware)
+        quick = _without_recompute(run, hardware, model=model)
         if quick is not None:
             return quick
-        spec = described(run, device)
+        spec = described(run, device, model=model)
         found = search(spec, hardware, run)
     except (PlanError, SpecError) as error:
         _note(f"not planned, so with plain defaults: {error.what}")
@@ -78,7 +86,7 @@ def _planned(request: "Request", *, ranks: int, device: "DeviceType") -> "Plan |
     return found.best
 
 
-def _without_recompute(run: "Run", hardware: "Hardware") -> "Plan | None":
+def _without_recompute(run: "Run", hardware: "Hardware", *, model: "Module") -> "Plan | None":
     """The fastest plan, if it is the fastest without regard to memory too; else None.
 
     Recompute buys memory with time, so then no plan with recompute is faster; and tracing the model without
@@ -89,7 +97,7 @@ def _without_recompute(run: "Run", hardware: "Hardware") -> "Plan | None":
     from fullshard.planner.search import search
 
     plain = run.model_copy(update={"recompute": run.recompute.model_copy(update={"mode": "none"})})
-    found = search(described(plain, hardware.device), hardware, plain)
+    found = search(described(plain, hardware.device, model=model), hardware, plain)
     return found.best if found.best == found.fastest else None
 
 
@@ -106,15 +114,18 @@ def _with_precision(run: "Run", device: "DeviceType") -> "Run":
     return run.model_copy(update={"precision": precision})
 
 
-def described(plan: "Plan | Run", device: "DeviceType") -> "ModelSpec":
-    """The run's model as it is trained on `device`."""
+def described(plan: "Plan | Run", device: "DeviceType", *, model: "Module | None" = None) -> "ModelSpec":
+    """The run's model (built already: `model`) as it is trained on `device`: on its own loss and batches."""
     from fullshard.models.build import build_model
     from fullshard.sharding.describe import describe
     from fullshard.spec.plan import Plan
-    from fullshard.training.loss import next_token_loss
+    from fullshard.training.examples import example
+    from fullshard.training.loss import loss_of
 
     run = plan.run if isinstance(plan, Plan) else plan
-    return describe(build_model(run), plan, loss=next_token_loss, kernels_for=device)
+    model = model or build_model(run)
+    batch = example(run, model, rows=plan.microbatch if isinstance(plan, Plan) else run.train.microbatch or 1)
+    return describe(model, plan, loss=loss_of(run, model), batch=batch, kernels_for=device)
 
 
 def _note(text: str) -> None:

@@ -23,23 +23,17 @@ DEFAULT_TOKENS = 2**20
 class Subject:
     """A model to plan for. `settings`: what `--set` would say for it, before what the user sets.
 
-    `run_path`: a run.toml, whose model it is. `spec`: known already. `config_path`: a config.json that only
-    transformers can build. Of the latter two the run's own [model] says nothing. `chosen_here`: the run is
-    made up for this question, so its steps and batch are nobody's wish. `differs`: in what the reference
-    decoder is not the model that was named.
+    `run_path`: a run.toml, whose model it is. `spec`: known already; the run's own [model] says nothing of
+    it. `chosen_here`: the run is made up for this question, so its steps and batch are nobody's wish.
+    `differs`: in what the reference decoder is not the model that was named.
     """
 
     name: str
     settings: tuple[str, ...] = ()
     run_path: Path | None = None
     spec: "ModelSpec | None" = None
-    config_path: Path | None = None
     chosen_here: bool = True
     differs: tuple[str, ...] = ()
-
-    @property
-    def is_reference_decoder(self) -> bool:
-        return self.spec is None and self.config_path is None
 
     def run(self, overrides: Sequence[str]) -> "Run":
         """The run with the user's own `section.key=value` over it. Raises SpecError."""
@@ -51,13 +45,9 @@ class Subject:
         """The spec of the model as `run` trains it on `hardware`. Imports torch, and traces the model."""
         if self.spec is not None:
             return self.spec
-        from fullshard.models.build import build_model
-        from fullshard.models.huggingface import meta_model
-        from fullshard.sharding.describe import describe
-        from fullshard.training.loss import next_token_loss
+        from fullshard.cli.planned import described
 
-        model = build_model(run) if self.config_path is None else meta_model(self.config_path)
-        return describe(model, run, loss=next_token_loss, kernels_for=hardware.device)
+        return described(run, hardware.device)
 
 
 def find_subject(name: str | None) -> Subject:
@@ -131,9 +121,12 @@ def _from_config(path: Path, *, name: str) -> Subject:
         found = expressed(config, source=str(path))
         return Subject(name=name, settings=_model_settings(found.model), differs=found.differs)
     longest = config.get("max_position_embeddings") or config.get("n_positions") or DEFAULT_SEQUENCE
-    length = min(int(longest), DEFAULT_SEQUENCE)
-    settings = (f"data.sequence_length={length}", f"model.max_sequence={max(int(longest), length)}")
-    return Subject(name=name, settings=settings, config_path=path)
+    # Of images there are no tokens: each counts as one.
+    length = (
+        1 if "image_size" in config and "vocab_size" not in config else min(int(longest), DEFAULT_SEQUENCE)
+    )
+    settings = (f"data.sequence_length={length}", f"model.hf={json.dumps(str(path))}")
+    return Subject(name=name, settings=settings)
 
 
 def _from_spec(path: Path) -> Subject:

@@ -3,26 +3,31 @@
 import torch
 from torch import nn
 
+from fullshard.models.adapters import add_adapter
 from fullshard.models.decoder import DecoderModel
-from fullshard.models.huggingface import meta_model
+from fullshard.models.huggingface import hf_model, own_dtype
+from fullshard.models.python import python_model
 from fullshard.spec.measurement import model_flops_per_token
-from fullshard.spec.model_section import Decoder, HuggingFaceModel
+from fullshard.spec.model_section import Decoder, PythonModel
 from fullshard.spec.run import Run
 
 
 def build_model(run: Run) -> nn.Module:
-    """The model of `run`, on the meta device. Raises SpecError, MissingExtraError."""
+    """The model of `run`, its parameters on the meta device, with the adapters that it asks for.
+
+    Raises SpecError for a model that is not there or cannot be built; MissingExtraError.
+    """
     section = run.model
     if isinstance(section, Decoder):
         with torch.device("meta"):
-            return DecoderModel(section)
-    if isinstance(section, HuggingFaceModel):
-        return meta_model(section.hf)
-    raise NotImplementedError(section.source)
+            return add_adapter(DecoderModel(section), run.adapter)
+    if isinstance(section, PythonModel):
+        return add_adapter(python_model(section), run.adapter)
+    return add_adapter(hf_model(section), run.adapter, own_dtype=own_dtype(section))
 
 
 def flops_per_token(model: nn.Module, run: Run) -> float | None:
-    """See `model_flops_per_token`; None where `model` does not tell its sizes."""
+    """See `model_flops_per_token`, for the reference decoder; None for others, which `describe` counts."""
     section = run.model
     if not isinstance(section, Decoder):
         return None

@@ -33,9 +33,13 @@ class RotaryPositions(nn.Module):
         self.cosine.copy_(angles.cos())
         self.sine.copy_(angles.sin())
 
-    def forward(self, x: Tensor) -> Tensor:
-        length = x.shape[-2]  # x: (batch, heads, sequence, head_dim)
-        cosine, sine = self.cosine[:length].to(x.dtype), self.sine[:length].to(x.dtype)
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """x: (batch, heads, sequence, head_dim); `positions`: (batch, sequence), unset 0, 1, 2, …"""
+        if positions is None:
+            length = x.shape[-2]
+            cosine, sine = self.cosine[:length].to(x.dtype), self.sine[:length].to(x.dtype)
+        else:
+            cosine, sine = (table[positions].unsqueeze(1).to(x.dtype) for table in (self.cosine, self.sine))
         even, odd = x.chunk(2, dim=-1)
         return torch.cat((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1)
 
@@ -52,13 +56,17 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.d_model, kv_width, bias=False)
         self.output = nn.Linear(config.d_model, config.d_model, bias=False)
 
-    def forward(self, x: Tensor, positions: RotaryPositions) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: RotaryPositions, positions: Tensor | None, mask: Tensor | None
+    ) -> Tensor:
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        grouped = q.shape[1] != k.shape[1]
-        y = F.scaled_dot_product_attention(positions(q), positions(k), v, is_causal=True, enable_gqa=grouped)
+        q, k = rotary(q, positions), rotary(k, positions)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
         return self.output(y.transpose(1, 2).flatten(2))
 
 
@@ -85,8 +93,16 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, positions: RotaryPositions) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), positions)
+    def forward(
+        self,
+        x: Tensor,
+        rotary: RotaryPositions,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """`positions`: (batch, sequence), unset 0, 1, 2, …; `mask`: (batch, 1, sequence, sequence) bool, who
+        sees whom, unset all before."""
+        x = x + self.attention(self.attention_norm(x), rotary, positions, mask)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -121,8 +137,18 @@ class DecoderModel(nn.Module):
         elif isinstance(module, FeedForward):
             nn.init.normal_(module.down.weight, std=0.02 / (2 * self.config.layers) ** 0.5)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        """`positions`, `documents`: (batch, sequence) int64. A token sees those before it in its document."""
         x = self.embedding(tokens)
+        mask = None if documents is None else _same_document(documents)
         for block in self.blocks:
-            x = block(x, self.positions)
+            x = block(x, self.positions, positions, mask)
         return self.head(self.norm(x))
+
+
+def _same_document(documents: Tensor) -> Tensor:
+    """(batch, 1, sequence, sequence) bool: causal, within a document."""
+    same = documents[:, :, None] == documents[:, None, :]
+    return same.tril().unsqueeze(1)

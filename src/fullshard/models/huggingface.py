@@ -1,7 +1,9 @@
-"""Any causal language model of transformers, from its config.json, without weights. Needs the extra `hf`."""
+"""Models of transformers, from their config.json, without weights. Needs the extra `hf`."""
 
+import difflib
 import importlib
 import importlib.util
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,25 +11,178 @@ import torch
 from torch import nn
 
 from fullshard.errors import MissingExtraError, SpecError
+from fullshard.models.constructing import without_parameters
+from fullshard.spec.model_section import HuggingFaceModel
+from fullshard.spec.pretrained import locate, read_config
+
+_LAYERS = "num_hidden_layers"
 
 
 def meta_model(config_path: str | Path) -> nn.Module:
-    """The model that `config_path` (a config.json, or its directory) describes, without any weight.
+    """The model that `config_path` (a config.json, its directory, or a name in the local cache) describes,
+    without any weight: parameters are on the meta device, buffers as the constructor computed them.
 
-    `next_token_loss` trains it: what it returns has `logits`. Code that a repository brings along is not run.
-    Raises MissingExtraError without transformers, SpecError for a config that it knows no such model for.
+    Raises what `hf_model` does.
     """
-    if importlib.util.find_spec("transformers") is None:
-        raise MissingExtraError("hf", package="transformers", needed_for=f"the model of {config_path}")
-    transformers: Any = importlib.import_module("transformers")
+    return hf_model(HuggingFaceModel(hf=str(config_path)))
+
+
+def hf_model(section: HuggingFaceModel) -> nn.Module:
+    """The model of transformers that `section` names, as it is trained here: without weights, in fp32 until
+    the plan says otherwise (whatever dtype its file names), and without a cache of keys and values.
+
+    Code that a repository brings along is not run. Raises MissingExtraError without transformers, SpecError
+    for a name that is not on this machine, a config that transformers has no model for, an option that the
+    config does not have, and an attention that the model cannot compute with.
+    """
+    config = hf_config(section)
+    model_class = _model_class(section, config)
+    attention = None if section.attention == "auto" else section.attention
+    build: Any = getattr(model_class, "from_config", None) or model_class._from_config
     try:
-        config = transformers.AutoConfig.from_pretrained(str(config_path), local_files_only=True)
-        config.use_cache = False  # keys and values that only generating needs
-        with torch.device("meta"):
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError) as error:
+        return without_parameters(
+            lambda: build(config, dtype=torch.float32, attn_implementation=attention)  # None: the model's own
+        )
+    except (ValueError, KeyError, ImportError, AttributeError) as error:
         raise SpecError(
-            f"{config_path}: transformers makes no causal language model of it.",
-            got=str(error).strip().splitlines()[0],
+            f"{section.source}: transformers cannot build {_name_of(model_class)} of it.",
+            got=_first_line(error),
+            fix='model.attention = "auto" or "eager"' if attention and attention in str(error) else None,
         ) from error
-    return model
+
+
+def import_transformers(source: str) -> Any:
+    """The package. Raises MissingExtraError that says it is for `source`."""
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingExtraError("hf", package="transformers", needed_for=f"[model] {source}")
+    return importlib.import_module("transformers")
+
+
+def hf_config(section: HuggingFaceModel) -> Any:
+    """The config of transformers with the options in place. Raises what `hf_model` does."""
+    transformers = import_transformers(section.source)
+    path = locate(section.hf)
+    data = read_config(path)
+    kind = data.get("model_type")
+    if kind is None:
+        raise SpecError(
+            f"{section.source}: {path} is no config.json of a model.",
+            got=f"an object with {', '.join(list(data)[:6]) or 'nothing in it'}",
+            why="a model's has model_type",
+        )
+    if kind not in transformers.CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(kind), list(transformers.CONFIG_MAPPING), n=3)
+        raise SpecError(
+            f"{section.source}: transformers {transformers.__version__} has no model {kind!r}.",
+            why="code that a repository brings along is not run",
+            fix=" or ".join([*near, "a newer transformers", 'model.python = "package.module:factory"']),
+        )
+    config_class = transformers.CONFIG_MAPPING[kind]
+    data.pop("quantization_config", None)  # how the file's weights are packed; they are trained unpacked
+    try:
+        config = config_class.from_dict(dict(data))
+        if section.options:
+            config = config_class.from_dict(_with_options(data, section, config=config))
+    except (ValueError, TypeError, KeyError, AttributeError, _invalid()) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise SpecError(f"{section.source}: {path} is not valid.", got=lines[-1].strip()) from error
+    for part in _parts(config):
+        part.use_cache = False  # keys and values that only generating needs
+    return config
+
+
+def own_dtype(section: HuggingFaceModel) -> torch.dtype | None:
+    """What the config says that the weights are kept in; None where it does not."""
+    data = read_config(locate(section.hf))
+    found = getattr(torch, str(data.get("dtype", data.get("torch_dtype"))), None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def is_causal_lm(model: nn.Module) -> bool:
+    """Whether it is a model of transformers that gives the logits of the next token, sharded or not."""
+    if not hasattr(getattr(model, "config", None), "model_type"):
+        return False
+    auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
+    names = set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    return any(cls.__name__ in names for cls in type(model).__mro__)
+
+
+def _invalid() -> type[Exception]:
+    """What configs raise that check themselves, since transformers 5."""
+    errors = importlib.import_module("huggingface_hub.errors")
+    return getattr(errors, "StrictDataclassError", ValueError)
+
+
+def _with_options(data: Mapping[str, Any], section: HuggingFaceModel, *, config: Any) -> dict[str, Any]:
+    """The file's values with the options over them, `config` being what the file alone says.
+
+    An option goes by the config's own name or by the one that all models have (`num_hidden_layers`). One for
+    a part (`text_config`) is a table. Lists with an entry a layer follow the number of layers.
+    """
+    changed = dict(data)
+    own_names: Mapping[str, str] = getattr(config, "attribute_map", {})
+    for option, value in section.options.items():
+        if not hasattr(config, option):
+            near = difflib.get_close_matches(option, list(config.to_dict()), n=2, cutoff=0.5)
+            raise SpecError(
+                f"{section.source}: its config has no {option!r}.",
+                got=f"model.options.{option} = {value!r}",
+                fix=" or ".join(f"model.options.{key}" for key in near) or None,
+            )
+        key = own_names.get(option, option)
+        part = getattr(config, option)
+        if isinstance(value, Mapping) and hasattr(part, "to_dict"):
+            inner = section.model_copy(update={"options": dict(value)})
+            changed[key] = _with_options(changed.get(key) or part.to_dict(), inner, config=part)
+            continue
+        if key == own_names.get(_LAYERS, _LAYERS) and isinstance(value, int):
+            changed = _with_layers(changed, before=part, now=value)
+        changed[key] = value
+    return changed
+
+
+def _with_layers(data: Mapping[str, Any], *, before: int, now: int) -> dict[str, Any]:
+    """Lists of one entry a layer are cut to `now`; where they are too short the config makes them anew."""
+    per_layer = {key for key, value in data.items() if isinstance(value, list) and len(value) == before > 1}
+    return {
+        key: value[:now] if key in per_layer else value
+        for key, value in data.items()
+        if key not in per_layer or now <= before
+    }
+
+
+def _parts(config: Any) -> Iterable[Any]:
+    """The config and those of its parts (a text and an image model)."""
+    yield config
+    for name in getattr(config, "sub_configs", {}):
+        part = getattr(config, name, None)
+        if part is not None:
+            yield from _parts(part)
+
+
+def _model_class(section: HuggingFaceModel, config: Any) -> Any:
+    transformers = import_transformers(section.source)
+    name = section.architecture
+    if name == "auto":
+        named = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
+        name = str(named[0])
+    found = getattr(transformers, name, None)
+    if found is None or not (hasattr(found, "from_config") or hasattr(found, "_from_config")):
+        models = [
+            one for one in dir(transformers) if one.startswith(name.partition("For")[0]) and "For" in one
+        ]
+        near = difflib.get_close_matches(name, models or dir(transformers), n=3)
+        raise SpecError(
+            f"{section.source}: transformers {transformers.__version__} has no model class {name!r}.",
+            why="code that a repository brings along is not run",
+            fix=" or ".join(f'model.architecture = "{one}"' for one in near) or "a newer transformers",
+        )
+    return found
+
+
+def _name_of(model_class: Any) -> str:
+    return str(getattr(model_class, "__name__", model_class))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -265,6 +265,7 @@ def _predicted(plan: Plan, timer: StepTimer, *, memory: MemoryTerms) -> Plan:
         time=time,
         tokens_per_step=tokens,
         tokens_per_second=rate,
+        flops_per_token=spec.flops_per_token or None,
         mfu=mfu,
     )
     return plan.model_copy(update={"prediction": prediction})

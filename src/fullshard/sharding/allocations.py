@@ -9,7 +9,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fullshard.sharding.kernels import Call, Launch, launch_of, readable_bytes, storage_key, transient_bytes
+from fullshard.sharding.kernels import (
+    GROUPED,
+    Call,
+    Launch,
+    grouped_shape,
+    launch_of,
+    readable_bytes,
+    storage_key,
+    transient_bytes,
+)
 from fullshard.spec.model import Event
 
 Kind = Literal["activations", "loss", "backward", "gradients"]
@@ -78,7 +87,9 @@ class Allocations(TorchDispatchMode):
         if func is _DEVICE:  # two of three calls
             return func(*args)
         call = Call(func, args, kwargs or {})
-        result = func(*args, **call.kwargs)
+        # Of grouped matmuls torch knows the shapes in bf16 alone, and of some widths.
+        grouped = call.name == GROUPED
+        result = args[0].new_empty(grouped_shape(call)) if grouped else func(*args, **call.kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._track(leaf, self.kind)

@@ -7,7 +7,7 @@ The optimizer comes after: built before, it would hold parameters that are no lo
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.errors import PlanError, ShardError
 from fullshard.sharding.collectives import use_gloo_collectives
 from fullshard.sharding.given import take_values, warn_of_missing
-from fullshard.sharding.materialize import Initialise, fill, meta_parameters
+from fullshard.sharding.materialize import Initialise, allocate, fill, meta_parameters
 from fullshard.sharding.mesh import build_mesh, one_small_mesh, replicating_mesh
 from fullshard.sharding.precision import cast_buffers, engine_policy
 from fullshard.sharding.prefetch import apply_prefetch
@@ -54,15 +54,17 @@ def shard(
     units: Predicate | None = None,
     init: Initialise | None = None,
     methods: Sequence[str] = (),
+    values: Literal["initialised", "unset"] = "initialised",
 ) -> nn.Module:
     """Shards `model` in place as `plan` says, and gives it values. Returns the same module.
 
     A model on the meta device is initialised shard by shard, so that its values depend on `run.seed` and the
-    model alone, not on ranks or strategy: by `init(module)`, or the modules' own `reset_parameters`, then the
-    model's `_init_weights(module)`. A model that holds its weights, on every rank or on rank 0 alone, gets
-    rank 0's. One unit at a time is whole on a rank. `units(name, module)` overrides the plan's unit policy.
-    `methods`: names of methods of `model` that compute with its parameters as `forward` does (`generate`), so
-    that these are gathered for them too.
+    model alone, not on ranks or strategy: by `init(module)`, or the modules' own `reset_parameters`, then
+    the model's `_init_weights(module)`. A model that holds its weights, on every rank or on rank 0 alone,
+    gets rank 0's. One unit at a time is whole on a rank. `units(name, module)` overrides the plan's unit
+    policy. `methods`: names of methods of `model` that compute with its parameters as `forward` does
+    (`generate`), so that these are gathered for them too. `values = "unset"` leaves parameters on the meta
+    device to somebody who sets them (`load_pretrained`): until then their shards are NaN.
 
     Raises PlanError if the ranks are not the plan's, ShardError for a model that cannot be sharded so. Of a
     model whose sharding failed nothing can be used. Warns of units too small or too large (UnitSizeWarning),
@@ -70,10 +72,14 @@ def shard(
     """
     prepared = prepare(model, plan, units=units)
     _refuse_methods(model, methods)
-    values = take_values(model)
-    warn_of_missing(model, values, stacklevel=2)
+    given = take_values(model)
+    if values == "initialised":
+        warn_of_missing(model, given, stacklevel=2)
     hand_over(model, prepared, plan=plan, methods=methods)
-    fill(model, prepared.units, values=values, plan=plan, init=init)
+    if values == "initialised":
+        fill(model, prepared.units, values=given, plan=plan, init=init)
+    else:
+        allocate(model, prepared.units, values=given, plan=plan)
     settle(model, prepared.units, plan=plan)
     return model
 

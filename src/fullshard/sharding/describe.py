@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fullshard.errors import ShardError
 from fullshard.sharding.allocations import Recorded
+from fullshard.sharding.as_untraced import as_untraced
 from fullshard.sharding.cuda_kernels import cuda_kernels
 from fullshard.sharding.kernels import storages_bytes
 from fullshard.sharding.phases import KernelTable, alike, foretold, joined
@@ -79,6 +80,7 @@ def describe(
     given = find_units(model, plan.run.sharding.units, predicate=units)
     study = _Study(model, plan, loss=loss, batch=batch, predicate=units, device=device)
     with ExitStack() as stack:
+        stack.enter_context(as_untraced())
         if device == "cuda":
             stack.enter_context(cuda_kernels())
         if batch is None:
@@ -91,6 +93,7 @@ def describe(
         sequence_length=plan.run.data.sequence_length,
         precision=plan.precision,
         units=tuple(_unit_specs(given, model)),
+        scalars=sum(parameter.ndim == 0 for parameter in model.parameters()),
         buffer_bytes=study.buffer_bytes,
         kernels=study.table.kernels,
         traces=tuple(traces),
@@ -269,7 +272,8 @@ def _per_token(trace: Trace, kernels: Sequence[Kernel], *, sequence_length: int)
         for kernel, count in ((kernels[launch.kernel], launch.times) for launch in phase.work):
             flops = count * times * kernel.flops.at(microbatch)
             if kernel.kind == "attention":
-                attention += flops * (2 if kernel.causal else 1)
+                # Its causal pairs are S (S + 1) / 2 of S².
+                attention += flops * (2 * sequence_length / (sequence_length + 1) if kernel.causal else 1)
             elif kernel.kind == "matmul":
                 matmul += flops
     tokens = microbatch * sequence_length

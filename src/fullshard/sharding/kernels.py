@@ -15,6 +15,7 @@ KernelKind = Literal["matmul", "attention", "attention_backward", "elementwise"]
 
 _DTYPE: dict[torch.dtype, Dtype] = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 _ATTENTION = "_scaled_dot_product_"
+GROUPED = "_grouped_mm"
 # They make tensors, or look at them, and launch nothing.
 _NO_WORK = ("empty", "new_empty", "detach", "device", "_local_scalar", "lift", "is_same_size", "alias")
 
@@ -59,6 +60,8 @@ def launch_of(call: Call, result: Any) -> Launch | None:
     dtype = _DTYPE[next(dtypes, torch.float32)]
     if name.startswith(_ATTENTION):
         return _attention(call, moved=moved)
+    if name == GROUPED:
+        return Launch("matmul", dtype, _grouped_flops(call), moved)
     count = flop_registry.get(call.func.overloadpacket)
     if count is not None:
         return Launch("matmul", dtype, int(count(*call.args, **call.kwargs, out_val=result)), moved)
@@ -98,6 +101,25 @@ def _attention(call: Call, *, moved: int) -> Launch:
     flops = (10 if backward else 4) * batch * heads * pairs * width
     kind: KernelKind = "attention_backward" if backward else "attention"
     return Launch(kind, _DTYPE.get(query.dtype, "fp32"), flops, moved, causal)
+
+
+def grouped_shape(call: Call) -> tuple[int, ...]:
+    """What a grouped matmul (the experts of a mixture) returns. A group has some of the rows of one of the
+    two, or of what is summed over; where the groups end is a tensor."""
+    left, right, ends = (call.named().get(name) for name in ("self", "mat2", "offs"))
+    assert left is not None, "a matmul is of two"
+    assert right is not None, "a matmul is of two"
+    groups = ends.shape[0] if ends is not None else max(left.shape[0], right.shape[0])
+    rows, columns = left.shape[-2], right.shape[-1]
+    return (groups, rows, columns) if left.ndim == right.ndim else (rows, columns)
+
+
+def _grouped_flops(call: Call) -> int:
+    """Each row that is given meets the matrix of its own group alone."""
+    named = call.named()
+    left, right = named["self"], named["mat2"]
+    each = 2 * left.shape[-2] * left.shape[-1] * right.shape[-1]
+    return each * (left.shape[0] if left.ndim == right.ndim == 3 else 1)
 
 
 def _tensors(nest: Any) -> list[Tensor]:

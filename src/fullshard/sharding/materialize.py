@@ -14,11 +14,12 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -91,17 +92,52 @@ def fill(
     See [Note: the same values at any rank count]. `values` is emptied as it is used, so that rank 0 lets go
     of what it has given. Raises ShardError for what nothing initialises.
     """
-    on_cuda = plan.device == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-    filler = _Filler(model, device, seed=plan.run.run.seed, init=init)
-    scalars = [name for name, parameter in filler.parameters.items() if parameter.ndim == 0]
+    filler = _Filler(model, _device_of(plan), seed=plan.run.run.seed, init=init)
     filler.hang(filler.stand_ins)
     try:
         for unit in units:
-            filler.fill_unit(unit, scalars if unit.is_root else [], values=values)
+            whole = filler.initialised([name for name in filler.names_in(unit) if name not in values.tensors])
+            filler.fill_unit(unit, whole, values=values)
     finally:
         filler.hang(filler.parameters)
     filler.fill_buffers(values)
+
+
+def allocate(model: nn.Module, units: Sequence[Unit], *, values: Values, plan: Plan) -> None:
+    """As `fill`, but parameters that `values` lacks are NaN: somebody else sets them."""
+    filler = _Filler(model, _device_of(plan), seed=plan.run.run.seed, init=None)
+    for unit in units:
+        for name in [name for name in filler.names_in(unit) if name not in values.tensors]:
+            with torch.no_grad():
+                _mark(_local(filler.unset(name)))
+        filler.fill_unit(unit, {}, values=values)
+    filler.hang(filler.parameters)
+    filler.fill_buffers(values)
+
+
+def initialise(model: nn.Module, names: Iterable[str], *, plan: Plan, init: Initialise | None = None) -> None:
+    """Gives the parameters `names` of a sharded model (or of a plain one) the values that `shard` would have.
+
+    See [Note: the same values at any rank count]; one module's are whole at a time. Raises ShardError for
+    names that the model does not have, and for what nothing initialises.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    filler = _Filler(model, _device_of(plan), seed=plan.run.run.seed, init=init)
+    holders: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        if name not in filler.parameters:
+            raise ShardError(f"{_class_name(model)} has no parameter {name}.")
+        holders[name.rpartition(".")[0]].append(name)
+    filler.hang(filler.stand_ins)
+    try:
+        for own in holders.values():
+            for name, whole in filler.initialised(own).items():
+                parameter = filler.parameters[name]
+                _local(parameter).copy_(_local(_cut(whole, parameter)))
+    finally:
+        filler.hang(filler.parameters)
 
 
 def leave_unset(model: nn.Module, units: Sequence[Unit]) -> None:
@@ -158,13 +194,17 @@ class _Filler:
             for module, key in self.slots[name]:
                 module._parameters[key] = parameter  # pyright: ignore[reportPrivateUsage]
 
-    def fill_unit(self, unit: Unit, scalars: Sequence[str], *, values: Values) -> None:
-        """Expects stand-ins in the model. No more than this unit is whole at any time."""
-        names = [*scalars, *unit.parameters]
-        whole = self.initialised([name for name in names if name not in values.tensors])
-        for name in names:
-            value = whole.pop(name) if name in whole else values.take(name, self.device)
-            self._put(name, _cut(value, self.parameters[name]))
+    def names_in(self, unit: Unit) -> list[str]:
+        """The unit's own parameters; with the root's, the scalars, which are in no unit."""
+        scalars = [name for name, p in self.parameters.items() if p.ndim == 0] if unit.is_root else []
+        return [*scalars, *unit.parameters]
+
+    def fill_unit(self, unit: Unit, whole: dict[str, Tensor], *, values: Values) -> None:
+        """From `whole`, which is emptied, else from `values`. No more than this unit is whole at any time."""
+        for name in self.names_in(unit):
+            if name in whole or name in values.tensors:
+                value = whole.pop(name) if name in whole else values.take(name, self.device)
+                self._put(name, _cut(value, self.parameters[name]))
         for name in unit.parameters:
             unit.parameters[name] = self.parameters[name]
 
@@ -319,6 +359,16 @@ def _cut(whole: Tensor, parameter: nn.Parameter) -> Tensor:
             local = chunks[rank] if rank < len(chunks) else local[:0]
     # A copy, or the shard would keep the whole tensor's storage alive.
     return _as_placed(local.to(parameter.dtype, copy=True), parameter)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part, which shares its memory."""
+    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _device_of(plan: Plan) -> torch.device:
+    on_cuda = plan.device == "cuda"
+    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
 def _as_placed(local: Tensor, like: DTensor) -> DTensor:

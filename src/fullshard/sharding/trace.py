@@ -19,7 +19,7 @@ from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.sharding.units import Unit
 from fullshard.spec.plan import Plan
 
-LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor]]
+LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int]]
 
 
 class Tracer:

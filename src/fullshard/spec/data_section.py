@@ -1,24 +1,131 @@
 """[data]: what a run trains on."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-from fullshard.spec.value import Fraction, Value
+from fullshard.spec.value import Fraction, NonNegativeInt, PositiveFloat, Value
+
+TokenDtype = Literal["uint8", "uint16", "uint32", "int16", "int32", "int64"]
 
 
-class DataSection(Value):
-    """`source`: `stdlib` is the standard library of the interpreter that runs; `text` reads `paths`."""
+class SourceFields(Value):
+    """Where the data lies, and what in it is text.
 
-    source: Literal["stdlib", "text"] = "stdlib"
+    `paths`: files, or globs of them (`**` and `~` are known); for `datasets` directories. `name`, `subset`,
+    `split`: a dataset by name, from this machine's cache; `split` also of one on disk.
+    `records`: what a row of jsonl, parquet or datasets is: `text` in `text_field`; `messages`, a list of
+    {role, content} in `messages_field`, written out by the tokenizer's chat template; or `completion`,
+    `prompt_field` and `completion_field`.
+    `memmap`: tokens in .npy, in .bin with an .idx beside (Megatron-LM), or in .bin of `dtype`.
+    `document_end`: the token that ends a document there; unset, a file is one document (a row is, of .npy in
+    two dimensions, and an .idx tells).
+    """
+
     paths: tuple[str, ...] = ()
-    sequence_length: PositiveInt = 64
-    validation_fraction: Fraction = 0.05
+    name: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    records: Literal["text", "messages", "completion"] = "text"
+    text_field: str = "text"
+    messages_field: str = "messages"
+    prompt_field: str = "prompt"
+    completion_field: str = "completion"
+    dtype: TokenDtype | None = None
+    document_end: NonNegativeInt | None = None
+
+
+class DataSource(SourceFields):
+    """One of several. `weight`: its share of the sequences of a run, exactly, next to the others' weights.
+    All have one, or none: then all are one source, whose epoch has each token once."""
+
+    source: Literal["text", "jsonl", "parquet", "datasets", "memmap"]
+    weight: PositiveFloat | None = None
 
     @model_validator(mode="after")
-    def _paths_fit(self) -> Self:
-        if self.source == "text" and not self.paths:
-            raise ValueError('source = "text" needs paths = ["data/*.txt"]')
+    def _place_fits(self) -> Self:
+        _check_place(self.source, self)
+        return self
+
+
+class DataSection(SourceFields):
+    """`source`: `stdlib` is the standard library of the interpreter that runs; `text` has a document a file;
+    `python` is `factory` = `package.module:make`, called with the run (`options` are for it): any Batches.
+    `sources`: several, instead. What the keys from `paths` to `document_end` say: docs/data.md.
+
+    `tokenizer`: a directory, or a tokenizer.json; unset, the tokens are bytes. `end_token` is put behind each
+    document; unset, what the tokenizer names.
+    `packing`: `concat` cuts the documents, joined, into full sequences; `best_fit` fills sequences with whole
+    documents, cuts only those that are longer, and pads; `none` has one document a sequence.
+    `document_mask`: attention and positions begin anew with each document, and no label crosses from one to
+    the next.
+    `train_on`: of `messages` `assistant` trains on what the assistant says alone; of `completion` records
+    `completion` leaves the prompt out.
+    `on_error`: a record that is corrupt ends the run, or is left out and counted.
+    `cache`: where tokens are kept. `processes`: that make them; 0 is one a core.
+    `ahead_steps`: so many steps' microbatches are made in the background.
+    """
+
+    source: Literal["stdlib", "text", "jsonl", "parquet", "datasets", "memmap", "python"] = "stdlib"
+    sources: tuple[DataSource, ...] = ()
+    factory: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict[str, Any])
+    tokenizer: str | None = None
+    end_token: str | None = None
+    sequence_length: PositiveInt = 64
+    packing: Literal["concat", "best_fit", "none"] = "concat"
+    document_mask: bool = False
+    train_on: Literal["all", "assistant", "completion"] = "all"
+    on_error: Literal["stop", "skip"] = "stop"
+    validation_fraction: Fraction = 0.05
+    cache: str = "~/.cache/fullshard/data"
+    processes: NonNegativeInt = 0
+    ahead_steps: NonNegativeInt = 1
+
+    @model_validator(mode="after")
+    def _source_fits(self) -> Self:
+        if self.sources:
+            if self.source != "stdlib" or self.paths:
+                raise ValueError("either source and paths, or sources")
+            weighted = sum(source.weight is not None for source in self.sources)
+            if weighted not in (0, len(self.sources)):
+                raise ValueError("give a weight to all sources, or to none")
+            return self
+        if self.source == "python" and not self.factory:
+            raise ValueError('source = "python" needs factory = "package.module:make"')
+        if self.source != "python" and self.factory:
+            raise ValueError('factory is given; set source = "python"')
         if self.source == "stdlib" and self.paths:
             raise ValueError('paths are given, but source is "stdlib"; set source = "text"')
+        _check_place(self.source, self)
         return self
+
+    @model_validator(mode="after")
+    def _records_fit(self) -> Self:
+        needed = {"assistant": "messages", "completion": "completion"}.get(self.train_on)
+        kinds = {source.records for source in self.sources} or {self.records}
+        if needed is not None and needed not in kinds:
+            raise ValueError(f'train_on = "{self.train_on}" needs records = "{needed}"')
+        if "messages" in kinds and self.tokenizer is None:
+            raise ValueError('records = "messages" needs a tokenizer, whose chat template writes them out')
+        if self.end_token is not None and self.tokenizer is None:
+            raise ValueError("end_token is a token of a tokenizer, and there is none")
+        return self
+
+
+def _check_place(source: str, fields: SourceFields) -> None:
+    if source == "datasets":
+        if bool(fields.paths) == bool(fields.name):
+            raise ValueError(
+                'source = "datasets" needs paths = ["directory"] or name = "owner/name", one of them'
+            )
+        return
+    if fields.name is not None or fields.subset is not None:
+        raise ValueError('name and subset are for source = "datasets"')
+    if source in ("text", "jsonl", "parquet", "memmap") and not fields.paths:
+        endings = {"text": "txt", "memmap": "bin"}
+        raise ValueError(f'source = "{source}" needs paths = ["data/*.{endings.get(source, source)}"]')
+    if source != "memmap" and (fields.dtype is not None or fields.document_end is not None):
+        raise ValueError('dtype and document_end are for source = "memmap"')
+    if source in ("text", "memmap", "stdlib") and fields.records != "text":
+        raise ValueError(f'records = "{fields.records}" is for jsonl, parquet and datasets, not for {source}')

@@ -166,6 +166,7 @@ class ModelSpec(Value):
     `kernels_for`: the device whose kernels the traces show. `flops_per_token`: see
     `fullshard.spec.measurement.model_flops_per_token`; from the traced matmuls, so a mixture of experts
     counts those that a token reaches. `active_numel`: parameters that a token is multiplied with.
+    `scalars`: parameters without a dimension to shard, whole on every rank, and in no unit.
     """
 
     name: str
@@ -173,6 +174,7 @@ class ModelSpec(Value):
     sequence_length: int
     precision: Precision
     units: tuple[UnitSpec, ...]
+    scalars: int = 0
     buffer_bytes: int
     kernels: tuple[Kernel, ...] = ()
     traces: tuple[Trace, ...]
@@ -182,7 +184,7 @@ class ModelSpec(Value):
     @property
     def numel(self) -> int:
         """Parameters; a tied one counts once."""
-        return sum(unit.numel for unit in self.units)
+        return sum(unit.numel for unit in self.units) + self.scalars
 
     @cached_property
     def kept(self) -> dict[Hashable, object]:

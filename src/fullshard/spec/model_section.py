@@ -43,13 +43,14 @@ class HuggingFaceModel(Value):
     `weights`: `auto` reads those that stand beside the config and says so, `require` fails without, `none`
     initialises. `architecture`: a class of transformers; `auto` is the one that the config names, else a
     causal language model. `options` stand in for values of the config (`num_hidden_layers = 2`).
-    `attention`: the kernel, by transformers' name for it.
+    `attention`: the kernel, by transformers' name for it (`sdpa`, `eager`, `flex_attention`, …); `auto` is
+    its own choice, `sdpa` where the model has it.
     """
 
     hf: str
     weights: Literal["auto", "require", "none"] = "auto"
     architecture: str = "auto"
-    attention: str = "sdpa"
+    attention: str = "auto"
     options: dict[str, Any] = Field(default_factory=dict[str, Any])
 
     @property
@@ -59,8 +60,8 @@ class HuggingFaceModel(Value):
 
 
 class PythonModel(Value):
-    """Any `nn.Module`: `python` is `package.module:factory`, which is called with `options`, on the meta
-    device."""
+    """Any `nn.Module`: `python` is `package.module:factory`, which is called with `options`. What it makes
+    with `torch.empty` (parameters) takes no memory."""
 
     python: str
     options: dict[str, Any] = Field(default_factory=dict[str, Any])

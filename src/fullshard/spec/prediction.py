@@ -83,7 +83,8 @@ class Prediction(Value):
     Of the fullest rank: `memory` are live tensors (`max_memory_allocated`); with `allocator_reserve_bytes`
     they are what the allocator takes of the device (`max_memory_reserved`); with `context_bytes`, all that
     the process needs, which must not pass `capacity_bytes`. `offload`: of its host and drive, where the plan
-    has a tier. `mfu` is None where the chip's peak is not known.
+    has a tier. `flops_per_token`: of the model; see `fullshard.spec.measurement.model_flops_per_token`. `mfu`
+    is None where the chip's peak is not known.
     """
 
     hardware: str
@@ -95,6 +96,7 @@ class Prediction(Value):
     time: TimeTerms
     tokens_per_step: PositiveInt
     tokens_per_second: PositiveFloat
+    flops_per_token: PositiveFloat | None = None
     mfu: PositiveFloat | None = None
 
     @property

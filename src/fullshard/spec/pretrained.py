@@ -42,6 +42,31 @@ def cached_config(name: str, environment: Mapping[str, str] = os.environ) -> Pat
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
+def locate(source: str, environment: Mapping[str, str] = os.environ) -> Path:
+    """The config.json that `source` names: a file, a directory, or a repository in the local cache.
+
+    The model's weights and tokenizer, if it has them, lie beside it. Nothing is fetched. Raises SpecError.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir():
+        if not (path / CONFIG_NAME).is_file():
+            raise SpecError(f"{source} is a directory without a {CONFIG_NAME}.", fix="the model's directory")
+        return path / CONFIG_NAME
+    cached = cached_config(source, environment)
+    if cached is not None:
+        return cached
+    if path.suffix == ".json" or source.startswith((".", "/", "~")):
+        raise SpecError(f"{source} cannot be read.", got="no such file")
+    raise SpecError(
+        f"{source!r} is not on this machine.",
+        got=f"no file, no directory, and nothing of that name in {_cache(environment)}",
+        why="a run fetches nothing: every rank would, and a gated model asks for a login",
+        fix=f"hf download {source}   (after hf auth login, if it is gated), or the path of a directory",
+    )
+
+
 def _cache(environment: Mapping[str, str]) -> Path:
     if environment.get("HF_HUB_CACHE"):
         return Path(environment["HF_HUB_CACHE"]).expanduser()

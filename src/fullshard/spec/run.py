@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from fullshard.errors import SpecError
+from fullshard.spec.adapter_section import AdapterSection
 from fullshard.spec.data_section import DataSection
 from fullshard.spec.model_section import Decoder, ModelSection
 from fullshard.spec.value import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, Value
@@ -61,12 +62,15 @@ class TrainSection(Value):
     `accumulate_sync`: `each` reduces gradients after every microbatch (sharded gradients, least memory);
     `last` keeps whole gradients on every rank and reduces once a step (least communication).
     `auto` is `last` for zero1 and no_shard, else `each`.
+    `loss`: `package.module:function`, called with the model and a microbatch (see `fullshard.training.loss`);
+    unset, the next token's for models that predict it, else the model's own.
     """
 
     steps: PositiveInt = 200
     global_batch: PositiveInt = 24
     microbatch: PositiveInt | None = None
     accumulate_sync: Literal["auto", "each", "last"] = "auto"
+    loss: str | None = None
     validate_every: NonNegativeInt = 100
     validate_sequences: PositiveInt = 240
     max_skipped_steps: PositiveInt = 10
@@ -323,6 +327,7 @@ class Run(Value):
 
     run: RunSection = RunSection()
     model: ModelSection = Decoder()
+    adapter: AdapterSection = AdapterSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
     optimizer: OptimizerSection = OptimizerSection()

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from fullshard.checkpoint import export, load
+from fullshard.checkpoint import export
 from fullshard.checkpoint.agreement import first, gathered
 from fullshard.errors import INTERRUPTED_EXIT_CODE, PlanError
 from fullshard.models.build import build_model, flops_per_token
+from fullshard.models.decoder import DecoderModel
+from fullshard.models.huggingface import is_causal_lm
+from fullshard.models.limits import check_positions, check_vocabulary
 from fullshard.profiler.clock import find_matmul_peak
 from fullshard.profiler.memory import MemoryParts, Peak, measure_peak
 from fullshard.profiler.trace import trace_step
@@ -31,16 +34,17 @@ from fullshard.spec.measurement import (
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
 from fullshard.training.checkpoints import Checkpoints, place
-from fullshard.training.data import TextData, build_data
+from fullshard.training.data import Data, build_data, made_ahead
 from fullshard.training.directory import Opened, RunDirectory, opened
 from fullshard.training.evaluate import generate, validation_loss
 from fullshard.training.interrupt import Interrupt
 from fullshard.training.launched import Launch
 from fullshard.training.loop import Step, train
-from fullshard.training.loss import next_token_loss
+from fullshard.training.loss import Loss, loss_of, next_token_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.rollback import roll_back
 from fullshard.training.runlog import RunLog, open_run_log
+from fullshard.training.start import start_from, weights_of
 from fullshard.training.state import TrainState
 from fullshard.training.watchdog import watching
 from fullshard.training.whereabouts import Phase, Whereabouts
@@ -59,7 +63,8 @@ class _Job:
     ranks: Ranks
     directory: RunDirectory
     state: TrainState
-    data: TextData
+    data: Data
+    loss: Loss
     log: RunLog
     matmul_peak: MatmulPeak
     command_started: float
@@ -114,18 +119,23 @@ def _begin(
     stack: ExitStack, plan: Plan, *, ranks: Ranks, where: Whereabouts, resume: bool, command_started: float
 ) -> _Job:
     run = plan.run
-    data = build_data(run)  # before anything is allocated or written
+    # Before anything is allocated or written. To make tokens may take hours, in which nothing hangs.
+    data = build_data(run, alive=lambda: where.enter(Phase.LOADING))
+    where.enter(Phase.STARTING)
     found = stack.enter_context(_directory(plan, ranks, resume=resume))
     directory = found.directory
     if found.before is not None and plan.world_size != ranks.world_size:
         plan = _plan(run, ranks)  # nodes have left or come: the same settings over the ranks that there are
-    model = build_model(run)
-    shard(model, plan)
-    state = TrainState(model, build_optimizer(model, plan), data=data)
+    model, loss = _model(run, data)
+    weights = weights_of(run)
+    shard(model, plan, values="initialised" if weights is None else "unset")
+    ahead = stack.enter_context(made_ahead(data, steps=run.data.ahead_steps))
+    saves = "trained" if run.adapter.rank and run.adapter.save == "adapters" else "all"
+    state = TrainState(model, build_optimizer(model, plan), data=ahead, saved=saves)
     state.where = where
     torch.manual_seed(run.run.seed + ranks.rank)  # for dropout; a checkpoint's own state takes its place
-    if resume or found.before is not None:
-        load(state, place(directory.checkpoints, plan), missing_ok=not resume)
+    saved = directory.checkpoints if resume or found.before is not None else None
+    read = start_from(state, plan, weights=weights, saved=saved, must_resume=resume)
     parameters = sum(p.numel() for p in model.parameters())
     peak = find_matmul_peak(ranks.device, plan.precision.param)
     log = stack.enter_context(
@@ -134,13 +144,15 @@ def _begin(
             rank=ranks.rank,
             world_size=ranks.world_size,
             after_step=state.step,
-            flops_per_token=flops_per_token(model, run),
+            flops_per_token=_flops_per_token(plan, model),
             peak=peak,
         )
     )
     if found.aside:
         log.say(f"an earlier run in {directory.root} is kept as {found.aside}")
     log.say(_headline(plan, data, parameters=parameters))
+    if read is not None:
+        log.say(read)
     if found.before is not None:
         log.say(found.before.describe(ranks.world_size, step=state.step, steps=run.train.steps))
     elif resume:
@@ -152,6 +164,7 @@ def _begin(
         directory=directory,
         state=state,
         data=data,
+        loss=loss,
         log=log,
         matmul_peak=peak,
         command_started=command_started,
@@ -160,6 +173,14 @@ def _begin(
         pace=Pace(warmup_steps=run.train.warmup_steps_untimed),
         skipped_before=state.skipped,
     )
+
+
+def _model(run: Run, data: Data) -> tuple[nn.Module, Loss]:
+    """Without values, and what it trains on. Raises SpecError where it and the data do not fit."""
+    model = build_model(run)
+    check_positions(model, run)
+    check_vocabulary(model, run, tokens=data.vocabulary)
+    return model, loss_of(run, model)
 
 
 @contextmanager
@@ -185,7 +206,7 @@ def _directory(plan: Plan, ranks: Ranks, *, resume: bool) -> Generator[Opened]:
         yield first(lambda: Opened(RunDirectory(Path(run.run.dir))), doing="opening the run's directory")
 
 
-def _headline(plan: Plan, data: TextData, *, parameters: int) -> str:
+def _headline(plan: Plan, data: Data, *, parameters: int) -> str:
     mesh = (
         f"{plan.replicate_degree} × {plan.shard_degree}"
         if plan.replicate_degree > 1
@@ -231,6 +252,7 @@ def _steps(job: _Job) -> Iterator[Step]:
     return train(
         job.state,
         job.plan,
+        loss=job.loss,
         should_stop=lambda: job.interrupt.requested or job.checkpoints.failed is not None,
     )
 
@@ -269,7 +291,7 @@ def _note(job: _Job, step: Step, *, measured: bool) -> None:
     train_section, last = job.run.train, step.index == job.run.train.steps
     validate = last or (train_section.validate_every and step.index % train_section.validate_every == 0)
     if validate and job.data.validation_tokens and not step.stopping:
-        job.validation = validation_loss(job.state.model, _validation(job), loss=next_token_loss)
+        job.validation = validation_loss(job.state.model, _validation(job), loss=job.loss)
         if math.isfinite(job.validation) and job.validation < (job.state.best or (math.inf,))[0]:
             job.state.best = (job.validation, step.index)
         job.state.where.enter(Phase.BETWEEN_STEPS)
@@ -304,14 +326,8 @@ def _finish(job: _Job, *, interrupted: bool) -> None:
         job.log.say(
             f"stopped by a signal after step {job.state.step}; the same command with --resume goes on"
         )
-    elif job.run.log.sample_tokens and job.last is not None:
-        tokens = generate(
-            job.state.model,
-            list(SAMPLE_PROMPT.encode()),
-            tokens=job.run.log.sample_tokens,
-            window=job.run.data.sequence_length,
-        )
-        job.sample = job.data.decode(tokens)
+    elif job.last is not None:
+        job.sample = _sample(job)
     if job.ranks.rank == 0:
         job.directory.note_end(interrupted=interrupted)
     if job.ranks.rank == 0 and job.last is not None:
@@ -320,6 +336,27 @@ def _finish(job: _Job, *, interrupted: bool) -> None:
         if job.run.checkpoint.export and job.checkpoints.last is not None and not interrupted:
             export(job.checkpoints.last, job.directory.export)
             job.log.say(f"exported {job.directory.export}")
+
+
+def _sample(job: _Job) -> str | None:
+    """A look at what was learnt, of a model that goes on with a text. Collective."""
+    model, count = job.state.model, job.run.log.sample_tokens
+    if not count:
+        return None
+    if job.loss is not next_token_loss and not (isinstance(model, DecoderModel) or is_causal_lm(model)):
+        job.log.say("no sample: nothing says that the model goes on with a text")
+        return None
+    prompt = job.data.encode(SAMPLE_PROMPT)
+    if not prompt:
+        return None
+    tokens = generate(model, prompt, tokens=count, window=job.run.data.sequence_length)
+    return job.data.decode(tokens)
+
+
+def _flops_per_token(plan: Plan, model: nn.Module) -> float | None:
+    """Of the reference decoder by formula, of others as the planner counted them."""
+    own = flops_per_token(model, plan.run)
+    return own if own is not None or plan.prediction is None else plan.prediction.flops_per_token
 
 
 def _measurement(job: _Job) -> Measurement:
@@ -336,7 +373,7 @@ def _measurement(job: _Job) -> Measurement:
         last_loss=job.last.loss if job.last else None,
         validation_loss=job.validation,
         byte_entropy=job.data.byte_entropy,
-        flops_per_token=flops_per_token(job.state.model, job.run),
+        flops_per_token=_flops_per_token(job.plan, job.state.model),
         peak=job.matmul_peak,
         peak_bytes=job.peak_bytes,
         step_seconds=_step_seconds(job),

@@ -1,12 +1,19 @@
-"""What a loss is here, and the one that decoders train on."""
+"""What a loss is here, the one that decoders train on, and the one that a model brings along."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fullshard.errors import TrainError
+from fullshard.models.huggingface import is_causal_lm
+from fullshard.models.inputs import token_arguments
+from fullshard.spec.dotted import look_up
+from fullshard.spec.model_section import HuggingFaceModel
+from fullshard.spec.run import Run
 
 # (model, microbatch) -> the sum of losses and the number of things that it sums, or a mean alone, which then
 # counts as one thing: means of microbatches of different length are weighted alike.
@@ -15,10 +22,21 @@ Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int]]
 IGNORED_LABEL = -100
 
 
+def loss_of(run: Run, model: nn.Module) -> Loss:
+    """What `run` trains on: the function that `train.loss` names; unset, `next_token_loss`, or `own_loss` for
+    a model of transformers that predicts something else. Raises SpecError for a name that names nothing."""
+    if run.train.loss is not None:
+        return look_up(run.train.loss, key="train.loss")
+    if isinstance(run.model, HuggingFaceModel) and not is_causal_lm(model):
+        return own_loss
+    return next_token_loss
+
+
 def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Summed cross entropy in nats, and the number of labels it sums over.
 
     batch["tokens"], batch["labels"]: (microbatch, sequence) int64; a label of -100 does not count.
+    batch["positions"], batch["documents"], where the data has them: see `token_arguments`.
     The model gives logits (microbatch, sequence, vocabulary), or something whose `logits` are that.
     Raises TrainError for a batch without both.
     """
@@ -30,12 +48,71 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
             got=_described(batch),
             fix="fullshard.train(state, plan, loss=my_loss), with my_loss(model, batch)",
         ) from None
-    output = model(tokens)
+    output = model(tokens, **token_arguments(model, batch))
     logits: Tensor = getattr(output, "logits", output)
     total = F.cross_entropy(
         logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
     )
-    return total, (labels != IGNORED_LABEL).sum()
+    count = (labels != IGNORED_LABEL).sum()
+    balance: Tensor | None = getattr(output, "aux_loss", None)  # a mixture of experts that was asked for it
+    if balance is not None:
+        config: Any = model.config
+        total = total + config.router_aux_loss_coef * balance * count
+    return total, count
+
+
+def own_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """What the model itself computes, `model(**batch).loss`; a sum and its count where the batch has labels.
+
+    The model gives a mean over the labels that are not -100 (over all, of labels that are no numbers of
+    classes), so microbatches with more of them weigh more. Without labels (a contrastive loss) it counts as
+    one thing. Raises TrainError for a batch that is none for this model, and a model that computes no loss.
+    """
+    name = type(model).__name__.removeprefix("FSDP")
+    takes = inspect.signature(model.forward).parameters
+    if not isinstance(batch, Mapping) or "tokens" in batch:
+        raise TrainError(
+            f"{name} trains on arguments of its own, not on the next token.",
+            got=_described(batch),
+            why=f"its forward takes {', '.join(list(takes)[:6])}, …",
+            fix='data.source = "python", whose batches have these, or train.loss = "package.module:function"',
+        )
+    given = dict(batch)
+    labels = given.get("labels")
+    if isinstance(labels, Tensor):
+        given["labels"], count = _with_one_valid(labels, shifted=_shifts_labels(model))
+    else:
+        count = None
+        if "return_loss" in takes:
+            given.setdefault("return_loss", True)
+    loss: Tensor | None = getattr(model(**given), "loss", None)
+    if loss is None:
+        raise TrainError(
+            f"{name} computes no loss.",
+            got=_described(batch),
+            why="it has no head for a task, or the batch lacks the labels",
+            fix='another model.architecture, labels in the batch, or train.loss = "package.module:function"',
+        )
+    return loss if count is None else (loss * count, count)
+
+
+def _with_one_valid(labels: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor]:
+    """(labels of which one at least is valid, how many were). The mean over none is not a number, and stays
+    so when it is multiplied with the count of 0."""
+    if labels.is_floating_point():
+        return labels, torch.tensor(labels.numel(), device=labels.device)
+    counted = labels[..., 1:] if shifted else labels
+    count = (counted != IGNORED_LABEL).sum()
+    changed = labels.clone().flatten()
+    changed[-1] = torch.where(count == 0, 0, changed[-1])
+    return changed.view_as(labels), count
+
+
+def _shifts_labels(model: nn.Module) -> bool:
+    """Whether label 0 of a row goes unused: models that predict the next of the tokens they are given."""
+    config: Any = getattr(model, "config", None)
+    own = getattr(getattr(model, "loss_function", None), "__name__", "")
+    return own == "ForCausalLMLoss" and not getattr(config, "is_encoder_decoder", False)
 
 
 def _described(batch: object) -> str:

@@ -18,7 +18,8 @@ PREVIOUS_FILE_NAME = "metrics.previous.jsonl"
 class StepMetrics:
     """One finished step, over all ranks. What is None was not measured in this step.
 
-    `tokens`: valid ones in this step. `mfu`: 1 is the whole peak. `peak_bytes`: of the fullest rank.
+    `tokens`: valid ones in this step. `data_seconds`: of `seconds`, waiting for data (on rank 0). `mfu`: 1 is
+    the whole peak. `peak_bytes`: of the fullest rank.
     """
 
     step: int
@@ -27,6 +28,7 @@ class StepMetrics:
     learning_rate: float
     tokens: int
     seconds: float
+    data_seconds: float | None = None
     skipped: bool = False
     mfu: float | None = None
     peak_bytes: int | None = None

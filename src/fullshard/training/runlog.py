@@ -47,6 +47,7 @@ class RunLog:
             learning_rate=step.learning_rate,
             tokens=step.tokens,
             seconds=step.seconds,
+            data_seconds=step.data_seconds,
             skipped=step.skipped,
             mfu=step.tokens / step.seconds / self._peak if self._peak and step.seconds > 0 else None,
             peak_bytes=peak_bytes,

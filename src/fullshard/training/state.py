@@ -1,7 +1,7 @@
 """TrainState: everything that a step changes, and that a checkpoint holds."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.manifest import SavedTensor, compare_names
 from fullshard.errors import CheckpointError, TrainError
+from fullshard.models.weight_names import described
 from fullshard.training.scaler import LossScale
 from fullshard.training.spikes import RecentSteps
 from fullshard.training.whereabouts import Whereabouts
@@ -27,12 +28,21 @@ class TrainState:
     `iterator`: where a plain iterable stands, so that a `train` that was broken out of goes on there.
     `data_offset`: batches that were stepped over, in `rollbacks`. `best`: the lowest validation loss and its
     step. `recent`: what spikes are told by. `where`: this rank's place in the step, for the watchdog.
+    `saved`: whether checkpoints hold the whole model, or of its parameters the trained ones alone; the
+    others then have their values before `load`.
 
     Raises TrainError for an optimizer that does not update the model's parameters.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, data: Any = None) -> None:
-        self.model, self.optimizer, self.data = model, optimizer, data
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        data: Any = None,
+        saved: Literal["all", "trained"] = "all",
+    ) -> None:
+        self.model, self.optimizer, self.data, self.saved = model, optimizer, data, saved
         self.iterator: Iterator[Any] | None = None
         self.step = 0
         self.tokens = 0
@@ -61,7 +71,8 @@ class TrainState:
         return tensors | _random_states()
 
     def values(self) -> dict[str, JsonValue]:
-        """Counts, what spikes are told by, best loss, loss scale, the optimizer's class, tied names."""
+        """Counts, what spikes are told by, best loss, loss scale, the optimizer's class, tied names; of a
+        model of transformers its config, for `export_hf`."""
         best_loss, best_step = self.best or (None, None)
         return {
             "step": self.step,
@@ -78,6 +89,7 @@ class TrainState:
             "loss_scale_good_steps": self.loss_scale.good_steps,
             "optimizer": type(self.optimizer).__name__,
             "tied": dict(_tied_names(self.model)),
+            "huggingface": described(self.model),
         }
 
     def receivers(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
@@ -141,7 +153,11 @@ class TrainState:
 
     def _model_tensors(self) -> dict[str, Tensor]:
         _free_gathered(self.model)
-        tensors: dict[str, Tensor] = {f"model.{n}": p.detach() for n, p in self.model.named_parameters()}
+        tensors: dict[str, Tensor] = {
+            f"model.{name}": parameter.detach()
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad or self.saved == "all"
+        }
         for prefix, module in self.model.named_modules():
             left_out = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
             for name, buffer in module.named_buffers(recurse=False):

@@ -1,6 +1,34 @@
-"""Training data: text as bytes, whose order is a function of the seed and the step, and of nothing else."""
+"""Training data: tokens whose order is a function of the seed and the step, and of nothing else.
 
-from fullshard.training.data.batches import Batches
-from fullshard.training.data.text import IGNORED_LABEL, TextData, build_data
+Names are imported when they are first used: the processes that make tokens need no torch.
+"""
 
-__all__ = ["IGNORED_LABEL", "Batches", "TextData", "build_data"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fullshard.training.data.batches import IGNORED_LABEL as IGNORED_LABEL
+    from fullshard.training.data.batches import Batches as Batches
+    from fullshard.training.data.batches import Data as Data
+    from fullshard.training.data.build import build_data as build_data
+    from fullshard.training.data.loader import made_ahead as made_ahead
+    from fullshard.training.data.text import TextData as TextData
+
+_HOMES = {
+    "IGNORED_LABEL": "batches",
+    "Batches": "batches",
+    "Data": "batches",
+    "build_data": "build",
+    "made_ahead": "loader",
+    "TextData": "text",
+}
+
+__all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 _ROUNDS = 4
 
 
-def sample_windows(samples: NDArray[np.int64], *, windows: int, seed: int) -> NDArray[np.int64]:
+def sample_windows(samples: NDArray[np.int64], *, windows: int, seed: int | str) -> NDArray[np.int64]:
     """The window of each sample, for `windows` windows.
 
     Sample i is position i % windows of epoch i // windows. An epoch shows every window once, in an order

@@ -1,86 +1,246 @@
-"""Documents into two arrays of bytes: what is trained on, and what is held out."""
+"""Documents into rows of one length: which pieces of the stream stand in which row.
 
-import hashlib
-import os
-from collections.abc import Sequence
+[Note: what is held out]
+Documents are gone through in a pseudorandom order that follows from their number alone, and held out whole
+until the fraction of all tokens is reached. Where they are few and large, so that less than half of the
+fraction is filled, the rest of it is the tail of the largest document.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.errors import DataError
-from fullshard.training.data.documents import Document, unreadable
+from fullshard.training.data.order import permute
+from fullshard.training.data.store import Integers, mapped_npy
 
-SEPARATOR = 0
-"""The token between two documents: NUL, which text does not hold."""
+Packing = Literal["concat", "best_fit", "none"]
+Int64 = NDArray[np.int64]
+
+NOTHING = -1
+"""Where a label would stand that there is not."""
 
 
-def hold_out(documents: Sequence[Document], *, fraction: float) -> tuple[list[Document], list[Document]]:
-    """(training, held out), with about `fraction` of the bytes held out.
+@dataclass(frozen=True)
+class Spans:
+    """Parts of the stream: `begins`, `lengths`, and whether the document `ends` with its part."""
 
-    Documents are gone through in the order of a hash of their names, and each that still fits into the
-    fraction is held out whole. So the split depends on names and sizes alone: not on machine, seed or ranks.
-    Where documents are few and large, so that less than half of the fraction is filled, the rest of it is
-    the tail of the largest document.
+    begins: Int64
+    lengths: Int64
+    ends: NDArray[np.bool_]
+
+    def taken(self, which: Integers) -> "Spans":
+        return Spans(self.begins[which], self.lengths[which], self.ends[which])
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
+
+
+class Rows(Protocol):
+    """A part of the data in rows of `sequence_length`."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def tokens(self) -> int:
+        """In all rows; the rest of them is padding."""
+        ...
+
+    def pieces(self, row: int) -> Iterator[tuple[int, int, int]]:
+        """(begin, length, where the label of its last token stands, or NOTHING) of each piece, in order."""
+        ...
+
+
+def split_spans(begins: Int64, lengths: Int64, *, fraction: float) -> tuple[Spans, Spans]:
+    """(training, held out), with about `fraction` of the tokens held out. See [Note: what is held out]."""
+    everything = Spans(begins, lengths, np.ones(len(begins), dtype=np.bool_))
+    budget = round(fraction * int(lengths.sum()))
+    order = permute(np.arange(len(lengths)), length=len(lengths), key="hold out")
+    out = np.zeros(len(lengths), dtype=np.bool_)
+    out[order[np.cumsum(lengths[order]) <= budget]] = True
+    left = budget - int(lengths[out].sum())
+    training, held_out = everything.taken(~out), everything.taken(out)
+    if 2 * left <= budget or not training.tokens:
+        return training, held_out
+    # It did not fit, or what did would not fill half: the largest is cut, and both parts hold something.
+    largest = int(np.argmax(training.lengths))
+    left = min(left, int(training.lengths[largest]) - 1)
+    if left < 1:
+        return training, held_out
+    tail = training.begins[largest] + training.lengths[largest] - left
+    training.lengths[largest] -= left
+    return training, Spans(
+        np.append(held_out.begins, tail), np.append(held_out.lengths, left), np.append(held_out.ends, True)
+    )
+
+
+def shuffled(spans: Spans, *, seed: int) -> Spans:
+    """In an order that follows from the seed."""
+    count = len(spans.begins)
+    if not count:
+        return spans
+    return spans.taken(permute(np.arange(count), length=count, key=f"shuffle {seed}"))
+
+
+@dataclass(frozen=True)
+class JoinedRows:
+    """`concat`: documents joined, and cut into windows of S + 1, S apart: a row and the label of its last.
+    A tail shorter than a window is dropped. `offsets[i]` is where span i begins in what is joined."""
+
+    begins: Integers
+    offsets: Integers
+    sequence_length: int
+    masked: bool
+
+    @property
+    def count(self) -> int:
+        return max(int(self.offsets[-1]) - 1, 0) // self.sequence_length
+
+    @property
+    def tokens(self) -> int:
+        return self.count * self.sequence_length
+
+    def pieces(self, row: int) -> Iterator[tuple[int, int, int]]:
+        """Where `masked`, no piece's last token has the next document's first for its label."""
+        place, end = row * self.sequence_length, (row + 1) * self.sequence_length
+        span = int(np.searchsorted(self.offsets, place, side="right")) - 1
+        while place < end:
+            behind = int(self.offsets[span + 1])
+            begin, length = int(self.begins[span]) + place - int(self.offsets[span]), min(behind, end) - place
+            place += length
+            if place < behind:
+                label = begin + length
+            else:
+                span += 1
+                label = NOTHING if self.masked else int(self.begins[span])
+            yield begin, length, label
+
+
+@dataclass(frozen=True)
+class FilledRows:
+    """`best_fit` and `none`: row i holds pieces[offsets[i]:offsets[i + 1]]. No piece has the next one's first
+    token for a label; one that its document goes on behind has the token that follows."""
+
+    begins: Integers
+    lengths: Integers
+    open: Integers
+    offsets: Integers
+    tokens: int
+
+    @property
+    def count(self) -> int:
+        return len(self.offsets) - 1
+
+    def pieces(self, row: int) -> Iterator[tuple[int, int, int]]:
+        """See `Rows`."""
+        for i in range(int(self.offsets[row]), int(self.offsets[row + 1])):
+            begin, length = int(self.begins[i]), int(self.lengths[i])
+            yield begin, length, begin + length if self.open[i] else NOTHING
+
+
+def write_rows(spans: Spans, draft: Path, *, part: str, packing: Packing, sequence_length: int) -> int:
+    """The rows of `spans` as files in `draft` that begin with `part`. Returns the tokens that stand in them
+    (before `concat` drops the tail)."""
+    if packing == "concat":
+        offsets = np.concatenate([[0], np.cumsum(spans.lengths)]).astype(np.int64)
+        arrays: Mapping[str, Any] = {"begins": spans.begins, "offsets": offsets}
+    else:
+        spans = pieces = cut(spans, sequence_length)
+        order, offsets = (best_fit if packing == "best_fit" else one_each)(pieces.lengths, sequence_length)
+        pieces = pieces.taken(order)
+        arrays = {
+            "begins": pieces.begins,
+            "lengths": pieces.lengths.astype(np.int32),
+            "open": ~pieces.ends,
+            "offsets": offsets,
+        }
+    for name, array in arrays.items():
+        np.save(draft / f"{part}-{name}.npy", array)
+    return spans.tokens
+
+
+def open_rows(
+    entry: Path, *, part: str, packing: Packing, sequence_length: int, masked: bool, tokens: int
+) -> Rows:
+    """What `write_rows` wrote, mapped."""
+
+    def array(name: str) -> Integers:
+        return mapped_npy(entry / f"{part}-{name}.npy")
+
+    if packing == "concat":
+        return JoinedRows(array("begins"), array("offsets"), sequence_length, masked)
+    return FilledRows(array("begins"), array("lengths"), array("open"), array("offsets"), tokens)
+
+
+def cut(spans: Spans, length: int) -> Spans:
+    """Each span in pieces of `length`, and a rest. A rest that is a document's last token alone is left out:
+    nothing follows it, and as a label it stands with the piece before."""
+    counts = -(-spans.lengths // length)
+    first = np.cumsum(counts) - counts
+    within = np.arange(int(counts.sum())) - np.repeat(first, counts)  # the piece's number in its span
+    lengths = np.minimum(np.repeat(spans.lengths, counts) - within * length, length)
+    ends = (within == np.repeat(counts, counts) - 1) & np.repeat(spans.ends, counts)
+    pieces = Spans(np.repeat(spans.begins, counts) + within * length, lengths, ends)
+    return pieces.taken((lengths > 1) | ~ends)
+
+
+def one_each(lengths: Int64, _capacity: int) -> tuple[Int64, Int64]:
+    """A row for each piece: as `best_fit`."""
+    return np.arange(len(lengths)), np.arange(len(lengths) + 1)
+
+
+def best_fit(lengths: Int64, capacity: int) -> tuple[Int64, Int64]:
+    """Best-fit-decreasing: the longest piece first, each into the fullest row that still has room for it.
+
+    Returns (the pieces in the order of rows, where each row begins in it). Pieces of one length go as one:
+    a row with room r takes r // length of them, one after the other, as it would one by one. So it is
+    O(n log n) in numpy and O(lengths × rooms) in Python. Of many pieces it needs at most 11/9 of the fewest
+    rows there can be (Johnson et al., SIAM J. Comput. 3, 1974).
     """
-    budget = left = round(fraction * sum(document.size for document in documents))
-    training: list[Document] = []
-    held_out: list[Document] = []
-    for document in sorted(documents, key=lambda document: _hash("hold out", document.name)):
-        if document.size <= left:
-            held_out.append(document)
-            left -= document.size
-        else:
-            training.append(document)
-    if 2 * left > budget:
-        # It did not fit, so it is longer than what is left: both parts hold something.
-        largest = max(training, key=lambda document: document.size)
-        training.remove(largest)
-        head, tail = largest.cut(largest.size - left)
-        training.append(head)
-        held_out.append(tail)
-    return training, held_out
+    order = np.argsort(-lengths, kind="stable")
+    row_of = np.empty(len(lengths), dtype=np.int64)
+    rows, room, rooms = 0, dict[int, list[Int64]](), list[int]()  # room -> the rows that have it
+    values, first, counts = np.unique(-lengths[order], return_index=True, return_counts=True)
+    for length, begin, count in zip((-values).tolist(), first.tolist(), counts.tolist(), strict=True):
+        left = count
+        while left:
+            place = bisect_left(rooms, length)
+            if place < len(rooms):
+                space = rooms[place]
+                found = room[space].pop()
+                if not room[space]:
+                    del room[space], rooms[place]
+            else:
+                space = capacity
+                found = np.arange(rows, rows - (-left // (capacity // length)))
+                rows += len(found)
+            each = space // length
+            used = min(len(found), -(-left // each))
+            if used < len(found):
+                _give(room, rooms, space=space, rows=found[used:])
+            taken = min(left, used * each)
+            at = begin + count - left
+            row_of[at : at + taken] = np.repeat(found[:used], each)[:taken]
+            left -= taken
+            full = used if taken == used * each else used - 1
+            _give(room, rooms, space=space - each * length, rows=found[:full])
+            rest = taken - full * each
+            _give(room, rooms, space=space - rest * length, rows=found[full:used])
+    by_row = np.argsort(row_of, kind="stable")
+    offsets = np.searchsorted(row_of[by_row], np.arange(rows + 1))
+    return order[by_row], offsets.astype(np.int64)
 
 
-def shuffle(documents: Sequence[Document], *, seed: int) -> list[Document]:
-    """The documents in an order that follows from the seed and their names, whatever the version of numpy."""
-    return sorted(documents, key=lambda document: _hash(f"shuffle {seed}", document.name))
-
-
-def pack(documents: Sequence[Document]) -> NDArray[np.uint8]:
-    """The bytes of the documents, SEPARATOR between two documents; each is read once, into its place.
-
-    Raises DataError for a file that cannot be read, that changed since it was listed, or holds SEPARATOR.
-    """
-    size = sum(document.size for document in documents) + max(len(documents) - 1, 0)
-    packed = np.full(size, SEPARATOR, dtype=np.uint8)
-    start = 0
-    for document in documents:
-        _read(document, packed[start : start + document.size])
-        start += document.size + 1
-    return packed
-
-
-def _read(document: Document, into: NDArray[np.uint8]) -> None:
-    try:
-        with document.path.open("rb") as file:
-            file.seek(document.offset)
-            count = file.readinto(into.data)
-    except OSError as error:
-        raise unreadable(document.path, error) from error
-    if count != document.size:
-        raise DataError(
-            f"{document.path} changed while it was read.",
-            got=f"{count} bytes where {document.size} were listed",
-        )
-    smallest = int(into.argmin())
-    if into[smallest] == SEPARATOR:
-        raise DataError(
-            f"{document.path} is no plain text.",
-            got=f"a NUL byte at offset {document.offset + smallest}",
-            why="NUL is the token that separates documents",
-            fix="leave the file out of data.paths, or convert it to UTF-8",
-        )
-
-
-def _hash(purpose: str, name: str) -> bytes:
-    return hashlib.blake2b(os.fsencode(f"{purpose}\0{name}"), digest_size=16).digest()
+def _give(room: dict[int, list[Int64]], rooms: list[int], *, space: int, rows: Int64) -> None:
+    if not space or not len(rows):
+        return
+    if space not in room:
+        room[space] = []
+        insort(rooms, space)
+    room[space].append(rows)

@@ -15,15 +15,11 @@ from fullshard.quantities import format_count
 from fullshard.spec.model_section import Decoder
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.training.data.batches import IGNORED_LABEL, share
 from fullshard.training.data.documents import stdlib_documents, text_documents
 from fullshard.training.data.order import sample_windows
-from fullshard.training.data.packing import SEPARATOR, hold_out, pack, shuffle
-
-VOCABULARY = 256
-"""The tokens are the bytes."""
-
-IGNORED_LABEL = -100
-"""The label of a position that the loss leaves out."""
+from fullshard.training.data.split import hold_out, pack, shuffle
+from fullshard.training.data.tokenizer import BYTES, ByteTokenizer
 
 _HISTOGRAM_BLOCK = 1 << 20
 
@@ -45,6 +41,11 @@ class TextData:
     held_out: NDArray[np.uint8] = field(repr=False)
 
     @property
+    def vocabulary(self) -> int:
+        """The tokens are the bytes."""
+        return BYTES
+
+    @property
     def train_tokens(self) -> int:
         """Tokens that an epoch trains on."""
         return len(self._windows(self.training)) * self.sequence_length
@@ -54,16 +55,20 @@ class TextData:
         """Tokens that are held out, in full sequences."""
         return len(self._windows(self.held_out)) * self.sequence_length
 
-    @cached_property
+    @property
     def byte_entropy(self) -> float:
         """-sum(p log p) over the byte frequencies p of the training part, in nats per byte.
 
         The loss of a model that knows how often each byte comes, and nothing else.
         """
-        counts = np.zeros(VOCABULARY, dtype=np.int64)
+        return self._byte_entropy
+
+    @cached_property
+    def _byte_entropy(self) -> float:
+        counts = np.zeros(BYTES, dtype=np.int64)
         # In blocks: bincount makes an eightfold copy of its input.
         for start in range(0, len(self.training), _HISTOGRAM_BLOCK):
-            counts += np.bincount(self.training[start : start + _HISTOGRAM_BLOCK], minlength=VOCABULARY)
+            counts += np.bincount(self.training[start : start + _HISTOGRAM_BLOCK], minlength=BYTES)
         frequencies = counts[counts > 0] / counts.sum()
         return float(-(frequencies * np.log(frequencies)).sum())
 
@@ -76,7 +81,7 @@ class TextData:
         """
         windows = self._windows(self.training)
         for accumulated in range(plan.accumulation):
-            samples = _share(step * plan.accumulation + accumulated, rank=rank, plan=plan)
+            samples = share(step * plan.accumulation + accumulated, rank=rank, plan=plan)
             chosen = sample_windows(samples, windows=len(windows), seed=self.seed)
             yield _batch(windows[chosen], real_rows=plan.microbatch, plan=plan)
 
@@ -89,16 +94,36 @@ class TextData:
         windows = self._windows(self.held_out)
         count = min(plan.run.train.validate_sequences, len(windows))
         for turn in range(-(-count // (plan.world_size * plan.microbatch))):
-            sequences = _share(turn, rank=rank, plan=plan)
+            sequences = share(turn, rank=rank, plan=plan)
             chosen = np.minimum(sequences, count - 1) * len(windows) // count
             yield _batch(windows[chosen], real_rows=int((sequences < count).sum()), plan=plan)
 
+    def summary(self) -> dict[str, object]:
+        """What there is, for `fullshard data prepare`."""
+        length = self.sequence_length
+        return {
+            "source": self.source,
+            "documents": self.documents,
+            "records left out": 0,
+            "told": list[str](),
+            "training tokens": self.train_tokens,
+            "training sequences": self.train_tokens // length,
+            "packing": "concat",
+            "efficiency": 1.0,
+            "validation tokens": self.validation_tokens,
+            "validation sequences": self.validation_tokens // length,
+            "sequence length": length,
+            "vocabulary": self.vocabulary,
+            "shares": [1.0],
+        }
+
+    def encode(self, text: str) -> list[int]:
+        """Its bytes."""
+        return list(text.encode())
+
     def decode(self, tokens: Tensor | Iterable[int]) -> str:
-        """Tokens as text for people. What is no UTF-8, or no byte, becomes U+FFFD; the separator is ␀."""
-        numbers: Iterable[int] = tokens.tolist() if isinstance(tokens, Tensor) else tokens
-        # 255 stands in no UTF-8, so it is what a larger vocabulary's tokens become.
-        text = bytes(min(number, 255) for number in numbers).decode("utf-8", errors="replace")
-        return text.replace(chr(SEPARATOR), "␀")
+        """See `ByteTokenizer.decode`."""
+        return ByteTokenizer().decode(tokens.tolist() if isinstance(tokens, Tensor) else tokens)
 
     def describe(self) -> str:
         """One line for people: source, documents, tokens, entropy."""
@@ -116,18 +141,18 @@ class TextData:
         return sliding_window_view(text, self.sequence_length + 1)[:: self.sequence_length]
 
 
-def build_data(run: Run) -> TextData:
+def text_data(run: Run) -> TextData:
     """Finds, splits and reads the text that `run.data` names.
 
     Raises SpecError for a model whose vocabulary has no room for bytes, DataError for data that is absent,
     unreadable, binary, or too short for one sequence in each part.
     """
-    if isinstance(run.model, Decoder) and run.model.vocabulary < VOCABULARY:
+    if isinstance(run.model, Decoder) and run.model.vocabulary < BYTES:
         raise SpecError(
             "the model's vocabulary is too small for bytes.",
             got=f"model.vocabulary = {run.model.vocabulary}",
             why="every byte of the text is a token",
-            fix=f"model.vocabulary = {VOCABULARY}",
+            fix=f"model.vocabulary = {BYTES}",
         )
     documents = stdlib_documents() if run.data.source == "stdlib" else text_documents(run.data.paths)
     training, held_out = hold_out(documents, fraction=run.data.validation_fraction)
@@ -163,12 +188,6 @@ def _check_lengths(run: Run, *, training: int, held_out: int) -> None:
             why=f"data.sequence_length = {run.data.sequence_length} needs {needed}: itself and one label",
             fix="; ".join(["more text", *filter(None, (shorter, larger))]),
         )
-
-
-def _share(turn: int, *, rank: int, plan: Plan) -> NDArray[np.int64]:
-    """The `plan.microbatch` numbers that fall to a rank in a turn, where all ranks count on together."""
-    first = (turn * plan.world_size + rank) * plan.microbatch
-    return np.arange(first, first + plan.microbatch, dtype=np.int64)
 
 
 def _batch(windows: NDArray[np.uint8], *, real_rows: int, plan: Plan) -> dict[str, Tensor]:

@@ -1,0 +1,130 @@
+"""Tensors of a checkpoint on their way into safetensors files, a piece at a time."""
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fullshard.checkpoint import disk
+from fullshard.checkpoint.export_source import TensorSource
+from fullshard.checkpoint.manifest import SavedTensor
+from fullshard.checkpoint.safetensors_header import DTYPES, encode
+from fullshard.checkpoint.strided import Move, bounded, moves_into
+from fullshard.errors import CheckpointError
+from fullshard.spec.weight_map import Part, WeightMap
+
+# What is held of a tensor that is larger: much more than a block of a checkpoint, whose digests are of 16
+# MiB.
+_PIECE_BYTES = 128 << 20
+
+logger = logging.getLogger("fullshard")
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """Tensors as they will stand in files, in that order, and of which elements each is made.
+
+    `metadata`: of the files. `what`: where it all comes from, as people are told. `piece_bytes`: what is held
+    of a tensor that is larger, three times: as saved, as it will be written, and while the next is read.
+    """
+
+    what: str
+    source: TensorSource
+    tensors: Mapping[str, SavedTensor]
+    parts: Mapping[str, Sequence[Part]]
+    metadata: Mapping[str, str]
+    piece_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        source: TensorSource,
+        names: WeightMap,
+        *,
+        what: str,
+        dtype: torch.dtype | None = None,
+        metadata: Mapping[str, str],
+        shard_bytes: int | None,
+    ) -> "Outgoing":
+        """`dtype`: of all floating-point tensors; None leaves each as it was saved.
+
+        Raises CheckpointError for no tensors, and for a dtype that safetensors does not have.
+        """
+        if not names.parts:
+            raise CheckpointError(f"{what} holds no model.")
+        tensors: dict[str, SavedTensor] = {}
+        for name, parts in names.parts.items():
+            saved = source.tensors[parts[0].source]
+            if saved.torch_dtype not in DTYPES:
+                raise CheckpointError(
+                    f"{parts[0].source} cannot be exported.",
+                    got=saved.dtype,
+                    why="safetensors has no such dtype",
+                )
+            turned = dtype is not None and saved.torch_dtype.is_floating_point
+            chosen = str(dtype).removeprefix("torch.") if turned else saved.dtype
+            tensors[name] = SavedTensor(shape=names.shapes[name], dtype=chosen)
+        # Wide dtypes first, so that every tensor is aligned; then by name.
+        order = sorted(tensors, key=lambda name: (-tensors[name].torch_dtype.itemsize, name))
+        piece_bytes = _PIECE_BYTES if shard_bytes is None else min(_PIECE_BYTES, max(1, shard_bytes // 3))
+        return cls(what, source, {n: tensors[n] for n in order}, names.parts, metadata, piece_bytes)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.size_bytes for tensor in self.tensors.values())
+
+    def files_of(self, shard_bytes: int) -> list[list[str]]:
+        """Names, in order, each list of at most `shard_bytes`, or of one tensor."""
+        files: list[list[str]] = []
+        room = 0
+        for name, tensor in self.tensors.items():
+            if tensor.size_bytes > room or not files:
+                files.append([])
+                room = shard_bytes
+            files[-1].append(name)
+            room -= tensor.size_bytes
+        return files
+
+    def write(self, target: Path, names: Sequence[str]) -> None:
+        """One file, which appears when it is whole."""
+        header = encode({name: self.tensors[name] for name in names}, self.metadata)
+        pieces = (piece for name in names for piece in self._pieces(name))
+        # One piece is read while the one before is written.
+        with disk.replaced(target) as file, ThreadPoolExecutor(max_workers=1) as thread:
+            file.write(header)
+            coming = thread.submit(next, pieces, None)
+            while (piece := coming.result()) is not None:
+                coming = thread.submit(next, pieces, None)
+                file.write(piece.reshape(-1).view(torch.uint8).numpy().data)
+
+    def _pieces(self, name: str) -> Iterator[Tensor]:
+        """The tensor by rows, as many as `piece_bytes` hold."""
+        tensor = self.tensors[name]
+        shape = tensor.shape or (1,)
+        widest = max(tensor.torch_dtype.itemsize, *(self._dtype(p).itemsize for p in self.parts[name]))
+        most = max(1, self.piece_bytes // max(1, math.prod(shape[1:]) * widest))
+        for begin in range(0, shape[0], most):
+            rows = min(most, shape[0] - begin)
+            piece = torch.empty((rows, *shape[1:]) if tensor.shape else (), dtype=tensor.torch_dtype)
+            offsets = (begin, *(0 for _ in shape[1:])) if tensor.shape else ()
+            for move in moves_into(piece, self.parts[name], offsets=offsets):
+                self._carry_out(move)
+            yield piece
+
+    def _carry_out(self, move: Move) -> None:
+        dtype = self.source.tensors[move.source].torch_dtype
+        if move.is_run and move.target.dtype == dtype:
+            self.source.read_into(move.target.view(-1), move.source, begin=move.begin)
+            return
+        for part in bounded(move, most=max(1, self.piece_bytes // dtype.itemsize), itemsize=dtype.itemsize):
+            elements = torch.empty(part.span, dtype=dtype)
+            self.source.read_into(elements, part.source, begin=part.begin)
+            part.take(elements)
+
+    def _dtype(self, part: Part) -> torch.dtype:
+        return self.source.tensors[part.source].torch_dtype

@@ -1,0 +1,221 @@
+"""Weights of a Hugging Face directory, read straight into the shards that a model has of them.
+
+Each rank reads the bytes of its own rows and no others, and converts them to its own dtype on the way; no
+tensor is whole anywhere.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fullshard.checkpoint.agreement import everyone, first, world_size
+from fullshard.checkpoint.pieces import local_shard
+from fullshard.checkpoint.pretrained_files import PretrainedFiles, open_weights
+from fullshard.checkpoint.pretrained_read import carry_out
+from fullshard.checkpoint.safetensors_header import FileTensor
+from fullshard.checkpoint.strided import moves_into
+from fullshard.errors import CheckpointError
+from fullshard.spec.weight_map import Naming, Shape, WeightMap, by_name
+
+_SHOWN = 4
+_COPIES = 1.5  # of most of the model on all ranks: from here on several read the same bytes
+_FLOAT8 = tuple(dtype for name in ("float8_e4m3fn", "float8_e5m2") if (dtype := getattr(torch, name, None)))
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What came of reading weights.
+
+    `missing`: parameters and buffers that the files did not have, under no name. `surplus`: tensors of the
+    files that the model does not have. `tied`: (alias, name) of tensors filled once. `converted`: tensors
+    put together from others, or taken out of them. `dtypes`: how many tensors were turned from which dtype
+    into which. `read_bytes`, `seconds`: this rank's own.
+    """
+
+    directory: str
+    tensors: int
+    missing: tuple[str, ...]
+    surplus: tuple[str, ...]
+    tied: tuple[tuple[str, str], ...]
+    converted: tuple[str, ...]
+    dtypes: Mapping[str, int]
+    read_bytes: int
+    seconds: float
+
+    def describe(self) -> str:
+        """A line for what was read, and one each for what was not as the model is."""
+        turned = ", ".join(f"{count} {kind}" for kind, count in self.dtypes.items())
+        lines = [f"{self.tensors} tensors from {self.directory}" + (f": {turned}" if turned else "")]
+        if self.converted:
+            lines.append(
+                f"{len(self.converted)} of them put together as the model has them: {_some(self.converted)}"
+            )
+        if self.surplus:
+            lines.append(
+                f"{len(self.surplus)} in the files that the model does not have: {_some(self.surplus)}"
+            )
+        lines += [self.told_missing] if self.told_missing else []
+        return "\n".join(lines)
+
+    @property
+    def told_missing(self) -> str | None:
+        """A line for what the files should have had. Adapters (of peft) are meant to be new."""
+        missing = [name for name in self.missing if ".lora_" not in name]
+        return (
+            f"{len(missing)} that the files do not have, initialised: {_some(missing)}" if missing else None
+        )
+
+
+def read_pretrained(model: nn.Module, directory: str | Path, *, naming: Naming | None = None) -> Loaded:
+    """Fills `model`, sharded or not, with the weights of `directory` (or of one safetensors file).
+    Collective.
+
+    `naming` says what the model makes of the files' tensors (`models.weight_names`); else names must agree,
+    up to a prefix `model.` or `transformer.`. What the files lack stays as it was, and is returned as
+    missing.
+
+    Raises CheckpointError where there are no weights, for shapes that differ (with both, naming the tensors)
+    and for quantised weights; DamagedCheckpointError for files that are not whole.
+    """
+    began = time.perf_counter()
+    path = Path(directory)
+    files = first(lambda: open_weights(path), doing=f"reading {path}")
+    reading = everyone(lambda: _Reading.of(model, files, naming=naming), doing=f"reading {path}")
+    read_bytes = everyone(reading.fill, doing=f"reading {path}")
+    return Loaded(
+        directory=str(path),
+        tensors=len(reading.filled),
+        missing=reading.missing,
+        surplus=reading.map.surplus,
+        tied=reading.tied,
+        converted=reading.map.converted,
+        dtypes=reading.dtypes(),
+        read_bytes=read_bytes,
+        seconds=time.perf_counter() - began,
+    )
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What goes where. `filled`: of tensors that have several names, the one that the files have."""
+
+    files: PretrainedFiles
+    map: WeightMap
+    filled: Mapping[str, Tensor]
+    missing: tuple[str, ...]
+    tied: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, files: PretrainedFiles, *, naming: Naming | None) -> "_Reading":
+        tensors = _tensors(model)
+        shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        naming = naming or partial(by_name, shapes, prefixes=("model", "transformer"))
+        found = naming({name: tensor.shape for name, tensor in files.tensors.items()})
+        _require_shapes(shapes, found, path=files.directory)
+        names: dict[int, list[str]] = {}
+        for name, tensor in tensors.items():
+            names.setdefault(id(tensor), []).append(name)
+        filled: dict[str, Tensor] = {}
+        missing: list[str] = []
+        tied: list[tuple[str, str]] = []
+        for own in names.values():
+            name = next((one for one in own if one in found.parts), None)
+            if name is None:
+                missing.append(own[0])
+                continue
+            filled[name] = tensors[name]
+            tied += [(alias, name) for alias in own if alias != name]
+        _require_memory(filled)
+        reading = cls(files, found, filled, tuple(missing), tuple(tied))
+        reading._require_plain_dtypes()
+        return reading
+
+    def fill(self) -> int:
+        """Returns the bytes that this rank read."""
+        moves = (
+            move
+            for name, tensor in self.filled.items()
+            for move in moves_into(local_shard(tensor), self.map.parts[name], offsets=_offsets(tensor))
+        )
+        held = sum(local_shard(tensor).numel() for tensor in self.filled.values())
+        every = sum(tensor.numel() for tensor in self.filled.values())
+        return carry_out(moves, self.files, cached=held * world_size() > _COPIES * every)
+
+    def dtypes(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for name, tensor in self.filled.items():
+            source = self._source(name).dtype
+            if source != tensor.dtype:
+                kind = f"{str(source).removeprefix('torch.')} → {str(tensor.dtype).removeprefix('torch.')}"
+                counts[kind] = counts.get(kind, 0) + 1
+        return counts
+
+    def _source(self, name: str) -> FileTensor:
+        return self.files.tensors[self.map.parts[name][0].source]
+
+    def _require_plain_dtypes(self) -> None:
+        """Codes of quantised weights are no values: what they mean stands in scales beside them."""
+        for name, tensor in self.filled.items():
+            dtype = self._source(name).dtype
+            is_code = dtype in _FLOAT8 or not (dtype.is_floating_point or dtype.is_complex)
+            if tensor.is_floating_point() and is_code and dtype != tensor.dtype:
+                raise CheckpointError(
+                    f"{self.files.directory} holds quantised weights.",
+                    got=f"{name} is {str(dtype).removeprefix('torch.')}",
+                    why="they are codes, whose values depend on scales beside them",
+                    fix="the model's directory in bfloat16 or float32",
+                )
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers that a file holds, by every name; a parameter under two is one object."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward without a backward leaves units gathered
+    return model.state_dict(keep_vars=True)
+
+
+def _offsets(tensor: Tensor) -> Sequence[int]:
+    """Where this rank's part begins in the whole."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return cast(Sequence[int], offsets)
+
+
+def _require_memory(filled: Mapping[str, Tensor]) -> None:
+    name = next((name for name, tensor in filled.items() if tensor.is_meta), None)
+    if name is not None:
+        raise CheckpointError(
+            "the model has no memory to read weights into.",
+            got=f"{name} on the meta device",
+            fix='shard(model, plan, values="unset") before; or model.to_empty(device="cpu"), for a plain one',
+        )
+
+
+def _require_shapes(shapes: Mapping[str, Shape], found: WeightMap, *, path: Path) -> None:
+    other = [
+        f"{name} is {list(found.shapes[name])} there and {list(shape)} here"
+        for name, shape in shapes.items()
+        if name in found.parts and found.shapes[name] != shape
+    ]
+    if other:
+        raise CheckpointError(
+            f"{path} holds another model: {len(other)} tensors of another shape.",
+            got=_some(other, between="; "),
+            fix='the config.json that stands beside the weights; or weights = "none", to start without',
+        )
+
+
+def _some(items: Iterable[str], *, between: str = ", ") -> str:
+    every = list(items)
+    return between.join(every[:_SHOWN]) + (f"{between}..." if len(every) > _SHOWN else "")

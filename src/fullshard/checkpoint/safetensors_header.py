@@ -1,0 +1,139 @@
+"""The header of a safetensors file, read and written.
+
+The format: eight bytes (little-endian) with the length of a JSON header; the header (name -> dtype, shape,
+and the range of its bytes behind the header); the tensors' bytes, row-major and little-endian, without gaps.
+https://github.com/huggingface/safetensors#format
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from fullshard.checkpoint.manifest import SavedTensor
+from fullshard.errors import DamagedCheckpointError
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+_ALIGNMENT = 8
+_LENGTH_BYTES = 8
+_LONGEST_BYTES = 100_000_000  # what the format's own reader takes
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor in a file: where its bytes begin, counted from the file's start."""
+
+    file: str
+    begin: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def encode(tensors: Mapping[str, SavedTensor], metadata: Mapping[str, str]) -> bytes:
+    """The file up to the first tensor's bytes; the tensors follow in this order."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    begin = 0
+    for name, tensor in tensors.items():
+        end = begin + tensor.size_bytes
+        header[name] = {
+            "dtype": DTYPES[tensor.torch_dtype],
+            "shape": tensor.shape,
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def read_header(path: Path) -> dict[str, FileTensor]:
+    """The tensors of a file, once what its header says fits together and fits the file.
+
+    Raises DamagedCheckpointError that says what does not; OSError.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if size < _LENGTH_BYTES or length > min(_LONGEST_BYTES, size - _LENGTH_BYTES):
+            raise _damaged(path, f"{size} bytes, and a header of {length} that is not all there")
+        text = file.read(length)
+    try:
+        header: Any = json.loads(text)
+    except ValueError as error:
+        raise _damaged(path, f"a header that is no JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise _damaged(path, "a header that is no JSON object")
+    named = cast(dict[str, Any], header)
+    begin = _LENGTH_BYTES + length
+    tensors = {
+        name: _tensor(path, name, one=one, begin=begin)
+        for name, one in named.items()
+        if name != "__metadata__"
+    }
+    _check_places(path, tensors, size=size, begin=begin)
+    return tensors
+
+
+def _tensor(path: Path, name: str, *, one: Any, begin: int) -> FileTensor:
+    told: dict[str, Any] = one if isinstance(one, dict) else {}
+    shape, offsets = _counts(told.get("shape")), _counts(told.get("data_offsets"))
+    if shape is None or offsets is None or len(offsets) != 2:
+        raise _damaged(path, f"{name}: {one}")
+    if told.get("dtype") not in _BY_NAME:
+        raise _damaged(path, f"{name}: dtype {told.get('dtype')!r}, which this fullshard does not know")
+    tensor = FileTensor(path.name, begin + offsets[0], tuple(shape), _BY_NAME[told["dtype"]])
+    if offsets[1] - offsets[0] != tensor.size_bytes:
+        raise _damaged(
+            path, f"{name}: {offsets[1] - offsets[0]} bytes for {told['dtype']} {list(tensor.shape)}"
+        )
+    return tensor
+
+
+def _counts(values: Any) -> list[int] | None:
+    """A list of numbers that count something; None for anything else."""
+    if not isinstance(values, list):
+        return None
+    every = cast(list[Any], values)
+    return every if all(type(value) is int and value >= 0 for value in every) else None
+
+
+def _check_places(path: Path, tensors: Mapping[str, FileTensor], *, size: int, begin: int) -> None:
+    placed = sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].size_bytes))
+    for (name, one), (after, other) in pairwise(placed):
+        if one.begin + one.size_bytes > other.begin:
+            raise _damaged(path, f"{name} and {after}, whose bytes overlap")
+    end = max((one.begin + one.size_bytes for one in tensors.values()), default=begin)
+    if end != size:
+        kind = "cut off" if size < end else "longer than its tensors"
+        raise _damaged(path, f"{size} bytes where its header says {end}: it is {kind}")
+
+
+def _damaged(path: Path, got: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"{path} is no whole safetensors file.", got=got, fix="fetch it again")

@@ -1,0 +1,82 @@
+"""Boxes of elements carried from the flat bytes of one tensor into another, in pieces that a buffer holds."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fullshard.spec.weight_map import Part, row_major
+
+# A gap in what is read costs less than another read, up to here: about what a disk gives in the time of one.
+GAP_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """`target` (a view into what is filled) takes elements of `source`: from `begin` on, `strides` apart."""
+
+    source: str
+    begin: int
+    strides: tuple[int, ...]
+    target: Tensor
+
+    @property
+    def span(self) -> int:
+        """Elements of the source from the first that is needed to the last."""
+        return 1 + sum((n - 1) * s for n, s in zip(self.target.shape, self.strides, strict=True))
+
+    @property
+    def is_run(self) -> bool:
+        """Whether source and target both lie without gaps, in the same order."""
+        wanted = row_major(tuple(self.target.shape))
+        agree = all(
+            size == 1 or stride == step
+            for size, stride, step in zip(self.target.shape, self.strides, wanted, strict=True)
+        )
+        return agree and self.target.is_contiguous()
+
+    def narrowed(self, dim: int, begin: int, *, length: int) -> "Move":
+        """The part of it from `begin` along `dim`."""
+        start = self.begin + begin * self.strides[dim]
+        return Move(self.source, start, self.strides, self.target.narrow(dim, begin, length))
+
+    def take(self, elements: Tensor) -> None:
+        """Fills the target from `elements`: `span` of them, from `begin` on; converts them on the way."""
+        self.target.copy_(elements.as_strided(self.target.shape, self.strides, elements.storage_offset()))
+
+
+def moves_into(target: Tensor, parts: Sequence[Part], *, offsets: Sequence[int]) -> Iterator[Move]:
+    """What of `parts` belongs into `target`, a box of the tensor that they fill, which begins at
+    `offsets`."""
+    for part in parts:
+        begin, view, empty = part.begin, target, target.numel() == 0
+        for dim, offset in enumerate(offsets):
+            low = max(part.at[dim], offset)
+            high = min(part.at[dim] + part.shape[dim], offset + target.shape[dim])
+            if low >= high:
+                empty = True
+                break
+            begin += (low - part.at[dim]) * part.strides[dim]
+            view = view.narrow(dim, low - offset, high - low)
+        if not empty:
+            yield Move(part.source, begin, part.strides, view)
+
+
+def bounded(move: Move, *, most: int, itemsize: int) -> Iterator[Move]:
+    """`move` in pieces that each span at most `most` elements of the source, and leave out wide gaps in
+    it."""
+    dims = [dim for dim, size in enumerate(move.target.shape) if size > 1]
+    if not dims:
+        yield move
+        return
+    outer = max(dims, key=lambda dim: move.strides[dim])
+    stride, size = move.strides[outer], move.target.shape[outer]
+    inner = move.span - (size - 1) * stride
+    far_apart = (stride - inner) * itemsize > GAP_BYTES
+    if move.span <= most and not far_apart:
+        yield move
+        return
+    fitting = 1 if far_apart or inner >= most else max(1, (most - inner) // max(stride, 1) + 1)
+    for begin in range(0, size, fitting):
+        piece = move.narrowed(outer, begin, length=min(fitting, size - begin))
+        yield from bounded(piece, most=most, itemsize=itemsize)

@@ -1,0 +1,61 @@
+"""`fullshard data prepare`."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def prepare_data(
+    run_path: Annotated[
+        Path | None, typer.Argument(metavar="RUN.toml", help="The run; without it, the embedded default.")
+    ] = None,
+    *,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Over what the file says; may be repeated."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Make the tokens of a run, and lay them out in sequences, before it needs them; show what there is."""
+    from fullshard.errors import SpecError
+    from fullshard.spec.run import Run
+    from fullshard.training.data.build import is_plain_text, packed_data
+    from fullshard.training.data.text import text_data
+
+    run = Run.load(run_path, overrides=overrides or [])
+    if run.data.source == "python":
+        raise SpecError(
+            "there is nothing to prepare.",
+            got=f'data.source = "python", data.factory = {run.data.factory!r}',
+            why="a function of your own makes the batches when the run asks for them",
+        )
+    data = text_data(run) if is_plain_text(run.data) else packed_data(run)
+    summary = data.summary()
+    if as_json:
+        typer.echo(json.dumps(summary))
+        return
+    from fullshard.report.grid import show_rows
+
+    show_rows(_rows(summary))
+    for told in summary["told"]:  # type: ignore[union-attr]
+        typer.echo(f"left out: {told}", err=True)
+
+
+def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    part, left_out = "{:,} tokens, {:,} sequences of {:,}", summary["records left out"]
+    rows = [
+        ("source", summary["source"]),
+        ("documents", f"{summary['documents']:,}" + (f", {left_out:,} records left out" if left_out else "")),
+    ]
+    for name in ("training", "validation"):
+        counts = (summary[f"{name} tokens"], summary[f"{name} sequences"], summary["sequence length"])
+        rows.append((name, part.format(*counts) if counts[1] else "none held out"))
+    rows.append(("packing", f"{summary['packing']}, {100 * summary['efficiency']:.2f} % full"))
+    rows.append(("vocabulary", f"{summary['vocabulary']:,}"))
+    if len(summary["shares"]) > 1:
+        shares = " + ".join(f"{100 * share:.4g} %" for share in summary["shares"])
+        rows.append(("shares", f"{shares}, exactly"))
+    return rows

@@ -1,0 +1,185 @@
+"""Low-rank adapters on a model that has no values yet, by peft. Needs the extra `hf`.
+
+[Note: initialised alone] peft initialises an adapter when it is put in, whole, on every rank. Here it is put
+in on the meta device, and gets its values with all others: A as a linear module by itself does (which is what
+peft takes), B zeros. The model's own `_init_weights` must not overwrite them.
+"""
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from fullshard.errors import MissingExtraError, SpecError
+from fullshard.spec.adapter_section import AdapterSection
+
+ADAPTER = "default"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_adapter(
+    model: nn.Module, section: AdapterSection, *, own_dtype: torch.dtype | None = None
+) -> nn.Module:
+    """Puts adapters into `model` (on the meta device, in place), and freezes what is not trained. Returns it.
+
+    `own_dtype`: what the base is kept in where `base_dtype` is auto; unset, as it stands.
+    Raises MissingExtraError without peft, SpecError for targets that the model does not have.
+    """
+    if section.rank == 0:
+        return model
+    peft = _import_peft()
+    targets = _targets(model, section)
+    trained = _named(model, section.trained, key="adapter.trained") if section.trained else []
+    modules = dict(model.named_modules())
+    config = lora_config(section, targets=targets, turned=any(_is_turned(modules[name]) for name in targets))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    try:
+        peft.inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise SpecError(
+            f"peft cannot put adapters into {type(model).__name__}.",
+            got=str(error).strip().splitlines()[0],
+            fix="other adapter.targets, or other adapter.options",
+        ) from error
+    for module in trained:
+        for parameter in module.parameters():
+            parameter.requires_grad_(True)
+    _keep_base_in(model, own_dtype if section.base_dtype == "auto" else _DTYPES[section.base_dtype])
+    _initialise_by_itself(model, gaussian=section.options.get("init_lora_weights") == "gaussian")
+    return model
+
+
+def lora_config(section: AdapterSection, *, targets: list[str], turned: bool) -> Any:
+    """peft's LoraConfig of `section`, for modules of these names. `turned`: weights are (in, out)."""
+    options = {key: value for key, value in section.options.items() if key != "init_lora_weights"}
+    try:
+        return _import_peft().LoraConfig(
+            r=section.rank,
+            lora_alpha=_whole(section.alpha),
+            lora_dropout=section.dropout,
+            target_modules=targets,
+            fan_in_fan_out=turned,
+            **options,
+        )
+    except TypeError as error:
+        raise SpecError("[adapter] options are not peft's.", got=str(error)) from error
+
+
+def _import_peft() -> Any:
+    if importlib.util.find_spec("peft") is None:
+        raise MissingExtraError("hf", package="peft", needed_for="[adapter]")
+    return importlib.import_module("peft")
+
+
+def _whole(number: float) -> float | int:
+    """As peft's own files have it."""
+    return int(number) if number == int(number) else number
+
+
+def _targets(model: nn.Module, section: AdapterSection) -> list[str]:
+    """Whole names of the modules that get adapters."""
+    if section.targets != "all-linear":
+        found = _named(model, section.targets, key="adapter.targets")
+        names = {module: name for name, module in model.named_modules()}
+        return [names[module] for module in found]
+    linear = [name for name, module in model.named_modules() if _is_linear(module) and _in_a_block(name)]
+    if not linear:
+        raise SpecError(
+            f"{type(model).__name__} has no linear module in a repeated block.",
+            got='adapter.targets = "all-linear"',
+            fix='adapter.targets = ["name", ...]',
+        )
+    return linear
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or _is_turned(module)
+
+
+def _is_turned(module: nn.Module) -> bool:
+    """GPT-2's linear modules are transformers' own, with their weight the other way round."""
+    return type(module).__name__ == "Conv1D"
+
+
+def _in_a_block(name: str) -> bool:
+    """Blocks stand in lists, whose names are numbers; a head does not."""
+    return any(part.isdigit() for part in name.split("."))
+
+
+def _named(model: nn.Module, ends: tuple[str, ...], *, key: str) -> list[nn.Module]:
+    """The modules whose names end in one of `ends`, each of which must name one."""
+    modules = {name: module for name, module in model.named_modules() if name}
+    found: list[nn.Module] = []
+    for end in ends:
+        own = [module for name, module in modules.items() if name == end or name.endswith(f".{end}")]
+        if not own:
+            last = dict.fromkeys(name.rpartition(".")[2] for name, one in modules.items() if _is_linear(one))
+            raise SpecError(
+                f"{type(model).__name__} has no module {end!r}.",
+                got=f"{key} = {list(ends)}",
+                fix=", ".join(list(last)[:8]) or None,
+            )
+        found += own
+    return found
+
+
+def _keep_base_in(model: nn.Module, dtype: torch.dtype | None) -> None:
+    if dtype is None:
+        return
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _initialise_by_itself(model: nn.Module, *, gaussian: bool) -> None:
+    """See [Note: initialised alone]."""
+    own: set[nn.Module] = set()
+    for module, act in _initialisers(model, gaussian=gaussian):
+        setattr(module, "reset_parameters", act)  # noqa: B010
+        own.add(module)
+    theirs: Callable[[nn.Module], object] | None = getattr(model, "_init_weights", None)
+
+    def init_weights(module: nn.Module) -> None:
+        if theirs is not None and module not in own:
+            theirs(module)
+
+    setattr(model, "_init_weights", init_weights)  # noqa: B010
+
+
+def _initialisers(model: nn.Module, *, gaussian: bool) -> Iterator[tuple[nn.Module, Callable[[], object]]]:
+    """(module that holds a part of an adapter, what gives it its values), as peft does it."""
+    for layer in model.modules():
+        for kind in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
+            parts: Any = getattr(layer, kind, None)
+            if parts is None or ADAPTER not in parts:
+                continue
+            part = parts[ADAPTER]
+            if isinstance(part, nn.Module):
+                std = 1 / cast(dict[str, int], layer.r)[ADAPTER] if gaussian else None
+                yield part, partial(_fill, part, kind, std=std)
+            else:
+                yield parts, partial(_fill_embedding, parts, kind)
+
+
+def _fill(part: Any, kind: str, *, std: float | None) -> None:
+    if kind == "lora_B":
+        nn.init.zeros_(part.weight)
+    elif std is not None:
+        nn.init.normal_(part.weight, std=std)
+    else:
+        nn.init.kaiming_uniform_(part.weight, a=math.sqrt(5))
+    if part.bias is not None:
+        nn.init.zeros_(part.bias)
+
+
+def _fill_embedding(parts: Any, kind: str) -> None:
+    if kind == "lora_embedding_A":
+        nn.init.zeros_(parts[ADAPTER])
+    else:
+        nn.init.normal_(parts[ADAPTER])

@@ -1,0 +1,85 @@
+"""The reference decoder as transformers knows it: a Llama, with other names for the same tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fullshard.errors import CheckpointError
+from fullshard.spec.model_section import Decoder
+from fullshard.spec.weight_map import Part, Shape, WeightMap, whole
+
+_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward.gate": "mlp.gate_proj",
+    "feed_forward.up": "mlp.up_proj",
+    "feed_forward.down": "mlp.down_proj",
+}
+_AROUND = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+# What a Llama says of each size. One that a Llama cannot say must not be left out in silence.
+_SIZES = {
+    "vocabulary": "vocab_size",
+    "d_model": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "d_ff": "intermediate_size",
+    "max_sequence": "max_position_embeddings",
+    "rope_theta": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+}
+
+
+def llama_config(decoder: Decoder) -> dict[str, Any]:
+    """The config.json of the Llama that computes what `decoder` does.
+
+    Raises CheckpointError for what a Llama does not have.
+    """
+    told = decoder.model_dump()
+    other = [name for name in told if name not in _SIZES and told[name] != Decoder.model_fields[name].default]
+    if other:
+        raise CheckpointError(
+            "the decoder cannot be exported for transformers.",
+            got=", ".join(f"model.{name} = {told[name]!r}" for name in other),
+            why="a Llama, which it is written as, has no such thing",
+        )
+    sizes = {_SIZES[name]: value for name, value in told.items() if name in _SIZES}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": decoder.rope_theta,
+        },  # from transformers 5 on
+        **sizes,
+    }
+
+
+def llama_names(tensors: Mapping[str, Shape]) -> WeightMap:
+    """Llama's names of the decoder's tensors. Raises CheckpointError for one that it does not have."""
+    parts: dict[str, tuple[Part, ...]] = {}
+    shapes: dict[str, Shape] = {}
+    for name, shape in tensors.items():
+        new = _llama_name(name)
+        parts[new], shapes[new] = whole(name, shape), shape
+    return WeightMap(parts=parts, shapes=shapes)
+
+
+def _llama_name(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    if module in _AROUND:
+        return f"{_AROUND[module]}.{kind}"
+    blocks, _, inner = module.partition(".")
+    layer, _, part = inner.partition(".")
+    if blocks != "blocks" or part not in _BLOCK:
+        raise CheckpointError("the decoder cannot be exported for transformers.", got=f"a tensor {name}")
+    return f"model.layers.{layer}.{_BLOCK[part]}.{kind}"

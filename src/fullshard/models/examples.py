@@ -1,0 +1,49 @@
+"""A batch as a model of transformers takes it, in shape alone: what a model is described with."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.spec.run import Run
+
+# Heads that give a number, or a class, for the whole of a sequence or an image.
+_ONE_LABEL = ("ForImageClassification", "ForSequenceClassification", "ForAudioClassification")
+
+
+def example_batch(model: nn.Module, run: Run, *, rows: int) -> dict[str, Tensor] | None:
+    """What `model(**batch)` takes, on the meta device: ids, images, labels. None where that is not known.
+
+    Token ids have `data.sequence_length`, or as many as the model has positions; images are as the config
+    says.
+    """
+    config: Any = getattr(model, "config", None)
+    takes = inspect.signature(model.forward).parameters
+    if not hasattr(config, "model_type"):
+        return None
+    batch: dict[str, Tensor] = {}
+    if "pixel_values" in takes:
+        shape = _image(config)
+        if shape is None:
+            return None
+        batch["pixel_values"] = torch.empty((rows, *shape), device="meta")
+    if "input_ids" in takes:
+        longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+        length = min(run.data.sequence_length, longest or run.data.sequence_length)
+        batch["input_ids"] = torch.empty((rows, length), dtype=torch.int64, device="meta")
+    if not batch:
+        return None
+    if "labels" in takes:
+        single = type(model).__name__.endswith(_ONE_LABEL) or "input_ids" not in batch
+        shape = (rows,) if single else tuple(batch["input_ids"].shape)
+        batch["labels"] = torch.empty(shape, dtype=torch.int64, device="meta")
+    return batch
+
+
+def _image(config: Any) -> tuple[int, int, int] | None:
+    part = getattr(config, "vision_config", config)
+    size, channels = getattr(part, "image_size", None), getattr(part, "num_channels", 3)
+    if isinstance(size, int):
+        return channels, size, size
+    return (channels, *size) if isinstance(size, (list, tuple)) and len(size) == 2 else None

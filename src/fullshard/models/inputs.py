@@ -1,0 +1,114 @@
+"""What a batch of tokens is to a model: positions and documents as the arguments that it takes."""
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.errors import TrainError
+
+
+def token_arguments(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The keyword arguments beside the tokens. None for a batch of tokens and labels alone.
+
+    batch["positions"], batch["documents"]: (microbatch, sequence) int64; a token sees those before it of its
+    own document. A model of transformers takes `position_ids`, and a mask as its attention wants it; any
+    other takes `positions` and `documents` if its forward names them.
+    Raises TrainError where the model takes neither: it would see across documents.
+    """
+    positions, documents = batch.get("positions"), batch.get("documents")
+    if positions is None and documents is None:
+        return {}
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "model_type"):
+        given = {"positions": positions, "documents": documents}
+        arguments = {name: tensor for name, tensor in given.items() if tensor is not None}
+        _check_takes(model, arguments)
+        return arguments
+    tokens = batch["tokens"]
+    if documents is None:
+        documents = torch.zeros_like(tokens)  # else it would take positions that begin anew for documents
+    if positions is None:
+        positions = _positions_of(documents)
+    attention = str(getattr(config, "_attn_implementation", "eager"))
+    if attention.startswith("flash"):  # which finds the documents by where positions begin anew
+        arguments = {"position_ids": _positions_of(documents)}
+    else:
+        arguments = {
+            "position_ids": positions,
+            "attention_mask": _masks(config, documents, attention=attention),
+        }
+    _check_takes(model, arguments)
+    return arguments
+
+
+def _check_takes(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    takes = inspect.signature(model.forward).parameters
+    missing = [name for name in arguments if name not in takes]
+    if missing:
+        raise TrainError(
+            f"{type(model).__name__.removeprefix('FSDP')} cannot keep documents apart.",
+            got=f"a batch with documents, and a forward without {' and '.join(missing)}",
+            why="its attention would see from one document into another",
+            fix="data.document_mask = false",
+        )
+
+
+def _positions_of(documents: Tensor) -> Tensor:
+    """(batch, sequence): how many tokens of the same document stand before each."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return index - torch.where(begins, index, 0).cummax(dim=1).values
+
+
+def _masks(config: Any, documents: Tensor, *, attention: str) -> Any:
+    """One mask for all layers, or one for each kind of layer by its name, as the models take them."""
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds:
+        return _mask(documents, attention=attention, window=window)
+    windows = {"full_attention": None, "sliding_attention": window}
+    if unknown := kinds - set(windows):
+        raise TrainError(
+            f"documents cannot be kept apart in layers of {', '.join(sorted(unknown))}.",
+            got="a batch with documents",
+            fix="data.document_mask = false",
+        )
+    masks = {kind: _mask(documents, attention=attention, window=windows[kind]) for kind in sorted(kinds)}
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _mask(documents: Tensor, *, attention: str, window: int | None) -> Any:
+    """Who sees whom: those before it (`window` of them, with itself) in the same document.
+
+    For `flex_attention` a BlockMask, of which masked blocks are not computed; for `eager` what is added to
+    the scores; else bool (batch, 1, sequence, sequence).
+    """
+    if attention == "flex_attention":
+        return _block_mask(documents, window=window)
+    index = torch.arange(documents.shape[1], device=documents.device)
+    distance = index[:, None] - index[None, :]
+    near = (distance >= 0) & (distance < window) if window else distance >= 0
+    seen = (near & (documents[:, :, None] == documents[:, None, :])).unsqueeze(1)
+    if attention != "eager":
+        return seen
+    # A row always sees itself, so no row is all minus infinity; half precision has its own lowest number.
+    lowest = torch.finfo(torch.bfloat16).min
+    return torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, lowest)
+
+
+def _block_mask(documents: Tensor, *, window: int | None) -> Any:
+    flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    rows, length = documents.shape
+
+    def sees(  # signature: torch's mask_mod
+        row: Tensor, _head: Tensor, query: Tensor, key: Tensor
+    ) -> Tensor:
+        same = (documents[row, query] == documents[row, key]) & (query >= key)
+        return same & (query - key < window) if window else same
+
+    return flex.create_block_mask(sees, rows, None, length, length, device=documents.device)

@@ -1,0 +1,31 @@
+"""[model] python: any module, from somebody's own function."""
+
+from torch import nn
+
+from fullshard.errors import SpecError
+from fullshard.models.constructing import without_parameters
+from fullshard.spec.dotted import look_up
+from fullshard.spec.model_section import PythonModel
+
+
+def python_model(section: PythonModel) -> nn.Module:
+    """What the factory returns for `options`, its parameters on the meta device.
+
+    Raises SpecError for a factory that is not there, that does not take the options, or returns no module.
+    """
+    factory = look_up(section.python, key="model.python")
+    try:
+        model = without_parameters(lambda: factory(**section.options))
+    except TypeError as error:
+        raise SpecError(
+            f"{section.python} cannot be called so.",
+            got=f"{error}; model.options = {section.options}",
+            fix="model.options with the factory's own keyword arguments",
+        ) from error
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise SpecError(
+            f"{section.python} made no module.",
+            got=type(model).__name__,
+            why="model.python is a function, or a class, that returns a torch.nn.Module",
+        )
+    return model

@@ -1,0 +1,208 @@
+"""Which tensors of a Hugging Face file make which of a model's, and back: transformers' own rules, as values.
+
+[Note: followed, not copied] From transformers 5 on, loading renames, joins and splits tensors (the experts
+of a mixture lie one by one in the file, and as one tensor in the model). Its rules are run here on tensors
+that hold no numbers (`weight_trace`), so that what it does to a model's names is known for each box of
+elements, with nothing read. Older ones keep the file's names.
+"""
+
+import copy
+import importlib
+import importlib.util
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fullshard.errors import CheckpointError, MissingExtraError
+from fullshard.models.weight_trace import Traced, UntracedError, source_tensor
+from fullshard.spec.weight_map import Part, Shape, WeightMap, by_name, whole
+
+# What models call the part without a head, where they do not say it themselves.
+_BASES = ("model", "transformer")
+# Where peft puts the module that an adapter stands beside.
+_ADAPTED = ".base_layer."
+
+
+def model_names(model: nn.Module, saved: Mapping[str, Shape]) -> WeightMap:
+    """How the tensors of a file, given by name and shape, make those of `model`, by its own names.
+
+    `model` may be sharded, or hold adapters of peft, whose base is meant. One of transformers is filled as
+    its `from_pretrained` does; any other by name. Raises CheckpointError for tensors that do not go
+    together.
+    """
+    found = _pretrained_in(model)
+    if found is None:
+        return by_name(_shapes(model), saved, prefixes=_BASES)
+    within, pretrained = found
+    twin = _twin(pretrained)
+    rules = _Rules.of(twin)
+    if rules is None:
+        named = by_name(_shapes(twin), saved, prefixes=(twin.base_model_prefix,))
+    else:
+        named = _followed(twin, rules, saved=saved)
+    own = {
+        name.removeprefix(within).replace(_ADAPTED, "."): name
+        for name in model.state_dict()
+        if name.startswith(within)
+    }
+    return WeightMap(
+        parts={own[name]: parts for name, parts in named.parts.items() if name in own},
+        shapes={own[name]: shape for name, shape in named.shapes.items() if name in own},
+        surplus=named.surplus,
+    )
+
+
+def file_names(twin: Any, tensors: Mapping[str, Shape]) -> WeightMap:
+    """How the model's tensors, by its own names, make those of a file that its `from_pretrained` reads.
+
+    `twin`: the model on the meta device, see `meta_twin`. Raises CheckpointError.
+    """
+    core = _core()
+    if core is None:
+        return by_name(tensors, tensors, prefixes=())
+    traced = {name: source_tensor(name, shape) for name, shape in tensors.items()}
+    try:
+        made: dict[str, Traced] = core.revert_weight_conversion(twin, traced)
+    except UntracedError as error:
+        raise _not_followed(twin, error) from error
+    return WeightMap(
+        parts={name: tensor.parts for name, tensor in made.items()},
+        shapes={name: tuple(tensor.shape) for name, tensor in made.items()},
+    )
+
+
+def described(model: nn.Module) -> dict[str, Any] | None:
+    """What `meta_twin` makes the model from again: its config and class. None if it is not transformers'."""
+    found = _pretrained_in(model)
+    if found is None:
+        return None
+    pretrained: Any = found[1]
+    config: dict[str, Any] = json.loads(pretrained.config.to_json_string(use_diff=False))
+    return {**config, "architectures": [_class_of(pretrained).__name__]}
+
+
+def meta_twin(config: Mapping[str, Any], *, needed_for: str) -> Any:
+    """The model of transformers that a whole config.json names, on the meta device.
+
+    Raises MissingExtraError without transformers, CheckpointError for a config that it does not know.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingExtraError("hf", package="transformers", needed_for=needed_for)
+    transformers: Any = importlib.import_module("transformers")
+    (architecture,) = config["architectures"]
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    try:
+        known = transformers.AutoConfig.for_model(config["model_type"], **values)
+        made = getattr(transformers, architecture)
+    except (AttributeError, KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"{needed_for} needs a transformers that knows the model.",
+            got=f"{architecture}, which transformers {transformers.__version__} does not have as it is",
+            fix="the transformers that it was trained with, or a newer one",
+        ) from error
+    with torch.device("meta"):
+        return made(known)
+
+
+def _pretrained_in(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """(prefix of its names, the outermost module of transformers): `model` itself, or within what wraps
+    it."""
+    for name, module in model.named_modules():
+        if hasattr(type(module), "base_model_prefix") and hasattr(module, "config"):
+            return (f"{name}." if name else ""), module
+    return None
+
+
+def _twin(model: Any) -> Any:
+    """As `model` was before it was sharded: transformers goes by the names of classes, which the engine
+    changes."""
+    with torch.device("meta"):
+        return _class_of(model)(copy.deepcopy(model.config))
+
+
+def _class_of(model: nn.Module) -> type:
+    return next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
+
+
+def _shapes(model: nn.Module) -> dict[str, Shape]:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def _core() -> Any:
+    """transformers' rules; None before version 5, which had none."""
+    name = "transformers.core_model_loading"
+    return importlib.import_module(name) if importlib.util.find_spec(name) is not None else None
+
+
+class _Rules:
+    """What transformers does to the names and tensors of a file for one model."""
+
+    def __init__(self, core: Any, transforms: Iterable[Any]) -> None:
+        self.core = core
+        self.renamings = [one for one in transforms if isinstance(one, core.WeightRenaming)]
+        self.converters = [one for one in transforms if isinstance(one, core.WeightConverter)]
+        self.by_pattern = {pattern: one for one in self.converters for pattern in one.source_patterns}
+
+    @classmethod
+    def of(cls, twin: Any) -> "_Rules | None":
+        core = _core()
+        if core is None:
+            return None
+        mapping: Any = importlib.import_module("transformers.conversion_mapping")
+        return cls(core, mapping.get_model_conversion_mapping(twin))
+
+    def name(self, source: str, *, base: str, wanted: Mapping[str, Shape]) -> tuple[str, str | None]:
+        """(the model's name, the pattern of the converter that takes it), as transformers finds them."""
+        name, pattern = self.core.rename_source_key(source, self.renamings, self.converters, base, wanted)
+        if name not in wanted and source in wanted:  # renamed, though it was the model's own already
+            name, pattern = self.core.rename_source_key(source, [], [], base, wanted)
+        return name, pattern
+
+
+def _followed(twin: Any, rules: _Rules, *, saved: Mapping[str, Shape]) -> WeightMap:
+    """See [Note: followed, not copied]."""
+    wanted = _shapes(twin)
+    parts: dict[str, tuple[Part, ...]] = {}
+    shapes: dict[str, Shape] = {}
+    surplus: list[str] = []
+    converting: dict[str, Any] = {}
+    for source in sorted(saved, key=rules.core.dot_natural_key):
+        name, pattern = rules.name(source, base=twin.base_model_prefix, wanted=wanted)
+        if name not in wanted:
+            surplus.append(source)
+        elif pattern is None:
+            parts[name], shapes[name] = whole(source, saved[source]), saved[source]
+        else:
+            if name not in converting:
+                converting[name] = copy.deepcopy(rules.by_pattern[pattern])
+            converting[name].add_tensor(name, source, pattern, source_tensor(source, saved[source]))
+    for name, converter in converting.items():
+        try:
+            made: dict[str, Any] = converter.convert(name, model=twin, config=twin.config)
+        except UntracedError as error:
+            raise _not_followed(twin, error) from error
+        for target, tensor in made.items():
+            traced: Traced = tensor[0] if isinstance(tensor, list) else tensor
+            parts[target], shapes[target] = traced.parts, tuple(traced.shape)
+    return WeightMap(parts=parts, shapes=shapes, surplus=tuple(_told(twin, surplus)))
+
+
+def _told(twin: Any, surplus: Iterable[str]) -> list[str]:
+    """Those that transformers would tell of too: not masks, tables of positions and the like."""
+    kept = {name for name, _ in twin.named_buffers()}  # not in the state dict: computed, not loaded
+    patterns = [re.compile(one) for one in twin._keys_to_ignore_on_load_unexpected or ()]
+    left = [name for name in surplus if name not in kept and not name.endswith(".inv_freq")]
+    return [name for name in left if not any(pattern.search(name) for pattern in patterns)]
+
+
+def _not_followed(twin: Any, error: UntracedError) -> CheckpointError:
+    return CheckpointError(
+        f"the weights of {type(twin).__name__} are rearranged in a way that cannot be streamed.",
+        got=str(error),
+        fix="load it with from_pretrained on every rank, and shard the model that holds its weights",
+    )

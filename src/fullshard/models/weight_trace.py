@@ -1,0 +1,289 @@
+"""Tensors that hold no numbers, only where each number comes from: another program's rearranging, written
+down.
+
+What transformers does to a file's tensors (splits, stacks, joins, turns) is done to these instead; what comes
+out says, box by box, which elements of which source stand where.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fullshard.spec.weight_map import Part, Shape, row_major, whole
+
+_ATEN = torch.ops.aten
+
+
+class UntracedError(Exception):
+    """An operation that computes, or that is not known here."""
+
+
+class Traced(Tensor):
+    """A tensor without numbers. `parts`: boxes that fill it, see `spec.weight_map`."""
+
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet, keywords = func.overloadpacket, dict(kwargs or {})
+        if packet in _COPIES:
+            return _same(args[0])
+        if packet not in _FOLLOWED:
+            raise UntracedError(str(func))
+        return _FOLLOWED[packet](*args, **keywords)
+
+
+def traced(shape: Shape, parts: Iterable[Part]) -> Traced:
+    """A tensor that `parts` fill."""
+    # Always contiguous to the eye: then a reshape is a view, and views are what is followed here.
+    made = cast(Any, Tensor)._make_wrapper_subclass(Traced, shape, dtype=torch.float32, device="meta")
+    made.parts = tuple(parts)
+    return made
+
+
+def source_tensor(name: str, shape: Shape) -> Traced:
+    """The source `name`, as it is."""
+    return traced(shape, whole(name, shape))
+
+
+_COPIES = (_ATEN.clone, _ATEN.detach, _ATEN.alias)
+
+
+def _same(tensor: Traced) -> Traced:
+    return traced(tuple(tensor.shape), tensor.parts)
+
+
+def _narrow(tensor: Traced, dim: int, *, begin: int, length: int) -> Traced:
+    """Elements `begin` to `begin` + `length` along `dim`."""
+    shape = (*tensor.shape[:dim], length, *tensor.shape[dim + 1 :])
+    return traced(shape, (p for q in tensor.parts if (p := _cut(q, dim, begin=begin, end=begin + length))))
+
+
+def _cut(part: Part, dim: int, *, begin: int, end: int) -> Part | None:
+    """What of `part` lies between `begin` and `end` along `dim` of its target, counted from `begin`."""
+    low, high = max(part.at[dim], begin), min(part.at[dim] + part.shape[dim], end)
+    if low >= high:
+        return None
+    return Part(
+        part.source,
+        begin=part.begin + (low - part.at[dim]) * part.strides[dim],
+        strides=part.strides,
+        at=(*part.at[:dim], low - begin, *part.at[dim + 1 :]),
+        shape=(*part.shape[:dim], high - low, *part.shape[dim + 1 :]),
+    )
+
+
+def _slice(  # signature: aten's
+    tensor: Traced, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Traced:
+    if step != 1:
+        raise UntracedError("slices with steps")
+    dim %= tensor.ndim
+    low, high, _ = slice(start, end).indices(tensor.shape[dim])
+    return _narrow(tensor, dim, begin=low, length=max(high - low, 0))
+
+
+def _split_with_sizes(
+    tensor: Traced, sizes: Sequence[int], dim: int = 0
+) -> list[Traced]:  # signature: aten's
+    dim %= tensor.ndim
+    begins = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [_narrow(tensor, dim, begin=b, length=n) for b, n in zip(begins, sizes, strict=True)]
+
+
+def _split(tensor: Traced, size: int, dim: int = 0) -> list[Traced]:  # signature: aten's
+    length = tensor.shape[dim]
+    sizes = [min(size, length - begin) for begin in range(0, length, size)]
+    return _split_with_sizes(tensor, sizes, dim)
+
+
+def _select(tensor: Traced, dim: int, index: int) -> Traced:  # signature: aten's
+    dim %= tensor.ndim
+    return _squeeze(_narrow(tensor, dim, begin=index % tensor.shape[dim], length=1), dim)
+
+
+def _unbind(tensor: Traced, dim: int = 0) -> list[Traced]:
+    return [_select(tensor, dim, index) for index in range(tensor.shape[dim])]
+
+
+def _squeeze(tensor: Traced, dim: int) -> Traced:
+    dim %= tensor.ndim
+    if tensor.shape[dim] != 1:
+        return _same(tensor)
+    parts = [
+        Part(
+            p.source,
+            begin=p.begin,
+            strides=(*p.strides[:dim], *p.strides[dim + 1 :]),
+            at=(*p.at[:dim], *p.at[dim + 1 :]),
+            shape=(*p.shape[:dim], *p.shape[dim + 1 :]),
+        )
+        for p in tensor.parts
+    ]
+    return traced((*tensor.shape[:dim], *tensor.shape[dim + 1 :]), parts)
+
+
+def _unsqueeze(tensor: Traced, dim: int) -> Traced:
+    dim %= tensor.ndim + 1
+    parts = [
+        Part(
+            p.source,
+            begin=p.begin,
+            strides=(*p.strides[:dim], 0, *p.strides[dim:]),
+            at=(*p.at[:dim], 0, *p.at[dim:]),
+            shape=(*p.shape[:dim], 1, *p.shape[dim:]),
+        )
+        for p in tensor.parts
+    ]
+    return traced((*tensor.shape[:dim], 1, *tensor.shape[dim:]), parts)
+
+
+def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
+    dim %= tensors[0].ndim
+    parts: list[Part] = []
+    begin = 0
+    across = {(*t.shape[:dim], *t.shape[dim + 1 :]) for t in tensors}
+    if len(across) > 1:
+        raise UntracedError(f"joining tensors of shapes {', '.join(str(list(s)) for s in sorted(across))}")
+    for tensor in tensors:
+        parts += [
+            Part(p.source, p.begin, p.strides, (*p.at[:dim], p.at[dim] + begin, *p.at[dim + 1 :]), p.shape)
+            for p in tensor.parts
+        ]
+        begin += tensor.shape[dim]
+    first = tensors[0]
+    return traced((*first.shape[:dim], begin, *first.shape[dim + 1 :]), parts)
+
+
+def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
+    return _cat([_unsqueeze(tensor, dim) for tensor in tensors], dim % (tensors[0].ndim + 1))
+
+
+def _permute(tensor: Traced, dims: Sequence[int]) -> Traced:
+    order = [dim % tensor.ndim for dim in dims]
+
+    def turned(values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(values[dim] for dim in order)
+
+    parts = [Part(p.source, p.begin, turned(p.strides), turned(p.at), turned(p.shape)) for p in tensor.parts]
+    return traced(turned(tensor.shape), parts)
+
+
+def _transpose(tensor: Traced, dim0: int, dim1: int) -> Traced:  # signature: aten's
+    order = list(range(tensor.ndim))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return _permute(tensor, order)
+
+
+def _t(tensor: Traced) -> Traced:
+    return _transpose(tensor, 0, 1) if tensor.ndim == 2 else _same(tensor)
+
+
+def _view(tensor: Traced, size: Sequence[int]) -> Traced:
+    """Through boxes that are whole rows of the old shape and of the new one."""
+    given = torch.empty(tuple(tensor.shape), device="meta").reshape(tuple(size)).shape
+    parts = [part for old in tensor.parts for part in _reshaped(old, tuple(tensor.shape), new=tuple(given))]
+    return traced(tuple(given), parts)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """`length` elements that stand one after the other from `at` in a flat target: `stride` apart in the
+    source."""
+
+    at: int
+    length: int
+    begin: int
+    stride: int
+
+
+def _reshaped(part: Part, old: Shape, *, new: Shape) -> list[Part]:
+    """`part` of a tensor of shape `old`, as boxes of the same elements in the shape `new`.
+
+    Dims that both shapes share at the front and at the back stay; what lies between is cut into runs.
+    """
+    front = _shared(old, new)
+    back = _shared(old[front:][::-1], new[front:][::-1])
+    low, high = slice(front, len(old) - back), slice(front, len(new) - back)
+    runs = _runs(part.at[low], shape=part.shape[low], strides=part.strides[low], sizes=old[low])
+    return [
+        Part(
+            part.source,
+            begin=part.begin + box.begin,
+            strides=(*part.strides[:front], *box.strides, *part.strides[low.stop :]),
+            at=(*part.at[:front], *box.at, *part.at[low.stop :]),
+            shape=(*part.shape[:front], *box.shape, *part.shape[low.stop :]),
+        )
+        for run in runs
+        for box in _boxes(run, new[high])
+    ]
+
+
+def _shared(one: Shape, other: Shape) -> int:
+    """How many dims both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _runs(at: Shape, *, shape: Shape, strides: Shape, sizes: Shape) -> list[_Run]:
+    """A box at `at` in a tensor of `sizes`, flattened."""
+    runs, inner = [_Run(0, 1, 0, 0)], 1
+    for dim in reversed(range(len(sizes))):
+        first = runs[0]
+        joins = inner == 1 or shape[dim] == 1 or strides[dim] == first.stride * inner
+        if len(runs) == 1 and first.length == inner and joins:
+            stride = strides[dim] if inner == 1 else first.stride
+            runs = [_Run(at[dim] * inner, shape[dim] * inner, 0, stride)]
+        else:
+            runs = [
+                _Run((at[dim] + i) * inner + r.at, r.length, i * strides[dim] + r.begin, r.stride)
+                for i in range(shape[dim])
+                for r in runs
+            ]
+        inner *= sizes[dim]
+    return runs
+
+
+def _boxes(run: _Run, sizes: Shape) -> list[Part]:
+    """The boxes in a tensor of `sizes` that `run` fills."""
+    if not sizes:
+        return [Part("", begin=run.begin, strides=(), at=(), shape=())]
+    inner_sizes, inner = sizes[1:], math.prod(sizes[1:])
+    found: list[Part] = []
+    at, end = run.at, run.at + run.length
+    while at < end:
+        row, column = divmod(at, inner)
+        begin = run.begin + (at - run.at) * run.stride
+        rows = (end - at) // inner if column == 0 else 0
+        taken = rows * inner or min(inner - column, end - at)
+        if rows:
+            strides = tuple(step * run.stride for step in (inner, *row_major(inner_sizes)))
+            found.append(Part("", begin, strides, (row, *(0 for _ in inner_sizes)), (rows, *inner_sizes)))
+        else:
+            for box in _boxes(_Run(column, taken, begin, run.stride), inner_sizes):
+                found.append(Part("", box.begin, (0, *box.strides), (row, *box.at), (1, *box.shape)))
+        at += taken
+    return found
+
+
+_FOLLOWED: dict[Any, Callable[..., Any]] = {
+    _ATEN.slice: _slice,
+    _ATEN.split: _split,
+    _ATEN.split_with_sizes: _split_with_sizes,
+    _ATEN.select: _select,
+    _ATEN.unbind: _unbind,
+    _ATEN.squeeze: _squeeze,
+    _ATEN.unsqueeze: _unsqueeze,
+    _ATEN.cat: _cat,
+    _ATEN.stack: _stack,
+    _ATEN.permute: _permute,
+    _ATEN.transpose: _transpose,
+    _ATEN.t: _t,
+    _ATEN.view: _view,
+    _ATEN._unsafe_view: _view,
+    _ATEN.reshape: _view,
+}

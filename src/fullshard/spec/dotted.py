@@ -1,0 +1,45 @@
+"""`package.module:name`: what a run.toml names of somebody's own code."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import SpecError
+
+
+def look_up(dotted: str, *, key: str) -> Callable[..., Any]:
+    """The callable that `dotted` names. The working directory is searched after the installed packages.
+
+    `key`: where it stands in the run, for the message. Raises SpecError where there is no such module, no
+    such name in it, or what has the name cannot be called.
+    """
+    module_name, _, name = dotted.partition(":")
+    if not module_name or not name or not all(part.isidentifier() for part in module_name.split(".")):
+        raise SpecError(
+            f"{key} = {dotted!r} names nothing.",
+            why="it is package.module:name",
+            fix=f'{key} = "mypackage.mymodule:myfunction"',
+        )
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.append(
+            str(Path.cwd())
+        )  # as `python -m` has it, so that the command and its ranks see the same
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise SpecError(
+            f"{key} = {dotted!r} cannot be imported.",
+            got=str(error),
+            fix="install its package, or start where the module lies",
+        ) from error
+    found = getattr(module, name, None)
+    if callable(found):
+        return found
+    there = [one for one, value in vars(module).items() if callable(value) and not one.startswith("_")]
+    raise SpecError(
+        f"{key} = {dotted!r} is no function.",
+        got=f"{module_name} has no {name}" if found is None else f"{name} is {type(found).__name__}",
+        fix=f"one of {', '.join(there[:6])}" if there else None,
+    )

@@ -1,0 +1,217 @@
+"""build_data(run): what [data] names, found, made into tokens, and laid out in rows."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from fullshard.errors import DataError
+from fullshard.spec.data_section import DataSection
+from fullshard.spec.dotted import look_up
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.training.data.batches import Batches, Data
+from fullshard.training.data.cache import Alive, built, cache_root, key_of, manifest_of, still
+from fullshard.training.data.corpus import stores_of
+from fullshard.training.data.mixture import interleaved
+from fullshard.training.data.packed import PackedData, Pool
+from fullshard.training.data.packing import open_rows, shuffled, split_spans, write_rows
+from fullshard.training.data.store import Stream, TokenStore, names
+from fullshard.training.data.text import text_data
+from fullshard.training.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+
+
+def build_data(run: Run, *, alive: Alive = still) -> Data:
+    """The data of `run`. Tokens that are not in the cache yet are made, while `alive` is called now and then.
+
+    Raises SpecError for a model whose vocabulary has no room for bytes; MissingExtraError; DataError for data
+    that is absent, unreadable, corrupt, binary, or too short for one sequence in each part.
+    """
+    section = run.data
+    if section.source == "python":
+        return GivenData(_called(section, run), section)
+    return text_data(run) if is_plain_text(section) else packed_data(run, alive=alive)
+
+
+def is_plain_text(section: DataSection) -> bool:
+    """Whether it is text that is read as bytes: nothing is made of it beforehand."""
+    plain = section.source in ("stdlib", "text") and not section.sources and section.tokenizer is None
+    return plain and section.packing == "concat" and not section.document_mask and section.on_error == "stop"
+
+
+def packed_data(run: Run, *, alive: Alive = still) -> PackedData:
+    """The data of a run that is not `is_plain_text`, nor of Python's. See `build_data`."""
+    section = run.data
+    root = cache_root(section.cache)
+    sources = section.sources or (section,)
+    stores = [stores_of(source, section, root=root, alive=alive) for source in sources]
+    tokenizer = _tokenizer(section, [store for group in stores for store in group])
+    weights = [source.weight for source in section.sources]
+    if None in weights or not weights:
+        stores, weights = [[store for group in stores for store in group]], [1.0]
+    pools = tuple(
+        _pool(
+            Stream(tuple(group)),
+            run,
+            root=root,
+            alive=alive,
+            seed=run.run.seed if len(stores) == 1 else f"{run.run.seed} {i}",
+        )
+        for i, group in enumerate(stores)
+    )
+    return PackedData(
+        pools=pools,
+        pattern=interleaved([weight for weight in weights if weight is not None]),
+        sequence_length=section.sequence_length,
+        document_mask=section.document_mask,
+        packing=section.packing,
+        tokenizer=tokenizer,
+    )
+
+
+def _tokenizer(section: DataSection, stores: Sequence[TokenStore]) -> Tokenizer | None:
+    """What turns tokens back into text. Raises DataError where memmaps hold tokens that it does not know."""
+    if section.tokenizer is None:
+        kinds = {source.source for source in section.sources} or {section.source}
+        if "memmap" in kinds and len(kinds) > 1:
+            raise DataError(
+                "tokens and bytes do not mix.",
+                got=f"sources {', '.join(sorted(kinds))}, and no data.tokenizer",
+                fix="data.tokenizer = the one that the memmaps were made with",
+            )
+        return None if "memmap" in kinds else ByteTokenizer()
+    tokenizer = open_tokenizer(section.tokenizer, end_token=section.end_token)
+    for store in stores:
+        if store.vocabulary > tokenizer.vocabulary:
+            raise DataError(
+                f"{store.name} was not made with the tokenizer {section.tokenizer!r}.",
+                got=f"a token {store.vocabulary - 1}, where the tokenizer has {tokenizer.vocabulary}",
+                fix="the tokenizer that it was made with, or the right data.dtype",
+            )
+    return tokenizer
+
+
+def _pool(stream: Stream, run: Run, *, root: Path, alive: Alive, seed: int | str) -> Pool:
+    section = run.data
+    length, packing = section.sequence_length, section.packing
+    facts: dict[str, Any] = {
+        "stores": [store.key for store in stream.stores],
+        "sequence_length": length,
+        "packing": packing,
+        "fraction": section.validation_fraction,
+        "seed": run.run.seed if packing == "concat" else None,
+    }
+
+    def lay_out(draft: Path) -> Mapping[str, Any]:
+        training, held_out = split_spans(*stream.documents(), fraction=section.validation_fraction)
+        if packing == "concat":
+            training = shuffled(training, seed=run.run.seed)
+        longest = max([*training.lengths.tolist(), 0])
+        parts = {"training": training, "held-out": held_out}
+        tokens = {
+            part: write_rows(spans, draft, part=part, packing=packing, sequence_length=length)
+            for part, spans in parts.items()
+        }
+        return {"tokens": tokens, "longest": longest}
+
+    entry = built(root, f"layout-{key_of(facts)}", build=lay_out, alive=alive)
+    told = manifest_of(entry)
+    training, held_out = (
+        open_rows(
+            entry,
+            part=part,
+            packing=packing,
+            sequence_length=length,
+            masked=section.document_mask,
+            tokens=told["tokens"][part],
+        )
+        for part in ("training", "held-out")
+    )
+    pool = Pool(stream, training, held_out, seed)
+    _check(pool, section, tokens=told["tokens"], longest=told["longest"])
+    return pool
+
+
+def _check(pool: Pool, section: DataSection, *, tokens: Mapping[str, int], longest: int) -> None:
+    """Raises DataError for a part without a row, and for rows that no document fills."""
+    length, name = section.sequence_length, names(pool.stream.stores)
+    parts = {"training": pool.training.count}
+    if section.validation_fraction > 0:
+        parts["held-out"] = pool.held_out.count
+    for part, rows in parts.items():
+        if rows:
+            continue
+        larger = "; a larger data.validation_fraction, or 0 for no validation" if part == "held-out" else ""
+        raise DataError(
+            f"sequence too long: the {part} part of {name} does not fill one.",
+            got=f"{tokens[part]} tokens, data.validation_fraction = {section.validation_fraction}",
+            why=f"data.sequence_length = {length} needs {length + 1}: itself and one label",
+            fix=f"more data, or a shorter data.sequence_length{larger}",
+        )
+    if section.packing == "none" and length > longest:
+        raise DataError(
+            f"data.sequence_length is longer than any document of {name}.",
+            got=f"{length}, where the longest document has {longest} tokens",
+            why='packing = "none" has one document a sequence: part of every sequence would be padding',
+            fix=f'data.sequence_length = {longest}, or data.packing = "best_fit"',
+        )
+
+
+def _called(section: DataSection, run: Run) -> Batches:
+    """What the user's function gives for `run`. Raises SpecError for a name that leads to none."""
+    assert section.factory is not None, "checked by the spec"
+    batches = look_up(section.factory, key="data.factory")(run)
+    if not hasattr(batches, "microbatches"):
+        raise DataError(
+            f"{section.factory} gave no batches.",
+            got=type(batches).__name__,
+            fix="an object with microbatches(step, rank=..., plan=...)",
+        )
+    return cast(Batches, batches)
+
+
+@dataclass(frozen=True)
+class GivenData:
+    """Batches of the user's own. What they tell of themselves (see `Data`) is taken; the rest is unknown."""
+
+    batches: Batches
+    section: DataSection
+
+    @property
+    def vocabulary(self) -> int | None:
+        return getattr(self.batches, "vocabulary", None)
+
+    @property
+    def validation_tokens(self) -> int:
+        return getattr(self.batches, "validation_tokens", 0)
+
+    @property
+    def byte_entropy(self) -> float | None:
+        return getattr(self.batches, "byte_entropy", None)
+
+    def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[Any]:
+        """See `Batches`."""
+        return self.batches.microbatches(step, rank=rank, plan=plan)
+
+    def validation(self, *, rank: int, plan: Plan) -> Iterator[Any]:
+        """See `Data`."""
+        own = getattr(self.batches, "validation", None)
+        return iter(()) if own is None else own(rank=rank, plan=plan)
+
+    def encode(self, text: str) -> list[int]:
+        """See `Data`."""
+        own = getattr(self.batches, "encode", None)
+        return [] if own is None else own(text)
+
+    def decode(self, tokens: Tensor | Iterable[int]) -> str:
+        """See `Data`."""
+        numbers: Iterable[int] = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+        own = getattr(self.batches, "decode", None)
+        return " ".join(map(str, numbers)) if own is None else own(tokens)
+
+    def describe(self) -> str:
+        """See `Data`."""
+        own = getattr(self.batches, "describe", None)
+        return f"batches of {self.section.factory}" if own is None else own()

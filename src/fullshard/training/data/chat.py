@@ -1,0 +1,121 @@
+"""Conversations to tokens, with a mask of what is trained on: [Note: what the assistant says]
+
+The tokenizer's chat template writes a conversation out as one text. Templates that mark what the model is to
+say ({% generation %}) are taken at their word. For others it follows from the text itself: what message i
+adds is what the text of messages 0 to i has beyond the text of the messages before it with the opening of an
+answer (add_generation_prompt), so the role's header is not trained on, and the token that ends the turn is.
+Where a message changes the text before it, as templates do that drop earlier reasoning, this has no answer,
+and it is an error to ask.
+"""
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fullshard.errors import DataError, MissingExtraError
+from fullshard.training.data.tokenizer import tokenizer_file
+
+Messages = Sequence[Mapping[str, Any]]
+_MARK = "{% generation"
+
+
+class NotWrittenOutError(ValueError):
+    """A conversation that the template does not take, or gives no answer for. Says why."""
+
+
+class ChatTemplate:
+    """The chat template of the tokenizer in a directory.
+
+    Raises MissingExtraError without transformers, DataError for a tokenizer that has no template.
+    """
+
+    def __init__(self, path: str) -> None:
+        if find_spec("transformers") is None:
+            raise MissingExtraError("hf", package="transformers", needed_for='data.records = "messages"')
+        from transformers import AutoTokenizer
+
+        directory = tokenizer_file(path).parent
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"the tokenizer in {directory} cannot be loaded.", got=str(error)) from error
+        if not Path(path).expanduser().is_dir() or not self._tokenizer.chat_template:
+            raise DataError(
+                "there is no chat template.",
+                got=f"data.tokenizer = {path!r}",
+                why='records = "messages" are written out as the template says',
+                fix="a tokenizer's directory whose tokenizer_config.json or chat_template.jinja has one",
+            )
+        self._marked = _MARK in str(self._tokenizer.chat_template).replace("{%-", "{%")
+
+    def encode(
+        self, messages: Messages, *, train_on: Literal["all", "assistant"]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """(tokens, which of them are trained on). Raises NotWrittenOutError."""
+        from jinja2 import TemplateError
+
+        _check(messages)
+        try:
+            if train_on == "assistant" and self._marked:
+                return self._as_marked(messages)
+            text = self._text(messages)
+            spans = [(0, len(text))] if train_on == "all" else self._answers(messages, text)
+        except TemplateError as error:
+            raise NotWrittenOutError(f"the chat template does not take it: {error}") from error
+        coded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        tokens = np.array(coded["input_ids"], dtype=np.int64)
+        begins = np.array([begin for begin, _ in coded["offset_mapping"]], dtype=np.int64)
+        trained = np.zeros(len(tokens), dtype=np.bool_)
+        for begin, end in spans:
+            trained |= (begins >= begin) & (begins < end)
+        return tokens, trained
+
+    def _text(self, messages: Messages, *, opening: bool = False) -> str:
+        return cast(
+            str,
+            self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=opening
+            ),
+        )
+
+    def _as_marked(self, messages: Messages) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        coded = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        return (
+            np.array(coded["input_ids"], dtype=np.int64),
+            np.array(coded["assistant_masks"], dtype=np.bool_),
+        )
+
+    def _answers(self, messages: Messages, text: str) -> list[tuple[int, int]]:
+        """Where in `text` the assistant speaks. See [Note: what the assistant says]."""
+        spans: list[tuple[int, int]] = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._text(messages[:i], opening=True) if i else ""
+            behind = self._text(messages[: i + 1])
+            if not (text.startswith(behind) and behind.startswith(before)):
+                raise NotWrittenOutError(
+                    f"message {i + 1} changes how the chat template writes out those before it, so what the "
+                    "assistant says cannot be told; a template with {% generation %} tells it"
+                )
+            spans.append((len(before), len(behind)))
+        return spans
+
+
+def _check(messages: Messages) -> None:
+    """Raises NotWrittenOutError for what is no list of messages."""
+    rows = cast(Any, messages)
+    if not isinstance(rows, list) or not rows:
+        raise NotWrittenOutError(f"no list of messages, but {type(rows).__name__ if rows else 'none'}")
+    for i, message in enumerate(cast(list[Any], rows)):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise NotWrittenOutError(f"message {i + 1} is no table of role and content")

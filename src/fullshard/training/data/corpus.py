@@ -1,0 +1,224 @@
+"""The sources of a run as stores of tokens, which are made where they are not there yet."""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fullshard.errors import DataError
+from fullshard.spec.data_section import DataSection, DataSource, SourceFields
+from fullshard.training.data.cache import Alive, built, digests, key_of
+from fullshard.training.data.documents import Document, stdlib_documents, text_documents
+from fullshard.training.data.making import Making, making
+from fullshard.training.data.memmaps import memmap_stores
+from fullshard.training.data.reading import (
+    SHARD_BYTES,
+    Shard,
+    file_shards,
+    open_dataset,
+    require_reader,
+)
+from fullshard.training.data.store import OFFSETS, TOKENS, TRAINED, TokenStore, open_entry
+from fullshard.training.data.tokenizer import open_tokenizer, tokenizer_files, tokenizers_version
+from fullshard.training.data.tokenizing import Made, Recipe, token_dtype, tokenized
+
+Source = Literal["stdlib", "text", "jsonl", "parquet", "datasets", "memmap", "python"]
+_COPY_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a source is before anything of it is read: its shards, what its name follows from, how to tell."""
+
+    name: str
+    shards: Sequence[Shard]
+    facts: Mapping[str, Any]
+
+
+def stores_of(
+    source: DataSource | DataSection, section: DataSection, *, root: Path, alive: Alive
+) -> list[TokenStore]:
+    """The tokens of `source`, as `section` says how they are made, from the cache in `root`.
+
+    Raises DataError for what is absent, empty, corrupt or not tokens; MissingExtraError.
+    """
+    fields = SourceFields(**{name: getattr(source, name) for name in SourceFields.model_fields})
+    if source.source == "memmap":
+        return memmap_stores(fields, root=root, alive=alive)
+    require_reader(source.source)
+    found = _found(source.source, fields, root=root, alive=alive)
+    tokenizer = open_tokenizer(section.tokenizer, end_token=section.end_token)  # before anything is read
+    recipe = Recipe(
+        fields=fields,
+        tokenizer=section.tokenizer,
+        end_token=section.end_token,
+        train_on=section.train_on,
+        on_error=section.on_error,
+        dtype=token_dtype(tokenizer),
+    )
+    work = _Work(found, recipe, tokenizer.vocabulary, section.processes or _cores(), alive)
+    facts = {**found.facts, **_recipe_facts(recipe, source.source)}
+    entry = built(root, f"tokens-{key_of(facts)}", build=work.into, alive=alive)
+    store = open_entry(entry, name=found.name)
+    if not store.documents:
+        told = "; ".join(store.told)
+        raise DataError(
+            f"there is no document in {found.name}.",
+            got=f"{store.skipped} records left out: {told}" if store.skipped else "files without a record",
+            fix="data with documents, or another data.records",
+        )
+    return [store]
+
+
+def _found(source: Source, fields: SourceFields, *, root: Path, alive: Alive) -> _Found:
+    if source == "datasets":
+        return _dataset(fields, root=root, alive=alive)
+    documents = stdlib_documents() if source == "stdlib" else text_documents(fields.paths)
+    kind = "text" if source == "stdlib" else source
+    assert kind in ("text", "jsonl", "parquet"), f"{kind} has no files that are cut into shards"
+    shards = [shard for one in documents for shard in file_shards(kind, one.path, size=one.size)]
+    names = digests([one.path for one in documents], root=root, alive=alive)
+    return _Found(_called(source, documents), shards, {"kind": kind, "files": names})
+
+
+def _called(source: Source, documents: Sequence[Document]) -> str:
+    if source == "stdlib":
+        return source
+    more = f" and {len(documents) - 1} more" if len(documents) > 1 else ""
+    return f"{documents[0].path.name}{more}"
+
+
+def _dataset(fields: SourceFields, *, root: Path, alive: Alive) -> _Found:
+    shards, names = list[Shard](), list[str]()
+    for path in fields.paths or ("",):
+        place = str(Path(path).expanduser().absolute()) if path else ""
+        dataset = open_dataset(place, fields)
+        rows, files = len(dataset), [Path(file["filename"]) for file in dataset.cache_files]
+        # What it did to its files since they were written, such as a selection, stands in its fingerprint.
+        names += [*digests(files, root=root, alive=alive), str(dataset._fingerprint), str(rows)]  # noqa: SLF001
+        size = sum(file.stat().st_size for file in files) or rows
+        step = max(1, rows * SHARD_BYTES // max(size, 1))
+        for begin in range(0, rows, step):
+            end = min(begin + step, rows)
+            shards.append(Shard("datasets", place, begin, end, size * (end - begin) // rows, end == rows))
+    name = fields.name or ", ".join(Path(path).name for path in fields.paths)
+    return _Found(name, shards, {"kind": "datasets", "files": names})
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What makes an entry of tokens."""
+
+    found: _Found
+    recipe: Recipe
+    vocabulary: int
+    processes: int
+    alive: Alive
+
+    def into(self, draft: Path) -> Mapping[str, Any]:
+        """Fills `draft`; returns what stands in its manifest."""
+        parts = draft / "parts"
+        parts.mkdir()
+        tasks = [(task, parts / f"{i}") for i, task in enumerate(_tasks(self.found.shards))]
+        total = sum(shard.size for shard in self.found.shards)
+        with making(self.found.name, total_bytes=total, file=sys.stderr) as shown:
+            made = tokenized(
+                tasks, self.recipe, processes=self.processes, tell=lambda one: self._tell(one, shown)
+            )
+        offsets = _offsets(made)
+        _join(made, draft, dtype=self.recipe.dtype)
+        np.save(draft / OFFSETS, offsets)
+        parts.rmdir()
+        return {
+            "source": self.found.name,
+            "dtype": self.recipe.dtype,
+            "vocabulary": self.vocabulary,
+            "documents": len(offsets) - 1,
+            "tokens": int(offsets[-1]),
+            "skipped": sum(one.skipped for one in made),
+            "told": [text for one in made for text in one.told][:5],
+        }
+
+    def _tell(self, made: Made, shown: Making) -> None:
+        shown.add(made.size, tokens=made.tokens, skipped=made.skipped)
+        self.alive()
+
+
+def _tasks(shards: Sequence[Shard]) -> Iterator[list[Shard]]:
+    """Shards together until they are SHARD_BYTES: many small files are few tasks."""
+    task, size = list[Shard](), 0
+    for shard in shards:
+        if task and size + shard.size > SHARD_BYTES:
+            yield task
+            task, size = [], 0
+        task.append(shard)
+        size += shard.size
+    if task:
+        yield task
+
+
+def _offsets(made: Sequence[Made]) -> NDArray[np.int64]:
+    """Where documents begin and end, without the empty ones. A negative length, -n - 1, is n tokens of a
+    document that goes on."""
+    lengths = [np.load(Path(one.path).with_name(f"{Path(one.path).name}.lengths.npy")) for one in made]
+    pieces = np.concatenate([*lengths, np.empty(0, np.int64)])
+    ends = np.cumsum(np.where(pieces < 0, -pieces - 1, pieces))
+    return np.unique(np.concatenate([[0], ends[pieces >= 0]])).astype(np.int64)
+
+
+def _join(made: Sequence[Made], draft: Path, *, dtype: str) -> None:
+    """The files of the tasks one behind the other, each removed when it is copied."""
+    masked = any(Path(f"{one.path}.trained").exists() for one in made)
+    with (draft / TOKENS).open("wb") as tokens:
+        for one in made:
+            _move(Path(f"{one.path}.tokens"), tokens)
+    if masked:
+        with (draft / TRAINED).open("wb") as trained:
+            for one in made:
+                part = Path(f"{one.path}.trained")
+                if part.exists():
+                    _move(part, trained)
+                else:
+                    trained.write(b"\1" * one.tokens)
+    for one in made:
+        Path(f"{one.path}.lengths.npy").unlink()
+
+
+def _move(part: Path, into: Any) -> None:
+    with part.open("rb") as file:
+        shutil.copyfileobj(file, into, _COPY_BYTES)
+    part.unlink()
+
+
+def _recipe_facts(recipe: Recipe, source: Source) -> Mapping[str, Any]:
+    """What the tokens follow from beside the files: also the versions of who cuts and writes them out."""
+    plain = recipe.plain()
+    fields = {name: plain["fields"][name] for name in plain["fields"] if name.endswith("field")}
+    facts: dict[str, Any] = {
+        "fields": fields,
+        "records": recipe.fields.records,
+        "train_on": recipe.train_on if recipe.fields.records != "text" else "all",
+        "on_error": recipe.on_error,
+        "end_token": recipe.end_token,
+        "tokenizer": None,
+        "source": "text" if source == "stdlib" else source,
+    }
+    if recipe.tokenizer is not None:
+        files = tokenizer_files(recipe.tokenizer)
+        facts["tokenizer"] = [key_of({"text": file.read_text(encoding="utf-8")}) for file in files]
+        facts["tokenizers"] = tokenizers_version()
+    if recipe.fields.records == "messages":
+        facts["transformers"] = version("transformers")
+    return facts
+
+
+def _cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

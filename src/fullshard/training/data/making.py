@@ -1,0 +1,89 @@
+"""What people see while tokens are made: a bar on a terminal, elsewhere a line now and then."""
+
+import os
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fullshard.quantities import format_bytes, format_count, format_seconds
+
+_LINE_SECONDS = 10.0
+
+
+class Making:
+    """How far it is. `add` is called as parts are done, from any thread, one at a time."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        total_bytes: int,
+        show: Callable[["Making"], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name, self.total_bytes, self._show, self._now = name, total_bytes, show, now
+        self.bytes = self.tokens = self.skipped = 0
+        self._started = now()
+
+    def add(self, size: int, *, tokens: int, skipped: int = 0) -> None:
+        """`size` bytes of the source are `tokens` now."""
+        self.bytes += size
+        self.tokens += tokens
+        self.skipped += skipped
+        self._show(self)
+
+    @property
+    def seconds(self) -> float:
+        return self._now() - self._started
+
+    def text(self) -> str:
+        """Without what is left, which the bar shows."""
+        rate = f", {format_count(self.tokens / self.seconds)} tokens/s" if self.seconds > 0 else ""
+        skipped = f", {self.skipped} records left out" if self.skipped else ""
+        of = f"{format_bytes(self.bytes)} of {format_bytes(self.total_bytes)}"
+        return f"{format_count(self.tokens)} tokens from {of}{rate}{skipped}"
+
+
+@contextmanager
+def making(name: str, *, total_bytes: int, file: TextIO) -> Generator[Making]:
+    """Shows on `file` how the tokens of `name` are made, while the block runs."""
+    terminal = file.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    with _bar(name, total_bytes, file=file) if terminal else _lines(name, total_bytes, file=file) as shown:
+        yield shown
+
+
+@contextmanager
+def _bar(name: str, total_bytes: int, *, file: TextIO) -> Generator[Making]:
+    columns = (TextColumn("{task.fields[name]}"), BarColumn(), TextColumn("{task.fields[text]}"))
+    console = Console(file=file, force_terminal=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("", total=max(total_bytes, 1), name=name, text="")
+        yield Making(
+            name,
+            total_bytes=total_bytes,
+            show=lambda shown: bar.update(task, completed=shown.bytes, text=shown.text()),
+        )
+
+
+@contextmanager
+def _lines(name: str, total_bytes: int, *, file: TextIO) -> Generator[Making]:
+    last = 0.0
+
+    def show(shown: Making) -> None:
+        nonlocal last
+        if shown.seconds - last >= _LINE_SECONDS:
+            last = shown.seconds
+            left = (shown.total_bytes - shown.bytes) * shown.seconds / max(shown.bytes, 1)
+            say(f"{name}: {shown.text()}, {format_seconds(max(left, 1.0))} left")
+
+    def say(text: str) -> None:
+        with suppress(OSError):  # the reader may have left
+            print(text, file=file, flush=True)
+
+    shown = Making(name, total_bytes=total_bytes, show=show)
+    yield shown
+    say(f"{name}: {shown.text()}, in {format_seconds(shown.seconds)}")

@@ -1,0 +1,177 @@
+"""Tokens that others made: .npy, .bin of a dtype, and Megatron-LM's .bin with its .idx."""
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fullshard.errors import DataError
+from fullshard.spec.data_section import SourceFields
+from fullshard.training.data.cache import Alive, built, digests, key_of, manifest_of
+from fullshard.training.data.documents import text_documents, unreadable
+from fullshard.training.data.store import Integers, TokenStore, mapped, mapped_npy
+
+_MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
+# By the number that stands in the index: Megatron-LM, megatron/core/datasets/indexed_dataset.py (DType).
+_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
+_BEGINS, _ENDS = "begins.npy", "ends.npy"
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class _Raw:
+    """`path` and what is known of it without reading its tokens: the documents, where something tells."""
+
+    path: Path
+    tokens: Integers
+    begins: NDArray[np.int64] | None = None
+    ends: NDArray[np.int64] | None = None
+
+
+def memmap_stores(fields: SourceFields, *, root: Path, alive: Alive) -> list[TokenStore]:
+    """A store for each file that `fields.paths` match; an .idx belongs to its .bin.
+
+    The tokens stay where they are. The cache keeps where documents lie, and the largest token.
+    Raises DataError for files that are none, or hold what is no token.
+    """
+    paths = [document.path for document in text_documents(fields.paths)]
+    bins = {path.with_suffix(".bin") if path.suffix == ".idx" else path for path in paths}
+    return [_store(_opened(path, fields), fields, root=root, alive=alive) for path in sorted(bins)]
+
+
+def _store(raw: _Raw, fields: SourceFields, *, root: Path, alive: Alive) -> TokenStore:
+    index = raw.path.with_suffix(".idx")
+    files = [raw.path, index] if raw.path.suffix == ".bin" and index.exists() else [raw.path]
+    facts = {
+        "kind": "memmap",
+        "files": digests(files, root=root, alive=alive),
+        "dtype": str(raw.tokens.dtype),
+        "document_end": fields.document_end,
+        "rows": raw.ends is not None,
+    }
+    entry = built(
+        root,
+        f"index-{key_of(facts)}",
+        build=lambda draft: _indexed(raw, fields, draft=draft, alive=alive),
+        alive=alive,
+    )
+    return TokenStore(
+        name=raw.path.name,
+        key=entry.name,
+        tokens=raw.tokens,
+        begins=mapped_npy(entry / _BEGINS),
+        ends=mapped_npy(entry / _ENDS),
+        trained=None,
+        vocabulary=manifest_of(entry)["vocabulary"],
+    )
+
+
+def _indexed(raw: _Raw, fields: SourceFields, *, draft: Path, alive: Alive) -> Mapping[str, Any]:
+    largest, ends = -1, list[NDArray[np.int64]]()
+    for first, block in _blocks(raw.tokens):
+        alive()
+        if block.min() < 0:
+            raise DataError(f"{raw.path} holds what is no token.", got=f"{block.min()}, below 0")
+        largest = max(largest, int(block.max()))
+        if fields.document_end is not None:
+            ends.append(np.flatnonzero(block == fields.document_end) + first + 1)
+    begins, found = raw.begins, raw.ends
+    if begins is None or found is None:
+        found = np.unique(np.concatenate([*ends, [len(raw.tokens)]])).astype(np.int64)
+        begins = np.concatenate([[0], found[:-1]])
+    kept = found > begins  # an empty document is none
+    np.save(draft / _BEGINS, begins[kept])
+    np.save(draft / _ENDS, found[kept])
+    return {"vocabulary": largest + 1, "documents": int(kept.sum()), "path": str(raw.path)}
+
+
+def _blocks(tokens: Integers) -> Iterator[tuple[int, Integers]]:
+    for first in range(0, len(tokens), _BLOCK):
+        yield first, tokens[first : first + _BLOCK]
+
+
+def _opened(path: Path, fields: SourceFields) -> _Raw:
+    try:
+        if path.suffix == ".npy":
+            return _npy(path)
+        index = path.with_suffix(".idx")
+        if path.suffix == ".bin" and index.exists():
+            return _megatron(path, index)
+        return _bin(path, fields)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _npy(path: Path) -> _Raw:
+    try:
+        array = mapped_npy(path)
+    except ValueError as error:  # no .npy, or of Python's objects
+        raise DataError(f"{path} is no array of tokens.", got=str(error)) from error
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.size:
+        raise DataError(
+            f"{path} is no array of tokens.",
+            got=f"{array.dtype} of shape {list(array.shape)}",
+            fix="whole numbers, in one dimension, or in two with a document a row",
+        )
+    if array.ndim == 1:
+        return _Raw(path, array)
+    ends = np.arange(1, len(array) + 1, dtype=np.int64) * array.shape[1]
+    return _Raw(path, array.reshape(-1), ends - array.shape[1], ends)
+
+
+def _bin(path: Path, fields: SourceFields) -> _Raw:
+    if fields.dtype is None:
+        raise DataError(
+            f"{path} does not say what it holds.",
+            got=f"no {path.with_suffix('.idx').name} beside it",
+            why="its bytes are numbers of some dtype",
+            fix='data.dtype = "uint16", or what it was written with',
+        )
+    _check_size(path, fields.dtype)
+    return _Raw(path, mapped(path, fields.dtype))
+
+
+def _check_size(path: Path, dtype: str) -> None:
+    size, each = path.stat().st_size, np.dtype(dtype).itemsize
+    if size % each or not size:
+        raise DataError(
+            f"{path} does not hold whole tokens.",
+            got=f"{size} bytes, for a dtype of {each} ({dtype})",
+            fix="the dtype that it was written with, or a file that is whole",
+        )
+
+
+def _megatron(path: Path, index: Path) -> _Raw:
+    """Header, then sizes (int32), places in bytes (int64), and where each document's sequences begin."""
+    data = index.read_bytes()
+    head = len(_MAGIC) + struct.calcsize("<QBQQ")
+    if not data.startswith(_MAGIC) or len(data) < head:
+        raise DataError(f"{index} is no index of tokens.", got=f"it begins with {data[: len(_MAGIC)]!r}")
+    version, code, sequences, documents = struct.unpack_from("<QBQQ", data, len(_MAGIC))
+    dtype = _DTYPES.get(code, "unknown")
+    if version != _VERSION or np.dtype(dtype if code in _DTYPES else "float32").kind not in "iu":
+        raise DataError(f"{index} cannot be used.", got=f"version {version}, dtype {code} ({dtype})")
+    if len(data) < head + 12 * sequences + 8 * documents or documents < 1:
+        raise DataError(f"{index} is cut off.", got=f"{len(data)} bytes for {sequences} sequences")
+    _check_size(path, dtype)
+    sizes = np.frombuffer(data, "<i4", sequences, head).astype(np.int64)
+    places = np.frombuffer(data, "<i8", sequences, head + 4 * sequences) // np.dtype(dtype).itemsize
+    first = np.frombuffer(data, "<i8", documents, head + 12 * sequences)
+    tokens = mapped(path, dtype)
+    bad_order = first[-1] != sequences or (np.diff(first) < 0).any()
+    if bad_order or (places < 0).any() or (places + sizes > len(tokens)).any():
+        raise DataError(
+            f"{index} does not fit its .bin.",
+            got=f"{len(tokens)} tokens of {dtype} in {path.name}",
+            fix="the two files that were written together",
+        )
+    whole = np.flatnonzero(np.diff(first) > 0)
+    begins, last = places[first[whole]], first[whole + 1] - 1
+    ends = places[last] + sizes[last]
+    if (ends - begins != np.add.reduceat(sizes, first[whole])).any() if len(whole) else True:
+        raise DataError(f"{index} has documents in several places.", got=f"{len(whole)} documents in {path}")
+    return _Raw(path, tokens, begins, ends)

@@ -1,0 +1,216 @@
+"""PackedData: rows of tokens from memory maps, in an order that follows from the seed and the step alone."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fullshard.quantities import format_count
+from fullshard.spec.plan import Plan
+from fullshard.training.data.batches import IGNORED_LABEL, share
+from fullshard.training.data.mixture import Interleaving
+from fullshard.training.data.order import sample_windows
+from fullshard.training.data.packing import NOTHING, Rows
+from fullshard.training.data.store import Stream, names
+from fullshard.training.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """What is shuffled as one: its samples are every row once, then every row again in another order."""
+
+    stream: Stream
+    training: Rows
+    held_out: Rows
+    seed: int | str
+
+    @property
+    def documents(self) -> int:
+        return sum(store.documents for store in self.stream.stores)
+
+    def rows_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The training row that each sample is."""
+        return sample_windows(samples, windows=self.training.count, seed=self.seed)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedData:
+    """Rows of S tokens from `pools`, mixed by `pattern`. Nothing here changes, and nothing is copied a rank:
+    the tokens, and where they go, are memory maps. `document_mask`: batches tell where documents begin."""
+
+    pools: tuple[Pool, ...]
+    pattern: Interleaving
+    sequence_length: int
+    document_mask: bool
+    packing: str
+    tokenizer: Tokenizer | None
+
+    @property
+    def vocabulary(self) -> int:
+        """Of the tokenizer; where there is none, of the tokens that were found."""
+        found = max(store.vocabulary for pool in self.pools for store in pool.stream.stores)
+        return max(found, self.tokenizer.vocabulary) if self.tokenizer is not None else found
+
+    @property
+    def documents(self) -> int:
+        return sum(pool.documents for pool in self.pools)
+
+    @property
+    def skipped(self) -> int:
+        """Records that were left out as corrupt."""
+        return sum(store.skipped for pool in self.pools for store in pool.stream.stores)
+
+    @property
+    def train_tokens(self) -> int:
+        """Of all pools, each once, without padding."""
+        return sum(pool.training.tokens for pool in self.pools)
+
+    @property
+    def validation_tokens(self) -> int:
+        """That are held out, without padding."""
+        return sum(pool.held_out.tokens for pool in self.pools)
+
+    @property
+    def efficiency(self) -> float:
+        """The share of the training rows' places that hold a token; the rest is padding."""
+        return self.train_tokens / (self.sequence_length * sum(pool.training.count for pool in self.pools))
+
+    @property
+    def byte_entropy(self) -> None:
+        """Not known: the tokens are not read before they are trained on."""
+        return None
+
+    def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
+        """This rank's `plan.accumulation` microbatches of step `step` (from 0).
+
+        Yields `tokens` and `labels`, int64 (plan.microbatch, sequence_length) on the CPU, pinned where the
+        plan is for CUDA; labels that count for nothing are IGNORED_LABEL. With `document_mask` also, alike,
+        `documents`, the number of the document within the row (padding is one more), and `positions`, from 0
+        in each. Over all ranks they are samples [step * G, (step + 1) * G) of the stream, G being the global
+        batch: whatever the number of ranks and the microbatch.
+        """
+        for accumulated in range(plan.accumulation):
+            samples = share(step * plan.accumulation + accumulated, rank=rank, plan=plan)
+            sources, own = self.pattern.of(samples)
+            chosen: list[tuple[Stream, Iterator[tuple[int, int, int]]]] = []
+            for source, number in zip(sources.tolist(), own, strict=True):
+                pool = self.pools[source]
+                row = int(pool.rows_of(number[None])[0])
+                chosen.append((pool.stream, pool.training.pieces(row)))
+            yield self._batch(chosen, plan=plan)
+
+    def validation(self, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
+        """This rank's share of at most `train.validate_sequences` rows, spread over what is held out; of
+        several pools as many of each as they weigh.
+
+        Shaped as `microbatches`, and as many of them on every rank; rows beyond the end have IGNORED_LABEL
+        for all labels. The rows are the same at any number of ranks. Nothing where nothing is held out.
+        """
+        found = self._held_out(plan.run.train.validate_sequences)
+        for turn in range(-(-len(found) // (plan.world_size * plan.microbatch))):
+            numbers = share(turn, rank=rank, plan=plan).tolist()
+            chosen = [found[min(number, len(found) - 1)] for number in numbers]
+            pieces = [(pool.stream, pool.held_out.pieces(row)) for pool, row in chosen]
+            batch = self._batch(pieces, plan=plan)
+            batch["labels"][sum(number < len(found) for number in numbers) :] = IGNORED_LABEL
+            yield batch
+
+    def summary(self) -> dict[str, object]:
+        """What there is, for `fullshard data prepare`."""
+        stores = [store for pool in self.pools for store in pool.stream.stores]
+        return {
+            "source": " + ".join(store.name for store in stores),
+            "documents": self.documents,
+            "records left out": self.skipped,
+            "told": [text for store in stores for text in store.told],
+            "training tokens": self.train_tokens,
+            "training sequences": sum(pool.training.count for pool in self.pools),
+            "packing": self.packing,
+            "efficiency": self.efficiency,
+            "validation tokens": self.validation_tokens,
+            "validation sequences": sum(pool.held_out.count for pool in self.pools),
+            "sequence length": self.sequence_length,
+            "vocabulary": self.vocabulary,
+            "shares": (self.pattern.counts / self.pattern.counts.sum()).tolist(),
+        }
+
+    def encode(self, text: str) -> list[int]:
+        """Without the tokens around a document; nothing where there is no tokenizer."""
+        return [] if self.tokenizer is None else self.tokenizer.encode([text])[0].tolist()
+
+    def decode(self, tokens: Tensor | Iterable[int]) -> str:
+        """Text for people; the numbers where there is no tokenizer."""
+        numbers: Iterable[int] = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+        if self.tokenizer is None:
+            return " ".join(map(str, numbers))
+        return self.tokenizer.decode(numbers)
+
+    def describe(self) -> str:
+        """One line for people."""
+        held_out = format_count(self.validation_tokens) if self.validation_tokens else "none"
+        source = " + ".join(names(pool.stream.stores) for pool in self.pools)
+        left_out = f", {self.skipped:,} records left out" if self.skipped else ""
+        return (
+            f"{source}: {self.documents:,} documents{left_out}, {format_count(self.train_tokens)} tokens to "
+            f"train on, {held_out} held out; sequences of {self.sequence_length}, {self.packing}, "
+            f"{100 * self.efficiency:.2f} % full"
+        )
+
+    def _held_out(self, asked: int) -> list[tuple[Pool, int]]:
+        """At most `asked` rows."""
+        shares = self.pattern.counts / self.pattern.counts.sum()
+        found: list[tuple[Pool, int]] = []
+        for pool, part in zip(self.pools, shares.tolist(), strict=True):
+            count = min(pool.held_out.count, max(round(asked * part), 1))
+            found += [(pool, i * pool.held_out.count // count) for i in range(count)]
+        return found[:asked]
+
+    def _batch(
+        self, rows: Sequence[tuple[Stream, Iterator[tuple[int, int, int]]]], *, plan: Plan
+    ) -> dict[str, Tensor]:
+        shape = (len(rows), self.sequence_length)
+        batch = {"tokens": np.zeros(shape, np.int64), "labels": np.full(shape, IGNORED_LABEL, np.int64)}
+        if self.document_mask:
+            batch |= {"documents": np.zeros(shape, np.int64), "positions": np.zeros(shape, np.int64)}
+        for i, (stream, pieces) in enumerate(rows):
+            _fill({name: array[i] for name, array in batch.items()}, stream, pieces=pieces)
+        tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
+        if plan.device == "cuda":
+            return {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        return tensors
+
+
+def _fill(
+    row: dict[str, NDArray[np.int64]], stream: Stream, *, pieces: Iterator[tuple[int, int, int]]
+) -> None:
+    """One row of a batch; what the pieces leave is padding."""
+    tokens, labels, at, document = row["tokens"], row["labels"], 0, 0
+    for document, (begin, length, label) in enumerate(pieces, start=1):
+        own = slice(at, at + length)
+        tokens[own] = stream.tokens(begin, begin + length)
+        labels[at : at + length - 1] = tokens[at + 1 : at + length]
+        if label != NOTHING:
+            labels[at + length - 1] = stream.tokens(label, label + 1)[0]
+        if stream.masked:
+            _leave_out(labels[own], stream, begin=begin, label=label)
+        if "documents" in row:
+            row["documents"][own] = document - 1
+            row["positions"][own] = np.arange(length)
+        at += length
+    if "documents" in row:
+        row["documents"][at:] = document
+        row["positions"][at:] = np.arange(len(tokens) - at)
+
+
+def _leave_out(labels: NDArray[np.int64], stream: Stream, *, begin: int, label: int) -> None:
+    """The labels of a piece that are not trained on."""
+    trained = stream.trained(begin, begin + len(labels))
+    if trained is not None:
+        labels[:-1][trained[1:] == 0] = IGNORED_LABEL
+    if label != NOTHING:
+        behind = stream.trained(label, label + 1)
+        if behind is not None and not behind[0]:
+            labels[-1] = IGNORED_LABEL

@@ -1,0 +1,254 @@
+"""Files into records: cut into shards that are read alone, each record with the place that it stands at."""
+
+import gzip
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from fullshard.errors import DataError, MissingExtraError
+from fullshard.spec.data_section import SourceFields
+from fullshard.training.data.documents import unreadable
+
+SHARD_BYTES = 1 << 20
+"""About how much of a file one task reads: enough to be worth a message, few enough to even out."""
+
+_ROWS_AT_ONCE = 1000
+
+Kind = Literal["text", "jsonl", "parquet", "datasets"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of `path`, from `begin` to before `end`: bytes of text or jsonl, row groups of parquet, rows of
+    a dataset (whose `path` is empty where it has a name). `size`: bytes, about. `last`: nothing is behind."""
+
+    kind: Kind
+    path: str
+    begin: int
+    end: int
+    size: int
+    last: bool
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is one document, or a part of one: `begins`, `ends`. `where`: tells people its place."""
+
+    value: Any
+    where: Callable[[], str]
+    begins: bool = True
+    ends: bool = True
+
+
+@dataclass(frozen=True)
+class Corrupt:
+    """A record that cannot be read, and why."""
+
+    where: Callable[[], str]
+    why: str
+
+
+def file_shards(kind: Literal["text", "jsonl", "parquet"], path: Path, *, size: int) -> list[Shard]:
+    """`path`, of `size` bytes, in shards of about SHARD_BYTES. Raises DataError for a broken parquet file."""
+    if kind == "parquet":
+        groups = parquet_file(path).metadata.num_row_groups
+        return [Shard(kind, str(path), i, i + 1, size // groups, i == groups - 1) for i in range(groups)]
+    if path.suffix == ".gz":  # cannot be read from the middle
+        return [Shard(kind, str(path), 0, size, size, last=True)]
+    cuts = [*range(0, size, SHARD_BYTES), size]
+    return [
+        Shard(kind, str(path), begin, end, end - begin, end == size)
+        for begin, end in zip(cuts, cuts[1:], strict=False)
+    ]
+
+
+def records(shard: Shard, fields: SourceFields) -> Iterator[Record | Corrupt]:
+    """The records of `shard`, in order: the values are texts, or a row's table of fields."""
+    if shard.kind == "text":
+        yield from _text(shard)
+    elif shard.kind == "jsonl":
+        yield from _json_lines(shard)
+    elif shard.kind == "parquet":
+        yield from _parquet(shard, fields)
+    else:
+        yield from _dataset_rows(shard, fields)
+
+
+def require_reader(kind: str) -> None:
+    """Raises MissingExtraError where the package that reads `kind` is not installed."""
+    package = {"parquet": "pyarrow", "datasets": "datasets"}.get(kind)
+    if package is not None and find_spec(package) is None:
+        raise MissingExtraError("data", package=package, needed_for=f'data.source = "{kind}"')
+
+
+def wanted_fields(fields: SourceFields) -> tuple[str, ...]:
+    """The fields of a row that are read."""
+    if fields.records == "messages":
+        return (fields.messages_field,)
+    if fields.records == "completion":
+        return (fields.prompt_field, fields.completion_field)
+    return (fields.text_field,)
+
+
+def absent_field(name: str, there: Sequence[str], *, where: str) -> DataError:
+    """The error for rows without a field that is read."""
+    setting = "messages_field, prompt_field or completion_field" if name != "text" else "text_field"
+    return DataError(
+        f"there is no field {name!r} in {where}.",
+        got=f"the fields {', '.join(there) or '(none)'}",
+        fix=f"data.{setting} = the one that is meant, and data.records = what a row is",
+    )
+
+
+def parquet_file(path: Path) -> Any:
+    """A pyarrow.parquet.ParquetFile. Raises MissingExtraError, DataError."""
+    require_reader("parquet")
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"{path} is no parquet file.", got=str(error).splitlines()[0]) from error
+
+
+def open_dataset(path: str, fields: SourceFields) -> Any:
+    """A `datasets.Dataset`: what `save_to_disk` wrote to `path`, or a name from the local cache.
+
+    Raises MissingExtraError; DataError for what is absent, or has no such split.
+    """
+    require_reader("datasets")
+    import datasets
+
+    try:
+        if not path:
+            return datasets.load_dataset(fields.name or "", fields.subset, split=fields.split)
+        found = datasets.load_from_disk(path)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"the dataset {path or fields.name!r} cannot be loaded.",
+            got=(str(error).splitlines() or [type(error).__name__])[0],
+            why=None if path else "by name it is looked up in this machine's cache, and online if allowed",
+            fix="a directory that save_to_disk wrote" if path else "data.split, or a download beforehand",
+        ) from error
+    if not isinstance(found, datasets.DatasetDict):
+        return found
+    if fields.split not in found:
+        raise DataError(
+            f"{path} has no split {fields.split!r}.",
+            got=f"the splits {', '.join(map(str, found))}",
+            fix="data.split = one of them",
+        )
+    return found[fields.split]
+
+
+def _text(shard: Shard) -> Iterator[Record | Corrupt]:
+    """The lines that begin within the shard, as one piece of the document that the file is."""
+    data, skipped = _lines_from(shard)
+
+    def where() -> str:
+        return shard.path
+
+    begins = shard.begin == 0
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        at = shard.begin + skipped + error.start
+        yield Corrupt(lambda: f"{shard.path} at byte {at}", f"no UTF-8: {error.reason}")
+        text = ""
+        if begins and shard.last:
+            return
+    yield Record(text, where, begins=begins, ends=shard.last)
+
+
+def _json_lines(shard: Shard) -> Iterator[Record | Corrupt]:
+    data, skipped = _lines_from(shard)
+    offset = shard.begin + skipped
+    for line in data.split(b"\n"):
+        at = offset
+        offset += len(line) + 1
+        if not line.strip():
+            continue
+
+        def where(at: int = at) -> str:
+            return f"{shard.path} line {_line_number(shard.path, at)}"
+
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:  # of JSON, of Unicode, and nested too deep
+            yield Corrupt(where, f"no JSON: {error}")
+            continue
+        if isinstance(value, dict):
+            yield Record(value, where)
+        else:
+            yield Corrupt(where, f"no object of fields, but {type(value).__name__}")
+
+
+def _parquet(shard: Shard, fields: SourceFields) -> Iterator[Record | Corrupt]:
+    import pyarrow
+
+    file = parquet_file(Path(shard.path))
+    names = list(wanted_fields(fields))
+    there = [str(name) for name in file.schema_arrow.names]
+    for name in names:
+        if name not in there:
+            raise absent_field(name, there, where=shard.path)
+    row = 0
+    try:
+        for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[shard.begin], columns=names):
+            for value in batch.to_pylist():
+                yield Record(value, lambda row=row: f"{shard.path} row group {shard.begin} row {row}")
+                row += 1
+    except (OSError, pyarrow.ArrowException) as error:
+        yield Corrupt(lambda: f"{shard.path} row group {shard.begin}", str(error).splitlines()[0])
+
+
+def _dataset_rows(shard: Shard, fields: SourceFields) -> Iterator[Record | Corrupt]:
+    dataset = open_dataset(shard.path, fields)
+    names = wanted_fields(fields)
+    name = shard.path or fields.name
+    for first in range(shard.begin, shard.end, _ROWS_AT_ONCE):
+        columns = dataset[first : min(first + _ROWS_AT_ONCE, shard.end)]
+        for field in names:
+            if field not in columns:
+                raise absent_field(field, [str(one) for one in columns], where=str(name))
+        for i, values in enumerate(zip(*(columns[field] for field in names), strict=True)):
+            row = first + i
+            yield Record(dict(zip(names, values, strict=True)), lambda row=row: f"{name} row {row}")
+
+
+def _lines_from(shard: Shard) -> tuple[bytes, int]:
+    """(the lines that begin within the shard, whole; how many bytes before them are another's line)."""
+    path = Path(shard.path)
+    try:
+        if path.suffix == ".gz":
+            with gzip.open(path) as packed:
+                return packed.read(), 0
+        with path.open("rb") as file:
+            skipped = 0
+            if shard.begin:
+                file.seek(shard.begin - 1)
+                skipped = len(file.readline()) - 1
+            count = shard.end - shard.begin - skipped
+            if count <= 0:  # within a line longer than a shard
+                return b"", skipped
+            data = file.read(count)
+            return (data if data.endswith(b"\n") else data + file.readline()), skipped
+    except (OSError, EOFError) as error:
+        raise DataError(f"{path} cannot be read.", got=str(error)) from error
+
+
+def _line_number(path: str, at: int) -> int:
+    """Of the line that begins at byte `at`, from 1: counted only when a person is to be told."""
+    opened = cast(Any, gzip.open if path.endswith(".gz") else open)
+    lines, left = 1, at
+    with opened(path, "rb") as file:
+        while left and (block := file.read(min(left, SHARD_BYTES))):
+            lines += block.count(b"\n")
+            left -= len(block)
+    return lines

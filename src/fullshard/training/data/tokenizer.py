@@ -1,0 +1,210 @@
+"""Text to tokens and back: bytes, or a tokenizer of Hugging Face."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fullshard.errors import DataError, MissingExtraError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+SEPARATOR = 0
+"""The byte between two documents: NUL, which text does not hold."""
+
+BYTES = 256
+"""The vocabulary where the tokens are the bytes."""
+
+TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end|>", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """What turns text into tokens. `before`, `after`: the tokens around each document."""
+
+    @property
+    def vocabulary(self) -> int:
+        """The largest token that it can give, plus one."""
+        ...
+
+    @property
+    def before(self) -> tuple[int, ...]: ...
+
+    @property
+    def after(self) -> tuple[int, ...]: ...
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        """The tokens of each text, without those around it."""
+        ...
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text for people."""
+        ...
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """UTF-8, and SEPARATOR behind each document."""
+
+    vocabulary: int = BYTES
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = (SEPARATOR,)
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        """Raises DataError for a text that holds SEPARATOR, or half a surrogate pair."""
+        return [self._bytes(text) for text in texts]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """What is no UTF-8, or no byte, becomes U+FFFD; the separator is ␀."""
+        # 255 stands in no UTF-8, so it is what a larger vocabulary's tokens become.
+        text = bytes(min(token, 255) for token in tokens).decode("utf-8", errors="replace")
+        return text.replace(chr(SEPARATOR), "␀")
+
+    def _bytes(self, text: str) -> NDArray[np.int64]:
+        try:
+            found = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
+        except UnicodeEncodeError as error:
+            raise DataError("a text is no UTF-8.", got=str(error)) from error
+        if (found == SEPARATOR).any():
+            raise DataError(
+                "a text holds a NUL byte.",
+                why="NUL is the token that separates documents",
+                fix="take it out, or give a tokenizer: data.tokenizer = <directory or tokenizer.json>",
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class FileTokenizer:
+    """A tokenizer.json."""
+
+    backend: "Backend"
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    @property
+    def vocabulary(self) -> int:
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        found = self.backend.encode_batch_fast([*texts], add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.int64) for one in found]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        known = self.vocabulary
+        return self.backend.decode([t for t in tokens if t < known], skip_special_tokens=False)
+
+
+def open_tokenizer(path: str | None, *, end_token: str | None = None) -> Tokenizer:
+    """The tokenizer of a directory or a tokenizer.json; bytes for None.
+
+    Around a document it puts what its own post-processor puts around a text, and the token that ends a text
+    behind it: `end_token`, else what tokenizer_config.json calls eos_token, else a name that is usual.
+
+    Raises DataError for a file that is absent or broken, and where no token ends a document;
+    MissingExtraError without the package tokenizers.
+    """
+    if path is None:
+        return ByteTokenizer()
+    file = tokenizer_file(path)
+    backend = _read(file)
+    around: list[int] = backend.encode("", add_special_tokens=True).ids
+    known: set[int] = set(backend.encode("x", add_special_tokens=False).ids)
+    full: list[int] = backend.encode("x", add_special_tokens=True).ids
+    before = next((i for i, token in enumerate(full) if token in known), 0)
+    after = around[before:]
+    end = _end_token(backend, file, named=end_token)
+    return FileTokenizer(
+        backend,
+        before=tuple(around[:before]),
+        after=(*after, end) if end not in after else tuple(after),
+    )
+
+
+def tokenizer_file(path: str) -> Path:
+    """The tokenizer.json that `path` is or holds. Raises DataError where there is none."""
+    place = Path(path).expanduser()
+    file = place / TOKENIZER_FILE if place.is_dir() else place
+    if not file.is_file():
+        slow = place.is_dir() and any((place / name).exists() for name in ("tokenizer.model", "vocab.json"))
+        raise DataError(
+            "there is no tokenizer.",
+            got=f"data.tokenizer = {path!r}: no file {file}",
+            why="a tokenizer of the older kind needs converting" if slow else None,
+            fix="AutoTokenizer.from_pretrained(directory).save_pretrained(directory), which writes one"
+            if slow
+            else f"a directory with {TOKENIZER_FILE}, or the path of one",
+        )
+    return file
+
+
+def tokenizer_files(path: str) -> list[Path]:
+    """The files that the tokens follow from."""
+    file = tokenizer_file(path)
+    beside = (file.with_name(name) for name in (CONFIG_FILE, TEMPLATE_FILE))
+    return [file, *(one for one in beside if one.is_file())]
+
+
+def tokenizers_version() -> str:
+    """Of the package; another one may cut texts otherwise."""
+    require_tokenizers()
+    return version("tokenizers")
+
+
+def require_tokenizers() -> None:
+    """Raises MissingExtraError where the package is not installed."""
+    if find_spec("tokenizers") is None:
+        raise MissingExtraError("hf", package="tokenizers", needed_for="data.tokenizer")
+
+
+def _read(file: Path) -> "Backend":
+    require_tokenizers()
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        data = file.read_bytes()
+        json.loads(data)
+    except (OSError, ValueError) as error:
+        raise DataError(f"the tokenizer {file} cannot be read.", got=str(error)) from error
+    try:
+        backend = Backend.from_buffer(data)
+    except ValueError as error:
+        raise DataError(
+            f"{file} is no tokenizer.", got=str(error), fix="a tokenizer.json of the package tokenizers"
+        ) from error
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
+
+
+def _end_token(backend: "Backend", file: Path, *, named: str | None) -> int:
+    name = named if named is not None else _configured(file.with_name(CONFIG_FILE))
+    candidates = _END_TOKENS if name is None else (name,)
+    found = [token for one in candidates if (token := backend.token_to_id(one)) is not None]
+    if found:
+        return found[0]
+    raise DataError(
+        "no token is known that ends a document.",
+        got=f"{file} has no {' or '.join(candidates)}",
+        why="documents are joined, and the model must see where one ends",
+        fix='data.end_token = "<the name of one>"',
+    )
+
+
+def _configured(config: Path) -> str | None:
+    """eos_token, a name or a table with its content."""
+    try:
+        data: Any = json.loads(config.read_bytes())
+    except (OSError, ValueError):
+        return None
+    token = data.get("eos_token") if isinstance(data, dict) else None
+    if isinstance(token, dict):
+        token = cast(dict[str, Any], token).get("content")
+    return token if isinstance(token, str) else None

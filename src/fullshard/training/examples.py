@@ -1,0 +1,31 @@
+"""What a microbatch of a run looks like, before there is one: for `describe`."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.models.examples import example_batch
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.training.data import build_data
+from fullshard.training.loss import loss_of, own_loss
+
+
+def example(run: Run, model: nn.Module, *, rows: int) -> Any:
+    """One microbatch of `rows`; None for tokens and labels alone, which `describe` makes by itself.
+
+    Of data from Python it is the first of step 0, for the shapes are the user's own.
+    """
+    if run.data.source == "python":
+        alone = run.train.model_copy(update={"microbatch": rows, "global_batch": rows})
+        plan = Plan.from_run(run.model_copy(update={"train": alone}), world_size=1)
+        return next(iter(build_data(run).microbatches(0, rank=0, plan=plan)))
+    if loss_of(run, model) is own_loss:
+        return example_batch(model, run, rows=rows)
+    if not run.data.document_mask:
+        return None
+    keys = ("tokens", "labels", "positions", "documents")
+    return {
+        key: torch.empty((rows, run.data.sequence_length), dtype=torch.int64, device="meta") for key in keys
+    }

@@ -1,0 +1,218 @@
+"""export_hf: a checkpoint as a directory that transformers' `from_pretrained` loads."""
+
+import json
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+
+from fullshard.checkpoint.export import export_pretrained
+from fullshard.checkpoint.export_merged import ADDED, Merging
+from fullshard.checkpoint.load import find
+from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest, SavedTensor
+from fullshard.checkpoint.place import Place
+from fullshard.errors import CheckpointError, SpecError
+from fullshard.models.decoder_names import llama_config, llama_names
+from fullshard.models.huggingface import hf_model
+from fullshard.models.weight_names import described, file_names, meta_twin
+from fullshard.spec.model_section import Decoder, HuggingFaceModel
+from fullshard.spec.plan import Plan
+from fullshard.spec.pretrained import locate
+from fullshard.spec.run import Run
+from fullshard.spec.weight_map import Naming
+
+SHARD_BYTES = 5_000_000_000  # a file, as on the hub
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
+# What tokenizers and the preparation of images and sound consist of, in repositories of Hugging Face.
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+
+logger = logging.getLogger("fullshard")
+
+
+def export_hf(
+    checkpoint: str | Path | Place,
+    directory: str | Path,
+    *,
+    dtype: Literal["bf16", "fp32"] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes a checkpoint of any ranks and strategy as a model of Hugging Face. One process, without a GPU.
+
+    The directory gets the weights by the names that `from_pretrained` wants, config.json,
+    generation_config.json, and the run's tokenizer (the model's own, where the data were tokens already), if
+    it is still there. `dtype`: of all floating-point tensors; as trained, by default. It holds some hundred
+    megabytes at most, whatever the model (one row of a tensor's first dim, if that is more).
+
+    The reference decoder is written as the Llama that it is. Raises CheckpointError for other models that
+    transformers does not know, and for a directory that holds weights already; MissingExtraError.
+    """
+    _, manifest = find(checkpoint)
+    run = Plan.model_validate(manifest.plan).run if manifest.plan is not None else None
+    known = _as_known(manifest, run, doing=f"exporting {checkpoint}")
+    config = {**_without_cache_switch(known.config), "dtype": _named_dtype(manifest, dtype)}
+    config.pop("torch_dtype", None)
+    beside = {name: path.read_bytes() for name, path in _files_of(run).items()}
+    if known.generation is not None:
+        beside.setdefault(_GENERATION, known.generation)
+    beside[_CONFIG] = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
+    export_pretrained(
+        checkpoint,
+        directory,
+        naming=known.naming,
+        beside=beside,
+        dtype=_DTYPES[dtype] if dtype else None,
+        shard_bytes=shard_bytes,
+        merging=_merging(manifest, run, twin=known.twin),
+    )
+    if not any(name in beside for name in _TOKENIZER):
+        logger.info("no tokenizer was written: the run had none, or its files are gone")
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The model as transformers knows it: config.json, how the files' tensors are made,
+    generation_config.json where it generates, and the model itself on the meta device, if it is one of
+    transformers'."""
+
+    config: dict[str, Any]
+    naming: Naming
+    generation: bytes | None = None
+    twin: Any = None
+
+
+def _as_known(manifest: Manifest, run: Run | None, *, doing: str) -> _Known:
+    told = manifest.values.get("huggingface")
+    if told is None and run is not None and isinstance(run.model, Decoder):
+        return _Known(llama_config(run.model), llama_names)
+    if told is None and run is not None and isinstance(run.model, HuggingFaceModel):
+        told = described(hf_model(run.model))
+    if not isinstance(told, dict):
+        source = (
+            run.model.source if run is not None and not isinstance(run.model, Decoder) else "no run in it"
+        )
+        raise CheckpointError(
+            "only models that transformers knows can be exported for it.",
+            got=source,
+            fix="--format safetensors, which writes the tensors by their own names",
+        )
+    twin = meta_twin(cast(dict[str, Any], told), needed_for=doing)
+    config: dict[str, Any] = json.loads(twin.config.to_json_string())
+    generation: bytes | None = None
+    if getattr(twin, "generation_config", None) is not None and twin.can_generate():
+        generation = twin.generation_config.to_json_string().encode()
+    return _Known(
+        {**config, "architectures": told["architectures"]}, partial(file_names, twin), generation, twin
+    )
+
+
+def _merging(manifest: Manifest, run: Run | None, *, twin: Any) -> Merging | None:
+    """What turns adapters and base into the model that both are; None where there are none.
+
+    Raises CheckpointError where the checkpoint does not say how strong they are.
+    """
+    if not any(ADDED in name for name in manifest.model_tensors):
+        return None
+    if run is None or run.adapter.rank == 0 or {"rank_pattern", "alpha_pattern"} & run.adapter.options.keys():
+        raise CheckpointError(
+            "the adapters cannot be merged.",
+            got="no [adapter] in the checkpoint's run"
+            if run is None or run.adapter.rank == 0
+            else "a pattern",
+            why="they are scaled by alpha / rank, one for all",
+        )
+    section = run.adapter
+    rank = math.sqrt(section.rank) if section.options.get("use_rslora") else section.rank
+    return Merging(section.alpha / rank, _turned(twin))
+
+
+def turned_modules(manifest: Manifest, run: Run) -> frozenset[str]:
+    """The saved names of linear modules that keep their weight as (in, out). Raises what `export_hf` does."""
+    if isinstance(run.model, Decoder):
+        return frozenset()
+    return _turned(_as_known(manifest, run, doing="exporting adapters").twin)
+
+
+def _turned(twin: Any) -> frozenset[str]:
+    """GPT-2's kind of linear module."""
+    modules = twin.named_modules() if twin is not None else ()
+    return frozenset(f"{MODEL_PREFIX}{name}" for name, module in modules if type(module).__name__ == "Conv1D")
+
+
+def _without_cache_switch(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Training switches off the cache of keys and values, which generating wants."""
+    return {
+        key: _without_cache_switch(cast(dict[str, Any], value)) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key != "use_cache"
+    }
+
+
+def _named_dtype(manifest: Manifest, dtype: str | None) -> str:
+    """As config.json says it: of tensors in several, the widest."""
+    if dtype is not None:
+        return str(_DTYPES[dtype]).removeprefix("torch.")
+    floating = [one for one in manifest.model_tensors.values() if one.torch_dtype.is_floating_point]
+    widest = max(
+        floating, key=lambda one: one.torch_dtype.itemsize, default=SavedTensor(shape=(), dtype="float32")
+    )
+    return widest.dtype
+
+
+def _files_of(run: Run | None) -> dict[str, Path]:
+    """The tokenizer's files, and how to generate, where they still are."""
+    if run is None:
+        return {}
+    beside = _beside_config(run)
+    tokenizer = _tokenizer_directory(run) or (beside if _brings_tokens(run) else None)
+    found = _present(tokenizer, _TOKENIZER)
+    return found | _present(beside, (_GENERATION,))
+
+
+def _present(directory: Path | None, names: Iterable[str]) -> dict[str, Path]:
+    return {
+        name: directory / name for name in names if directory is not None and (directory / name).is_file()
+    }
+
+
+def _tokenizer_directory(run: Run) -> Path | None:
+    if run.data.tokenizer is None:
+        return None
+    path = Path(run.data.tokenizer).expanduser()
+    return path if path.is_dir() else path.parent
+
+
+def _brings_tokens(run: Run) -> bool:
+    """Whether the data were tokens already, by the model's own tokenizer. Else without one they were
+    bytes."""
+    kinds = {one.source for one in run.data.sources} or {run.data.source}
+    return run.data.tokenizer is None and kinds <= {"memmap", "python"}
+
+
+def _beside_config(run: Run) -> Path | None:
+    if not isinstance(run.model, HuggingFaceModel):
+        return None
+    try:
+        return locate(run.model.hf).parent
+    except SpecError:  # it has gone since; the checkpoint says all that is needed
+        return None

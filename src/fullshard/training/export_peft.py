@@ -1,0 +1,71 @@
+"""export_peft: the adapters of a checkpoint as a directory that peft's `PeftModel.from_pretrained` loads."""
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fullshard.checkpoint import disk
+from fullshard.checkpoint.agreement import alone
+from fullshard.checkpoint.export import export, plain_names
+from fullshard.checkpoint.export_merged import ADDED
+from fullshard.checkpoint.load import find
+from fullshard.checkpoint.place import Place
+from fullshard.errors import CheckpointError
+from fullshard.models.adapters import ADAPTER, lora_config
+from fullshard.spec.model_section import HuggingFaceModel
+from fullshard.spec.plan import Plan
+from fullshard.spec.weight_map import Shape, WeightMap, whole
+from fullshard.training.export_hf import turned_modules
+
+_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_WITHIN = "base_model.model."  # where peft's own model holds the one that it adapts
+
+
+def export_peft(checkpoint: str | Path | Place, directory: str | Path) -> None:
+    """Writes the adapters alone, without the base: `PeftModel.from_pretrained(base, directory)` loads them,
+    and the modules that were trained whole beside them.
+
+    Raises CheckpointError for a checkpoint without adapters; MissingExtraError without peft.
+    """
+    _, manifest = find(checkpoint)
+    run = Plan.model_validate(manifest.plan).run if manifest.plan is not None else None
+    plain = plain_names(manifest.model_tensors)
+    adapted = sorted({name.partition(ADDED)[0] for name in plain.values() if ADDED in name})
+    if run is None or run.adapter.rank == 0 or not adapted:
+        raise CheckpointError(
+            f"{checkpoint} holds no adapters.",
+            got="no [adapter] in its run",
+            fix="--format hf, which writes the whole model",
+        )
+    turned = {name.removeprefix("model.") for name in turned_modules(manifest, run)}
+    config: Any = lora_config(run.adapter, targets=adapted, turned=bool(turned & set(adapted)))
+    config.base_model_name_or_path = run.model.hf if isinstance(run.model, HuggingFaceModel) else None
+    config.inference_mode = True
+    config.modules_to_save = list(run.adapter.trained) or None
+    values: Mapping[str, Any] = {
+        key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()
+    }
+    target = Path(directory)
+    export(checkpoint, target / _WEIGHTS, naming=partial(_trained_alone, trained=run.adapter.trained))
+
+    def write_config() -> None:
+        with disk.replaced(target / _CONFIG) as file:
+            file.write(json.dumps(values, indent=2, sort_keys=True).encode())
+
+    alone(write_config, doing=f"exporting {checkpoint} to {target}")
+
+
+def _trained_alone(shapes: Mapping[str, Shape], *, trained: tuple[str, ...]) -> WeightMap:
+    """Adapters, and what lies in modules whose names end in one of `trained`, by peft's names: those that it
+    has while it trains also say which adapter it is."""
+    names = {
+        f"{_WITHIN}{name.replace(f'.{ADAPTER}', '')}": name
+        for name in shapes
+        if ADDED in name or any(f".{end}." in f".{name}" for end in trained)
+    }
+    return WeightMap(
+        parts={new: whole(name, shapes[name]) for new, name in names.items()},
+        shapes={new: shapes[name] for new, name in names.items()},
+    )

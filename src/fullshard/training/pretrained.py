@@ -1,0 +1,46 @@
+"""load_pretrained: the weights of a Hugging Face directory in a model, and what the files lack
+initialised."""
+
+import logging
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint.pretrained import Loaded, read_pretrained
+from fullshard.errors import CheckpointError
+from fullshard.models.weight_names import model_names
+from fullshard.sharding.materialize import Initialise, initialise
+from fullshard.spec.plan import Plan
+
+logger = logging.getLogger("fullshard")
+
+
+def load_pretrained(
+    model: nn.Module, directory: str | Path, *, plan: Plan | None = None, init: Initialise | None = None
+) -> Loaded:
+    """Fills `model` with the weights of `directory` (or of one safetensors file). Collective.
+
+    `model` is sharded (`shard(model, plan, values="unset")`) or plain; every rank reads what its own shards
+    need. Tensors that the files lack are initialised as `shard` does it, by `plan.run.run.seed` and `init`,
+    and told once; a plain model without a plan keeps what it holds. A sharded one needs the plan for it.
+
+    Raises CheckpointError where there are no weights, or those of another model; DamagedCheckpointError for
+    files that are not whole; MissingExtraError.
+    """
+    loaded = read_pretrained(model, directory, naming=partial(model_names, model))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    missing = [name for name in loaded.missing if name in parameters]
+    if plan is None and any(isinstance(parameters[name], DTensor) for name in missing):
+        raise CheckpointError(
+            f"{directory} does not hold all of the model.",
+            got=", ".join(missing[:4]) + (", ..." if len(missing) > 4 else ""),
+            fix="load_pretrained(..., plan=plan), which initialises them",
+        )
+    if plan is not None:
+        initialise(model, missing, plan=plan, init=init)
+    if loaded.told_missing and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning("%s: %s", directory, loaded.told_missing)
+    return loaded

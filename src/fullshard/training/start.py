@@ -1,0 +1,61 @@
+"""Where a run starts from: a checkpoint of its own, the weights of a Hugging Face directory, or neither."""
+
+from pathlib import Path
+
+from fullshard.checkpoint import load
+from fullshard.checkpoint.pretrained_files import find_weights
+from fullshard.errors import CheckpointError, SpecError
+from fullshard.spec.model_section import HuggingFaceModel
+from fullshard.spec.plan import Plan
+from fullshard.spec.pretrained import locate, read_config
+from fullshard.spec.run import Run
+from fullshard.training.checkpoints import place
+from fullshard.training.pretrained import load_pretrained
+from fullshard.training.state import TrainState
+
+
+def weights_of(run: Run) -> Path | None:
+    """The directory of the weights that `run` starts from; None where it starts from initialised ones.
+
+    Raises CheckpointError where `model.weights` requires some and there are none, SpecError for weights that
+    are quantised, which nothing here unpacks.
+    """
+    section = run.model
+    if not isinstance(section, HuggingFaceModel) or section.weights == "none":
+        return None
+    config = locate(section.hf)
+    found = find_weights(config.parent)
+    if found is None and section.weights == "require":
+        raise CheckpointError(
+            f"{section.source} has no weights.",
+            got=f"{config.parent}, without safetensors",
+            why='model.weights = "require"',
+            fix='model.weights = "none", which initialises, or the directory that has them',
+        )
+    packed = read_config(config).get("quantization_config")
+    if found is not None and packed:
+        method = packed.get("quant_method", "quantised") if isinstance(packed, dict) else "quantised"
+        raise SpecError(
+            f"{section.source}: its weights are packed.",
+            got=f"quantization_config: {method}",
+            why="what is trained is in fp32 or bf16, and nothing here unpacks them",
+            fix='the model as it was before, or model.weights = "none"',
+        )
+    return None if found is None else config.parent
+
+
+def start_from(
+    state: TrainState, plan: Plan, *, weights: Path | None, saved: str | Path | None, must_resume: bool
+) -> str | None:
+    """Gives `state` its values: those of the newest checkpoint in `saved`, else those of `weights`, else it
+    has them already. Collective. Returns what is to be told of weights that were read.
+
+    A checkpoint of adapters alone goes on top of the weights. Raises CheckpointError.
+    """
+    on_top = plan.run.adapter.rank > 0 and plan.run.adapter.save == "adapters"
+    read = load_pretrained(state.model, weights, plan=plan) if weights is not None and on_top else None
+    resumed = saved is not None and load(state, place(saved, plan), missing_ok=not must_resume)
+    if weights is not None and not on_top and not resumed:
+        read = load_pretrained(state.model, weights, plan=plan)
+    # Of what was missing there has been a warning, which says the rest too.
+    return None if read is None or read.missing else read.describe()

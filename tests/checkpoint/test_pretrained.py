@@ -1,0 +1,237 @@
+"""Weights of Hugging Face in shards: the same numbers as from_pretrained, each rank reading its own bytes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from fullshard.checkpoint.pretrained import Loaded, read_pretrained
+from fullshard.checkpoint.pretrained_files import open_weights
+from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.models.huggingface import hf_model
+from fullshard.sharding.apply import shard
+from fullshard.sharding.materialize import materialize
+from fullshard.spec.model_section import HuggingFaceModel
+from fullshard.training.pretrained import load_pretrained
+from tests.checkpoint.hugging_face import EACH, hugging_face, outcome, whole
+from tests.checkpoint.states import assert_same
+from tests.fakes.plans import STRATEGIES, plan_of
+
+
+def imported(directory: Path, name: str, *settings: str) -> tuple[Loaded, dict[str, Tensor], Tensor]:
+    plan = plan_of(dist.get_world_size(), *settings)
+    model = shard(hf_model(HuggingFaceModel(hf=str(directory))), plan, values="unset").eval()
+    loaded = load_pretrained(model, directory, plan=plan)
+    return loaded, {n: whole(t) for n, t in model.state_dict().items()}, outcome(model, name)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_three_ranks_hold_what_from_pretrained_gives(ranks, tmp_path, name):
+    model = hugging_face(name, tmp_path, max_shard_size="20KB")
+    loaded, tensors, logits = ranks(3).run(imported, tmp_path, name)[0]
+    assert_same(tensors, {n: t.detach() for n, t in model.state_dict().items()})
+    assert torch.allclose(logits, outcome(model, name), atol=1e-5)
+    assert (loaded.missing, loaded.surplus) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [
+        pytest.param(name, settings, marks=[] if name == "hybrid_shard" else pytest.mark.long)
+        for name, settings in STRATEGIES.items()
+    ],
+)
+def test_every_strategy_reads_the_same(ranks, tmp_path, strategy, settings):
+    model = hugging_face("mixtral", tmp_path)
+    for _, tensors, _ in ranks(4).run(imported, tmp_path, "mixtral", *settings):
+        assert_same(tensors, {n: t.detach() for n, t in model.state_dict().items()})
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({"up": nn.Linear(5, 7), "down": nn.Linear(7, 5)})
+        self.head = nn.Linear(5, 3)
+        self.tied = nn.Linear(5, 3, bias=False)
+        self.tied.weight = self.head.weight
+        self.register_buffer("seen", torch.zeros(2))
+
+
+def written(directory: Path, tensors: dict[str, Tensor]) -> Path:
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def some(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def numbers() -> dict[str, Tensor]:
+    shapes = {
+        "up.weight": (7, 5),
+        "up.bias": (7,),
+        "model.down.weight": (5, 7),
+        "model.down.bias": (5,),
+        "tied.weight": (3, 5),
+        "head.bias": (3,),
+        "seen": (2,),
+    }
+    return {name: some(shape, seed).bfloat16() for seed, (name, shape) in enumerate(shapes.items())}
+
+
+def test_prefixes_ties_buffers_and_dtypes_are_seen_to(tmp_path):
+    model = Small()
+    loaded = load_pretrained(model, written(tmp_path, {**numbers(), "extra": torch.ones(2)}))
+    expected = {f"model.{n}" if n[:2] == "up" else n: t.float() for n, t in numbers().items()}
+    assert_same(model.state_dict(), {**expected, "head.weight": expected["tied.weight"]})
+    assert (loaded.tied, loaded.surplus, loaded.missing) == (
+        (("head.weight", "tied.weight"),),
+        ("extra",),
+        (),
+    )
+    assert loaded.dtypes == {"bfloat16 → float32": 7}
+    assert model.tied.weight is model.head.weight
+
+
+def loaded_partly(directory: Path) -> tuple[Loaded, dict[str, Tensor]]:
+    plan = plan_of(dist.get_world_size(), "sharding.units.policy=size", "sharding.units.min_parameters=20")
+    with torch.device("meta"):
+        model = Small()
+    model.seen = torch.zeros(2)
+    shard(model, plan, values="unset")
+    loaded = load_pretrained(model, directory, plan=plan)
+    return loaded, {n: whole(t) for n, t in model.state_dict().items()}
+
+
+def test_what_the_files_lack_is_initialised_alike_at_any_rank_count(ranks, tmp_path):
+    given = {name: t for name, t in numbers().items() if not name.startswith("model.down")}
+    with torch.device("meta"):
+        alone = Small()
+    alone.seen = torch.zeros(2)
+    expected = materialize(alone, seed=0).state_dict()
+    for loaded, tensors in ranks(3).run(loaded_partly, written(tmp_path, given)):
+        assert loaded.missing == ("model.down.weight", "model.down.bias")
+        for name in loaded.missing:
+            assert torch.equal(tensors[name], expected[name])
+        assert torch.equal(tensors["model.up.weight"], given["up.weight"].float())
+
+
+def placed(directory: Path) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (3,))
+    model = Small()
+    for module, placement in ((model.model["up"], Shard(1)), (model.model["down"], Shard(0))):
+        whole_weight = torch.zeros_like(module.weight)
+        module.weight = nn.Parameter(distribute_tensor(whole_weight, mesh, [placement]))
+    model.head.bias = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))
+    read_pretrained(model, directory)
+    return {n: whole(t) for n, t in model.state_dict().items()}
+
+
+def test_columns_and_uneven_rows_are_read_by_those_that_hold_them(ranks, tmp_path):
+    for tensors in ranks(3).run(placed, written(tmp_path, numbers())):
+        assert torch.equal(tensors["model.up.weight"], numbers()["up.weight"].float())
+        assert torch.equal(tensors["model.down.weight"], numbers()["model.down.weight"].float())
+
+
+def test_another_shape_is_an_error_that_gives_both(tmp_path):
+    path = written(tmp_path, {**numbers(), "head.bias": torch.ones(4)})
+    with pytest.raises(CheckpointError, match=r"head.bias is \[4\] there and \[3\] here"):
+        load_pretrained(Small(), path)
+
+
+def test_a_model_without_memory_is_refused(tmp_path):
+    with torch.device("meta"):
+        model = Small()
+    with pytest.raises(CheckpointError, match="no memory"):
+        load_pretrained(model, written(tmp_path, numbers()))
+
+
+def test_quantised_weights_are_refused(tmp_path):
+    path = written(tmp_path, {**numbers(), "head.bias": torch.ones(3, dtype=torch.int8)})
+    with pytest.raises(CheckpointError, match="quantised"):
+        load_pretrained(Small(), path)
+
+
+def rewritten(path: Path, change: Any) -> None:
+    """The file with another header, and the same bytes behind it."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def overlapping(header: dict[str, Any]) -> None:
+    header["up.weight"]["data_offsets"] = header["model.down.weight"]["data_offsets"]
+
+
+DAMAGES: dict[str, Any] = {
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[:-10]),
+    "not all there": lambda path: path.write_bytes(path.read_bytes()[:60]),
+    "no JSON": lambda path: path.write_bytes(path.read_bytes()[:8] + b"x" * 4000),
+    "overlap": lambda path: rewritten(path, overlapping),
+    "bytes for": lambda path: rewritten(path, lambda header: header["up.bias"].update(shape=[8])),
+    "dtype 'F7'": lambda path: rewritten(path, lambda header: header["up.bias"].update(dtype="F7")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_told_before_anything_is_read(tmp_path, damage):
+    path = written(tmp_path, numbers()) / "model.safetensors"
+    DAMAGES[damage](path)
+    with pytest.raises(DamagedCheckpointError, match=damage):
+        open_weights(tmp_path)
+
+
+def test_files_without_their_index_and_an_index_without_its_files_are_told(tmp_path):
+    hugging_face("llama", tmp_path, max_shard_size="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    (tmp_path / "model-00001-of-00002.safetensors").rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="is not there"):
+        open_weights(tmp_path)
+    index.unlink()
+    with pytest.raises(CheckpointError, match="without their index"):
+        open_weights(tmp_path)
+    with pytest.raises(CheckpointError, match="no weights"):
+        open_weights(index.parent / "..")
+
+
+def test_the_files_are_those_that_safetensors_reads(tmp_path):
+    written(tmp_path, numbers())
+    found = {name: (one.shape, one.dtype) for name, one in open_weights(tmp_path).tensors.items()}
+    read = load_file(tmp_path / "model.safetensors")
+    assert found == {name: (tuple(t.shape), t.dtype) for name, t in read.items()}
+
+
+def import_of_large_tensors(directory: Path) -> tuple[int, int, int]:
+    """Bytes of this process at the peak of an import over those before; bytes of its shards, and read."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(8192, 4096, bias=False) for _ in range(2)))
+    settings = ("sharding.units.policy=size", "sharding.units.min_parameters=9")
+    shard(model, plan_of(dist.get_world_size(), *settings), values="unset")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident_bytes("VmRSS")
+    loaded = read_pretrained(model, directory)
+    held = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    return resident_bytes("VmHWM") - before, held, loaded.read_bytes
+
+
+def resident_bytes(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells of a process's memory")
+def test_an_import_holds_its_shards_and_no_whole_tensor(ranks, tmp_path):
+    weights = {f"{i}.weight": torch.ones((4096, 8192), dtype=torch.bfloat16) for i in range(2)}
+    for over, held, read in ranks(2).run(import_of_large_tensors, written(tmp_path, weights)):
+        assert over < 48 << 20  # buffers of 32 MiB, and what a process takes to run; a tensor has 64
+        assert read == held / 2 == 64 << 20  # bf16 there, fp32 here; half of each tensor

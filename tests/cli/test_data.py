@@ -1,0 +1,51 @@
+"""`fullshard data prepare` makes what the run needs, and says what there is."""
+
+import json
+from pathlib import Path
+
+from fullshard.cli.main import main
+from tests.training.data.samples import save_tokenizer, texts_file
+
+
+def prepare(tmp_path: Path, *settings: str) -> int:
+    own = [f'data.cache="{tmp_path}/cache"', *settings]
+    return main(["data", "prepare", *(word for one in own for word in ("--set", one)), "--json"])
+
+
+def test_what_there_is_is_shown_and_made_once(tmp_path: Path, capsys):
+    texts_file(tmp_path / "a.jsonl", 200)
+    tokenizer = save_tokenizer(tmp_path / "tok")
+    settings = ("data.source=jsonl", f'data.paths=["{tmp_path}/*.jsonl"]', f'data.tokenizer="{tokenizer}"')
+    settings += ("data.packing=best_fit", "data.sequence_length=64")
+    assert prepare(tmp_path, *settings) == 0
+    first = capsys.readouterr()
+    summary = json.loads(first.out)
+    assert (summary["documents"], summary["packing"]) == (200, "best_fit")
+    assert summary["validation sequences"] > 0
+    assert "a.jsonl: " in first.err
+    assert prepare(tmp_path, *settings) == 0
+    again = capsys.readouterr()
+    assert json.loads(again.out) == summary
+    assert again.err == ""
+
+
+def test_a_page_is_for_people(tmp_path: Path, capsys):
+    sources = ", ".join(
+        f'{{source = "jsonl", paths = ["{texts_file(tmp_path / f"{i}.jsonl", 50)}"], weight = {weight}}}'
+        for i, weight in enumerate((0.7, 0.3))
+    )
+    run = tmp_path / "run.toml"
+    settings = {"cache": f'"{tmp_path}/cache"', "sources": f"[{sources}]", "sequence_length": 16}
+    run.write_text("[data]\n" + "".join(f"{key} = {value}\n" for key, value in settings.items()))
+    assert main(["data", "prepare", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert "documents   100" in shown
+    assert "70 % + 30 %, exactly" in shown
+
+
+def test_wrong_data_is_told_by_its_exit_code(tmp_path: Path, capsys):
+    (tmp_path / "a.jsonl").write_text("{")
+    settings = ("data.source=jsonl", f'data.paths=["{tmp_path}/a.jsonl"]')
+    assert prepare(tmp_path, *settings) == 5
+    assert "a.jsonl line 1" in capsys.readouterr().err
+    assert prepare(tmp_path, "data.source=python", "data.factory=a:b") == 2

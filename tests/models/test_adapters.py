@@ -1,0 +1,158 @@
+"""LoRA, sharded: the steps that peft's own takes unsharded, on a base that costs its bytes and no more."""
+
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.errors import SpecError
+from fullshard.models.build import build_model
+from fullshard.planner.memory import peak_bytes
+from fullshard.sharding.apply import shard
+from fullshard.sharding.describe import describe
+from fullshard.sharding.materialize import materialize
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.training.loop import train
+from fullshard.training.loss import next_token_loss
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.state import TrainState
+from tests.fakes.architectures import whole
+from tests.fakes.architectures_hf import VOCABULARY, write_config
+from tests.fakes.data import Rows, global_batch
+
+STEPS = 3
+TINY = ["model.d_model=32", "model.layers=2", "model.d_ff=48", f"model.vocabulary={VOCABULARY}"]
+
+
+def run_of(*settings: str) -> Run:
+    fixed = ["train.steps=3", "train.global_batch=4", "data.sequence_length=9", "precision.mode=fp32"]
+    small = ["adapter.rank=4", "adapter.alpha=12", "schedule.warmup_steps=0", "schedule.kind=constant"]
+    return Run.load(overrides=[*fixed, *small, *settings])
+
+
+def state_of(run: Run) -> tuple[TrainState, Plan]:
+    plan = Plan.from_run(run, world_size=dist.get_world_size())
+    model = shard(build_model(run), plan)
+    return TrainState(model, build_optimizer(model, plan), data=Rows(VOCABULARY)), plan
+
+
+def sharded_steps(run: Run) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses, and whole trained parameters after them; frozen ones are as they were."""
+    state, plan = state_of(run)
+    before = {n: whole(p) for n, p in state.model.named_parameters() if not p.requires_grad}
+    losses = [step.loss for step in train(state, plan)]
+    for name, parameter in state.model.named_parameters():
+        if not parameter.requires_grad:
+            assert parameter.grad is None
+            assert parameter not in state.optimizer.state
+            assert torch.equal(whole(parameter), before[name]), name
+    return losses, {n: whole(p).detach() for n, p in state.model.named_parameters() if p.requires_grad}
+
+
+def steps_of_peft(run: Run, targets: list[str]) -> tuple[list[float], dict[str, Tensor]]:
+    """peft's own model on the same values, one process, torch's optimizer and clipping."""
+    ours = materialize(build_model(run), seed=run.run.seed)
+    base = materialize(build_model(run.model_copy(update={"adapter": Run().adapter})), seed=run.run.seed)
+    turned = type(base.get_submodule(targets[0])).__name__ == "Conv1D"
+    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=targets, fan_in_fan_out=turned)
+    model: nn.Module = peft.inject_adapter_in_model(config, base)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+    model.load_state_dict(ours.state_dict())
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    section = run.optimizer
+    optimizer = torch.optim.AdamW(
+        trained.values(),
+        lr=section.learning_rate,
+        betas=section.betas,
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+    )
+    losses: list[float] = []
+    for step in range(STEPS):
+        batch = global_batch(step, sequences=4, length=9, vocabulary=VOCABULARY)
+        total, count = next_token_loss(model, batch)
+        (total / count).backward()
+        nn.utils.clip_grad_norm_(trained.values(), section.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float((total / count).detach()))
+    return losses, {name: p.detach() for name, p in trained.items()}
+
+
+@pytest.mark.parametrize("model", ["decoder", pytest.param("gpt2", marks=pytest.mark.long), "mixtral"])
+@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("zero1", marks=pytest.mark.long)])
+def test_the_steps_are_those_of_peft(model: str, strategy: str, ranks: Any, tmp_path: Any) -> None:
+    if model == "decoder":
+        settings = TINY
+    else:
+        write_config(model, tmp_path)
+        settings = [f"model.hf={tmp_path}"]
+    run = run_of(*settings, f"sharding.strategy={strategy}")
+    adapted = [name for name, _ in build_model(run).named_modules() if name.endswith(".lora_A")]
+    assert adapted
+    losses, trained = steps_of_peft(run, [name.removesuffix(".lora_A") for name in adapted])
+    for own_losses, own in ranks(2).run(sharded_steps, run):
+        assert own_losses == pytest.approx(losses, rel=1e-6)
+        assert own.keys() == trained.keys()
+        for name, tensor in trained.items():
+            torch.testing.assert_close(own[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def standing_bytes(run: Run) -> dict[str, int]:
+    """After a step, on a rank: what its parameters and their optimizer state take."""
+    state, plan = state_of(run)
+    next(train(state, plan))
+
+    def nbytes(tensor: Tensor) -> int:
+        return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes
+
+    return {
+        "parameters": sum(map(nbytes, state.model.parameters())),
+        "optimizer": sum(nbytes(t) for kept in state.optimizer.state.values() for t in kept.values()),
+    }
+
+
+def test_a_frozen_base_takes_the_bytes_that_are_predicted(ranks: Callable[..., Any]) -> None:
+    run = run_of(*TINY, "adapter.base_dtype=bf16", "sharding.strategy=full_shard")
+    plan = Plan.from_run(run, world_size=2)
+    terms = peak_bytes(describe(build_model(run), plan, loss=next_token_loss), plan)
+    frozen = sum(p.numel() for p in build_model(run).parameters() if not p.requires_grad)
+    trained = sum(p.numel() for p in build_model(run).parameters() if p.requires_grad)
+    found = ranks(2).run(standing_bytes, run)
+    assert terms.parameter_shards == found[0]["parameters"]
+    assert terms.optimizer_state == found[0]["optimizer"]
+    assert terms.parameter_shards == pytest.approx((2 * frozen + 4 * trained) / 2, rel=0.02)
+
+
+def test_adapters_begin_as_nothing_and_modules_may_be_trained_beside() -> None:
+    plain = materialize(build_model(run_of(*TINY, "adapter.rank=0")), seed=0)
+    adapted = materialize(build_model(run_of(*TINY, 'adapter.trained=["head"]')), seed=0)
+    values = plain.state_dict()
+    own = {name: values.get(name.replace(".base_layer", ""), t) for name, t in adapted.state_dict().items()}
+    adapted.load_state_dict(own)
+    tokens = torch.randint(0, VOCABULARY, (2, 9))
+    assert torch.equal(plain(tokens), adapted(tokens))
+    trained = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    assert {name for name in trained if ".lora_" not in name} == {"head.weight"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (['adapter.targets=["q_projection"]'], "has no module 'q_projection'"),
+        (["adapter.options={use_dora = true}"], "norms of the whole base weights"),
+        (["adapter.options={no_such = 1}"], "no_such"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused(settings: list[str], says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        build_model(run_of(*TINY, *settings))

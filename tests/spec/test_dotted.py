@@ -1,0 +1,36 @@
+"""package.module:name is looked up, also where the command was started."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import SpecError
+from fullshard.spec.dotted import look_up
+
+
+def test_a_name_is_looked_up() -> None:
+    assert look_up("os.path:join", key="train.loss")("a", "b") == str(Path("a", "b"))
+
+
+def test_modules_of_the_working_directory_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_alone.py").write_text("def make():\n    return 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [part for part in sys.path if part])
+    assert look_up("mine_alone:make", key="model.python")() == 3
+
+
+@pytest.mark.parametrize(
+    ("dotted", "message"),
+    [
+        ("os.path.join", "train.loss = 'os.path.join' names nothing"),
+        ("os.path:", "names nothing"),
+        ("../os:join", "names nothing"),
+        ("no_such_package:make", "cannot be imported"),
+        ("os.path:joined", "os.path has no joined"),
+        ("os.path:sep", "sep is str"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_told(dotted: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        look_up(dotted, key="train.loss")

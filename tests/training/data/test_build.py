@@ -1,0 +1,159 @@
+"""build_data gives what [data] names, the same on all ranks, and refuses what cannot be trained on."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from fullshard.errors import DataError, FullshardError, SpecError
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.training.data import TextData, build_data
+from fullshard.training.data.packed import PackedData
+from tests.training.data.samples import plan_of, run_of, save_tokenizer, texts_file, write_json_lines
+
+THIS = "tests.training.data.test_build"
+
+
+class Ones:
+    """Batches that tell nothing of themselves."""
+
+    def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[int]:
+        yield from [1] * plan.accumulation
+
+
+def make_ones(run: Run) -> Ones:
+    return Ones()
+
+
+def make_nothing(run: Run) -> None:
+    return None
+
+
+def first_rows(cache: str, path: str) -> list[int]:
+    """What this rank trains on first, from a cache that all ranks find empty."""
+    data = build_data(run_of(Path(cache), source="jsonl", paths=(path,), packing="best_fit"))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return next(data.microbatches(0, rank=rank, plan=plan_of(world, 1)))["tokens"].flatten().tolist()
+
+
+def test_ranks_that_start_together_make_the_tokens_once_and_share_them(ranks, tmp_path: Path):
+    path = texts_file(tmp_path / "a.jsonl", 60)
+    found = ranks(3).run(first_rows, str(tmp_path / "cache"), path)
+    assert len(list((tmp_path / "cache").glob("tokens-*"))) == 1
+    alone = build_data(run_of(tmp_path / "cache", source="jsonl", paths=(path,), packing="best_fit"))
+    (batch,) = alone.microbatches(0, rank=0, plan=plan_of(1, 3))
+    assert found == batch["tokens"].tolist()
+
+
+def test_plain_text_is_read_as_ever_and_else_packed(tmp_path: Path):
+    assert isinstance(build_data(Run()), TextData)
+    (tmp_path / "a.txt").write_text("word " * 100)
+    plain = {"source": "text", "paths": (f"{tmp_path}/a.txt",)}
+    assert isinstance(build_data(run_of(tmp_path / "cache", **plain)), TextData)
+    masked = build_data(run_of(tmp_path / "cache", **plain, document_mask=True))
+    assert isinstance(masked, PackedData)
+    assert masked.decode(masked.encode("naïve")) == "naïve"
+    assert masked.vocabulary == 256
+
+
+def test_sources_without_weights_are_one(tmp_path: Path):
+    sources = [
+        {"source": "jsonl", "paths": (texts_file(tmp_path / f"{i}.jsonl", 20, first=100 * i),)}
+        for i in (0, 1)
+    ]
+    data = build_data(run_of(tmp_path / "cache", sources=sources, packing="best_fit"))
+    assert isinstance(data, PackedData)
+    assert (len(data.pools), data.documents) == (1, 40)
+
+
+def test_a_function_of_ones_own_gives_the_batches(tmp_path: Path):
+    data = build_data(run_of(tmp_path, source="python", factory=f"{THIS}:make_ones"))
+    assert list(data.microbatches(0, rank=0, plan=plan_of(1, 1, 3))) == [1, 1, 1]
+    assert (data.vocabulary, data.validation_tokens, data.byte_entropy) == (None, 0, None)
+    assert list(data.validation(rank=0, plan=plan_of(1, 1))) == []
+    assert "make_ones" in data.describe()
+    assert (data.encode("a"), data.decode([1, 2])) == ([], "1 2")
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
+def test_a_part_without_a_sequence_is_refused(tmp_path: Path, packing: str):
+    path = write_json_lines(tmp_path / "a.jsonl", [{"text": "a" * 30}])
+    settings = {"source": "jsonl", "paths": (path,), "packing": packing}
+    if packing == "concat":
+        with pytest.raises(DataError, match=r"(?s)sequence too long: the training.*got: 31.*needs 65"):
+            build_data(run_of(tmp_path, **settings, sequence_length=64, validation_fraction=0))
+    with pytest.raises(DataError, match=r"(?s)held-out part.*validation_fraction"):
+        build_data(run_of(tmp_path, **settings, sequence_length=16, validation_fraction=0.01))
+
+
+def test_sequences_longer_than_any_document_are_refused_where_none_are_packed(tmp_path: Path):
+    path = write_json_lines(tmp_path / "a.jsonl", [{"text": "a" * i} for i in range(5, 30)])
+    settings = {"source": "jsonl", "paths": (path,), "packing": "none", "validation_fraction": 0}
+    with pytest.raises(DataError, match=r"(?s)longer than any document.*30 tokens.*best_fit"):
+        build_data(run_of(tmp_path, **settings, sequence_length=31))
+    assert build_data(run_of(tmp_path, **settings, sequence_length=30)).documents == 25
+
+
+def test_tokens_that_the_tokenizer_does_not_know_are_refused(tmp_path: Path):
+    np.save(tmp_path / "a.npy", np.arange(1000))
+    settings = {"source": "memmap", "paths": (f"{tmp_path}/a.npy",)}
+    assert build_data(run_of(tmp_path / "cache", **settings)).vocabulary == 1000
+    with pytest.raises(DataError, match=r"(?s)not made with.*a token 999, where the tokenizer has"):
+        build_data(run_of(tmp_path / "cache", **settings, tokenizer=save_tokenizer(tmp_path / "tok")))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"source": "jsonl"}, "needs paths"),
+        ({"source": "datasets"}, "paths = .* or name"),
+        ({"source": "jsonl", "paths": ("a",), "name": "b"}, "name and subset are for"),
+        ({"source": "text", "paths": ("a",), "dtype": "uint16"}, "for source = .memmap"),
+        ({"source": "text", "paths": ("a",), "records": "completion"}, "for jsonl, parquet and datasets"),
+        ({"source": "jsonl", "paths": ("a",), "records": "messages"}, "needs a tokenizer"),
+        ({"source": "jsonl", "paths": ("a",), "train_on": "completion"}, 'needs records = "completion"'),
+        ({"end_token": "a"}, "there is none"),
+        ({"source": "python"}, "needs factory"),
+        ({"factory": "a:b"}, "set source"),
+        ({"sources": [{"source": "jsonl", "paths": ("a",)}], "paths": ("b",)}, "either source"),
+        (
+            {
+                "sources": [
+                    {"source": "jsonl", "paths": ("a",), "weight": 1},
+                    {"source": "text", "paths": ("a",)},
+                ]
+            },
+            "all sources, or to none",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path, data: dict[str, object], message: str):
+    with pytest.raises(SpecError, match=message):
+        run_of(tmp_path, **data)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"source": "jsonl", "paths": ("/absent/*.jsonl",)}, "matches no file"),
+        ({"source": "memmap", "paths": ("/absent.npy",)}, "matches no file"),
+        ({"source": "stdlib", "tokenizer": "/absent"}, "no tokenizer"),
+        ({"source": "python", "factory": "absent.module:make"}, "cannot be imported"),
+        ({"source": "python", "factory": f"{THIS}:make_nothing"}, "gave no batches"),
+    ],
+)
+def test_what_is_not_there_is_refused(tmp_path: Path, data: dict[str, object], message: str):
+    with pytest.raises(FullshardError, match=message):
+        build_data(run_of(tmp_path, **data))
+
+
+def test_a_run_with_sources_is_read_back_from_json(tmp_path: Path):
+    sources = [
+        {"source": "jsonl", "paths": ("a",), "weight": 0.7},
+        {"source": "text", "paths": ("b",), "weight": 1},
+    ]
+    run = run_of(tmp_path, sources=sources)
+    assert Run.model_validate_json(run.model_dump_json()) == run

@@ -1,0 +1,130 @@
+"""An entry is there whole or not at all, made by one process at a time, and named by content."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import DataError
+from fullshard.training.data.cache import built, cache_root, digests, key_of, manifest_of
+
+WRITES_AND_DIES = """
+import os, signal, sys
+from pathlib import Path
+from fullshard.training.data.cache import built
+
+def build(draft):
+    (draft / "half").write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+built(Path(sys.argv[1]), "entry", build=build)
+"""
+
+
+def counting(counts: list[int], text: str = "whole", *, seconds: float = 0.0):
+    def build(draft: Path) -> dict[str, int]:
+        counts.append(1)
+        time.sleep(seconds)
+        (draft / "file").write_text(text)
+        return {"number": len(counts)}
+
+    return build
+
+
+def test_an_entry_is_made_once(tmp_path: Path):
+    counts: list[int] = []
+    entries = {built(tmp_path, "entry", build=counting(counts)) for _ in range(3)}
+    assert entries == {tmp_path / "entry"}
+    assert len(counts) == 1
+    assert (tmp_path / "entry" / "file").read_text() == "whole"
+    assert manifest_of(tmp_path / "entry")["number"] == 1
+
+
+def test_those_who_want_it_meanwhile_wait_and_find_it(tmp_path: Path):
+    counts: list[int] = []
+    alive: list[int] = []
+
+    def want() -> None:
+        built(tmp_path, "entry", build=counting(counts, seconds=0.5), alive=lambda: alive.append(1))
+
+    threads = [threading.Thread(target=want) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(counts) == 1
+    assert alive
+
+
+def test_what_is_killed_leaves_nothing_that_is_taken_for_an_entry(tmp_path: Path):
+    killed = subprocess.run([sys.executable, "-c", WRITES_AND_DIES, str(tmp_path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / "entry").exists()
+    counts: list[int] = []
+    built(tmp_path, "entry", build=counting(counts))
+    assert len(counts) == 1
+    assert list(tmp_path.glob(".entry.tmp-*")) == []
+
+
+def test_what_raises_leaves_nothing(tmp_path: Path):
+    def build(draft: Path) -> dict[str, int]:
+        (draft / "half").touch()
+        raise DataError("corrupt.")
+
+    with pytest.raises(DataError, match="corrupt"):
+        built(tmp_path, "entry", build=build)
+    assert [path.name for path in tmp_path.iterdir()] == [".entry.lock"]
+
+
+def test_an_entry_that_lost_bytes_is_made_again(tmp_path: Path):
+    counts: list[int] = []
+    built(tmp_path, "entry", build=counting(counts))
+    os.truncate(tmp_path / "entry" / "file", 3)
+    built(tmp_path, "entry", build=counting(counts))
+    assert len(counts) == 2
+    assert (tmp_path / "entry" / "file").read_text() == "whole"
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"(?s)cannot be written.*data\.cache"):
+        cache_root(str(tmp_path / "file" / "cache"))
+
+
+def aged(path: Path, text: str, *, seconds: float) -> Path:
+    path.write_text(text)
+    os.utime(path, (time.time() - seconds,) * 2)
+    return path
+
+
+def test_digests_follow_content_alone(tmp_path: Path):
+    one = aged(tmp_path / "one", "same", seconds=100)
+    other = aged(tmp_path / "other", "same", seconds=50)
+    third = aged(tmp_path / "third", "else", seconds=100)
+    found = digests([one, other, third], root=tmp_path / "cache")
+    assert found[0] == found[1] != found[2]
+    assert digests([one, other, third], root=tmp_path / "cache") == found
+
+
+def test_a_file_that_was_changed_is_read_again(tmp_path: Path):
+    before = digests([aged(tmp_path / "a", "one", seconds=100)], root=tmp_path / "cache")
+    assert digests([aged(tmp_path / "a", "two", seconds=50)], root=tmp_path / "cache") != before
+
+
+def test_a_file_of_this_moment_is_not_remembered(tmp_path: Path):
+    path = tmp_path / "a"
+    path.write_text("one")
+    seen = path.stat()
+    before = digests([path], root=tmp_path / "cache")
+    path.write_text("two")
+    os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))  # as two writes within a tick of the clock
+    assert digests([path], root=tmp_path / "cache") != before
+
+
+def test_keys_follow_facts():
+    assert key_of({"a": 1, "b": [2]}) == key_of({"b": [2], "a": 1}) != key_of({"a": 1, "b": [3]})

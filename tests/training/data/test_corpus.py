@@ -1,0 +1,202 @@
+"""Sources become the tokens of the library itself, the same by any number of processes; made once."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import DataError, FullshardError
+from fullshard.spec.data_section import SourceFields
+from fullshard.training.data.cache import cache_root, still
+from fullshard.training.data.corpus import stores_of
+from fullshard.training.data.reading import file_shards
+from fullshard.training.data.store import TokenStore
+from fullshard.training.data.tokenizer import open_tokenizer
+from fullshard.training.data.tokenizing import Made, Recipe, tokenized
+from tests.training.data.samples import CHAT, run_of, save_tokenizer, text, texts_file, write_json_lines
+
+
+def store_of(tmp_path: Path, **data: object) -> TokenStore:
+    section = run_of(tmp_path / "cache", **data).data
+    (store,) = stores_of(section, section, root=cache_root(section.cache), alive=still)
+    return store
+
+
+def documents(store: TokenStore) -> list[list[int]]:
+    return [store.tokens[a:b].tolist() for a, b in zip(store.begins, store.ends, strict=True)]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    return save_tokenizer(tmp_path / "tok", template=CHAT)
+
+
+def expected(path: str, texts: list[str]) -> list[list[int]]:
+    tokenizer = open_tokenizer(path)
+    return [[*tokens.tolist(), *tokenizer.after] for tokens in tokenizer.encode(texts)]
+
+
+def write_source(kind: str, directory: Path) -> tuple[list[str], dict[str, object]]:
+    """40 texts as `kind`; what they are, and the settings that read them."""
+    texts = [text(i) for i in range(40)]
+    rows = [{"text": one, "other": i} for i, one in enumerate(texts)]
+    directory.mkdir()
+    if kind == "text":
+        for i, one in enumerate(texts):
+            (directory / f"{i:02}.txt").write_text(one)
+    elif kind == "jsonl":
+        write_json_lines(directory / "a.jsonl", rows[:15])
+        write_json_lines(directory / "b.jsonl", rows[15:])
+    elif kind == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist(rows), directory / "a.parquet", row_group_size=9
+        )
+    else:
+        import datasets
+
+        datasets.Dataset.from_list(rows).save_to_disk(directory / "set")
+    return texts, {"source": kind, "paths": (f"{directory}/*",)}
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "datasets"])
+def test_every_source_gives_the_tokens_of_its_texts(tmp_path: Path, tokenizer: str, kind: str):
+    texts, settings = write_source(kind, tmp_path / "data")
+    if kind == "datasets":
+        settings["paths"] = (f"{tmp_path}/data/set",)
+    assert documents(store_of(tmp_path, tokenizer=tokenizer, **settings)) == expected(tokenizer, texts)
+
+
+def test_several_processes_make_the_same_tokens(tmp_path: Path, tokenizer: str):
+    paths = [Path(texts_file(tmp_path / f"{i}.jsonl", 20, first=100 * i)) for i in range(6)]
+    shards = [shard for path in paths for shard in file_shards("jsonl", path, size=path.stat().st_size)]
+    recipe = Recipe(SourceFields(), tokenizer, None, train_on="all", on_error="stop", dtype="uint16")
+    bytes_made: list[list[bytes]] = []
+    for processes in (1, 2):
+        (tmp_path / f"{processes}").mkdir()
+        tasks = [([shard], tmp_path / f"{processes}" / f"{i}") for i, shard in enumerate(shards)]
+        told: list[Made] = []
+        made = tokenized(tasks, recipe, processes=processes, tell=told.append)
+        assert sorted(one.path for one in told) == sorted(one.path for one in made)
+        assert [one.path for one in made] == [str(path) for _, path in tasks]
+        bytes_made.append([Path(f"{one.path}.tokens").read_bytes() for one in made])
+    assert bytes_made[0] == bytes_made[1]
+
+
+def test_what_a_worker_raises_is_raised_here(tmp_path: Path):
+    line = json.dumps({"text": "x" * 1000}) + "\n"
+    count = 9_000_000 // len(line)
+    (tmp_path / "a.jsonl").write_text(line * count + "{\n")
+    with pytest.raises(DataError, match=rf"a\.jsonl line {count + 1}"):
+        store_of(tmp_path, source="jsonl", paths=(f"{tmp_path}/a.jsonl",), processes=2)
+    assert not list((tmp_path / "cache").glob("tokens-*"))
+
+
+def test_the_processes_that_make_tokens_need_no_torch():
+    program = "import sys, fullshard.training.data.tokenizing; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_tokens_are_made_again_only_when_something_they_follow_from_changes(tmp_path: Path, tokenizer: str):
+    path = texts_file(tmp_path / "a.jsonl", 9)
+    settings = {"source": "jsonl", "paths": (path,), "tokenizer": tokenizer}
+    before = store_of(tmp_path, **settings)
+    made = Path(before.tokens.filename).stat().st_mtime_ns
+    Path(path).rename(tmp_path / "b.jsonl")  # the same content
+    again = store_of(tmp_path, **{**settings, "paths": (f"{tmp_path}/b.jsonl",)})
+    assert (again.key, Path(again.tokens.filename).stat().st_mtime_ns) == (before.key, made)
+    other = [store_of(tmp_path, **{**settings, "paths": (texts_file(tmp_path / "c.jsonl", 8),)})]
+    other.append(store_of(tmp_path, **{**settings, "paths": (f"{tmp_path}/b.jsonl",), "end_token": "a"}))
+    config = Path(tokenizer, "tokenizer_config.json")
+    config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token": "t"}))
+    other.append(store_of(tmp_path, **{**settings, "paths": (f"{tmp_path}/b.jsonl",)}))
+    assert len({before.key, *(store.key for store in other)}) == 4
+
+
+def test_a_long_text_is_one_document(tmp_path: Path):
+    whole = (text(3) + "\n") * (9_000_000 // len(text(3)))
+    (tmp_path / "a.txt").write_text(whole)
+    store = store_of(tmp_path, source="text", paths=(f"{tmp_path}/a.txt",), packing="best_fit")
+    assert store.documents == 1
+    assert store.tokens.tobytes() == whole.encode() + b"\0"
+
+
+def test_prompts_are_left_out_of_the_labels(tmp_path: Path, tokenizer: str):
+    rows = [{"ask": text(i), "say": text(i + 50)} for i in range(5)]
+    path = write_json_lines(tmp_path / "a.jsonl", rows)
+    settings = {
+        "source": "jsonl",
+        "paths": (path,),
+        "tokenizer": tokenizer,
+        "records": "completion",
+        "prompt_field": "ask",
+        "completion_field": "say",
+    }
+    assert store_of(tmp_path, **settings).trained is None
+    store = store_of(tmp_path, **settings, train_on="completion")
+    said = expected(tokenizer, [row["say"] for row in rows])
+    for begin, end, wanted in zip(store.begins, store.ends, said, strict=True):
+        assert store.tokens[begin:end][store.trained[begin:end] == 1].tolist() == wanted
+
+
+def test_conversations_are_written_out_and_masked(tmp_path: Path, tokenizer: str):
+    talk = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+    path = write_json_lines(tmp_path / "a.jsonl", [{"messages": talk}] * 3)
+    store = store_of(
+        tmp_path,
+        source="jsonl",
+        paths=(path,),
+        tokenizer=tokenizer,
+        records="messages",
+        train_on="assistant",
+    )
+    words = open_tokenizer(tokenizer).decode(store.tokens[store.trained == 1].tolist())
+    assert words == "sat<|endoftext|>\n" * 3
+
+
+BAD_LINES = ['{"text": "good"}', "{", '{"other": 1}', '{"text": 7}', '{"text": "too"}']
+
+
+def test_corrupt_records_are_left_out_and_counted_if_asked(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text("\n".join(BAD_LINES))
+    store = store_of(tmp_path, source="jsonl", paths=(f"{tmp_path}/a.jsonl",), on_error="skip")
+    assert [bytes(tokens) for tokens in documents(store)] == [b"good\0", b"too\0"]
+    assert store.skipped == 3
+    assert [told.split(": ")[0].rpartition(" ")[2] for told in store.told] == ["2", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (BAD_LINES[1], r"a\.jsonl line 2(?s:.)*no JSON(?s:.)*on_error"),
+        (BAD_LINES[2], r"no field 'text' in \S+a\.jsonl line 2(?s:.)*fields other"),
+        (BAD_LINES[3], r"a\.jsonl line 2(?s:.)*no text, but int"),
+        ('{"text": "a\\u0000b"}', r"a\.jsonl line 2(?s:.)*NUL"),
+    ],
+)
+def test_a_corrupt_record_is_told_with_file_and_line(tmp_path: Path, line: str, message: str):
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' + line)
+    with pytest.raises(FullshardError, match=message):
+        store_of(tmp_path, source="jsonl", paths=(f"{tmp_path}/a.jsonl",))
+
+
+def test_data_without_a_document_is_refused(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text("\n\n{\n")
+    with pytest.raises(DataError, match=r"(?s)no document.*1 records left out.*line 3"):
+        store_of(tmp_path, source="jsonl", paths=(f"{tmp_path}/a.jsonl",), on_error="skip")
+
+
+def test_a_split_that_is_not_there_is_told_with_those_that_are(tmp_path: Path):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"text": "a"}])
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "set")
+    settings = {"source": "datasets", "paths": (f"{tmp_path}/set",)}
+    assert store_of(tmp_path, **settings, split="test").documents == 1
+    with pytest.raises(DataError, match=r"(?s)no split 'dev'.*train, test"):
+        store_of(tmp_path, **settings, split="dev")
+    with pytest.raises(DataError, match="cannot be loaded"):
+        store_of(tmp_path, source="datasets", paths=(str(tmp_path),))

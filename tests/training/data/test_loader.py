@@ -1,0 +1,66 @@
+"""Made ahead or not, a step trains on the same; what raises, raises in its step; no thread is left."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.errors import DataError
+from fullshard.spec.plan import Plan
+from fullshard.training.data.loader import made_ahead
+from tests.training.data.samples import plan_of
+
+
+@dataclass
+class Numbers:
+    """Says what it was asked for. `fails`: in that step."""
+
+    fails: int | None = None
+    asked: list[int] = field(default_factory=list)
+
+    def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[tuple[int, int, int]]:
+        self.asked.append(step)
+        for i in range(plan.accumulation):
+            if step == self.fails:
+                raise DataError(f"step {step} is corrupt.")
+            yield step, rank, i
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=8), st.integers(0, 3), st.integers(1, 3))
+def test_any_course_of_steps_is_what_it_is_without(steps: list[int], ahead: int, accumulation: int):
+    plan, plain = plan_of(2, 1, accumulation), Numbers()
+    with made_ahead(Numbers(), steps=ahead) as data:
+        for step in steps:
+            wanted = list(plain.microbatches(step, rank=1, plan=plan))
+            assert list(data.microbatches(step, rank=1, plan=plan)) == wanted
+
+
+def test_steps_in_order_are_each_made_once_and_only_so_many_ahead():
+    numbers = Numbers()
+    with made_ahead(numbers, steps=2) as data:
+        for step in range(5):
+            list(data.microbatches(step, rank=0, plan=plan_of(1, 1)))
+            assert max(numbers.asked) <= step + 2
+    assert numbers.asked == sorted(set(numbers.asked))
+
+
+def test_what_raises_does_so_in_the_step_that_asks_and_the_next_goes_on():
+    plan = plan_of(1, 1)
+    with made_ahead(Numbers(fails=2), steps=2) as data:
+        for step in (0, 1):
+            assert list(data.microbatches(step, rank=0, plan=plan)) == [(step, 0, 0)]
+        with pytest.raises(DataError, match="step 2 is corrupt"):
+            list(data.microbatches(2, rank=0, plan=plan))
+        assert list(data.microbatches(3, rank=0, plan=plan)) == [(3, 0, 0)]
+
+
+def test_no_thread_outlives_the_block():
+    before = threading.active_count()
+    with made_ahead(Numbers(), steps=1) as data:
+        list(data.microbatches(0, rank=0, plan=plan_of(1, 1)))
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before

@@ -1,0 +1,111 @@
+"""Tokens that others made are taken where they lie, document by document; what is none is refused."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fullshard.errors import DataError
+from fullshard.spec.data_section import SourceFields
+from fullshard.training.data.cache import cache_root, still
+from fullshard.training.data.memmaps import memmap_stores
+from fullshard.training.data.store import TokenStore
+
+DOCUMENTS = [[5, 6, 7, 1], [8, 1], [9, 10, 11, 12, 1]]
+JOINED = [token for document in DOCUMENTS for token in document]
+
+
+def stores(tmp_path: Path, pattern: str, **fields: object) -> list[TokenStore]:
+    given = SourceFields(paths=(f"{tmp_path}/{pattern}",), **fields)
+    return memmap_stores(given, root=cache_root(str(tmp_path / "cache")), alive=still)
+
+
+def documents(store: TokenStore) -> list[list[int]]:
+    return [store.tokens[a:b].tolist() for a, b in zip(store.begins, store.ends, strict=True)]
+
+
+def write_index(path: Path, sizes: list[int], first: list[int], *, code: int = 8, itemsize: int = 2) -> None:
+    places = np.cumsum([0, *sizes[:-1]]) * itemsize
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sizes), len(first))
+    arrays = (np.array(sizes, "<i4"), np.array(places, "<i8"), np.array(first, "<i8"))
+    path.write_bytes(head + b"".join(array.tobytes() for array in arrays))
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "uint32", "int64"])
+def test_arrays_and_raw_files_are_cut_at_the_token_that_ends_a_document(tmp_path: Path, dtype: str):
+    array = np.array(JOINED, dtype=dtype)
+    np.save(tmp_path / "a.npy", array)
+    array.tofile(tmp_path / "b.bin")
+    for pattern, fields in (("a.npy", {}), ("b.bin", {"dtype": dtype})):
+        (store,) = stores(tmp_path, pattern, document_end=1, **fields)
+        assert documents(store) == DOCUMENTS
+        assert store.vocabulary == 13
+        assert isinstance(store.tokens, np.memmap)
+        assert documents(stores(tmp_path, pattern, **fields)[0]) == [JOINED]
+
+
+def test_rows_of_an_array_are_documents(tmp_path: Path):
+    np.save(tmp_path / "a.npy", np.arange(6).reshape(2, 3))
+    assert documents(stores(tmp_path, "a.npy")[0]) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_an_index_beside_tells_dtype_and_documents(tmp_path: Path):
+    np.array(JOINED, dtype="uint16").tofile(tmp_path / "a.bin")
+    write_index(tmp_path / "a.idx", [4, 2, 3, 2], [0, 1, 2, 4])
+    for pattern in ("a.bin", "a.idx", "a.*"):
+        (store,) = stores(tmp_path, pattern)
+        assert documents(store) == DOCUMENTS
+
+
+def test_several_files_are_several_stores(tmp_path: Path):
+    for name in "ba":
+        np.save(tmp_path / f"{name}.npy", np.arange(5))
+    assert [store.name for store in stores(tmp_path, "*.npy")] == ["a.npy", "b.npy"]
+
+
+def test_the_key_follows_what_is_in_the_file(tmp_path: Path):
+    np.save(tmp_path / "a.npy", np.arange(5))
+    before = stores(tmp_path, "a.npy")[0].key
+    assert stores(tmp_path, "a.npy", document_end=3)[0].key != before
+    np.save(tmp_path / "a.npy", np.arange(6))
+    assert stores(tmp_path, "a.npy")[0].key != before
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "fields", "message"),
+    [
+        ("a.bin", b"1234", {}, r"does not say what it holds(?s:.)*data\.dtype"),
+        ("a.bin", b"123", {"dtype": "uint16"}, r"whole tokens(?s:.)*3 bytes, for a dtype of 2"),
+        ("a.bin", b"\xff\xff", {"dtype": "int16"}, "no token(?s:.)*-1, below 0"),
+        ("a.npy", b"text", {}, "no array of tokens"),
+    ],
+)
+def test_files_that_hold_no_tokens_are_refused(
+    tmp_path: Path, name: str, data: bytes, fields: dict[str, object], message: str
+):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=message):
+        stores(tmp_path, name, **fields)
+
+
+@pytest.mark.parametrize("array", [np.ones(3), np.ones((1, 1, 1), int), np.array([], int)])
+def test_arrays_that_hold_no_tokens_are_refused(tmp_path: Path, array: np.ndarray):
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(DataError, match="no array of tokens"):
+        stores(tmp_path, "a.npy")
+
+
+def test_an_index_that_does_not_fit_is_refused(tmp_path: Path):
+    np.array(JOINED, dtype="uint16").tofile(tmp_path / "a.bin")
+    index = tmp_path / "a.idx"
+    for change, message in (
+        (lambda: index.write_bytes(b"no index"), "no index of tokens"),
+        (lambda: write_index(index, [4, 2, 5], [0, 1, 2, 3], code=6), "cannot be used"),
+        (lambda: write_index(index, [4, 2, 50], [0, 1, 2, 3]), "does not fit"),
+        (lambda: write_index(index, [4, 2, 5], [0, 1, 2]), "does not fit"),
+        (lambda: index.write_bytes(index.read_bytes()[:-4]), "cut off"),
+    ):
+        change()
+        with pytest.raises(DataError, match=message):
+            stores(tmp_path, "a.bin")

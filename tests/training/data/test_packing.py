@@ -1,0 +1,148 @@
+"""Rows hold every token once, in as few rows as best-fit-decreasing needs, and labels follow their tokens."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.training.data.packing import (
+    NOTHING,
+    Packing,
+    Rows,
+    Spans,
+    best_fit,
+    cut,
+    open_rows,
+    split_spans,
+    write_rows,
+)
+
+laws = settings(max_examples=60, deadline=None)
+sizes = st.lists(st.integers(1, 40), min_size=1, max_size=40)
+capacities = st.integers(1, 20)
+
+
+def spans_of(sizes: list[int]) -> Spans:
+    """One behind the other, each from a multiple of 100 on."""
+    return Spans(np.arange(len(sizes)) * 100, np.array(sizes), np.ones(len(sizes), dtype=np.bool_))
+
+
+def rows_of(spans: Spans, directory: Path, *, packing: Packing, length: int, masked: bool = False) -> Rows:
+    tokens = write_rows(spans, directory, part="a", packing=packing, sequence_length=length)
+    return open_rows(
+        directory, part="a", packing=packing, sequence_length=length, masked=masked, tokens=tokens
+    )
+
+
+def places(rows: Rows) -> list[int]:
+    return [
+        place
+        for row in range(rows.count)
+        for begin, n, _ in rows.pieces(row)
+        for place in range(begin, begin + n)
+    ]
+
+
+def all_places(spans: Spans) -> list[int]:
+    return [begin + i for begin, n in zip(spans.begins, spans.lengths, strict=True) for i in range(n)]
+
+
+def all_but_ends_alone(spans: Spans, length: int) -> list[int]:
+    """Without a document's last token where it would be a piece of its own."""
+    alone = {b + n - 1 for b, n in zip(spans.begins, spans.lengths, strict=True) if (n - 1) % length == 0}
+    return [place for place in all_places(spans) if place not in alone]
+
+
+def naive_best_fit(lengths: list[int], capacity: int) -> int:
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [room for room in rooms if room >= length]
+        if fitting:
+            rooms.remove(min(fitting))
+            rooms.append(min(fitting) - length)
+        else:
+            rooms.append(capacity - length)
+    return len(rooms)
+
+
+@laws
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=200), st.integers(20, 30))
+def test_best_fit_takes_each_piece_once_as_one_by_one_would(lengths: list[int], capacity: int):
+    order, offsets = best_fit(np.array(lengths), capacity)
+    assert sorted(order.tolist()) == list(range(len(lengths)))
+    filled = np.add.reduceat(np.array(lengths)[order], offsets[:-1])
+    assert offsets[0] == 0
+    assert offsets[-1] == len(lengths)
+    assert filled.max() <= capacity
+    assert len(filled) == naive_best_fit(lengths, capacity)
+
+
+@pytest.mark.parametrize("capacity", [512, 2048, 8192])
+def test_stories_fill_over_99_percent(capacity: int):
+    """Lengths as of short stories: log-normal around 200 tokens, some of them longer than a row."""
+    lengths = np.random.default_rng(0).lognormal(5.3, 0.7, 20_000).astype(np.int64) + 8
+    pieces = cut(Spans(np.cumsum(lengths) - lengths, lengths, np.ones(len(lengths), np.bool_)), capacity)
+    _, offsets = best_fit(pieces.lengths, capacity)
+    assert lengths.sum() / ((len(offsets) - 1) * capacity) >= 0.99
+
+
+@laws
+@given(sizes, capacities)
+def test_pieces_are_the_documents_cut(sizes: list[int], capacity: int):
+    spans = spans_of(sizes)
+    pieces = cut(spans, capacity)
+    assert all_places(pieces) == all_but_ends_alone(spans, capacity)
+    assert max([*pieces.lengths, 0]) <= capacity
+    assert len(pieces.lengths) == sum(
+        -(-(size - (size % capacity == 1 or capacity == 1)) // capacity) for size in sizes
+    )
+
+
+@laws
+@given(sizes, capacities, st.sampled_from(["best_fit", "none"]))
+def test_filled_rows_have_every_token_once_with_the_next_for_its_label(
+    tmp_path_factory, sizes, capacity, packing
+):
+    spans = spans_of(sizes)
+    rows = rows_of(spans, tmp_path_factory.mktemp("rows"), packing=packing, length=capacity)
+    assert sorted(places(rows)) == all_but_ends_alone(spans, capacity)
+    last = {begin + n - 1 for begin, n in zip(spans.begins, spans.lengths, strict=True)}
+    for row in range(rows.count):
+        pieces = list(rows.pieces(row))
+        assert sum(n for _, n, _ in pieces) <= capacity
+        assert len(pieces) == 1 or packing == "best_fit"
+        for begin, n, label in pieces:
+            assert label == (NOTHING if begin + n - 1 in last else begin + n)
+
+
+@laws
+@given(sizes, capacities, st.booleans())
+def test_joined_rows_are_windows_of_the_documents_joined(tmp_path_factory, sizes, capacity, masked):
+    spans = spans_of(sizes)
+    rows = rows_of(spans, tmp_path_factory.mktemp("rows"), packing="concat", length=capacity, masked=masked)
+    joined = all_places(spans)
+    assert rows.count == (len(joined) - 1) // capacity
+    assert places(rows) == joined[: rows.count * capacity]
+    following = dict(zip(joined, joined[1:], strict=False))
+    for row in range(rows.count):
+        for begin, n, label in rows.pieces(row):
+            last = begin + n - 1
+            assert label == (NOTHING if masked and following[last] != last + 1 else following[last])
+
+
+@laws
+@given(sizes, st.floats(0, 0.9))
+def test_every_token_is_either_trained_on_or_held_out(sizes: list[int], fraction: float):
+    spans = spans_of(sizes)
+    training, held_out = split_spans(spans.begins, spans.lengths, fraction=fraction)
+    assert sorted(all_places(training) + all_places(held_out)) == all_places(spans)
+    asked = round(fraction * sum(sizes))
+    assert min(asked, max(sizes) - 1) // 2 <= held_out.tokens <= asked
+
+
+def test_one_document_has_its_tail_held_out():
+    training, held_out = split_spans(np.array([7]), np.array([100]), fraction=0.25)
+    assert (training.begins.tolist(), training.lengths.tolist()) == ([7], [75])
+    assert (held_out.begins.tolist(), held_out.lengths.tolist()) == ([82], [25])

@@ -1,0 +1,82 @@
+"""Text to tokens and back; tokenizers that are absent, broken or say too little are refused by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import DataError
+from fullshard.training.data.tokenizer import ByteTokenizer, open_tokenizer, tokenizer_files
+from tests.training.data.samples import END, save_tokenizer, text
+
+
+def test_tokens_are_those_of_the_library_with_an_end_behind(tmp_path: Path):
+    from tokenizers import Tokenizer
+
+    path = save_tokenizer(tmp_path / "tok")
+    plain = Tokenizer.from_file(f"{path}/tokenizer.json")
+    tokenizer = open_tokenizer(path)
+    found = tokenizer.encode([text(3), ""])
+    assert [one.tolist() for one in found] == [plain.encode(text(3)).ids, []]
+    assert (tokenizer.before, tokenizer.after) == ((), (plain.token_to_id(END),))
+    assert tokenizer.vocabulary == plain.get_vocab_size()
+    assert tokenizer.decode(found[0].tolist()) == text(3)
+
+
+def test_what_the_tokenizer_puts_around_a_text_stands_around_a_document(tmp_path: Path):
+    from tokenizers import Tokenizer, processors
+
+    path = Path(save_tokenizer(tmp_path / "tok"), "tokenizer.json")
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens(["<s>"])
+    begin, end = tokenizer.token_to_id("<s>"), tokenizer.token_to_id(END)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    tokenizer.save(str(path))
+    assert (open_tokenizer(str(path)).before, open_tokenizer(str(path)).after) == ((begin,), (end,))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"<s> $A {END}", special_tokens=[("<s>", begin), (END, end)]
+    )
+    tokenizer.save(str(path))
+    assert (open_tokenizer(str(path)).before, open_tokenizer(str(path)).after) == ((begin,), (end,))
+    assert open_tokenizer(str(path), end_token="<s>").after == (end, begin)
+
+
+def test_bytes_are_their_own_tokens():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.encode(["é"])[0].tolist() == [0xC3, 0xA9]
+    assert (tokenizer.vocabulary, tokenizer.after) == (256, (0,))
+    with pytest.raises(DataError, match=r"(?s)NUL.*data\.tokenizer"):
+        tokenizer.encode(["a\0b"])
+    with pytest.raises(DataError, match="UTF-8"):
+        tokenizer.encode(["\ud800"])
+
+
+def test_tokens_follow_from_all_files_of_a_directory(tmp_path: Path):
+    path = save_tokenizer(tmp_path / "tok")
+    names = {"tokenizer.json", "tokenizer_config.json"}
+    assert {file.name for file in tokenizer_files(path)} == names
+    assert {file.name for file in tokenizer_files(f"{path}/tokenizer.json")} == names
+
+
+def test_absent_and_broken_tokenizers_are_refused(tmp_path: Path):
+    with pytest.raises(DataError, match=r"(?s)no tokenizer.*no file"):
+        open_tokenizer(str(tmp_path / "absent"))
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(DataError, match=r"(?s)older kind.*save_pretrained"):
+        open_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(DataError, match="cannot be read"):
+        open_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text('{"model": 1}')
+    with pytest.raises(DataError, match="is no tokenizer"):
+        open_tokenizer(str(tmp_path))
+
+
+def test_a_token_that_ends_documents_must_be_known(tmp_path: Path):
+    path = Path(save_tokenizer(tmp_path / "tok"))
+    with pytest.raises(DataError, match=r"(?s)ends a document.*no <end>.*data\.end_token"):
+        open_tokenizer(str(path), end_token="<end>")
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "a"}}))
+    assert open_tokenizer(str(path)).decode(open_tokenizer(str(path)).after) == "a"
+    (path / "tokenizer_config.json").unlink()
+    assert open_tokenizer(str(path)).decode(open_tokenizer(str(path)).after) == END

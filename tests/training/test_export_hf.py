@@ -1,0 +1,162 @@
+"""What was trained loads where it came from: the same tensors, the same numbers out."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullshard.checkpoint.save import save
+from fullshard.cli.main import main
+from fullshard.errors import CheckpointError
+from fullshard.models.build import build_model
+from fullshard.models.huggingface import hf_model
+from fullshard.sharding.apply import shard
+from fullshard.spec.model_section import HuggingFaceModel
+from fullshard.training.export_hf import export_hf
+from fullshard.training.export_peft import export_peft
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.pretrained import load_pretrained
+from fullshard.training.state import TrainState
+from tests.checkpoint.hugging_face import EACH, hugging_face, outcome, whole
+from tests.checkpoint.states import assert_same
+from tests.checkpoint.states import saved as saved_numbers
+from tests.fakes.plans import plan_of
+
+
+def saved(directory: Path, name: str, *settings: str) -> dict[str, Tensor]:
+    """Imported on these ranks and saved by them; its tensors, whole."""
+    plan = plan_of(dist.get_world_size(), f"model.hf={directory / 'in'}", *settings)
+    model = shard(hf_model(HuggingFaceModel(hf=str(directory / "in"))), plan, values="unset")
+    load_pretrained(model, directory / "in", plan=plan)
+    save(TrainState(model, build_optimizer(model, plan)), directory / "run" / "checkpoints", plan=plan)
+    return {n: whole(t) for n, t in model.state_dict().items()}
+
+
+def loaded_by_transformers(directory: Path, like: nn.Module) -> nn.Module:
+    return type(like).from_pretrained(directory).eval()
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_save_export_from_pretrained_gives_the_same_tensors_and_logits(ranks, tmp_path, name):
+    model = hugging_face(name, tmp_path / "in")
+    ranks(3).run(saved, tmp_path, name)
+    export_hf(tmp_path / "run" / "checkpoints", tmp_path / "out", shard_bytes=30_000)
+    back = loaded_by_transformers(tmp_path / "out", model)
+    assert_same(back.state_dict(), {n: t.detach() for n, t in model.state_dict().items()})
+    assert torch.equal(outcome(back, name), outcome(model, name))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "use_cache" not in config
+    assert config["dtype"] == "float32"
+
+
+def test_an_export_in_bf16_rounds_each_number_and_brings_the_tokenizer(ranks, tmp_path):
+    model = hugging_face("llama", tmp_path / "in")
+    (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    tokenizer = f"data.tokenizer={tmp_path / 'in' / 'tokenizer.json'}"
+    ranks(2).run(saved, tmp_path, "llama", "sharding.strategy=zero1", tokenizer)
+    command = [
+        "ckpt",
+        "export",
+        str(tmp_path / "run"),
+        str(tmp_path / "out"),
+        "--format",
+        "hf",
+        "--dtype",
+        "bf16",
+    ]
+    assert main(command) == 0
+    back = loaded_by_transformers(tmp_path / "out", model)
+    assert_same(back.state_dict(), {n: t.detach().bfloat16() for n, t in model.state_dict().items()})
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+def decoder_logits(directory: Path, *settings: str) -> Tensor:
+    plan = plan_of(dist.get_world_size(), *settings)
+    model = shard(build_model(plan.run), plan)
+    save(TrainState(model, build_optimizer(model, plan)), directory / "checkpoints", plan=plan)
+    with torch.no_grad():
+        return model(torch.arange(24).reshape(2, 12))
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_the_reference_decoder_is_a_llama(ranks, tmp_path, tied):
+    transformers = pytest.importorskip("transformers")
+    sizes = (
+        "model.d_model=32",
+        "model.layers=2",
+        "model.d_ff=40",
+        "model.rope_theta=500",
+        f"model.tied={tied}",
+    )
+    logits = ranks(2).run(decoder_logits, tmp_path, *sizes)[0]
+    export_hf(tmp_path / "checkpoints", tmp_path / "out")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert torch.allclose(back(torch.arange(24).reshape(2, 12)).logits, logits, atol=1e-6)
+
+
+def test_what_transformers_does_not_know_is_refused(tmp_path):
+    saved_numbers(tmp_path / "checkpoints", 1)
+    with pytest.raises(CheckpointError, match="only models that transformers knows"):
+        export_hf(tmp_path / "checkpoints", tmp_path / "out")
+
+
+def test_a_directory_that_holds_weights_is_left_alone(ranks, tmp_path):
+    hugging_face("llama", tmp_path / "in")
+    ranks(2).run(saved, tmp_path, "llama")
+    before = (tmp_path / "in" / "model.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match="holds weights already"):
+        export_hf(tmp_path / "run" / "checkpoints", tmp_path / "in")
+    assert (tmp_path / "in" / "model.safetensors").read_bytes() == before
+
+
+def saved_with_adapters(directory: Path, *more: str) -> dict[str, Tensor]:
+    settings = ("adapter.rank=3", "adapter.alpha=5", f"model.hf={directory / 'in'}", *more)
+    plan = plan_of(dist.get_world_size(), *settings)
+    model = shard(build_model(plan.run), plan, values="unset")
+    load_pretrained(model, directory / "in", plan=plan)
+    with torch.no_grad():
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            if ".lora_B." in name or name == "lm_head.weight":  # else what is trained would change nothing
+                parameter.to_local().fill_(0.01 * number)
+    save(TrainState(model, build_optimizer(model, plan)), directory / "checkpoints", plan=plan)
+    return {n: whole(t) for n, t in model.state_dict().items()}
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft, of transformers
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
+def test_adapters_load_in_peft_and_are_merged_as_peft_does(ranks, tmp_path, name):
+    peft = pytest.importorskip("peft")
+    model = hugging_face(name, tmp_path / "in")
+    trained = ranks(2).run(saved_with_adapters, tmp_path)[0]
+    adapted = {key.partition(".lora_")[0] for key in trained if ".lora_A." in key}
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=sorted(adapted), fan_in_fan_out=name == "gpt2")
+    by_peft = peft.get_peft_model(type(model).from_pretrained(tmp_path / "in"), config)
+    by_peft.load_state_dict({f"base_model.model.{key}": value for key, value in trained.items()})
+    expected = by_peft.merge_and_unload().state_dict()
+    export_hf(tmp_path / "checkpoints", tmp_path / "out")
+    got = loaded_by_transformers(tmp_path / "out", model).state_dict()
+    assert got.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.allclose(got[key], tensor, rtol=1e-6, atol=1e-7), key
+    assert any(not torch.equal(got[key], tensor) for key, tensor in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft, of transformers
+def test_what_was_trained_beside_adapters_loads_in_peft_with_them(ranks, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = hugging_face("llama", tmp_path / "in")
+    trained = ranks(2).run(saved_with_adapters, tmp_path, 'adapter.trained=["lm_head"]')[0]
+    export_peft(tmp_path / "checkpoints", tmp_path / "out")
+    base = type(model).from_pretrained(tmp_path / "in")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "out").state_dict()
+    assert torch.equal(
+        loaded["base_model.model.lm_head.modules_to_save.default.weight"], trained["lm_head.weight"]
+    )
+    adapters = {name: tensor for name, tensor in trained.items() if ".lora_" in name}
+    assert adapters
+    for name, tensor in adapters.items():
+        assert torch.equal(loaded[f"base_model.model.{name}"], tensor), name
