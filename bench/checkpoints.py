@@ -1,6 +1,6 @@
 """Saving and loading against the disk itself, in pairs in one job: the page bench/results/…-checkpoints.md.
 
-torchrun --nproc-per-node 2 bench/checkpoints.py [--turns 5] [--directory .probe]
+torchrun --nproc-per-node 2 bench/checkpoints.py [--turns 5] [--beside-only] [--directory .probe]
 
 A decoder of 520M parameters with AdamW's state (6.2 GB in fp32) over the ranks. Each turn, in this order
 and the next turn in the other: plain sequential writes of as many bytes by as many processes, with one fsync
@@ -10,6 +10,7 @@ the moment that a save in the background begins.
 """
 
 import argparse
+import gc
 import mmap
 import os
 import shutil
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--directory", type=Path, default=Path(".probe"))
+    parser.add_argument("--beside-only", action="store_true", help="not the writing and reading alone")
     parser.add_argument("settings", nargs="*")
     asked = parser.parse_args()
     with process_group("cpu"):
@@ -61,7 +63,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             asked.directory.mkdir(exist_ok=True)
             print(f"{own_bytes(state) * plan.world_size / 1e9:.2f} GB of state on {plan.world_size} ranks")
-        for turn in range(asked.turns):
+        for turn in range(0 if asked.beside_only else asked.turns):
             writing(state, asked.directory / "checkpoints", turn)
             reading(state, asked.directory / "checkpoints", turn)
         for turn in range(asked.turns):
@@ -122,17 +124,17 @@ def reading(state: TrainState, directory: Path, turn: int) -> None:
 
 def beside_training(state: TrainState, plan: Plan, directory: Path, *, steps: int, turn: int) -> None:
     """As many steps as the save takes, and at least `steps`; as many alone before and after."""
+    gc.collect()  # the copies of the turn before: two of them do not fit into 24 GiB
     clear(directory)
     at_once = timed(lambda: save(state, directory))
     clear(directory)
     running = train(state, plan)
     with BackgroundSaver(directory) as saver:
-        if turn == 0:  # the copies' memory is allocated by the first
-            saver.save(state)
-            next(running)
-            saver.wait()
-            saver.outcomes()
-            clear(directory)
+        saver.save(state)  # the copies' memory is allocated by the first
+        next(running)
+        saver.wait()
+        saver.outcomes()
+        clear(directory)
         alone = [next(running).seconds for _ in range(steps)]
         began = time.perf_counter()
         saver.save(state)

@@ -9,6 +9,7 @@ group they would be taken for each other, so the thread has a gloo group of its 
 """
 
 import logging
+import mmap
 import os
 import sys
 import threading
@@ -35,6 +36,7 @@ from fullshard.errors import CheckpointError
 from fullshard.spec.plan import Plan
 
 _NICENESS = 10  # of the writing thread; see `_step_back`
+_LARGE_BYTES = 1 << 20
 
 logger = logging.getLogger("fullshard")
 
@@ -205,8 +207,7 @@ class _Staging:
             for name, source in self._sources.items():
                 buffer = self._buffers.get(name)
                 if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
-                    buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-                    self._buffers[name] = buffer
+                    buffer = self._buffers[name] = _buffer_for(source)
                 buffer.copy_(source, non_blocking=source.is_cuda)
                 mine.tensors[name] = _as_shard_of(mine.tensors[name], buffer)
         self._sources = {}
@@ -220,6 +221,19 @@ class _Staging:
         """Returns when the copies are on the host."""
         if self._stream is not None:
             self._stream.synchronize()
+
+
+def _buffer_for(source: Tensor) -> Tensor:
+    """Host memory for a copy: pinned for one of a GPU; else, if it is large, a mapping of its own.
+
+    `malloc` would keep it for the thread that asked: gigabytes after a few saves, that nobody else can use.
+    """
+    if source.is_cuda or source.nbytes < _LARGE_BYTES:
+        return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+    mapping = mmap.mmap(-1, source.nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=source.dtype).view(source.shape)
 
 
 def _as_shard_of(tensor: Tensor, buffer: Tensor) -> Tensor:
