@@ -10,6 +10,7 @@ lets a process reset) over what it had after its imports of Python modules.
 """
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -56,6 +57,7 @@ def main() -> None:
         for turn in range(asked.turns):
             importing(directory / "in", plan, turn)
         saved(directory, plan)
+        gc.collect()
         for turn in range(asked.turns):
             if dist.get_rank() == 0:
                 exporting(directory, turn)
@@ -108,6 +110,7 @@ def plan_of(source: Path) -> Plan:
 def importing(source: Path, plan: Plan, turn: int) -> None:
     """Shards are allocated before, in both ways: it is reading that is compared."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    gc.collect()  # the model of the turn before
     before = memory("VmRSS")
     model = shard(hf_model(HuggingFaceModel(hf=str(source))), plan, values="unset")
     shards = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
@@ -132,6 +135,7 @@ def importing(source: Path, plan: Plan, turn: int) -> None:
 
 
 def saved(directory: Path, plan: Plan) -> None:
+    gc.collect()
     model = shard(hf_model(HuggingFaceModel(hf=str(directory / "in"))), plan, values="unset")
     load_pretrained(model, directory / "in", plan=plan)
     save(TrainState(model, build_optimizer(model, plan)), directory / "checkpoints", plan=plan)
