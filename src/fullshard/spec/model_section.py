@@ -11,7 +11,8 @@ from fullshard.spec.value import PositiveFloat, Value
 class Decoder(Value):
     """The reference transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-    The defaults are the embedded default model, small enough to learn in two minutes on two cores.
+    The defaults are the embedded default model, small enough to learn in two minutes on two cores. Instead of
+    sizes the section may have `hf` (a model of transformers) or `python` (any module): docs/models.md.
     """
 
     vocabulary: PositiveInt = 256
