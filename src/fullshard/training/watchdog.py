@@ -198,6 +198,9 @@ class _Watchdog:
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
 
     def start(self) -> None:
+        """Shows this rank once before anything can happen to it: then it was heard of."""
+        with suppress(RuntimeError):
+            self._board.show(self._seen())
         self._thread.start()
 
     def stop(self) -> None:
