@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,15 @@ def wait_for_steps(directory: Path, process: subprocess.Popen[str], count: int) 
         time.sleep(0.05)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell's background jobs ignore SIGINT, and their children would too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_run_that_is_stopped_goes_on_with_other_ranks_and_another_strategy(
     number: signal.Signals, tmp_path: Path
