@@ -61,9 +61,12 @@ def test_a_run_that_is_stopped_goes_on_with_other_ranks_and_another_strategy(
     directory = tmp_path / "run"
     argv = command(directory, "train.steps=100000", "run.ranks=2", "sharding.strategy=full_shard")
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for_steps(directory, process, 4)
-    process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    try:
+        wait_for_steps(directory, process, 4)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()  # its ranks end with it
     assert process.returncode == INTERRUPTED_EXIT_CODE, said
     assert "--resume" in said
     done = steps_logged(directory)
