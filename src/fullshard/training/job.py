@@ -150,7 +150,8 @@ def _begin(
     )
     if found.aside:
         log.say(f"an earlier run in {directory.root} is kept as {found.aside}")
-    log.say(_headline(plan, data, parameters=parameters))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    log.say(_headline(plan, data, parameters=parameters, trained=trained))
     if read is not None:
         log.say(read)
     if found.before is not None:
@@ -206,15 +207,16 @@ def _directory(plan: Plan, ranks: Ranks, *, resume: bool) -> Generator[Opened]:
         yield first(lambda: Opened(RunDirectory(Path(run.run.dir))), doing="opening the run's directory")
 
 
-def _headline(plan: Plan, data: Data, *, parameters: int) -> str:
+def _headline(plan: Plan, data: Data, *, parameters: int, trained: int) -> str:
     mesh = (
         f"{plan.replicate_degree} × {plan.shard_degree}"
         if plan.replicate_degree > 1
         else f"{plan.shard_degree}"
     )
     accumulated = f" × {plan.accumulation} microbatches" if plan.accumulation > 1 else ""
+    of_them = f" ({format_count(trained)} trained)" if trained < parameters else ""
     return (
-        f"{format_count(parameters)} parameters, {plan.strategy} over {mesh} {plan.device} ranks, "
+        f"{format_count(parameters)} parameters{of_them}, {plan.strategy} over {mesh} {plan.device} ranks, "
         f"{plan.precision.param} compute; {plan.run.train.global_batch} × {plan.run.data.sequence_length} "
         f"tokens a step{accumulated}\n{data.describe()}"
     )

@@ -95,11 +95,11 @@ def wanted_fields(fields: SourceFields) -> tuple[str, ...]:
 
 def absent_field(name: str, there: Sequence[str], *, where: str) -> DataError:
     """The error for rows without a field that is read."""
-    setting = "messages_field, prompt_field or completion_field" if name != "text" else "text_field"
     return DataError(
         f"there is no field {name!r} in {where}.",
         got=f"the fields {', '.join(there) or '(none)'}",
-        fix=f"data.{setting} = the one that is meant, and data.records = what a row is",
+        fix="the one that is meant as data.text_field (messages_field, prompt_field, completion_field), "
+        "and data.records = what a row is",
     )
 
 
