@@ -18,6 +18,7 @@ import xxhash
 from pydantic import NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fullshard.errors import DamagedCheckpointError
 from fullshard.spec.value import Value
@@ -29,6 +30,14 @@ SUFFIX = ".pieces"
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor as it is."""
     return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def shard_begin(tensor: Tensor) -> tuple[int, ...]:
+    """Where this rank's part begins in the whole tensor, for each dim."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offsets)
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:

@@ -5,20 +5,17 @@ tensor is whole anywhere.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fullshard.checkpoint.agreement import everyone, first, world_size
-from fullshard.checkpoint.pieces import local_shard
+from fullshard.checkpoint.pieces import local_shard, shard_begin
 from fullshard.checkpoint.pretrained_files import PretrainedFiles, open_weights
 from fullshard.checkpoint.pretrained_read import carry_out
 from fullshard.checkpoint.safetensors_header import FileTensor
@@ -144,7 +141,7 @@ class _Reading:
         moves = (
             move
             for name, tensor in self.filled.items()
-            for move in moves_into(local_shard(tensor), self.map.parts[name], offsets=_offsets(tensor))
+            for move in moves_into(local_shard(tensor), self.map.parts[name], offsets=shard_begin(tensor))
         )
         held = sum(local_shard(tensor).numel() for tensor in self.filled.values())
         every = sum(tensor.numel() for tensor in self.filled.values())
@@ -182,14 +179,6 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward without a backward leaves units gathered
     return model.state_dict(keep_vars=True)
-
-
-def _offsets(tensor: Tensor) -> Sequence[int]:
-    """Where this rank's part begins in the whole."""
-    if not isinstance(tensor, DTensor):
-        return (0,) * tensor.ndim
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return cast(Sequence[int], offsets)
 
 
 def _require_memory(filled: Mapping[str, Tensor]) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fullshard.checkpoint.pretrained_files import PretrainedFiles
+from fullshard.checkpoint.stream import ALIGNMENT, DIRECT
 from fullshard.checkpoint.strided import GAP_BYTES, Move, bounded
 from fullshard.errors import DamagedCheckpointError
 
@@ -26,8 +27,6 @@ BUFFER_BYTES = 8 << 20
 _THREADS = 2  # that wait for the disk
 _BUFFERS = _THREADS + 2  # besides theirs, one is emptied, and one is full, so that nobody waits
 _CACHED_BYTES = 1 << 20  # read at once through the cache: what the processor's own holds is copied quicker
-_ALIGNMENT = 4096  # of addresses, offsets and lengths: what every disk's logical block divides
-_DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
 
 
 @dataclass
@@ -60,7 +59,7 @@ def _reads(moves: Iterable[Move], files: PretrainedFiles) -> Iterator[_Read]:
     for move in moves:
         tensor = files.tensors[move.source]
         itemsize = tensor.dtype.itemsize
-        for piece in bounded(move, most=(BUFFER_BYTES - _ALIGNMENT) // itemsize, itemsize=itemsize):
+        for piece in bounded(move, most=(BUFFER_BYTES - ALIGNMENT) // itemsize, itemsize=itemsize):
             begin = tensor.begin + piece.begin * itemsize
             placed.append((tensor.file, begin, begin + piece.span * itemsize, piece))
     placed.sort(key=lambda one: one[:3])
@@ -84,7 +83,7 @@ class _Reader:
 
     def __init__(self, files: PretrainedFiles, *, cached: bool, pinned: bool) -> None:
         self.files = files
-        self.flags = os.O_RDONLY | os.O_CLOEXEC | (0 if cached else _DIRECT)
+        self.flags = os.O_RDONLY | os.O_CLOEXEC | (0 if cached else DIRECT)
         self.open: dict[str, int] = {}
         self.buffers = [_buffer(pinned=pinned) for _ in range(_BUFFERS)]
         self.threads = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="read")
@@ -104,7 +103,7 @@ class _Reader:
                 self._empty(waiting.popleft())
             buffer = self.buffers[turn % _BUFFERS]
             descriptor = self._descriptor(read.file)
-            if hasattr(os, "posix_fadvise") and not self.flags & _DIRECT:  # not on macOS
+            if hasattr(os, "posix_fadvise") and not self.flags & DIRECT:  # not on macOS
                 os.posix_fadvise(descriptor, read.begin, read.end - read.begin, os.POSIX_FADV_WILLNEED)
             waiting.append(
                 (read, buffer, self.threads.submit(self._fill, read, buffer, descriptor=descriptor))
@@ -120,17 +119,17 @@ class _Reader:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self.flags &= ~_DIRECT
+                self.flags &= ~DIRECT
                 self.open[file] = os.open(path, self.flags)
         return self.open[file]
 
     def _fill(self, read: _Read, buffer: Tensor, *, descriptor: int) -> None:
         """The first byte of `buffer` is the one of the aligned block that `read` begins in."""
-        at, end = _down(read.begin), _down(read.end + _ALIGNMENT - 1)
+        at, end = _down(read.begin), _down(read.end + ALIGNMENT - 1)
         into = memoryview(cast(bytearray, buffer.numpy()))[: end - at]
         done = 0
         while at + done < read.end:
-            most = into.nbytes if self.flags & _DIRECT else done + _CACHED_BYTES
+            most = into.nbytes if self.flags & DIRECT else done + _CACHED_BYTES
             count = os.preadv(descriptor, [into[done:most]], at + done)
             if not count:
                 raise DamagedCheckpointError(
@@ -154,7 +153,7 @@ class _Reader:
 
 def _buffer(*, pinned: bool) -> Tensor:
     """A mapping is aligned to pages, and so is what is pinned for a GPU."""
-    size = BUFFER_BYTES + _ALIGNMENT
+    size = BUFFER_BYTES + ALIGNMENT
     if pinned:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
@@ -162,4 +161,4 @@ def _buffer(*, pinned: bool) -> Tensor:
 
 def _down(offset: int) -> int:
     """To the begin of its aligned block."""
-    return offset - offset % _ALIGNMENT
+    return offset - offset % ALIGNMENT

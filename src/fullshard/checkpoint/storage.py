@@ -20,14 +20,21 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.futures import Future
 
 from fullshard.checkpoint.agreement import Attempt, Group, alone, distributed, rank
 from fullshard.checkpoint.files import Files, write_file
 from fullshard.checkpoint.manifest import METADATA, Manifest, SavedFile, lost_or_denied, read_verified
-from fullshard.checkpoint.pieces import SUFFIX, Piece, PieceFile, PieceTable, digest, local_shard, read_part
+from fullshard.checkpoint.pieces import (
+    SUFFIX,
+    Piece,
+    PieceFile,
+    PieceTable,
+    digest,
+    local_shard,
+    read_part,
+    shard_begin,
+)
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 T = TypeVar("T")
@@ -104,13 +111,7 @@ Shards = Iterable[tuple[str, Sequence[int], Tensor]]
 def _places(tensors: Mapping[str, Tensor]) -> Iterator[tuple[tuple[str, tuple[int, ...]], Tensor]]:
     """((name, where this rank's shard begins in the whole), shard) of each tensor."""
     for name, tensor in tensors.items():
-        begin = (0,) * tensor.ndim
-        if isinstance(tensor, DTensor):
-            _, offsets = compute_local_shape_and_global_offset(
-                tensor.shape, tensor.device_mesh, tensor.placements
-            )
-            begin = tuple(offsets)
-        yield (name, begin), local_shard(tensor)
+        yield (name, shard_begin(tensor)), local_shard(tensor)
 
 
 def write_shards(draft: Files, name: str, *, shards: Shards) -> tuple[Sequence[Piece], dict[str, SavedFile]]:

@@ -19,9 +19,9 @@ from typing import Self
 import numpy as np
 
 BLOCK_BYTES = 16 << 20
-_ALIGNMENT = 4096  # of addresses, offsets and lengths: what every disk's logical block divides
+ALIGNMENT = 4096  # of addresses, offsets and lengths: what every disk's logical block divides
 _CACHED_WRITE_BYTES = 256 << 10
-_DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
+DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
 _BLOCKS = 2  # one is written while the other is filled
 
 
@@ -64,9 +64,6 @@ class StreamedFile:
                 self._send()
         return count
 
-    def flush(self) -> None:
-        """Nothing: `finish` flushes. `torch.save` calls it."""
-
     def finish(self) -> None:
         """Writes what is left, and flushes all of it to the disk."""
         self._wait()
@@ -97,10 +94,10 @@ class StreamedFile:
         """All of `data`, though one call may write less. See [Note: past the page cache]."""
         begin, length = offset, data.nbytes
         while data.nbytes:
-            direct = self._is_direct and offset % _ALIGNMENT == 0 and data.nbytes >= _ALIGNMENT
+            direct = self._is_direct and offset % ALIGNMENT == 0 and data.nbytes >= ALIGNMENT
             if self._is_direct and not direct:  # the end of a file, or what a full disk took of a block
                 self._leave_direct()
-            whole = data.nbytes - data.nbytes % _ALIGNMENT if direct else _CACHED_WRITE_BYTES
+            whole = data.nbytes - data.nbytes % ALIGNMENT if direct else _CACHED_WRITE_BYTES
             try:
                 count = os.pwrite(self._file, data[:whole], offset)
             except OSError as error:
@@ -115,16 +112,16 @@ class StreamedFile:
 
     @property
     def _is_direct(self) -> bool:
-        return bool(_DIRECT and fcntl.fcntl(self._file, fcntl.F_GETFL) & _DIRECT)
+        return bool(DIRECT and fcntl.fcntl(self._file, fcntl.F_GETFL) & DIRECT)
 
     def _leave_direct(self) -> None:
-        fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~_DIRECT)
+        fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~DIRECT)
 
 
 def _opened(path: Path) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        return os.open(path, flags | _DIRECT, 0o666)
+        return os.open(path, flags | DIRECT, 0o666)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise

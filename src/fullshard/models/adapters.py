@@ -36,7 +36,7 @@ def add_adapter(
     targets = _targets(model, section)
     trained = _named(model, section.trained, key="adapter.trained") if section.trained else []
     modules = dict(model.named_modules())
-    config = lora_config(section, targets=targets, turned=any(_is_turned(modules[name]) for name in targets))
+    config = lora_config(section, targets=targets, turned=any(is_turned(modules[name]) for name in targets))
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     try:
@@ -99,10 +99,10 @@ def _targets(model: nn.Module, section: AdapterSection) -> list[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or _is_turned(module)
+    return isinstance(module, nn.Linear) or is_turned(module)
 
 
-def _is_turned(module: nn.Module) -> bool:
+def is_turned(module: nn.Module) -> bool:
     """GPT-2's linear modules are transformers' own, with their weight the other way round."""
     return type(module).__name__ == "Conv1D"
 

@@ -41,6 +41,11 @@ class AdapterSection(Value):
     save: Literal["all", "adapters"] = "all"
     options: dict[str, Any] = Field(default_factory=dict[str, Any])
 
+    @property
+    def saved_alone(self) -> bool:
+        """Whether checkpoints lack the base."""
+        return self.rank > 0 and self.save == "adapters"
+
     @model_validator(mode="after")
     def _options_fit(self) -> Self:
         for key, why in _REFUSED.items():

@@ -82,6 +82,11 @@ class DataSection(SourceFields):
     processes: NonNegativeInt = 0
     ahead_steps: NonNegativeInt = 1
 
+    @property
+    def kinds(self) -> set[str]:
+        """Of all sources, each once."""
+        return {source.source for source in self.sources} or {self.source}
+
     @model_validator(mode="after")
     def _source_fits(self) -> Self:
         if self.sources:

@@ -17,6 +17,7 @@ from fullshard.checkpoint.load import find
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest, SavedTensor
 from fullshard.checkpoint.place import Place
 from fullshard.errors import CheckpointError, SpecError
+from fullshard.models.adapters import is_turned
 from fullshard.models.decoder_names import llama_config, llama_names
 from fullshard.models.huggingface import hf_model
 from fullshard.models.weight_names import described, file_names, meta_twin
@@ -156,7 +157,7 @@ def turned_modules(manifest: Manifest, run: Run) -> frozenset[str]:
 def _turned(twin: Any) -> frozenset[str]:
     """GPT-2's kind of linear module."""
     modules = twin.named_modules() if twin is not None else ()
-    return frozenset(f"{MODEL_PREFIX}{name}" for name, module in modules if type(module).__name__ == "Conv1D")
+    return frozenset(f"{MODEL_PREFIX}{name}" for name, module in modules if is_turned(module))
 
 
 def _without_cache_switch(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,8 +206,7 @@ def _tokenizer_directory(run: Run) -> Path | None:
 def _brings_tokens(run: Run) -> bool:
     """Whether the data were tokens already, by the model's own tokenizer. Else without one they were
     bytes."""
-    kinds = {one.source for one in run.data.sources} or {run.data.source}
-    return run.data.tokenizer is None and kinds <= {"memmap", "python"}
+    return run.data.tokenizer is None and run.data.kinds <= {"memmap", "python"}
 
 
 def _beside_config(run: Run) -> Path | None:

@@ -130,7 +130,7 @@ def _begin(
     weights = weights_of(run)
     shard(model, plan, values="initialised" if weights is None else "unset")
     ahead = stack.enter_context(made_ahead(data, steps=run.data.ahead_steps))
-    saves = "trained" if run.adapter.rank and run.adapter.save == "adapters" else "all"
+    saves = "trained" if run.adapter.saved_alone else "all"
     state = TrainState(model, build_optimizer(model, plan), data=ahead, saved=saves)
     state.where = where
     torch.manual_seed(run.run.seed + ranks.rank)  # for dropout; a checkpoint's own state takes its place

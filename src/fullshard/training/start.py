@@ -52,7 +52,7 @@ def start_from(
 
     A checkpoint of adapters alone goes on top of the weights. Raises CheckpointError.
     """
-    on_top = plan.run.adapter.rank > 0 and plan.run.adapter.save == "adapters"
+    on_top = plan.run.adapter.saved_alone
     read = load_pretrained(state.model, weights, plan=plan) if weights is not None and on_top else None
     resumed = saved is not None and load(state, place(saved, plan), missing_ok=not must_resume)
     if weights is not None and not on_top and not resumed:

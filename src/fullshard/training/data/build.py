@@ -74,7 +74,7 @@ def packed_data(run: Run, *, alive: Alive = still) -> PackedData:
 def _tokenizer(section: DataSection, stores: Sequence[TokenStore]) -> Tokenizer | None:
     """What turns tokens back into text. Raises DataError where memmaps hold tokens that it does not know."""
     if section.tokenizer is None:
-        kinds = {source.source for source in section.sources} or {section.source}
+        kinds = section.kinds
         if "memmap" in kinds and len(kinds) > 1:
             raise DataError(
                 "tokens and bytes do not mix.",
