@@ -16,10 +16,12 @@ from fullshard.errors import MissingExtraError
 from fullshard.models.build import build_model
 from fullshard.spec.run import Run
 from fullshard.training.data import build_data
+from fullshard.training.low_bit import eight_bit_adamw
 
 run = Run.load(overrides=json.loads(sys.argv[3]))
 try:
-    {"model": build_model, "data": build_data}[sys.argv[1]](run)
+    made_by = {"model": build_model, "data": build_data, "optimizer": lambda _: eight_bit_adamw()}
+    made_by[sys.argv[1]](run)
 except MissingExtraError as error:
     print(error)
 """
@@ -37,6 +39,7 @@ except MissingExtraError as error:
             "hf",
             marks=pytest.mark.long,
         ),
+        ("optimizer", "torchao", ["optimizer.name=adamw8bit"], "lowbit"),
         ("data", "pyarrow", ["data.source=parquet", 'data.paths=["DIRECTORY/config.json"]'], "data"),
         pytest.param(
             "data", "datasets", ["data.source=datasets", "data.name=x"], "data", marks=pytest.mark.long

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from fullshard.planner.search import predict as predict
     from fullshard.planner.search import search as search
     from fullshard.profiler.detect import detect_hardware as detect_hardware
-    from fullshard.sharding.apply import shard as shard
     from fullshard.sharding.describe import describe as describe
     from fullshard.sharding.given import InitialisedWarning as InitialisedWarning
     from fullshard.sharding.layout import layout as layout
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from fullshard.training.loop import Step as Step
     from fullshard.training.loop import train as train
     from fullshard.training.loss import next_token_loss as next_token_loss
+    from fullshard.training.offloaded import shard as shard
     from fullshard.training.optimizer import build_optimizer as build_optimizer
     from fullshard.training.pretrained import load_pretrained as load_pretrained
     from fullshard.training.state import TrainState as TrainState
@@ -77,7 +77,7 @@ _HOMES = {
     "predict": "planner.search",
     "search": "planner.search",
     "detect_hardware": "profiler.detect",
-    "shard": "sharding.apply",
+    "shard": "training.offloaded",
     "describe": "sharding.describe",
     "InitialisedWarning": "sharding.given",
     "layout": "sharding.layout",

@@ -9,7 +9,10 @@ FullshardError          1   never raised itself
 ├── CheckpointError     6   a checkpoint that is absent, broken, of another model, or cannot be written
 │   └── DamagedCheckpointError    one whose files are not what was saved; an older one may be whole
 ├── LaunchError         7   ranks that could not be started, or died
-└── TrainError          8   a run that stopped itself (non-finite losses, a missing loss)
+├── TrainError          8   a run that stopped itself (non-finite losses, a missing loss)
+└── OffloadError        9   state on a drive that cannot be kept there: full, failing, held by another process
+    ├── DamagedOffloadError       a file of it is not what was written; the other generation may be whole
+    └── ForeignOffloadError       what lies there is of another run, or of other ranks or shapes
 
 Exit code 75 (`EX_TEMPFAIL`: try again later) is no error: the run was interrupted, and saved itself.
 """
@@ -82,3 +85,15 @@ class LaunchError(FullshardError):
 
 class TrainError(FullshardError):
     exit_code = 8
+
+
+class OffloadError(FullshardError):
+    exit_code = 9
+
+
+class DamagedOffloadError(OffloadError):
+    """A file is missing, cut off, or holds other bytes than were written."""
+
+
+class ForeignOffloadError(OffloadError):
+    """Files of another run, another world size or another layout: never read, and never silently replaced."""

@@ -15,6 +15,7 @@ from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import SavedTensor, compare_names
 from fullshard.checkpoint.place import Place
 from fullshard.checkpoint.save import save
+from fullshard.checkpoint.stream import LARGE_BYTES
 
 
 @dataclass
@@ -54,6 +55,22 @@ def numbers(step: int = 0) -> dict[str, Tensor]:
         "model.nothing": torch.empty(0, 4),
         "optimizer.uneven.step": torch.tensor(float(step)),
         "optimizer.count": torch.arange(step, step + 5),
+    }
+
+
+def mixed() -> dict[str, Tensor]:
+    """Small and large, of sizes that are no multiple of anything, and one of many digests."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "small": torch.randn(7, 5, generator=generator),
+        "large": torch.randn(515, 513, generator=generator),
+        "nothing": torch.empty(0, 4),
+        "just_not_large": torch.randint(256, (LARGE_BYTES - 1,), generator=generator).to(torch.uint8),
+        "just_large": torch.randint(256, (LARGE_BYTES,), generator=generator).to(torch.uint8),
+        "scalar": torch.tensor(2.5),
+        "huge": torch.arange(9_000_011, dtype=torch.float32),
+        "large_too": torch.randn(1031, 1033, generator=generator).bfloat16(),
+        "last": torch.arange(5),
     }
 
 

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fullshard.checkpoint.background import BackgroundSaver
+from fullshard.checkpoint.files import LocalFiles
 from fullshard.checkpoint.place import LocalPlace
+from fullshard.checkpoint.stream import ALIGNMENT, LARGE_BYTES, address
 from fullshard.errors import CheckpointError
 from tests.checkpoint.states import State, assert_same, loaded, loaded_sharded, numbers, ones_own, sharded
 
@@ -135,3 +138,51 @@ def test_a_rank_that_fails_fails_all(ranks, tmp_path):
     for (message,) in ranks(2).run(refused_on_one_rank, tmp_path):
         assert message.startswith("rank 1: model.uneven is not saved.")
     assert not list(tmp_path.glob("step-*"))
+
+
+class _Watched:
+    """A file of which large writes are noted: (place in the file, address), in multiples of 4096 and rest."""
+
+    def __init__(self, file: Any, seen: list[tuple[int, int]]) -> None:
+        self.file, self.seen, self.position = file, seen, 0
+
+    def write(self, data: memoryview) -> int:
+        if len(data) >= LARGE_BYTES:
+            self.seen.append((self.position % ALIGNMENT, address(data) % ALIGNMENT))
+        self.position += len(data)
+        return self.file.write(data)
+
+
+@dataclass(frozen=True)
+class _WatchedFiles(LocalFiles):
+    seen: list[tuple[int, int]] = field(default_factory=list)
+
+    @contextmanager
+    def create(self, name: str):
+        with super().create(name) as file:
+            yield _Watched(file, self.seen)
+
+
+@dataclass(frozen=True)
+class _WatchedPlace(LocalPlace):
+    seen: list[tuple[int, int]] = field(default_factory=list)
+
+    def begin(self, step: int, *, needed_bytes: int):
+        return _WatchedFiles(super().begin(step, needed_bytes=needed_bytes).path, self.seen)
+
+
+def large_writes(directory: Path) -> list[tuple[int, int]]:
+    mesh = init_device_mesh("cpu", (1,))
+    shards = {f"model.{n}": torch.full((n, 513), 1.0) for n in (515, 3, 9001, 777)}
+    state = State(1, {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in shards.items()})
+    place = _WatchedPlace(directory)
+    with BackgroundSaver(place) as saver:
+        saver.save(state)
+        saver.wait()
+        assert [one.error for one in saver.outcomes()] == [None]
+    return place.seen
+
+
+def test_large_shards_are_written_from_where_they_were_copied_to(ranks, tmp_path):
+    (seen,) = ranks(1).run(large_writes, tmp_path)
+    assert seen == [(0, 0)] * 4  # three large shards, one of them of two blocks

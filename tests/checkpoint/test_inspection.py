@@ -12,6 +12,7 @@ from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.pieces import BLOCK_BYTES, PieceTable
 from fullshard.checkpoint.save import save
+from fullshard.checkpoint.stream import LARGE_BYTES
 from fullshard.errors import CheckpointError
 from tests.checkpoint.states import (
     State,
@@ -77,9 +78,23 @@ def test_a_part_of_many_blocks_is_verified_block_by_block(tmp_path):
     target = State(0, {"model.large": torch.zeros(elements)})
     assert load(target, tmp_path)
     assert torch.equal(target.held["model.large"], state.held["model.large"])
-    flip(path / "__0_0.distcp", 8 * (2 * BLOCK_BYTES + 7))
+    begin = piece.offset + 2 * BLOCK_BYTES
+    flip(path / "__0_0.distcp", 8 * (begin + 7))
     (damage,) = damages(path)
-    assert f"bytes {2 * BLOCK_BYTES} to {3 * BLOCK_BYTES}" in damage.what
+    assert f"bytes {begin} to {begin + BLOCK_BYTES}" in damage.what
+
+
+def test_a_flipped_bit_between_the_pieces_is_found_and_harms_nothing(tmp_path):
+    state = State(1, {"model.small": torch.ones(3), "model.large": torch.ones(LARGE_BYTES // 4 + 5)})
+    path = save(state, tmp_path)
+    small, large = pieces(path).pieces
+    assert large.offset > small.length
+    flip(path / "__0_0.distcp", 8 * (large.offset - 1) + 3)
+    (damage,) = damages(path)
+    assert f"bytes {small.length} to {large.offset}, before model.large, are not all zero" in damage.what
+    target = State(0, {name: torch.zeros_like(tensor) for name, tensor in state.held.items()})
+    assert load(target, tmp_path)
+    assert_same(target.held, state.held)
 
 
 @pytest.mark.parametrize("act", ["truncate", "append", "delete", "swap", "stranger"])

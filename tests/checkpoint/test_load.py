@@ -3,19 +3,23 @@
 import json
 import logging
 import os
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
+from fullshard.checkpoint.inspection import damages
 from fullshard.checkpoint.load import load
-from fullshard.checkpoint.manifest import read_manifest
+from fullshard.checkpoint.manifest import SavedFile, read_manifest
+from fullshard.checkpoint.pieces import PieceTable, digest
 from fullshard.checkpoint.place import newest
 from fullshard.checkpoint.save import save
 from fullshard.errors import CheckpointError
-from tests.checkpoint.states import State, assert_same, loaded, numbers, saved, sharded
+from tests.checkpoint.states import State, assert_same, loaded, mixed, numbers, saved, sharded
 
 
 def without_manifest(path: Path) -> None:
@@ -243,3 +247,45 @@ def test_a_shard_that_one_rank_cannot_read_fails_all(ranks, tmp_path):
 def test_a_manifest_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
         read_manifest(tmp_path)
+
+
+def without_padding(path: Path, name: str) -> None:
+    """What saves wrote before large tensors were aligned: one piece right behind the other."""
+    manifest, data = read_manifest(path), (path / name).read_bytes()
+    table = PieceTable.decoded((path / f"{name}.pieces").read_bytes(), source=name)
+    old, moved, packed = [], {}, b""
+    for piece in table.pieces:
+        old.append(piece.model_copy(update={"offset": len(packed)}))
+        moved[piece.offset] = len(packed)
+        packed += data[piece.offset : piece.offset + piece.length]
+    assert len(packed) < len(data)
+    changed = {name: packed, f"{name}.pieces": PieceTable(block_bytes=1 << 24, pieces=tuple(old))}
+    changed[f"{name}.pieces"] = changed[f"{name}.pieces"].model_dump_json().encode()
+    if ".metadata" in manifest.files:
+        metadata = pickle.loads((path / ".metadata").read_bytes())
+        for place in metadata.storage_data.values():
+            place.offset = moved[place.offset]
+        changed[".metadata"] = pickle.dumps(metadata)
+    files = dict(manifest.files)
+    for file, content in changed.items():
+        (path / file).write_bytes(content)
+        told = None if file == name else digest(content)
+        files[file] = SavedFile(size_bytes=len(content), digest=told)
+    (path / "manifest.json").write_bytes(manifest.model_copy(update={"files": files}).encoded())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("layout", "name"), [("sharded", "__0_0.distcp"), ("ranks", "rank-0.shards")])
+@pytest.mark.parametrize("old", [False, True])
+def test_large_tensors_load_with_padding_and_without(tmp_path, layout, name, old):
+    path = save(State(3, mixed()), tmp_path, layout=layout)
+    if old:
+        without_padding(path, name)
+    assert not list(damages(path))
+    state = State(0, {name: torch.zeros_like(tensor) for name, tensor in mixed().items()})
+    assert load(state, tmp_path)
+    assert_same(state.held, mixed())
+    if layout == "sharded":
+        alone = {name: torch.zeros_like(tensor) for name, tensor in mixed().items()}
+        dcp.load(alone, checkpoint_id=path, no_dist=True)
+        assert_same(alone, mixed())

@@ -20,6 +20,7 @@ from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.place import LocalPlace, newest
 from fullshard.checkpoint.retention import WRITER, WriterProcess
 from fullshard.checkpoint.save import save
+from fullshard.checkpoint.stream import LARGE_BYTES
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -28,6 +29,7 @@ from tests.checkpoint.states import (
     assert_same,
     loaded,
     loaded_sharded,
+    mixed,
     numbers,
     ones_own,
     saved,
@@ -251,11 +253,21 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path):
     assert listing(tmp_path) == before
 
 
-def test_the_bytes_needed_are_told_closely_and_never_too_few(tmp_path):
-    size = sum(file.stat().st_size for file in saved(tmp_path / "a", 1).glob("*.distcp"))
+@pytest.mark.parametrize(("make", "spare"), [(numbers, 2560 * 8), (mixed, 2560 * 9 + 4096 * 4)])
+def test_the_bytes_needed_are_told_closely_and_never_too_few(tmp_path, make, spare):
+    state = State(1, make())
+    size = sum(file.stat().st_size for file in save(state, tmp_path / "a").glob("*.distcp"))
     with pytest.raises(CheckpointError, match="not enough space"):
-        saved(LocalPlace(tmp_path / "b", free_bytes=lambda path: size), 1)
-    saved(LocalPlace(tmp_path / "b", free_bytes=lambda path: size + 2560 * len(numbers())), 1)
+        save(state, LocalPlace(tmp_path / "b", free_bytes=lambda path: size))
+    save(state, LocalPlace(tmp_path / "b", free_bytes=lambda path: size + spare))
+
+
+def test_padding_is_planned_for(tmp_path):
+    """Of tensors that are just large, none else takes as much of what is planned."""
+    state = State(1, {f"model.{i}": torch.zeros(LARGE_BYTES + 1, dtype=torch.uint8) for i in range(8)})
+    written = sum(file.stat().st_size for file in save(state, tmp_path / "a").glob("__0_0.distcp*"))
+    with pytest.raises(CheckpointError, match="not enough space"):
+        save(state, LocalPlace(tmp_path / "b", free_bytes=lambda path: written))
 
 
 def saved_with_free_bytes(directory: Path, mesh_shape: tuple[int, ...], free: int) -> str | None:

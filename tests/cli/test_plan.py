@@ -54,7 +54,7 @@ def test_the_page_fits_a_hundred_columns_and_says_what_it_is_for(
     assert sum(line.endswith("chosen") for line in lines) == 1
 
 
-@pytest.mark.parametrize("pin", ["offload.tier=optimizer:cpu", "sharding.tensor_parallel=2"])
+@pytest.mark.parametrize("pin", ["sharding.tensor_parallel=2"])
 def test_what_cannot_be_run_yet_is_said_to_be_a_what_if(
     pin: str, spec_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

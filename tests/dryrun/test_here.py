@@ -32,6 +32,7 @@ def dry(plan: Plan, *, rank: int = 0) -> DryRun:
     [
         pytest.param(2, 3, ["sharding.strategy=zero1", "recompute.mode=full"], marks=pytest.mark.long),
         (4, 1, ["sharding.strategy=full_shard", "sharding.reshard_to=2", "precision.mode=bf16_pure"]),
+        pytest.param(2, 1, ["recompute.mode=offload"], marks=pytest.mark.long),
     ],
 )
 def test_each_part_of_the_peak_is_what_real_ranks_hold(ranks, n, accumulation, overrides):
@@ -76,8 +77,9 @@ def test_shards_are_the_first_chunk_of_dim_0(n):
         ),
         pytest.param("cuda", [*HYBRID, "precision.mode=bf16"], marks=pytest.mark.long),
         ("cuda", ["sharding.strategy=zero1", "recompute.mode=selective", "precision.mode=bf16"]),
+        ("cuda", ["sharding.strategy=full_shard", "recompute.mode=offload", "precision.mode=bf16"]),
     ],
-    ids=["prefetch", "hpz", "hybrid", "zero1"],
+    ids=["prefetch", "hpz", "hybrid", "zero1", "offload"],
 )
 def test_the_closed_form_tells_the_same_at_64_ranks(device, overrides):
     plan = plan_of(64, *overrides).model_copy(update={"device": device})

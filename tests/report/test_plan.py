@@ -9,7 +9,7 @@ from fullshard.report.compare_plans import comparison_rows, show_comparison
 from fullshard.report.grid import show_rows
 from fullshard.report.plan import MEMORY_LABELS, TIME_LABELS, Budget, PlanPage, plan_rows, show_plan
 from fullshard.spec.plan import Plan
-from fullshard.spec.prediction import OffloadTerms, TimeTerms
+from fullshard.spec.prediction import ActivationTerms, OffloadTerms, TimeTerms
 from fullshard.spec.run import Run
 from tests.report.plans import GIB, predicted
 
@@ -118,7 +118,7 @@ def test_a_dry_run_stands_beside_what_was_predicted():
     assert said["activations, rest"].split() == ["34.00", "GiB;", "predicted", "34.00", "GiB"]
 
 
-def test_a_tier_says_that_it_is_not_run_yet_what_it_takes_and_what_binds():
+def test_a_tier_says_what_it_takes_and_what_binds():
     plan = predicted()
     assert plan.prediction is not None
     terms = OffloadTerms(
@@ -138,13 +138,31 @@ def test_a_tier_says_that_it_is_not_run_yet_what_it_takes_and_what_binds():
         }
     )
     said = rows(plan)
-    assert said["WHAT-IF"] == "not yet run by train"
+    assert "WHAT-IF" not in said
     assert said["offload"] == "optimizer:nvme"
     assert said["host memory"] == "64.00 GiB of 32.00 GiB a rank: TOO MUCH"
     assert said["drive"] == "96.00 GiB a rank"
     assert said["at least"] == "disk 30.0 s, update 2.0 s, beside each other: disk binds"
     assert plan.prediction is not None
     assert not plan.prediction.fits
+
+
+@pytest.mark.parametrize(("tier", "room"), [(None, ""), (20 * GIB, ": TOO MUCH")])
+def test_activations_on_the_host_say_what_they_take_beside_a_tier(tier: int | None, room: str):
+    plan = predicted()
+    assert plan.prediction is not None
+    terms = {
+        "activations": ActivationTerms(
+            host_bytes=16 * GIB, copied_bytes=12 * GIB, copy_seconds=0.5, host_capacity_bytes=32 * GIB
+        ),
+        "offload": None if tier is None else OffloadTerms(host_bytes=tier, host_capacity_bytes=32 * GIB),
+    }
+    plan = plan.model_copy(update={"prediction": plan.prediction.model_copy(update=terms)})
+    said = [text for label, text in plan_rows(page(plan))]
+    assert f"16.00 GiB of 32.00 GiB a rank for activations{room}" in said
+    assert "a step copies 12.00 GiB there and back, 500.0 ms in all" in said
+    assert plan.prediction is not None
+    assert plan.prediction.fits == (not room)
 
 
 def test_ranks_that_share_matmuls_share_a_batch():

@@ -37,8 +37,10 @@ def train(name: str, *settings: str) -> Results:
         ("decoder", "none"),
         ("decoder", "full"),
         ("decoder", "selective"),
+        ("decoder", "offload"),
         ("fused_experts", "none"),  # which gather in the middle of the block
         ("fused_experts", "full"),
+        ("fused_experts", "offload"),
     ],
 )
 def test_compiled_blocks_compute_what_eager_ones_do(

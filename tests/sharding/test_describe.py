@@ -92,7 +92,7 @@ def allocated(model: nn.Module, plan: Plan, *, vocabulary: int, accumulating: bo
 @pytest.mark.parametrize(
     ("recompute", "precision"),
     [
-        *[("none", "fp32"), ("full", "bf16"), ("every", "bf16"), ("selective", "fp32")],
+        *[("none", "fp32"), ("full", "bf16"), ("every", "bf16"), ("selective", "fp32"), ("offload", "fp32")],
         pytest.param("none", "bf16", marks=pytest.mark.long),
         pytest.param("full", "fp32", marks=pytest.mark.long),
         pytest.param("every", "fp32", marks=pytest.mark.long),
@@ -103,7 +103,7 @@ def test_the_trace_counts_what_the_allocator_counts(recompute, precision):
     plan = plan_of(f"recompute.mode={recompute}", f"precision.mode={precision}")
     counted = allocated(DecoderModel(plan.run.decoder), plan, vocabulary=256)
     difference = counted - highest(only_trace(plan).phases)
-    blocks = {"none": 0, "every": 2}.get(recompute, 3)
+    blocks = {"none": 0, "every": 2, "offload": 0}.get(recompute, 3)
     scratch = SCRATCH_BYTES if precision == "bf16" else 0
     assert 0 <= difference <= blocks * RANDOM_STATE_BYTES + scratch
 
@@ -163,8 +163,59 @@ def test_full_recompute_saves_the_inputs_of_blocks_alone():
     assert saved_bytes(only_trace(plan_of()), first) > 10 * hidden
 
 
+def on_gpu(*overrides: str, batch: int = 2) -> Trace:
+    """How a GPU would run six blocks, each of them shown."""
+    settings = ("model.layers=6", f"train.global_batch={batch}", "precision.mode=bf16", *overrides)
+    model, plan = distinct_blocks(*settings)
+    spec = describe(model, plan, loss=next_token_loss, kernels_for="cuda")
+    return spec.trace(plan.run.recompute, plan.microbatch)
+
+
+def of_forward(trace: Trace, unit: int) -> Phase:
+    return next(phase for phase in trace.phases if (phase.event, phase.unit) == ("pre_forward", unit))
+
+
+@pytest.mark.parametrize(("every", "moving"), [(1, [1, 2, 3, 4, 5]), (2, [1, 3]), (3, [1])])
+def test_what_moves_to_the_host_is_on_the_gpu_no_more(every: int, moving: list[int]) -> None:
+    """Of six blocks, units 1 to 6, every k-th moves but for the last of them."""
+    plain = on_gpu("recompute.mode=none")
+    moved = on_gpu("recompute.mode=offload", f"recompute.every={every}")
+    sizes = {p.unit: sum(line.at(2) for line in p.out) for p in moved.phases if p.out}
+    assert list(sizes) == moving
+    assert len(set(sizes.values())) == 1
+    ends = [next(p.end for p in one.phases if p.event == "end_forward") for one in (plain, moved)]
+    assert at(ends[0], 2) - at(ends[1], 2) == sum(sizes.values())
+    assert sum(line.at(2) for p in moved.phases for line in p.back) == sum(sizes.values())
+
+
+def test_of_what_moves_two_blocks_are_on_the_gpu_at_most():
+    """In forward the one that computes and the one that leaves, in backward with the one that comes back."""
+    plain, moved = on_gpu("recompute.mode=none"), on_gpu("recompute.mode=offload")
+    each = sum(line.at(2) for line in of_forward(moved, 3).out)
+    stays = saved_bytes(plain, 3) - each
+    assert stays < each / 16  # what is small: of rows, and of heads
+    forward = [of_forward(moved, unit).end.activations.at(2) for unit in range(1, 7)]
+    # After each block its own are still there; what came before it is gone, but for what stays.
+    assert [b - a for a, b in zip(forward[:-2], forward[1:-1], strict=True)] == [stays] * 4
+    highest_of = [
+        max(sum(line.at(2) for line in moment) for moment in of_forward(one, 4).peaks)
+        for one in (plain, moved)
+    ]
+    assert highest_of[0] - highest_of[1] == 2 * each
+    backward = [phase for phase in moved.phases if phase.event == "pre_backward" and phase.unit == 3]
+    assert sum(line.at(2) for line in backward[0].back) == each
+    assert backward[0].waits
+
+
+def test_what_moves_does_not_depend_on_the_microbatch():
+    """So that the trace of two sizes tells all."""
+    one = on_gpu("recompute.mode=offload")
+    assert one.microbatch is None
+    assert len(of_forward(one, 3).out) == len(of_forward(on_gpu("recompute.mode=offload", batch=64), 3).out)
+
+
 def test_a_finished_microbatch_leaves_nothing_alive():
-    for overrides in ([], ["recompute.mode=selective"]):
+    for overrides in ([], ["recompute.mode=selective"], ["recompute.mode=offload"]):
         phases = only_trace(plan_of(*overrides)).phases
         assert phases[-1].event == "end_backward"
         assert phases[-1].end == Moment()
@@ -201,6 +252,7 @@ def distinct_blocks(*overrides: str) -> tuple[DecoderModel, Plan]:
         pytest.param("none", 16, marks=pytest.mark.long),
         pytest.param("none", 2048, marks=pytest.mark.long),
         pytest.param("every", 16, marks=pytest.mark.long),
+        ("offload", 2048),
     ],
 )
 def test_a_few_blocks_tell_what_all_do(recompute, vocabulary):

@@ -15,7 +15,7 @@ from fullshard.spec.run import RecomputeSection
 from tests.fakes.architectures import WIDTH, Block, loss_of, on_meta, tokens_of
 
 BLOCKS = 4
-MODES = ("none", "full", "every", "selective")
+MODES = ("none", "full", "every", "selective", "offload")
 
 
 class Counted(Block):
@@ -55,7 +55,13 @@ def blocks() -> nn.Sequential:
 
 @pytest.mark.parametrize(
     ("mode", "calls"),
-    [("none", [1, 1, 1, 1]), ("full", [2, 2, 2, 2]), ("every", [2, 1, 2, 1]), ("selective", [2, 2, 2, 2])],
+    [
+        ("none", [1, 1, 1, 1]),
+        ("full", [2, 2, 2, 2]),
+        ("every", [2, 1, 2, 1]),
+        ("selective", [2, 2, 2, 2]),
+        ("offload", [1, 1, 1, 1]),
+    ],
 )
 def test_blocks_run_again_in_backward(mode: str, calls: list[int]) -> None:
     model = blocks()
@@ -118,8 +124,27 @@ def test_what_selective_saved_must_not_be_changed_in_place() -> None:
         step(nn.Sequential(InPlace(), InPlace()), "selective")
 
 
-def test_names_in_the_state_dict_stay() -> None:
+@pytest.mark.parametrize(
+    ("mode", "every", "taken"),
+    [
+        ("every", None, [0, 2]),
+        ("every", 3, [0, 3]),
+        ("offload", None, [0, 1, 2, 3]),
+        ("offload", 2, [0, 2]),
+        ("full", 3, [0, 1, 2, 3]),
+    ],
+)
+def test_of_so_many_blocks_the_first_is_taken(mode: str, every: int | None, taken: list[int]) -> None:
+    model = blocks()
+    forwards = [block.forward for block in model]
+    apply_recompute(list(model), RecomputeSection(mode=mode, every=every))
+    changed = [at for at, block in enumerate(model) if block.forward != forwards[at]]
+    assert changed == taken
+
+
+@pytest.mark.parametrize("mode", ["full", "offload"])
+def test_names_in_the_state_dict_stay(mode: str) -> None:
     model = blocks()
     names = list(model.state_dict())
-    apply_recompute(list(model), RecomputeSection(mode="full"))
+    apply_recompute(list(model), RecomputeSection(mode=mode))
     assert list(model.state_dict()) == names

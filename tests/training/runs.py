@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.sharding.apply import shard
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.training.offloaded import shard
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
 

@@ -9,7 +9,6 @@ group they would be taken for each other, so the thread has a gloo group of its 
 """
 
 import logging
-import mmap
 import os
 import sys
 import threading
@@ -32,11 +31,11 @@ from fullshard.checkpoint.pieces import local_shard
 from fullshard.checkpoint.place import Place, place_of
 from fullshard.checkpoint.protocol import Checkpointable
 from fullshard.checkpoint.save import Layout, Saving, Snapshot, take_snapshot
+from fullshard.checkpoint.stream import LARGE_BYTES, aligned_memory
 from fullshard.errors import CheckpointError
 from fullshard.spec.plan import Plan
 
 _NICENESS = 10  # of the writing thread; see `_step_back`
-_LARGE_BYTES = 1 << 20
 
 logger = logging.getLogger("fullshard")
 
@@ -227,13 +226,11 @@ def _buffer_for(source: Tensor) -> Tensor:
     """Host memory for a copy: pinned for one of a GPU; else, if it is large, a mapping of its own.
 
     `malloc` would keep it for the thread that asked: gigabytes after a few saves, that nobody else can use.
+    Both begin at a page, so they are written without another copy: [Note: past the page cache].
     """
-    if source.is_cuda or source.nbytes < _LARGE_BYTES:
+    if source.is_cuda or source.nbytes < LARGE_BYTES:
         return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-    mapping = mmap.mmap(-1, source.nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapping, dtype=source.dtype).view(source.shape)
+    return torch.frombuffer(aligned_memory(source.nbytes), dtype=source.dtype).view(source.shape)
 
 
 def _as_shard_of(tensor: Tensor, buffer: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from fullshard.checkpoint.manifest import (
     read_manifest,
     read_verified,
 )
-from fullshard.checkpoint.pieces import SUFFIX, verify_piece
+from fullshard.checkpoint.pieces import SUFFIX, verify_padding, verify_piece
 from fullshard.checkpoint.retention import WRITER
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
@@ -124,8 +124,11 @@ def _in_data_file(reader: storage.Reader, name: str) -> Iterator[Damage]:
     scratch = memoryview(bytearray(max(table.block_bytes, 1)))
     try:
         with reader.files.open(name) as file:
+            end = 0
             for piece in table.pieces:
                 try:
+                    begin, end = end, piece.offset + piece.length
+                    verify_padding(file, piece, begin=begin)
                     verify_piece(file, piece, block_bytes=table.block_bytes, scratch=scratch)
                 except DamagedCheckpointError as error:
                     yield Damage(name, _said(error), (piece.name,))

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from fullshard.checkpoint.manifest import (
 )
 from fullshard.checkpoint.nodes import NodeDisks
 from fullshard.checkpoint.place import LocalPlace, Place, place_of, whole
-from fullshard.checkpoint.protocol import Checkpointable
+from fullshard.checkpoint.protocol import Checkpointable, Portioned
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 logger = logging.getLogger("fullshard")
@@ -114,10 +115,12 @@ def _load(state: Checkpointable, files: Files, *, manifest: Manifest) -> None:
         everyone(lambda: ranks_layout.require_same_ranks(files, manifest), doing=doing)
     receivers = everyone(lambda: _receivers(state, manifest), doing=doing)
     reader = everyone(lambda: storage.opened(files, manifest), doing=doing)
-    if manifest.layout == "ranks":
-        everyone(lambda: ranks_layout.read(receivers, reader), doing=doing)
-    else:
-        everyone(lambda: storage.read(receivers, reader), doing=doing)
+    read = ranks_layout.read if manifest.layout == "ranks" else storage.read
+    everyone(lambda: read(receivers, reader), doing=doing)
+    if hasattr(state, "portions"):
+        portions = cast(Portioned, state).portions(manifest.tensors)
+        while (portion := everyone(lambda: next(portions, None), doing=doing)) is not None:
+            everyone(lambda portion=portion: read(portion, reader), doing=doing)
     everyone(lambda: state.restored(manifest.values, receivers), doing=doing)
 
 

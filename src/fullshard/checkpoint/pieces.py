@@ -3,16 +3,19 @@
     __0_0.distcp           piece | piece | …      a piece is one shard of a tensor, as `torch.save` writes it
     __0_0.distcp.pieces    which piece lies where, and a digest of every block of it (JSON)
 
+The elements of a large shard begin at a multiple of 4096 in the file, so that they can be written from where
+they lie: before its piece stand as many zeros as that takes. See [Note: past the page cache].
+
 A digest is XXH3 of 128 bits (https://xxhash.com; it is against chance, not against malice), taken of the
 bytes as they are *meant*, on their way to the disk. Blocks are cut from the start of each piece, so
 that a part of a large one is verified without reading all of it.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO, Self, cast
 
-import numpy as np
 import torch
 import xxhash
 from pydantic import NonNegativeInt, PositiveInt, ValidationError
@@ -20,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fullshard.checkpoint.stream import ALIGNMENT, LARGE_BYTES, address
 from fullshard.errors import DamagedCheckpointError
 from fullshard.spec.value import Value
 
@@ -63,7 +67,7 @@ class Piece(Value):
 
 
 class PieceTable(Value):
-    """The pieces of one data file, in the order of their bytes, without gaps."""
+    """The pieces of one data file, in the order of their bytes. What lies between them is zeros."""
 
     block_bytes: PositiveInt
     pieces: tuple[Piece, ...]
@@ -90,6 +94,14 @@ class PieceFile:
         self._pieces: list[Piece] = []
         self._blocks = _Blocks()
         self._elements: tuple[int, int] = (0, 0)  # address and bytes of what is being written
+        self._around = bytearray()  # what torch.save puts before or behind them
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
 
     def add(self, name: str, tensor: Tensor, *, index: Sequence[int]) -> Piece:
         """Writes a CPU tensor as `torch.save` does, without the padding that its storage may have."""
@@ -98,6 +110,8 @@ class PieceFile:
         self._start, self._data_offset, self._blocks = self._position, 0, _Blocks()
         self._elements = (tensor.data_ptr(), tensor.nbytes)
         torch.save(tensor, cast(BinaryIO, self))
+        self._put_around()
+        assert self._data_offset or not tensor.nbytes, "torch.save writes a tensor's elements in one call"
         piece = Piece(
             name=name,
             index=tuple(index),
@@ -113,12 +127,39 @@ class PieceFile:
 
     def write(self, data: memoryview) -> int:
         """What `torch.save` calls; a tensor's elements come in one call, from where they lie."""
-        if data.nbytes and (_address(data), data.nbytes) == self._elements:
-            self._data_offset = self._position - self._start
-        for part in self._blocks.add(data):
-            self._file.write(part)
-        self._position += data.nbytes
+        where, length = self._elements
+        if data.nbytes == length > 0 and address(data) == where:
+            self._data_offset = len(self._around)
+            if data.nbytes >= LARGE_BYTES:
+                self._pad()
+            self._put_around()
+            self._put(data.cast("B"))
+        else:
+            self._around += data
         return data.nbytes
+
+    def _pad(self) -> None:
+        """Has the piece begin where its elements come to lie at a multiple of ALIGNMENT."""
+        padding = -(self._position + self._data_offset) % ALIGNMENT
+        self._file.write(bytes(padding))
+        self._position += padding
+        self._start = self._position
+
+    def _put_around(self) -> None:
+        self._put(memoryview(self._around))
+        self._around = bytearray()
+
+    def _put(self, data: memoryview) -> None:
+        parts = [data[begin : begin + BLOCK_BYTES] for begin in range(0, data.nbytes, BLOCK_BYTES)]
+        straight = data.nbytes >= LARGE_BYTES and address(data) % ALIGNMENT == 0
+        digested = self._thread.submit(self._blocks.add, data) if straight else None
+        for part in parts:
+            if digested is None:  # it will be copied: digested right before, it is still in the cache
+                self._blocks.add(part)
+            self._file.write(part)
+        if digested is not None:
+            digested.result()
+        self._position += data.nbytes
 
     def flush(self) -> None:
         """`torch.save` calls it; the file is flushed when it is closed."""
@@ -136,9 +177,7 @@ class _Blocks:
         self._hash = xxhash.xxh3_128()
         self._room = BLOCK_BYTES
 
-    def add(self, data: memoryview) -> Iterator[memoryview]:
-        """Digests `data`, and gives it back cut at the blocks: each part is still in the cache."""
-        data = data.cast("B")
+    def add(self, data: memoryview) -> None:
         while data.nbytes:
             part = data[: self._room]
             data = data[self._room :]
@@ -146,7 +185,6 @@ class _Blocks:
             self._room -= part.nbytes
             if not self._room:
                 self._next()
-            yield part
 
     def finish(self) -> tuple[str, ...]:
         if self._room < BLOCK_BYTES:
@@ -159,10 +197,6 @@ class _Blocks:
         self._room = BLOCK_BYTES
 
 
-def _address(data: memoryview) -> int:
-    return int(np.frombuffer(data, dtype=np.uint8).ctypes.data)
-
-
 def verify_piece(file: BinaryIO, piece: Piece, *, block_bytes: int, scratch: memoryview) -> None:
     """Reads all of `piece`, through `scratch` (of `block_bytes`).
 
@@ -171,6 +205,21 @@ def verify_piece(file: BinaryIO, piece: Piece, *, block_bytes: int, scratch: mem
     file.seek(piece.offset)
     for number, begin in enumerate(range(0, piece.length, block_bytes)):
         _read_block(file, piece, number=number, parts=[scratch[: min(block_bytes, piece.length - begin)]])
+
+
+def verify_padding(file: BinaryIO, piece: Piece, *, begin: int) -> None:
+    """Holds what lies from `begin`, the end of the piece before, to `piece` to be zeros.
+
+    Raises DamagedCheckpointError where it is not.
+    """
+    padding = bytearray(max(0, piece.offset - begin))
+    file.seek(begin)
+    if _read_into(file, memoryview(padding)) < len(padding) or any(padding):
+        raise DamagedCheckpointError(
+            f"{_name(file)} holds other bytes than were saved.",
+            got=f"bytes {begin} to {piece.offset}, before {piece.name}, are not all zero",
+            why="the disk, or something on the way to it, changed them",
+        )
 
 
 def read_part(

@@ -195,6 +195,11 @@ def newest(directory: str | Path) -> Path | str | None:
     return next((location(files) for files, _ in whole(place_of(directory))), None)
 
 
+def newest_step(directory: str | Path) -> int | None:
+    """The step of the checkpoint that `newest` finds."""
+    return next((manifest.step for _, manifest in whole(place_of(directory))), None)
+
+
 def location(files: Files) -> Path | str:
     """What a caller is given to find a checkpoint again."""
     return files.path if isinstance(files, LocalFiles) else str(files)

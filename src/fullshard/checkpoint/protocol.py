@@ -1,6 +1,6 @@
 """What a state offers and takes, so that it can be saved and loaded."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from pydantic import JsonValue
@@ -38,4 +38,13 @@ class Checkpointable(Protocol):
 
     def restored(self, values: Mapping[str, JsonValue], received: Mapping[str, Tensor]) -> None:
         """Called once the receivers are filled."""
+        ...
+
+
+class Portioned(Protocol):
+    """A state of which a part is too large for memory: it is filled after the `receivers`."""
+
+    def portions(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
+        """Further tensors to fill; the next ones are asked for when these are. On every rank there are as
+        many portions, of the same names."""
         ...

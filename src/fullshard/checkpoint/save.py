@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 
 import torch
 from pydantic import JsonValue, TypeAdapter, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
@@ -39,6 +39,7 @@ from fullshard.checkpoint.pieces import digest, local_shard
 from fullshard.checkpoint.place import LocalPlace, Place, location, place_of, prune
 from fullshard.checkpoint.protocol import Checkpointable
 from fullshard.checkpoint.retention import WRITER
+from fullshard.checkpoint.stream import ALIGNMENT, LARGE_BYTES
 from fullshard.errors import CheckpointError, DamagedCheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan
@@ -147,7 +148,7 @@ class Saving:
                 group=group,
             )
             return target
-        own_bytes = sum(local_shard(one).nbytes + _ENVELOPE_BYTES for one in mine.tensors.values())
+        own_bytes = sum(_written_bytes(local_shard(one)) for one in mine.tensors.values())
         needed = sum(b for node, b in gathered((seat.node, own_bytes), group=group) if node == seat.node)
         with ExitStack() as held:
             draft = nodes.begin(disks, seat, step=mine.step, needed_bytes=needed, held=held, group=group)
@@ -284,7 +285,8 @@ def _require_numbers(tensors: Mapping[str, Tensor]) -> None:
 def _unsavable(tensor: object) -> str | None:
     if not isinstance(tensor, Tensor):
         return f"{type(tensor).__name__}, not a tensor"
-    if tensor.is_meta:
+    # A subclass may be one that reads its numbers when it is copied to the CPU.
+    if tensor.is_meta and type(local_shard(tensor)) in (Tensor, nn.Parameter):
         return "a tensor on the meta device, which holds no numbers"
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout}"
@@ -317,8 +319,14 @@ def _share_bytes(tensor: Tensor) -> float:
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         copies = math.prod(mesh.size(i) for i, one in enumerate(tensor.placements) if one.is_replicate())
-        return (local_shard(tensor).nbytes + _ENVELOPE_BYTES) / copies
-    return (tensor.nbytes + _ENVELOPE_BYTES) / world_size()
+        return _written_bytes(local_shard(tensor)) / copies
+    return _written_bytes(tensor) / world_size()
+
+
+def _written_bytes(shard: Tensor) -> int:
+    """What a shard takes in a data file and its table, at most."""
+    padding = ALIGNMENT if shard.nbytes >= LARGE_BYTES else 0
+    return shard.nbytes + _ENVELOPE_BYTES + padding
 
 
 def _require_same_model(there: Files, manifest: Manifest, *, mine: Snapshot) -> None:

@@ -123,8 +123,7 @@ def write_shards(draft: Files, name: str, *, shards: Shards) -> tuple[Sequence[P
     some = next(shards, None)
     if some is None:
         return (), {}
-    with draft.create(name) as file, _without_zip_checksums():
-        pieces = PieceFile(file)
+    with draft.create(name) as file, PieceFile(file) as pieces, _without_zip_checksums():
         for tensor_name, index, shard in itertools.chain([some], shards):
             pieces.add(tensor_name, shard.detach().cpu(), index=index)
     table = pieces.table

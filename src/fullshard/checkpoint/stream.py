@@ -1,7 +1,8 @@
 """A new file, written as fast as its disk takes it and with little work for the processor.
 
-[Note: past the page cache] Bytes go to the disk from aligned blocks of our own (O_DIRECT), while the next
-block is filled. The kernel's cache would copy them a second time, in pages that it must find, and write them
+[Note: past the page cache] Bytes go to the disk directly (O_DIRECT): large ones that are aligned, in memory
+and in the file, from where they lie; others from aligned blocks of our own, while the next block is filled.
+The kernel's cache would copy them a second time, in pages that it must find, and write them
 back in threads that compete with training: a gigabyte cost ten times the processor time, and steps beside a
 save were slowed by half. bench/results/2026-11-20-checkpoints.md has the figures. What a file system does
 not take that way goes through its cache: in small writes, for large ones took three times as long, and
@@ -13,12 +14,14 @@ import fcntl
 import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
 BLOCK_BYTES = 16 << 20
+LARGE_BYTES = 1 << 20  # from here on it is worth a write of its own, and to be laid out for one
 ALIGNMENT = 4096  # of addresses, offsets and lengths: what every disk's logical block divides
 _CACHED_WRITE_BYTES = 256 << 10
 DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
@@ -54,35 +57,54 @@ class StreamedFile:
         left = memoryview(data).cast("B")
         count = left.nbytes
         while left.nbytes:
-            part = left[: BLOCK_BYTES - self._filled]
-            left = left[part.nbytes :]
-            block = np.frombuffer(self._block(), dtype=np.uint8)
-            # NumPy lets other threads run while it copies.
-            np.copyto(block[self._filled : self._filled + part.nbytes], np.frombuffer(part, dtype=np.uint8))
-            self._filled += part.nbytes
-            if self._filled == BLOCK_BYTES:
-                self._send()
+            left = left[self._straight(left) or self._copied(left) :]
         return count
 
     def finish(self) -> None:
         """Writes what is left, and flushes all of it to the disk."""
         self._wait()
-        if self._filled:
-            self._put(memoryview(self._block())[: self._filled], self._offset)
-            self._offset, self._filled = self._offset + self._filled, 0
+        self._put(self._copies(), self._offset)
+        self._offset, self._filled = self._offset + self._filled, 0
         os.fsync(self._file)
+
+    def _straight(self, data: memoryview) -> int:
+        """Writes what of `data` can go to the disk from where it lies. Returns its bytes."""
+        whole = min(_whole(data), BLOCK_BYTES)
+        aligned = (self._offset + self._filled) % ALIGNMENT == 0 and address(data) % ALIGNMENT == 0
+        if not (aligned and whole >= LARGE_BYTES and self._is_direct):
+            return 0
+        self._wait()
+        # What was copied before it goes in the same call: one more costs the disk as much as a megabyte.
+        self._put([*self._copies(), data[:whole]], self._offset)
+        self._offset, self._filled = self._offset + self._filled + whole, 0
+        return whole
+
+    def _copied(self, data: memoryview) -> int:
+        """Copies as much of `data` as the block takes. Returns its bytes."""
+        part = data[: BLOCK_BYTES - self._filled]
+        block = np.frombuffer(self._block(), dtype=np.uint8)
+        # NumPy lets other threads run while it copies.
+        np.copyto(block[self._filled : self._filled + part.nbytes], np.frombuffer(part, dtype=np.uint8))
+        self._filled += part.nbytes
+        if self._filled == BLOCK_BYTES:
+            self._send()
+        return part.nbytes
 
     def _block(self) -> mmap.mmap:
         if self._turn == len(self._blocks):
-            self._blocks.append(mmap.mmap(-1, BLOCK_BYTES))  # a mapping is aligned to pages
+            self._blocks.append(aligned_memory(BLOCK_BYTES))
         return self._blocks[self._turn]
 
+    def _copies(self) -> list[memoryview]:
+        """What was copied and is not yet on its way."""
+        return [memoryview(self._block())[: self._filled]] if self._filled else []
+
     def _send(self) -> None:
-        """The full block to the disk, once the one before is there."""
+        """The block to the disk, once the one before is there."""
         self._wait()
         self._thread = self._thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="write")
-        self._writing = self._thread.submit(self._put, memoryview(self._block()), self._offset)
-        self._offset, self._filled = self._offset + BLOCK_BYTES, 0
+        self._writing = self._thread.submit(self._put, self._copies(), self._offset)
+        self._offset, self._filled = self._offset + self._filled, 0
         self._turn = (self._turn + 1) % _BLOCKS
 
     def _wait(self) -> None:
@@ -90,25 +112,29 @@ class StreamedFile:
             writing, self._writing = self._writing, None
             writing.result()
 
-    def _put(self, data: memoryview, offset: int) -> None:
-        """All of `data`, though one call may write less. See [Note: past the page cache]."""
-        begin, length = offset, data.nbytes
-        while data.nbytes:
-            direct = self._is_direct and offset % ALIGNMENT == 0 and data.nbytes >= ALIGNMENT
+    def _put(self, parts: list[memoryview], offset: int) -> None:
+        """All of `parts`, though one call may write less; all but the last of whole aligned blocks.
+
+        See [Note: past the page cache].
+        """
+        begin = offset
+        while parts:
+            direct = self._is_direct and offset % ALIGNMENT == 0 and parts[0].nbytes >= ALIGNMENT
             if self._is_direct and not direct:  # the end of a file, or what a full disk took of a block
                 self._leave_direct()
-            whole = data.nbytes - data.nbytes % ALIGNMENT if direct else _CACHED_WRITE_BYTES
+            given = [part[: _whole(part)] for part in parts] if direct else [parts[0][:_CACHED_WRITE_BYTES]]
             try:
-                count = os.pwrite(self._file, data[:whole], offset)
+                count = os.pwritev(self._file, given, offset)
             except OSError as error:
-                if not direct or error.errno != errno.EINVAL:
+                # EFAULT: memory that a device cannot read, such as another device's.
+                if not direct or error.errno not in (errno.EINVAL, errno.EFAULT):
                     raise _named(error, self.path) from error
                 self._leave_direct()
                 continue
-            data, offset = data[count:], offset + count
+            parts, offset = _behind(parts, count), offset + count
         if not self._is_direct and hasattr(os, "posix_fadvise"):
             # That they are not needed begins to write them back (Linux), and leaves memory to others.
-            os.posix_fadvise(self._file, begin, length, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._file, begin, offset - begin, os.POSIX_FADV_DONTNEED)
 
     @property
     def _is_direct(self) -> bool:
@@ -116,6 +142,40 @@ class StreamedFile:
 
     def _leave_direct(self) -> None:
         fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~DIRECT)
+
+
+def aligned_memory(size_bytes: int) -> mmap.mmap:
+    """Zeros that begin at a page and are given back as soon as nothing refers to them.
+
+    In large pages, where the system has them: a disk's driver looks up each page that it is given. Not there
+    in forked processes: after a fork, to change it would take a copy.
+    """
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # Linux
+        if hasattr(mmap, advice):
+            with suppress(OSError):  # a kernel without it
+                memory.madvise(getattr(mmap, advice))
+    return memory
+
+
+def address(data: bytes | bytearray | memoryview) -> int:
+    """Where it lies in memory; it must not be empty."""
+    return int(np.frombuffer(data, dtype=np.uint8).ctypes.data)
+
+
+def _whole(data: memoryview) -> int:
+    """Bytes of the aligned blocks that it has."""
+    return data.nbytes - data.nbytes % ALIGNMENT
+
+
+def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of `parts` without their first `count` bytes."""
+    left: list[memoryview] = []
+    for part in parts:
+        if count < part.nbytes:
+            left.append(part[count:])
+        count = max(0, count - part.nbytes)
+    return left
 
 
 def _opened(path: Path) -> int:

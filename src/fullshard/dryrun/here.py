@@ -51,7 +51,7 @@ def dry_run_here(
     with fake_ranks(plan.world_size, rank=rank), _eager_modes(recorder):
         with own_chunks_alone():
             prepared = prepare(model, plan, units=units)
-            hand_over(model, prepared, plan=plan)
+            hand_over(model, prepared, plan=plan, stands_for=recorder.device)
         silence(model)
         with FakeTensorMode(allow_non_fake_inputs=True):
             leave_unset(model, prepared.units)

@@ -101,7 +101,8 @@ def candidates(
 
     Raises PlanError where the batch, or what is pinned, cannot be laid out on so many ranks.
     """
-    tiers = (what_if and what_if.tiers) or (run.offload.tier,)
+    own: Tier = "none" if run.offload.tier == "auto" else run.offload.tier
+    tiers = (what_if and what_if.tiers) or (own,)
     degrees = (what_if and what_if.tensor) or (run.sharding.tensor_parallel,)
     for degree in degrees:
         for tier in tiers:
@@ -121,7 +122,7 @@ def _candidates(spec: ModelSpec, hardware: Hardware, *, run: Run, apart: Apart) 
         prefetches = _prefetches(run, mesh, units=len(spec.units))
         for batch in _batches(run, mesh, world=world):
             double = _is_double(run, mesh, batch=batch, world=world)
-            for recompute in _recomputes(spec, run, microbatch=batch.microbatch):
+            for recompute in _recomputes(spec, run, microbatch=batch.microbatch, hardware=hardware):
                 for is_compiled in compiled:
                     for prefetch in prefetches:
                         yield Candidate(mesh, batch, recompute, is_compiled, prefetch, double, apart)
@@ -204,6 +205,8 @@ def _meshes(run: Run, world: int) -> Iterator[Mesh]:
 def _batches(run: Run, mesh: Mesh, *, world: int) -> Iterator[Batch]:
     each_rank = run.train.global_batch // world
     sizes = divisors(each_rank) if run.train.microbatch is None else [run.train.microbatch]
+    if run.optimizer.in_backward:  # for steps of one microbatch
+        sizes = [each_rank]
     for microbatch in sizes:
         accumulation = each_rank // microbatch
         for sync in _syncs(run, mesh, accumulation=accumulation):
@@ -220,16 +223,20 @@ def _syncs(run: Run, mesh: Mesh, *, accumulation: int) -> tuple[Literal["each", 
     return ("each",) if accumulation == 1 or mesh.strategy is Strategy.SHARD_GRAD_OP else ("each", "last")
 
 
-def _recomputes(spec: ModelSpec, run: Run, *, microbatch: int) -> list[RecomputeSection]:
-    """The modes that the spec was traced under, the plain ones first."""
+def _recomputes(spec: ModelSpec, run: Run, *, microbatch: int, hardware: Hardware) -> list[RecomputeSection]:
+    """The modes that the spec was traced under, the plain ones first. Activations go to a host only where it
+    is another memory, and its speed is known."""
     if run.recompute.mode != "auto":
         return [run.recompute]
     known: list[RecomputeSection] = []
     for trace in spec.traces:
+        moves = trace.recompute.mode == "offload"
+        if moves and (hardware.device == "cpu" or hardware.host_bytes_per_second is None):
+            continue
         if trace.holds_for(trace.recompute, microbatch) and trace.recompute not in known:
             known.append(trace.recompute)
-    order = ("none", "full", "every", "selective", "auto")
-    return sorted(known, key=lambda section: (order.index(section.mode), section.every))
+    order = ("none", "full", "every", "selective", "offload", "auto")
+    return sorted(known, key=lambda section: (order.index(section.mode), section.period))
 
 
 def _prefetches(run: Run, mesh: Mesh, *, units: int) -> list[PrefetchSection]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from fullshard.planner.streams import Streams
 
 NEVER = 1 << 62
-REDUCE_CLOCKS = ("reduce", "all_reduce", "input_free", "host_out", "leaving", "left", "adding")
+REDUCE_CLOCKS = ("reduce", "all_reduce", "input_free", "host_out", "leaving", "left", "adding", "moving")
 GATHER_CLOCKS = (
     "copy_in",
     "gather",

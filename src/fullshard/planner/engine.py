@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fullshard.planner.beats import Live
-from fullshard.planner.unit_bytes import UnitBytes
+from fullshard.planner.unit_bytes import UnitBytes, update_temporaries
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import PrefetchSection
 
@@ -247,15 +247,29 @@ class Reducing:
             ledger.reduced += size.gradient
             ledger.observe(live)
             ledger.reduced -= size.gradient
-        # The chunk becomes the gradient, or is cast to it, or is added to it; replicas hold it meanwhile.
         is_gradient = not is_cast and not unit.has_gradient
+        # The chunk becomes the gradient, or is cast to it, or is added to it; replicas hold it meanwhile.
         held = chunk if replicated and not is_gradient else 0
         ledger.chunks += held
         ledger.reduced += held - chunk - unit.partial
         ledger.gradients += 0 if unit.has_gradient else size.gradient
         unit.has_gradient, unit.partial = True, 0
-        if self.plan.run.offload.takes_optimizer:
+        if self.plan.gradients_leave:
             self._leave(index)
+        elif self.plan.run.optimizer.in_backward:
+            self._update(index, live)
+
+    def _update(self, index: int, live: Live) -> None:
+        """The unit is updated, and its gradient let go."""
+        size = self.sizes[index]
+        # Until it has reduced, the engine's loop over whole gradients names the last.
+        named = size.last_whole if size.shard_degree > 1 else 0
+        temporaries = update_temporaries([size], self.plan)
+        self.ledger.reduced += temporaries  # on the stream that has reduced
+        self.ledger.observe(live._replace(gradients=live.gradients + named))
+        self.ledger.reduced -= temporaries
+        self.units[index].has_gradient = False
+        self.ledger.gradients -= size.gradient
 
     def _leave(self, index: int) -> None:
         """A gradient goes to the host, and the one before the last has gone. See [Note: tiers]."""

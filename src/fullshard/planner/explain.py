@@ -100,9 +100,11 @@ def _binding(found: Found, prediction: Prediction) -> tuple[Binding, str]:
             "memory",
             f"with {over} more, {describe_plan(found.fastest)} would save {format_seconds(saved)} a step",
         )
-    if time.offload > _NOTABLE * total and prediction.offload is not None:
-        share, binds = 100 * time.offload / total, prediction.offload.binds
-        return "host", f"{share:.0f} % of the step is waiting for the host and its drive; {binds} binds"
+    if time.offload > _NOTABLE * total:
+        tier = prediction.offload
+        binds = tier.binds if tier is not None else "copies of activations"
+        share = 100 * time.offload / total
+        return "host", f"{share:.0f} % of the step is waiting for the host and its drive: {binds}"
     waits = {
         "all-gather": time.exposed_all_gather,
         "reduce-scatter": time.exposed_reduce_scatter,

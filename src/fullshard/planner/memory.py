@@ -18,6 +18,7 @@ reduce        a unit's gradients are copied into one buffer of R bytes (in the r
               buffer lives until the next unit's backward ends. With replicas, the chunk as it was all-reduced
               is held to the end of backward, beside its cast.
 without sync  gradients stay whole, in the dtype that they are reduced in, until the last microbatch.
+in backward   with `optimizer.in_backward` a unit is updated once it is reduced, and its gradients are freed.
 
 Collectives need no memory of their own: NCCL's is no tensor, gloo's are replaced (`sharding.collectives`).
 Not counted: the random state that recompute keeps for each block (5,056 bytes on the CPU).
@@ -119,8 +120,9 @@ class _Replay:
     def finish(self) -> MemoryTerms:
         """The peak, the optimizer's step taken in."""
         sizes, kinds = self.kinds, self.spec.unit_kinds
-        self.ledger.moment = ("optimizer step", -1)
-        self.ledger.observe(Live(backward=update_temporaries((sizes[kind] for kind in kinds), self.plan)))
+        if not self.plan.run.optimizer.in_backward:
+            self.ledger.moment = ("optimizer step", -1)
+            self.ledger.observe(Live(backward=update_temporaries((sizes[kind] for kind in kinds), self.plan)))
         (moment, unit), held, live = self.ledger.best
         optimizer = {kind: optimizer_bytes(size, self.plan) for kind, size in sizes.items()}
         lasting = {

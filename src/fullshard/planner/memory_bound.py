@@ -72,7 +72,8 @@ def held_of(spec: ModelSpec, plan: Plan) -> Held:
         return sum(int(getattr(size, name)) * counts[kind] for kind, size in sizes.items())
 
     optimizer = sum(optimizer_bytes(size, plan) * counts[kind] for kind, size in sizes.items())
-    stays = not plan.run.offload.takes_optimizer  # of a tier's gradients hardly any are here at once
+    # Of a tier's gradients, and of those that are used in backward, hardly any are here at once.
+    stays = not (plan.gradients_leave or plan.run.optimizer.in_backward)
     return Held(
         sizes,
         static=over_all("shards") + optimizer + spec.buffer_bytes,

@@ -7,11 +7,15 @@ device    optimizer:*    shards in the dtype computed in (c P): the master is wh
                          gradient leaves as it was reduced (a cast to c would round it); two units' are on
                          their way at once, and a third waits.
           params+*       no shards; of each all-gather the own shard, copied in, and freed when it is sent.
-host      *:cpu          master, moments (3 m P) and gradients (4 P: fp32 sums), parameters c P (params+), and
-                         three groups of updated parameters on their way to the device
-          *:nvme         gradients (they never go to the drive), three groups of (3 m + c), and with params+
-                         three of the largest unit's shards
-drive     *:nvme         two generations (a crash leaves one whole) of master and moments, and parameters
+host      *:cpu          master and moments (S) and gradients (4 P: fp32 sums), parameters c P (params+), and
+                         of updated parameters what is on its way to the device, a segment of a group
+          *:nvme         gradients (they never go to the drive), that segment, three of the largest group's
+                         S, and with params+ three of the largest unit's shards
+drive     *:nvme         two generations (a crash leaves one whole) of S, room beside them for the rest of a
+                         run's state, and parameters (they can be made again from S: one generation)
+
+S: 3 m P; with `moments = "bf16"` (m + 4) P; each group's parts begin at a page. On the CPU the host is the
+device: masters of *:cpu are the shards, gradients stay where they are, and nothing is on its way.
 
 The update of a step is group by group, after the global norm is known (clipping is exact):
 
@@ -33,13 +37,15 @@ from typing import NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.planner.roofline import memory_seconds
-from fullshard.planner.unit_bytes import UnitBytes
+from fullshard.planner.unit_bytes import UnitBytes, padded_numel, shard_numel
 from fullshard.planner.unit_costs import TICKS, UnitCost, ticks
+from fullshard.spec.groups import Group, Held, cut, part_bytes
 from fullshard.spec.hardware import Hardware
-from fullshard.spec.model import Trace
+from fullshard.spec.model import ModelSpec, Trace
 from fullshard.spec.plan import ITEMSIZE, Plan
 from fullshard.spec.prediction import OffloadTerms
 from fullshard.spec.run import OffloadSection, Tier
+from fullshard.spec.unit import UnitSettings
 
 TIERS: tuple[Tier, ...] = (
     "none",
@@ -48,8 +54,8 @@ TIERS: tuple[Tier, ...] = (
     "optimizer:nvme",
     "params+optimizer:nvme",
 )
-_MOMENTS = 2
 _SLOTS = 3
+_PAYLOAD = 16 << 20  # allocated beside each generation
 _SUM = 4  # gradients are summed in fp32
 _ADAM_TOUCHES = 7  # value, gradient and two moments are read, all but the gradient written
 _NO_COST = {
@@ -116,15 +122,18 @@ def with_host(cost: UnitCost, size: UnitBytes, *, plan: Plan, rates: HostRates) 
     if not section.takes_optimizer:
         return cost
     compute = ITEMSIZE[plan.precision.param]
-    state = (1 + _MOMENTS) * size.master_itemsize * size.trained
+    state = _state_bytes(plan, size.master_itemsize) * size.trained
     moved = size.trained * compute
     on_disk, shards = section.on_disk, section.takes_parameters
+    if plan.device == "cpu" and not on_disk:
+        return replace(cost, update=ticks(rates.adam * size.trained))
+    stays = not plan.gradients_leave
     written = state + (moved if shards else 0)
     update = rates.adam * size.trained
     return replace(
         cost,
-        leave=ticks(rates.copy * size.reduce_output),
-        add=ticks(update * 3 / _ADAM_TOUCHES),
+        leave=0 if stays else ticks(rates.copy * size.reduce_output),
+        add=0 if stays else ticks(update * 3 / _ADAM_TOUCHES),
         update_disk=ticks(rates.disk * (state + written)) if on_disk else 0,
         update=ticks(update),
         back=0 if shards else ticks(rates.copy * moved),
@@ -179,27 +188,65 @@ def busy_of(costs: Iterable[tuple[UnitCost, int, int]], *, reductions: int, norm
     return Busy(disk, update + norm, into, out)
 
 
+def records_of(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
+    """Bytes of each group's state on rank 0."""
+    held: list[Held] = []
+    itemsizes: dict[str, int] = {}
+    for unit in sorted(spec.units, key=lambda unit: unit.position):
+        settings = UnitSettings.of(plan, unit.override, kept=unit.kept)
+        degree, master = settings.shard_degree, settings.precision.master
+        itemsizes[master] = ITEMSIZE[master]
+        for index, parameter in enumerate(unit.parameters):
+            if parameter.requires_grad and parameter.shape:
+                numel = shard_numel(parameter.shape, degree, rank=0)
+                most = padded_numel(parameter.shape, degree) // degree
+                held.append(Held(f"{unit.position}.{index}", numel=numel, most=most, dtype=master))
+
+    def bytes_of(group: Group) -> int:
+        own = itemsizes[group.dtype]
+        return sum(part_bytes(group.numel, size) for size in (own, *_moment_sizes(plan, own)))
+
+    return tuple(bytes_of(g) for g in cut(held, group_parameters=plan.run.offload.group_parameters))
+
+
+def _moment_sizes(plan: Plan, master: int) -> tuple[int, int]:
+    own = 2 if plan.run.offload.moments == "bf16" else master
+    return own, own
+
+
+def _state_bytes(plan: Plan, master: int) -> int:
+    """Of an element: its master and both moments."""
+    return master + sum(_moment_sizes(plan, master))
+
+
 def offload_terms(
-    plan: Plan, sizes: Iterable[tuple[UnitBytes, int, int]], *, busy: Busy, hardware: Hardware
+    plan: Plan,
+    sizes: Iterable[tuple[UnitBytes, int, int]],
+    *,
+    records: Sequence[int],
+    busy: Busy,
+    hardware: Hardware,
 ) -> OffloadTerms:
-    """Bytes and seconds of the plan's tier; `sizes`: of each unit, as `busy_of` has costs."""
+    """Bytes and seconds of the plan's tier; `sizes`: of each unit, as `busy_of` has costs; `records`: of each
+    group's state."""
     section, units = plan.run.offload, list(sizes)
     compute = ITEMSIZE[plan.precision.param]
     trained = sum(size.trained * count for size, count, _ in units)
-    state = sum((1 + _MOMENTS) * size.master_itemsize * size.trained * count for size, count, _ in units)
+    state, on_cpu = sum(records), plan.device == "cpu"
     shards = sum(size.own_shards * count for size, count, _ in units) if section.takes_parameters else 0
     largest = max((size.own_shards for size, *_ in units), default=0)
-    part = min(1.0, section.group_parameters / trained) if trained else 0.0
-    slots = round(_SLOTS * part * trained * compute)
-    host, disk, read, written = _SUM * trained + slots, 0, 0, 0
+    segment = min(section.group_parameters, max((size.largest_trained for size, *_ in units), default=0))
+    host, disk, read, written = 0, 0, 0, 0
+    if not on_cpu:
+        host = _SUM * trained + (0 if shards else segment * compute)
     if section.on_disk:
-        host += round(_SLOTS * part * state) + (_SLOTS * largest if shards else 0)
-        disk, read, written = 2 * (state + shards), state, state
+        host += min(_SLOTS, len(records)) * max(records, default=0) + (_SLOTS * largest if shards else 0)
+        disk, read, written = 2 * (state + _PAYLOAD) + shards, state, state
         if section.takes_parameters:
             written += trained * compute
             read += sum(size.own_shards * max(0, gathers - count) for size, count, gathers in units)
     else:
-        host += state + shards
+        host += state + (0 if on_cpu else shards)
     return OffloadTerms(
         host_bytes=host,
         disk_bytes=disk,
@@ -208,5 +255,5 @@ def offload_terms(
         disk_seconds=busy.disk / TICKS,
         update_seconds=busy.update / TICKS,
         copy_seconds=max(busy.in_, busy.out) / TICKS,
-        host_capacity_bytes=section.host_bytes or hardware.host_memory_bytes,
+        host_capacity_bytes=section.host_bytes or (None if on_cpu else hardware.host_memory_bytes),
     )

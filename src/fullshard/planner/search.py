@@ -30,7 +30,7 @@ from fullshard.spec.hardware import ComputeDtype, Hardware
 from fullshard.spec.memory import MemoryTerms
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
-from fullshard.spec.prediction import Prediction
+from fullshard.spec.prediction import OffloadTerms, Prediction, host_fits
 from fullshard.spec.run import Run, Tier
 from fullshard.spec.value import Value
 
@@ -72,14 +72,20 @@ def search(  # signature: the library's, the same for all its questions
 
     `capacity_bytes`: what one rank may take of its device, context included; unset, `hardware` says.
     `memory`: what tells a plan's peak; never below `least_bytes`. See [Note: exact pruning].
-    `what_if`: tiers and degrees of the tensor-parallel axis to try in place of the run's own.
+    `what_if`: tiers and degrees of the tensor-parallel axis to try in place of the run's own. Tiers that the
+    run leaves open are tried where nothing fits without.
 
     Raises PlanError where the global batch cannot be shared out, what is pinned cannot be laid out, or `spec`
     was described under other settings.
     """
     if capacity_bytes is not None:
         hardware = with_capacity(hardware, capacity_bytes)
-    return _Search(spec, hardware, run=run, memory=memory, what_if=what_if).found()
+    found = _Search(spec, hardware, run=run, memory=memory, what_if=what_if).found()
+    if found.best is None and what_if is None and run.offload.tier == "auto":
+        tiers = possible_tiers(hardware, run)
+        outside = search(spec, hardware, run, memory=memory, what_if=WhatIf(tiers)) if tiers else found
+        found = found if outside.best is None else outside
+    return found
 
 
 def predict(  # signature: the library's
@@ -137,12 +143,15 @@ def nothing_fits(closest: Plan, *, spec: ModelSpec, hardware: Hardware, run: Run
     prediction = closest.prediction
     assert prediction is not None, "the closest plan is predicted"
     over = prediction.needed_bytes - prediction.capacity_bytes
-    if prediction.offload is not None and over <= 0:
-        terms = prediction.offload
+    outside = prediction.offload or prediction.activations
+    if outside is not None and over <= 0:
+        ways = ['offload.tier = "none" or another, or more ranks'] if prediction.offload is not None else []
+        if prediction.activations is not None:
+            ways.append('recompute.mode = "full", recompute.every = 2 or more, or a smaller train.microbatch')
         return PlanError(
-            f"no plan fits {format_bytes(terms.host_capacity_bytes or 0)} of host memory per rank.",
-            got=f"closest: {describe_plan(closest)} -> {format_bytes(terms.host_bytes)}",
-            fix='offload.tier = "none" or another, or more ranks',
+            f"no plan fits {format_bytes(outside.host_capacity_bytes or 0)} of host memory per rank.",
+            got=f"closest: {describe_plan(closest)} -> {format_bytes(prediction.host_bytes)}",
+            fix="; or ".join(ways),
         )
     terms = sorted(prediction.memory.terms().items(), key=lambda term: -term[1])
     largest, count = terms[0]
@@ -179,12 +188,19 @@ def _way_out(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str:
     return f"{way}; or {tier}" if tier else way
 
 
-def _tier(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str | None:
-    """The fastest plan that fits with a tier; None if none does, or the run has one."""
+def possible_tiers(hardware: Hardware, run: Run) -> tuple[Tier, ...]:
+    """Those whose rates are known, where the run's optimizer can be kept outside."""
     drive = hardware.disk_bytes_per_second is not None
     host = hardware.host_bytes_per_second is not None or hardware.device == "cpu"
-    tiers: tuple[Tier, ...] = tuple(one for one in TIERS if one != "none" and (drive or one.endswith("cpu")))
-    if run.offload.takes_optimizer or run.optimizer.name.lower() != "adamw" or not host:
+    if run.optimizer.name.lower() != "adamw" or not host:
+        return ()
+    return tuple(one for one in TIERS if one != "none" and (drive or one.endswith("cpu")))
+
+
+def _tier(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str | None:
+    """The fastest plan that fits with a tier; None if none does, or the run has one."""
+    tiers = possible_tiers(hardware, run)
+    if run.offload.tier != "none" or not tiers:
         return None
     best = search(spec, hardware, run, what_if=WhatIf(tiers)).best
     if best is None or best.prediction is None or best.prediction.offload is None:
@@ -192,10 +208,7 @@ def _tier(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str | None:
     terms = best.prediction.offload
     held = f"{format_bytes(terms.host_bytes)} of host memory"
     held += f" and {format_bytes(terms.disk_bytes)} of the drive" if terms.disk_bytes else ""
-    return (
-        f'offload.tier = "{best.run.offload.tier}" with {held} a rank'
-        f" (what-if: not yet run by train): {_cost_of(best)}"
-    )
+    return f'offload.tier = "{best.run.offload.tier}" with {held} a rank: {_cost_of(best)}'
 
 
 def _change(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str:
@@ -261,7 +274,8 @@ def _predicted(plan: Plan, timer: StepTimer, *, memory: MemoryTerms) -> Plan:
         allocator_reserve_bytes=reserve_bytes(hardware, memory),
         context_bytes=hardware.context_bytes,
         capacity_bytes=hardware.capacity_bytes,
-        offload=timer.offload(plan),
+        offload=_outside(timer, plan, memory=memory),
+        activations=timer.activations(plan),
         time=time,
         tokens_per_step=tokens,
         tokens_per_second=rate,
@@ -269,6 +283,15 @@ def _predicted(plan: Plan, timer: StepTimer, *, memory: MemoryTerms) -> Plan:
         mfu=mfu,
     )
     return plan.model_copy(update={"prediction": prediction})
+
+
+def _outside(timer: StepTimer, plan: Plan, *, memory: MemoryTerms) -> OffloadTerms | None:
+    """What the plan's tier takes. On the CPU the host has what the device has left."""
+    terms = timer.offload(plan)
+    if terms is None or plan.device != "cpu" or terms.host_capacity_bytes is not None:
+        return terms
+    left = timer.hardware.capacity_bytes - timer.hardware.context_bytes - memory.total
+    return terms.model_copy(update={"host_capacity_bytes": max(1, left)})
 
 
 def _peak_flops(hardware: Hardware, plan: Plan) -> float | None:
@@ -371,8 +394,14 @@ class _Search:
         return self._needed(memory) <= self.hardware.capacity_bytes
 
     def _host_fits(self, candidate: Candidate) -> bool:
-        terms = self.timer.offload(self._plan(candidate)) if candidate.apart.tier != "none" else None
-        return terms is None or terms.fits
+        tier, moves = candidate.apart.tier != "none", candidate.recompute.mode == "offload"
+        if not (tier or moves):
+            return True
+        plan = self._plan(candidate)
+        return host_fits(
+            _outside(self.timer, plan, memory=self._peak(candidate)) if tier else None,
+            self.timer.activations(plan) if moves else None,
+        )
 
     def _needed(self, memory: MemoryTerms) -> int:
         return memory.total + reserve_bytes(self.hardware, memory) + self.hardware.context_bytes

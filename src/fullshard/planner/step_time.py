@@ -9,15 +9,18 @@ contention   hardware.contention * overlapped, where of the seconds of all colle
              pass beside what the compute stream does.
 optimizer    the norm of the gradients (read once), their scaling (read and written), and the update, which
              for fused AdamW reads value, gradient and two moments and writes all but the gradient: 28 bytes a
-             parameter in fp32. All over the own shards.
-offload      of a plan with a tier, by how much its streams take longer than with an infinitely fast host and
-             drive (see [Note: tiers] in `planner.offload`); the update is there, and no part of `optimizer`.
+             parameter in fp32. All over the own shards. In backward it takes the same, unit by unit, and a
+             second sum over ranks: of the loss before backward, of the norm after it.
+offload      of a plan with a tier, or with activations on the host, by how much its streams take longer than
+             with an infinitely fast host and drive (see [Note: tiers] in `planner.offload`, and [Note:
+             activations on the host]); a tier's update is there, and no part of `optimizer`.
 """
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fullshard.errors import PlanError
+from fullshard.planner.activations import activation_terms, moved_of, moves
 from fullshard.planner.links import collective_seconds, shard_group
 from fullshard.planner.offload import (
     Busy,
@@ -26,6 +29,7 @@ from fullshard.planner.offload import (
     host_rates,
     norm_ticks,
     offload_terms,
+    records_of,
     with_host,
     without_host,
 )
@@ -39,7 +43,7 @@ from fullshard.planner.unit_costs import TICKS, UnitCost, ticks, unit_cost
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec, Trace
 from fullshard.spec.plan import ITEMSIZE, Plan
-from fullshard.spec.prediction import OffloadTerms, TimeTerms
+from fullshard.spec.prediction import ActivationTerms, OffloadTerms, TimeTerms
 from fullshard.spec.run import RecomputeSection
 
 _ROUNDING = 1e-6  # what whole ticks may be below their durations, and more
@@ -84,6 +88,9 @@ class Computing(NamedTuple):
     issue: int
 
 
+WorkKey = tuple[int, int, bool, bool, int]
+
+
 @dataclass
 class StepTimer:
     """Times plans of one spec on one hardware; remembers what they share. `skips`: see [Note: skipping]."""
@@ -91,9 +98,7 @@ class StepTimer:
     spec: ModelSpec
     hardware: Hardware
     skips: bool = True
-    _work: dict[tuple[int, int, bool, bool, int], Work] = field(
-        default_factory=dict[tuple[int, int, bool, bool, int], Work]
-    )
+    _work: dict[WorkKey, Work] = field(default_factory=dict[WorkKey, Work])
     _units: dict[tuple[object, ...], Units] = field(default_factory=dict[tuple[object, ...], Units])
 
     def __post_init__(self) -> None:
@@ -107,12 +112,12 @@ class StepTimer:
         trace = self.spec.trace(plan.run.recompute, plan.microbatch)
         units = self.units(plan, trace)
         again = self._recomputed(plan, trace)
-        if units.norm is None:
+        if units.norm is None and not moves(trace.phases):
             streams = self._simulated(plan, trace, units=units)
             return self._terms(plan, streams, units=units, recompute=again)
         slow = self._simulated(plan, trace, units=units)
         fast = units._replace(costs=tuple(map(without_host, units.costs)), norm=None)
-        streams = self._simulated(plan, trace, units=fast)
+        streams = self._simulated(plan, trace, units=fast, moves_nothing=True)
         terms = self._terms(plan, streams, units=units, recompute=again)
         waits = max(0, slow.compute - streams.compute) / TICKS
         longer = terms.model_copy(update={"offload": waits, "stragglers": 0.0})
@@ -127,9 +132,19 @@ class StepTimer:
         gathers = gathers_of(plan, trace, costs=units.costs, counts=units.counts)
         sizes = zip(units.sizes, units.counts, gathers, strict=True)
         busy = _busy(plan, trace, units=units)
-        return offload_terms(plan, sizes, busy=busy, hardware=self.hardware)
+        return offload_terms(
+            plan, sizes, records=records_of(self.spec, plan), busy=busy, hardware=self.hardware
+        )
 
-    def _simulated(self, plan: Plan, trace: Trace, *, units: Units) -> Streams:
+    def activations(self, plan: Plan) -> ActivationTerms | None:
+        """What activations that are saved on the host take; None where none are."""
+        trace = self.spec.trace(plan.run.recompute, plan.microbatch)
+        if not moves(trace.phases):
+            return None
+        turns = self._work_of(plan, trace, fused=False, adds=False).program.turns
+        return activation_terms(plan, trace.phases, turns=turns, hardware=self.hardware)
+
+    def _simulated(self, plan: Plan, trace: Trace, *, units: Units, moves_nothing: bool = False) -> Streams:
         streams = Streams(serial=self._serial, blocking=1 - self.hardware.overlap)
         policy = Policy(
             prefetch=plan.run.prefetch,
@@ -142,6 +157,8 @@ class StepTimer:
             skips=self.skips,
         )
         work, accumulating = self._works(plan, trace)
+        if moves_nothing:
+            work, accumulating = work._replace(moved=()), accumulating._replace(moved=())
         Timeline(streams, units.costs, policy).step(
             work, accumulating=accumulating, accumulation=plan.accumulation
         )
@@ -151,7 +168,8 @@ class StepTimer:
         """Sizes and costs of the trace's units on the plan's mesh."""
         mesh = (plan.replicate_degree, plan.shard_degree, plan.reshard_after_forward, plan.precision)
         apart = (plan.tensor_parallel, plan.run.offload)
-        key = (*mesh, *apart, id(trace), plan.run.optimizer.name, plan.run.optimizer.momentum)
+        update = (plan.run.optimizer.name, plan.run.optimizer.momentum, plan.run.optimizer.in_backward)
+        key = (*mesh, *apart, id(trace), *update)
         if key not in self._units:
             self._units[key] = self._measure(plan, trace)
         return self._units[key]
@@ -249,7 +267,7 @@ class StepTimer:
                 (ticks(cost.seconds) + own, cost.launches * launch)
                 for cost, own in zip(costs, sent, strict=True)
             )
-            self._work[key] = Work(program, lengths, sent)
+            self._work[key] = Work(program, lengths, sent, moved_of(phases, plan, hardware=self.hardware))
         return self._work[key]
 
     def _measure(self, plan: Plan, trace: Trace) -> Units:
@@ -264,6 +282,7 @@ class StepTimer:
             plan.world_size, per_node=self.hardware.ranks_per_node, world_size=plan.world_size
         )
         summed = collective_seconds("all_reduce", _SUM_BYTES, group=group, hardware=self.hardware)
+        summed *= 2 if plan.run.optimizer.in_backward else 1
         if plan.run.offload.takes_optimizer:
             rates = host_rates(plan, self.hardware)
             costs = tuple(
@@ -330,12 +349,14 @@ def _touched(plan: Plan) -> float:
     name = section.name.lower()
     if name == "adamw":
         return 344 / ITEMSIZE[plan.precision.master] if plan.precision.stochastic_rounding else 7
+    if name == "adamw8bit":
+        return 4  # value, gradient, and a byte of each moment read and written: what cannot be spared
     if name == "sgd":
         return 5 if section.momentum else 3
     raise PlanError(
         "how long this optimizer's update takes is not known.",
         got=f"optimizer.name = {section.name!r}",
-        fix="adamw or sgd, for a prediction",
+        fix="adamw, adamw8bit or sgd, for a prediction",
     )
 
 

@@ -27,6 +27,8 @@ tier          see [Note: tiers] in `planner.offload`. Before a unit's first all-
               in their row. With params+ each all-gather's own shard is copied in, while the one before is
               sent. A reduced gradient is copied out behind its reduction; the next but one waits for it.
 
+activations   see [Note: activations on the host] in `planner.activations`.
+
 On the CPU there is one timeline: the host computes, copies, and (`overlap` 0) waits in each collective.
 """
 
@@ -68,6 +70,7 @@ class Streams:
     leaving: int = 0  # when the last gradient is out, and the one before it
     left: int = 0
     adding: int = 0  # the host's sums of gradients
+    moving: int = 0  # the last copies of activations
     computed: int = 0
     copied: int = 0
     waited_all_gather: int = 0
@@ -160,6 +163,15 @@ class Streams:
             self.network = self.reduce = end
             self._send(cost.scatter, "reduce_scatter")
         self.input_free = self.reduce
+
+    def move(self, *, out: int, back: int, waits: bool) -> None:
+        """Computing waits for activations that are on their way, and others set out."""
+        if waits:
+            self.wait(self.moving, "host")
+        if out:
+            self.moving = self.host_out = max(self.host_out, self.compute) + out
+        if back:
+            self.moving = self.host_in = max(self.host_in, self.compute) + back
 
     def on_reduce(self, length: int) -> None:
         """A copy on the reduce-scatter stream, after what the compute stream has done until now."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fullshard.planner.activations import Moved
 from fullshard.planner.cycles import GATHER_CLOCKS, NEVER, REDUCE_CLOCKS, Mark, clamp, mark, skip
 from fullshard.planner.host_streams import all_left, bring, leave
 from fullshard.planner.program import Program, Segment, Step
@@ -15,16 +16,21 @@ from fullshard.planner.unit_costs import UnitCost
 from fullshard.spec.model import Event
 from fullshard.spec.run import PrefetchSection
 
+# Its copies begin, and are waited for, as one of these does; in forward, as it ends.
+_BACKWARD = ("pre_backward", "post_backward", "end_backward")
+
 
 class Work(NamedTuple):
     """One microbatch: the acts, and for each phase the ticks of the device and of the host's launches.
 
-    `sent`: of the device's, those of the collectives between ranks that share matmuls.
+    `sent`: of the device's, those of the collectives between ranks that share matmuls. `moved`: of each
+    phase, or nothing where none moves activations.
     """
 
     program: Program
     lengths: tuple[tuple[int, int], ...]
     sent: tuple[int, ...] = ()
+    moved: tuple[Moved, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,8 +125,13 @@ class Timeline:
                 else:
                     self._post_backward(unit + shift, cost, first=first, last=last)
             length, issue = lengths[phase]
+            moved = work.moved[phase] if work.moved else None
+            if moved and event in _BACKWARD:
+                streams.move(**moved._asdict())
             if issue or length:
                 streams.work(length, issue=issue)
+            if moved and event not in _BACKWARD:
+                streams.move(**moved._asdict())
 
     def _of_the_run(self, event: Event) -> None:
         if event == "end_forward" and self.buffered:

@@ -21,12 +21,13 @@ class UnitBytes:
     gathered        all parameters in the dtype computed in, padded: the all-gather buffer, and again its copy
     cast_copy       own shards cast for the all-gather; 0 where no cast is needed
     largest_cast    the same for the largest parameter alone: over one rank they are cast one by one
-    whole           gradients as autograd leaves them
+    whole           gradients as autograd leaves them; `last_whole`: of the last parameter
     whole_reduced   the same in the dtype that they are reduced in
     reduce_input    the same, padded: the reduce-scatter's input
     reduce_output   its output, 1/N of it
     gradient        the output in the master dtype: the gradients of the own shards (with a tier: as reduced)
-    trained         elements of the own shards that the optimizer updates, without padding
+    trained         elements of the own shards that the optimizer updates, without padding; `in_eight_bits`:
+                    bytes of one moment of them that torchao keeps in 8
     """
 
     shard_degree: int
@@ -41,6 +42,7 @@ class UnitBytes:
     whole: int
     whole_reduced: int
     largest_whole: int
+    last_whole: int
     largest_whole_reduced: int
     reduce_input: int
     reduce_output: int
@@ -48,6 +50,7 @@ class UnitBytes:
     trained: int
     trained_parameters: int
     largest_trained: int
+    in_eight_bits: int
     master_itemsize: int
 
 
@@ -68,26 +71,16 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     degree, reshard = settings.shard_degree, settings.reshard_after_forward
     precision = settings.precision
     compute, reduced, master = (ITEMSIZE[d] for d in (precision.param, precision.reduce, precision.master))
-    tier = plan.run.offload
     if plan.tensor_parallel > 1:
         unit = split_unit(unit, plan.tensor_parallel)
 
     def padded(parameter: ParamSpec) -> int:
         return padded_numel(parameter.shape, degree)
 
-    def kept_in(parameter: ParamSpec) -> int:
-        own = compute if tier.takes_optimizer else master
-        return own if parameter.requires_grad and parameter.is_floating else parameter.itemsize
-
     def used_in(parameter: ParamSpec) -> int:
         return compute if parameter.is_floating else parameter.itemsize
 
-    # A shard that is copied in from the host stands in the device's memory as one that is cast does.
-    casts = [
-        padded(p) // degree * used_in(p)
-        for p in unit.parameters
-        if tier.takes_parameters or (used_in(p) != kept_in(p) and p.is_floating)
-    ]
+    shards, casts = _shards_and_casts(unit, plan, settings=settings)
     trained = [p for p in unit.parameters if p.requires_grad]
     wire = sum(padded(p) for p in trained)
     own = [shard_numel(p.shape, degree, rank=rank % degree) for p in trained]
@@ -96,7 +89,7 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         replicate_degree=settings.replicate_degree,
         reshards=reshard is not False,
         reshard_degree=1 if isinstance(reshard, bool) else reshard,
-        shards=0 if tier.takes_parameters else sum(padded(p) // degree * kept_in(p) for p in unit.parameters),
+        shards=shards,
         own_shards=sum(padded(p) // degree * used_in(p) for p in unit.parameters),
         gathered=sum(padded(p) * used_in(p) for p in unit.parameters),
         cast_copy=sum(casts),
@@ -104,15 +97,45 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         whole=sum(p.numel * used_in(p) for p in trained),
         whole_reduced=sum(p.numel for p in trained) * reduced,
         largest_whole=max((p.numel * used_in(p) for p in trained), default=0),
+        last_whole=sum(p.numel * used_in(p) for p in trained[-1:]),
         largest_whole_reduced=max((p.numel for p in trained), default=0) * reduced,
         reduce_input=wire * reduced,
         reduce_output=wire // degree * reduced,
-        gradient=wire // degree * (reduced if tier.takes_optimizer else master),
+        gradient=wire // degree * (reduced if plan.gradients_leave else master),
         trained=sum(own),
         trained_parameters=len(trained),
         largest_trained=max(own, default=0),
+        in_eight_bits=sum(_eight_bits(numel, master) for numel in own),
         master_itemsize=master,
     )
+
+
+def _shards_and_casts(unit: UnitSpec, plan: Plan, *, settings: UnitSettings) -> tuple[int, list[int]]:
+    """Bytes of the own shards on the device, and of each shard that is cast or copied for an all-gather."""
+    tier, on_cpu, degree = plan.run.offload, plan.device == "cpu", settings.shard_degree
+    compute, master = ITEMSIZE[settings.precision.param], ITEMSIZE[settings.precision.master]
+    # On the CPU a tier's host is the device: its masters are the shards, and copies only where these are not.
+    is_master = not tier.takes_optimizer or (on_cpu and not tier.on_disk)
+    shards, casts = 0, list[int]()
+    for parameter in unit.parameters:
+        elements = padded_numel(parameter.shape, degree) // degree
+        is_trained = parameter.requires_grad and parameter.is_floating
+        kept = parameter.itemsize if not is_trained else master if is_master else compute
+        used = compute if parameter.is_floating else parameter.itemsize
+        is_elsewhere = is_trained and tier.takes_optimizer and (tier.takes_parameters or is_master)
+        shards += 0 if is_elsewhere else elements * kept
+        # One that is copied in from the host stands in the device's memory as one that is cast does.
+        if used != kept or (is_elsewhere and not on_cpu):
+            casts.append(elements * used)
+    return shards, casts
+
+
+def _eight_bits(numel: int, itemsize: int) -> int:
+    """Bytes of a moment: codes of 1 byte, a scale of 4 for each block of 256, and the 256 values that codes
+    stand for; in the master dtype where a shard is small or no multiple of a block. torchao.optim, 0.18."""
+    if numel < 4096 or numel % 256:
+        return numel * itemsize
+    return numel + 4 * (numel // 256) + 4 * 256
 
 
 def split_unit(unit: UnitSpec, degree: int) -> UnitSpec:
@@ -123,7 +146,8 @@ def split_unit(unit: UnitSpec, degree: int) -> UnitSpec:
 
 def optimizer_bytes(size: UnitBytes, plan: Plan) -> int:
     """What the optimizer keeps for the own shards of a unit, in the master dtype: 2 · numel for AdamW (and a
-    step count of 4 bytes a parameter), 1 · numel for SGD with momentum, 0 for SGD without.
+    step count of 4 bytes a parameter), 1 · numel for SGD with momentum, 0 for SGD without; about 2 bytes an
+    element for AdamW in 8 bits.
 
     Nothing on the device where a tier has it. Raises PlanError for an optimizer whose state is not known.
     """
@@ -133,12 +157,14 @@ def optimizer_bytes(size: UnitBytes, plan: Plan) -> int:
     name = section.name.lower()
     if name == "adamw":
         return 2 * size.trained * size.master_itemsize + 4 * size.trained_parameters
+    if name == "adamw8bit":
+        return 2 * size.in_eight_bits + 4 * size.trained_parameters
     if name == "sgd":
         return size.trained * size.master_itemsize if section.momentum else 0
     raise PlanError(
         "the size of this optimizer's state is not known.",
         got=f"optimizer.name = {section.name!r}",
-        fix="adamw or sgd, for a prediction",
+        fix="adamw, adamw8bit or sgd, for a prediction",
     )
 
 
@@ -148,6 +174,8 @@ def update_temporaries(sizes: Iterable[UnitBytes], plan: Plan) -> int:
     SGD adds the decay to a copy of the gradients: of one parameter at a time on the CPU, of all on GPUs.
     Stochastic rounding, parameter by parameter: fp32 copies of value, gradient and both moments, and the
     denominator (20 bytes an element), random bits (4), and masks (7).
+    AdamW in 8 bits, parameter by parameter: 53 bytes an element on the CPU, where it is not compiled; what is
+    compiled needs less, how much is not measured.
     """
     section, units = plan.run.optimizer, list(sizes)
     if plan.run.offload.takes_optimizer:
@@ -155,6 +183,8 @@ def update_temporaries(sizes: Iterable[UnitBytes], plan: Plan) -> int:
     largest = max((size.largest_trained for size in units), default=0)
     if plan.precision.stochastic_rounding:
         return 31 * largest
+    if section.name.lower() == "adamw8bit":
+        return 53 * largest
     if section.name.lower() == "sgd" and section.weight_decay:
         elements = sum(size.trained for size in units) if plan.device == "cuda" else largest
         return elements * max((size.master_itemsize for size in units), default=0)

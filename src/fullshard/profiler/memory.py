@@ -11,12 +11,13 @@ import os
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # The engine marks what it does in the profiler's trace. Activations that it casts are not its own.
 _ENGINE, _ENGINE_CASTS = "FSDP::", "FSDP::cast_"
@@ -247,11 +248,19 @@ def _read_cuda(peak: Peak, device: torch.device, *, holdings: _Holdings) -> None
     peak.parts = MemoryParts(*sizes, units_in_flight=0, rest=max(0, peak.bytes - sum(sizes)))
 
 
+def _held_parts(tensor: Tensor) -> list[Tensor]:
+    """What holds the bytes of `tensor`: itself, or, of a quantised one, codes, scales and their like."""
+    local = local_tensor(tensor)
+    if not is_traceable_wrapper_subclass(local):
+        return [local]
+    return [getattr(local, name) for name in cast(Any, local).__tensor_flatten__()[0]]
+
+
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Address -> bytes. Storages without data (meta, or freed by the engine) are left out."""
     sizes: dict[int, int] = {}
-    for tensor in tensors:
-        storage = local_tensor(tensor).untyped_storage()
+    for tensor in itertools.chain.from_iterable(map(_held_parts, tensors)):
+        storage = tensor.untyped_storage()
         if storage.device.type != "meta" and storage.nbytes():
             sizes[storage.data_ptr()] = storage.nbytes()
     return sizes

@@ -6,8 +6,9 @@ mark what the step does, and `FSDP::...` what the engine does. Every moment of t
 first in order of those that are active then; where none is, to `other`.
 
 CPU    What the calling thread is in, where work and waiting are one. First the collectives (an all-reduce
-       without a range lasts from its call to the thread's next operation), then the engine, optimizer, data,
-       and last the range of the microbatch, which holds them all and is computing otherwise.
+       without a range lasts from its call to the thread's next operation), then the optimizer (in backward
+       the engine calls it), the engine, data, and last the range of the microbatch, which holds them all and
+       is computing otherwise.
 CUDA   What the device runs. First kernels of the model, then those that the optimizer and the engine
        launched: so a collective counts only while none of these runs, which is what `exposed` says. Where
        several collectives run by themselves, the first in order counts. The device idle while the host
@@ -43,7 +44,7 @@ _KERNELS = {
     "AllReduce": "exposed_all_reduce",
 }
 _COLLECTIVES = ("exposed_all_gather", "exposed_reduce_scatter", "exposed_all_reduce")
-HOST_ORDER = (*_COLLECTIVES, "engine", "optimizer", "data", "compute")
+HOST_ORDER = (*_COLLECTIVES, "optimizer", "engine", "data", "compute")
 DEVICE_ORDER = ("compute", "optimizer", "engine", *_COLLECTIVES, "data")
 
 

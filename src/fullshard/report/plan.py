@@ -8,7 +8,7 @@ from pydantic import PositiveInt
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.report.grid import show_rows
 from fullshard.spec.plan import Plan
-from fullshard.spec.prediction import OffloadTerms, Prediction
+from fullshard.spec.prediction import ActivationTerms, OffloadTerms, Prediction
 from fullshard.spec.run import PositiveFloat, Run, Strategy
 from fullshard.spec.value import Value
 
@@ -100,6 +100,8 @@ def plan_rows(page: PlanPage) -> Iterator[tuple[str, str]]:
         yield from _dry_run(page.dry_run, prediction)
     if prediction.offload is not None:
         yield from _outside(prediction.offload)
+    if prediction.activations is not None:
+        yield from _on_host(prediction.activations, held=prediction.host_bytes)
     yield from _time(prediction)
     yield from _speed(plan, prediction)
     if page.budget is not None:
@@ -121,13 +123,14 @@ def mesh_text(plan: Plan) -> str:
 
 
 def recompute_text(run: Run) -> str:
-    """`every 2nd block`, `full`, `selective`, `none`."""
+    """`every 2nd block`, `offload, every 2nd block`, `full`, `selective`, `offload`, `none`."""
     section = run.recompute
-    if section.mode != "every":
+    every = section.period
+    if section.mode not in ("every", "offload") or (section.mode == "offload" and every == 1):
         return section.mode
     ends = {1: "st", 2: "nd", 3: "rd"}
-    end = "th" if 10 <= section.every % 100 <= 20 else ends.get(section.every % 10, "th")
-    return f"every {section.every}{end} block"
+    end = "th" if 10 <= every % 100 <= 20 else ends.get(every % 10, "th")
+    return f"{'offload, ' if section.mode == 'offload' else ''}every {every}{end} block"
 
 
 def _settings(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
@@ -200,6 +203,19 @@ def _outside(terms: OffloadTerms) -> Iterator[tuple[str, str]]:
     seconds = {"disk": terms.disk_seconds, "update": terms.update_seconds, "copies": terms.copy_seconds}
     each = ", ".join(f"{name} {format_seconds(value)}" for name, value in seconds.items() if value)
     yield "  at least", f"{each}, beside each other: {terms.binds} binds"
+
+
+def _on_host(terms: ActivationTerms, *, held: int) -> Iterator[tuple[str, str]]:
+    """What activations have of the host; `held`: with what a tier has there."""
+    capacity = terms.host_capacity_bytes
+    of = f" of {format_bytes(capacity)}" if capacity is not None else ""
+    room = "" if capacity is None or held <= capacity else ": TOO MUCH"
+    yield "on the host", f"{format_bytes(terms.host_bytes)}{of} a rank for activations{room}"
+    yield (
+        "",
+        f"a step copies {format_bytes(terms.copied_bytes)} there and back, "
+        f"{format_seconds(terms.copy_seconds)} in all",
+    )
 
 
 def _dry_run(parts: Mapping[str, int], prediction: Prediction) -> Iterator[tuple[str, str]]:

@@ -19,6 +19,7 @@ from fullshard.sharding.kernels import (
     storage_key,
     transient_bytes,
 )
+from fullshard.sharding.lanes import Way
 from fullshard.spec.model import Event
 
 Kind = Literal["activations", "loss", "backward", "gradients"]
@@ -31,6 +32,7 @@ class Recorded:
     """What happened in one phase: (kind, bytes) of each change, and each launch.
 
     The first `given` changes are of the act that opens the phase (gradients handed over), not of the phase.
+    `copies`: to and from the host, beside the launches, and waits for them.
     """
 
     event: Event
@@ -39,6 +41,7 @@ class Recorded:
     given: int = 0
     work: list[Launch] = field(default_factory=list[Launch])
     fused: list[Launch] = field(default_factory=list[Launch])
+    copies: list[tuple[Way, int]] = field(default_factory=list[tuple[Way, int]])
 
 
 @dataclass
@@ -117,6 +120,10 @@ class Allocations(TorchDispatchMode):
         """Closes the phase that is open, and opens the next."""
         self._end_run()
         self.recorded.append(Recorded(event, unit))
+
+    def copied(self, way: Way, size: int) -> None:
+        """A storage of `size` bytes begins to leave or to come back, or computing waits for those that do."""
+        self.recorded[-1].copies.append((way, size))
 
     def given(self) -> None:
         """What changed since the phase opened belongs to the act that opened it."""

@@ -4,10 +4,10 @@ Recompute, then compile (both per block), then `fully_shard` from the innermost 
 The optimizer comes after: built before, it would hold parameters that are no longer the model's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from fullshard.sharding.prefetch import apply_prefetch
 from fullshard.sharding.recompute import apply_recompute
 from fullshard.sharding.unit_sizes import warn_of_unit_sizes
 from fullshard.sharding.units import Predicate, Unit, find_repeated, find_units
-from fullshard.spec.plan import Plan, check_runs
+from fullshard.spec.plan import DeviceType, Plan, check_runs
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,22 @@ class Meshes:
         )
 
 
+class Keeper(Protocol):
+    """What takes the values of a model's shards as they come, where its plan keeps them outside."""
+
+    def begin(self, model: nn.Module) -> None:
+        """The engine has the parameters; they are on the meta device."""
+        ...
+
+    def take(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Of one unit, by name, with their values; the units come in the order of use."""
+        ...
+
+    def end(self) -> None:
+        """Of all units."""
+        ...
+
+
 def shard(
     model: nn.Module,
     plan: Plan,
@@ -55,6 +71,7 @@ def shard(
     init: Initialise | None = None,
     methods: Sequence[str] = (),
     values: Literal["initialised", "unset"] = "initialised",
+    keeper: Keeper | None = None,
 ) -> nn.Module:
     """Shards `model` in place as `plan` says, and gives it values. Returns the same module.
 
@@ -76,10 +93,16 @@ def shard(
     if values == "initialised":
         warn_of_missing(model, given, stacklevel=2)
     hand_over(model, prepared, plan=plan, methods=methods)
+    order, keep = prepared.units, None
+    if keeper is not None:
+        keeper.begin(model)
+        order, keep = _first_used_first(model, order), keeper.take
     if values == "initialised":
-        fill(model, prepared.units, values=given, plan=plan, init=init)
+        fill(model, order, values=given, plan=plan, init=init, keep=keep)
     else:
-        allocate(model, prepared.units, values=given, plan=plan)
+        allocate(model, order, values=given, plan=plan, keep=keep)
+    if keeper is not None:
+        keeper.end()
     settle(model, prepared.units, plan=plan)
     return model
 
@@ -106,11 +129,19 @@ def prepare(model: nn.Module, plan: Plan, *, units: Predicate | None = None) -> 
     return Prepared(found, repeated, meshes)
 
 
-def hand_over(model: nn.Module, prepared: Prepared, *, plan: Plan, methods: Sequence[str] = ()) -> None:
-    """The second part: the engine takes over, with every shard on the meta device."""
+def hand_over(
+    model: nn.Module,
+    prepared: Prepared,
+    *,
+    plan: Plan,
+    methods: Sequence[str] = (),
+    stands_for: DeviceType | None = None,
+) -> None:
+    """The second part: the engine takes over, with every shard on the meta device. `stands_for`: the device
+    that fake tensors stand for; unset, the plan's."""
     units = prepared.units
     meta_parameters(model, units, plan=plan)
-    _recompute_and_compile(prepared.blocks, units, plan=plan)
+    _recompute_and_compile(prepared.blocks, units, plan=plan, device=stands_for or plan.device)
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
     with one_small_mesh():
         for unit in units:
@@ -159,11 +190,18 @@ def _check_overrides(units: Sequence[Unit], plan: Plan) -> None:
             )
 
 
-def _recompute_and_compile(blocks: Sequence[nn.Module], units: Sequence[Unit], *, plan: Plan) -> None:
+def _recompute_and_compile(
+    blocks: Sequence[nn.Module], units: Sequence[Unit], *, plan: Plan, device: DeviceType
+) -> None:
     """Replaces `forward`s, not modules: names in the state dict stay as they are."""
     section = plan.run.recompute
     if not plan.run.run.compile:
-        apply_recompute(blocks, section)
+        apply_recompute(blocks, section, device=device)
+        return
+    if section.mode == "offload":  # by hooks around what is compiled, which then saves as other code does
+        for block in blocks:
+            block.forward = torch.compile(block.forward)
+        apply_recompute(blocks, section, device=device)
         return
     # Gathering breaks the graph, and what is recomputed must be one graph or none: a block that holds units
     # is compiled in pieces, and these computed again; another is compiled with what it computes again.
@@ -226,6 +264,11 @@ def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_order_of_use(model: nn.Module, units: Sequence[Unit]) -> list[FSDPModule]:
-    """The engine's modules in order of registration, the root first: its pre-forward is the first of all."""
-    engine = {unit.modules[0] for unit in units}
-    return [cast(FSDPModule, module) for module in model.modules() if module in engine]
+    """The engine's modules, of the units as `_first_used_first` has them."""
+    return [cast(FSDPModule, unit.modules[0]) for unit in _first_used_first(model, units)]
+
+
+def _first_used_first(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+    """The units in order of registration, the root first: its pre-forward is the first of all."""
+    by_module = {unit.modules[0]: unit for unit in units}
+    return [by_module[module] for module in model.modules() if module in by_module]

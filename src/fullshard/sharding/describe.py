@@ -4,7 +4,8 @@ Microbatches run forward and backward on fake tensors: shapes, no data. Every st
 birth to its death, as the allocator would count it, every operation's FLOP and bytes are taken down, and all
 is cut into phases at the points where the engine acts (a unit's forward and backward begin and end).
 Parameters stand there in the dtype that units are gathered in; what the engine itself allocates is not in the
-trace, but added by `fullshard.planner.memory`.
+trace, but added by `fullshard.planner.memory`. What is moved to the host counts no more where the device is a
+GPU; the CPU's memory is the host's, and there the copy counts.
 
 Repeated blocks are traced a few times, not all (`fullshard.sharding.shortening`), and two sizes of microbatch
 tell all others (`fullshard.sharding.phases`). Where a model does not do alike in both, it is traced whole,
@@ -29,6 +30,7 @@ from fullshard.sharding.allocations import Recorded
 from fullshard.sharding.as_untraced import as_untraced
 from fullshard.sharding.cuda_kernels import cuda_kernels
 from fullshard.sharding.kernels import storages_bytes
+from fullshard.sharding.lanes import PlainLane, ToldLane
 from fullshard.sharding.phases import KernelTable, alike, foretold, joined
 from fullshard.sharding.precision import TORCH_DTYPE, cast_buffers
 from fullshard.sharding.recompute import apply_recompute
@@ -163,7 +165,8 @@ class _Study:
         device: DeviceType,
     ) -> None:
         self.model, self.plan, self.loss, self.batch = model, plan, loss, batch
-        self.predicate, self.device = predicate, device
+        self.predicate = predicate
+        self.device: DeviceType = device
         self.table = KernelTable()
         self.buffer_bytes = 0
         self._single_differs: bool | None = None  # not known before the first trace
@@ -212,10 +215,14 @@ class _Study:
             found = find_units(twin, section, predicate=self.predicate)
             if [unit.name for unit in found] != [u.name for u in given if u.name not in shortened.left_out]:
                 return None, shortened
-        apply_recompute(find_repeated(twin, section, units=found), plan.run.recompute)
+        lane = ToldLane() if self.device == "cuda" else PlainLane()
+        repeated = find_repeated(twin, section, units=found)
+        apply_recompute(repeated, plan.run.recompute, device=self.device, lane=lane)
 
         def record(microbatch: int) -> _Found:
             tracer = Tracer(twin, found, plan=plan, fakes=fakes, transients=self.device == "cuda")
+            if isinstance(lane, ToldLane):
+                lane.tell = lambda way, size: tracer.allocations.copied(way, size)
             batch = _fake_batch(self.batch, plan, microbatch=microbatch, fakes=fakes)
             recording, accumulating = tracer.microbatch(self.loss, batch), list[Recorded]()
             # Where they are reduced in another dtype, the engine takes the gradients away, and adds them
@@ -249,7 +256,7 @@ def _periodic(recording: Sequence[Recorded], repeats: Sequence[Repeat]) -> bool:
 
     def done_by(first: int, count: int) -> list[tuple[object, ...]]:
         return [
-            (one.event, one.unit - first, one.given, one.changes, one.work)
+            (one.event, one.unit - first, one.given, one.changes, one.work, one.copies)
             for one in recording
             if first <= one.unit < first + count
         ]

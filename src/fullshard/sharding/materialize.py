@@ -30,6 +30,7 @@ from fullshard.sharding.units import Unit
 from fullshard.spec.plan import Plan
 
 Initialise = Callable[[nn.Module], object]
+Keep = Callable[[Mapping[str, nn.Parameter]], None]
 
 
 @contextmanager
@@ -85,9 +86,15 @@ def meta_parameters(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> N
 
 
 def fill(
-    model: nn.Module, units: Sequence[Unit], *, values: Values, plan: Plan, init: Initialise | None
+    model: nn.Module,
+    units: Sequence[Unit],
+    *,
+    values: Values,
+    plan: Plan,
+    init: Initialise | None,
+    keep: Keep | None = None,
 ) -> None:
-    """Allocates the shards and gives them values, unit by unit; then the buffers.
+    """Allocates the shards and gives them values, unit by unit; then the buffers. `keep` gets each unit's.
 
     See [Note: the same values at any rank count]. `values` is emptied as it is used, so that rank 0 lets go
     of what it has given. Raises ShardError for what nothing initialises.
@@ -98,12 +105,16 @@ def fill(
         for unit in units:
             whole = filler.initialised([name for name in filler.names_in(unit) if name not in values.tensors])
             filler.fill_unit(unit, whole, values=values)
+            if keep is not None:
+                keep(unit.parameters)
     finally:
         filler.hang(filler.parameters)
     filler.fill_buffers(values)
 
 
-def allocate(model: nn.Module, units: Sequence[Unit], *, values: Values, plan: Plan) -> None:
+def allocate(
+    model: nn.Module, units: Sequence[Unit], *, values: Values, plan: Plan, keep: Keep | None = None
+) -> None:
     """As `fill`, but parameters that `values` lacks are NaN: somebody else sets them."""
     filler = _Filler(model, _device_of(plan), seed=plan.run.run.seed, init=None)
     for unit in units:
@@ -111,6 +122,8 @@ def allocate(model: nn.Module, units: Sequence[Unit], *, values: Values, plan: P
             with torch.no_grad():
                 _mark(_local(filler.unset(name)))
         filler.fill_unit(unit, {}, values=values)
+        if keep is not None:
+            keep(unit.parameters)
     filler.hang(filler.parameters)
     filler.fill_buffers(values)
 

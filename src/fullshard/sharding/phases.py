@@ -10,6 +10,7 @@ from itertools import groupby
 
 from fullshard.sharding.allocations import KINDS, Kind, Recorded
 from fullshard.sharding.kernels import Launch
+from fullshard.sharding.lanes import Way
 from fullshard.spec.model import Kernel, Launches, Line, Moment, Phase
 
 Recording = Sequence[Recorded]
@@ -59,6 +60,9 @@ def joined(low: Recording, high: Recording, *, microbatch: int, table: KernelTab
                 end=_moment(state),
                 work=table.launches(a.work, high=b.work, microbatch=microbatch),
                 fused=table.launches(a.fused, high=b.fused, microbatch=microbatch),
+                out=_copies("out", low=a, high=b, microbatch=microbatch),
+                back=_copies("back", low=a, high=b, microbatch=microbatch),
+                waits=any(way == "wait" for way, _ in a.copies),
             )
         )
     return tuple(phases)
@@ -76,14 +80,27 @@ def foretold(smaller: Recording, *, low: Recording, high: Recording) -> bool:
     return all(
         2 * a[1] - b[1] == c[1]
         for one, other, third in zip(low, high, smaller, strict=True)
-        for a, b, c in zip(one.changes, other.changes, third.changes, strict=True)
+        for a, b, c in zip(_sizes(one), _sizes(other), _sizes(third), strict=True)
     )
 
 
 def _form(recorded: Recorded) -> tuple[object, ...]:
     kinds = [(kind, size > 0) for kind, size in recorded.changes]
     work = [[(launch.kind, launch.dtype) for launch in some] for some in (recorded.work, recorded.fused)]
-    return recorded.event, recorded.unit, recorded.given, kinds, work
+    ways = [way for way, _ in recorded.copies]
+    return recorded.event, recorded.unit, recorded.given, kinds, work, ways
+
+
+def _sizes(recorded: Recorded) -> list[tuple[str, int]]:
+    return [*recorded.changes, *recorded.copies]
+
+
+def _copies(way: Way, *, low: Recorded, high: Recorded, microbatch: int) -> tuple[Line, ...]:
+    return tuple(
+        _line(a, b, microbatch=microbatch)
+        for (done, a), (_, b) in zip(low.copies, high.copies, strict=True)
+        if done == way
+    )
 
 
 def _line(low: int, high: int, *, microbatch: int) -> Line:

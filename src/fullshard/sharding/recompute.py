@@ -1,4 +1,7 @@
-"""What is computed again in backward, not saved: Chen et al., arXiv:1604.06174."""
+"""What is computed again in backward, or waits for it on the host, and is not saved on the device.
+
+Recompute: Chen et al., arXiv:1604.06174.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,6 +12,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from fullshard.sharding.activations import offload_activations
+from fullshard.sharding.lanes import Lane
+from fullshard.spec.plan import DeviceType
 from fullshard.spec.run import RecomputeSection
 
 _ATEN = torch.ops.aten
@@ -37,21 +43,30 @@ Contexts = Callable[[], tuple[Any, Any]]
 
 
 def apply_recompute(
-    blocks: Sequence[nn.Module], section: RecomputeSection, *, compiled: bool = False
+    blocks: Sequence[nn.Module],
+    section: RecomputeSection,
+    *,
+    compiled: bool = False,
+    device: DeviceType = "cpu",
+    lane: Lane | None = None,
 ) -> None:
     """Makes the blocks compute again in backward what `section` says not to save.
 
     The block's `forward` is replaced, not the block: names in the state dict stay as they are. `compiled`: it
-    is going to be compiled.
+    is going to be compiled. `device`: where it will run. `lane`: what copies in mode `offload`, in place of
+    the device's own; that mode is applied to what is compiled already, not to what will be.
     """
     if section.mode == "none":
+        return
+    if section.mode == "offload":
+        chosen = blocks[:: section.period]
+        offload_activations(chosen, least=section.offload_min_fraction, device=device, lane=lane)
         return
     contexts: Contexts | None = None
     if section.mode == "selective":
         # The compiler reads torch's contexts, and must see all operations.
         contexts = partial(_contexts, section.save_matmuls, compiled=compiled)
-    step = section.every if section.mode == "every" else 1
-    for block in blocks[::step]:
+    for block in blocks[:: section.period]:
         block.forward = _recomputed(block.forward, contexts)
 
 

@@ -77,8 +77,7 @@ def _units_below(block: nn.Module, units: Sequence[Unit]) -> list[str]:
 
 def _period(signatures: Sequence[Any], plan: Plan) -> int | None:
     """After how many blocks they begin anew; the first may differ from all others."""
-    section = plan.run.recompute
-    step = section.every if section.mode == "every" else 1
+    step = plan.run.recompute.period
     for period in range(step, max(step, _LONGEST_PERIOD) + 1, step):
         later = range(2 * period, len(signatures) - period)
         if all(signatures[at] == signatures[period + at % period] for at in later):

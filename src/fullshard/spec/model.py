@@ -113,6 +113,8 @@ class Phase(Value):
     `post_backward` hands to the engine are gone from the phase that it opens. `work`: what it launches,
     eager;
     `fused`: what it launches where runs of elementwise operations are one kernel, as the compiler makes them.
+    `out`, `back`: storages whose copies to the host, and from it, begin as its forward ends or its backward
+    begins, beside what is launched later. `waits`: before that, computing waits for those that began earlier.
     """
 
     event: Event
@@ -121,6 +123,9 @@ class Phase(Value):
     end: Moment
     work: tuple[Launches, ...] = ()
     fused: tuple[Launches, ...] = ()
+    out: tuple[Line, ...] = ()
+    back: tuple[Line, ...] = ()
+    waits: bool = False
 
 
 class Repeat(Value):
@@ -154,7 +159,8 @@ class Trace(Value):
     def holds_for(self, recompute: RecomputeSection, microbatch: int) -> bool:
         asked, own = recompute, self.recompute
         same = asked.mode == own.mode and (
-            (asked.mode != "every" or asked.every == own.every)
+            asked.period == own.period
+            and (asked.mode != "offload" or asked.offload_min_fraction == own.offload_min_fraction)
             and (asked.mode != "selective" or asked.save_matmuls == own.save_matmuls)
         )
         return same and self.microbatch in (None, microbatch)

@@ -91,6 +91,11 @@ class Plan(Value):
         return self.world_size // self.tensor_parallel
 
     @property
+    def gradients_leave(self) -> bool:
+        """Whether reduced gradients go to the host as they come; on the CPU they are there."""
+        return self.run.offload.takes_optimizer and self.device == "cuda"
+
+    @property
     def is_what_if(self) -> bool:
         """Whether it can be planned, and not be run yet."""
         return bool(_what_if(self.run))
@@ -117,6 +122,7 @@ class Plan(Value):
         ranks = _data_ranks(world_size, tensor)
         replicate, shard = _mesh_degrees(run, ranks)
         microbatch, accumulation = _microbatches(run, ranks)
+        _check_in_backward(run, microbatch=microbatch, accumulation=accumulation)
         mode = run.precision.mode
         if mode == "auto":
             mode = "bf16" if (device == "cuda" if bf16_hardware is None else bf16_hardware) else "fp32"
@@ -158,15 +164,13 @@ def check_runs(run: Run) -> None:
             "this is planned, not yet run.",
             got=", ".join(settings),
             why="fullshard plan says what it would take; fullshard train has no such step yet",
-            fix='offload.tier = "none", sharding.tensor_parallel = 1',
+            fix="sharding.tensor_parallel = 1",
         )
 
 
 def _what_if(run: Run) -> list[str]:
     """The settings that cannot be run yet."""
     settings: list[str] = []
-    if run.offload.tier != "none":
-        settings.append(f'offload.tier = "{run.offload.tier}"')
     if run.sharding.tensor_parallel > 1:
         settings.append(f"sharding.tensor_parallel = {run.sharding.tensor_parallel}")
     return settings
@@ -195,9 +199,11 @@ def _settled(run: Run) -> Run:
     if prefetch.mode == "auto":
         prefetch = prefetch.model_copy(update={"mode": "implicit"})
     place = run.run.model_copy(update={"compile": run.run.compile is True})
-    return run.model_copy(
-        update={"run": place, "sharding": sharding, "recompute": recompute, "prefetch": prefetch}
-    )
+    offload = run.offload
+    if offload.tier == "auto":
+        offload = offload.model_copy(update={"tier": "none"})
+    settled = {"run": place, "sharding": sharding, "recompute": recompute, "prefetch": prefetch}
+    return run.model_copy(update=settled | {"offload": offload})
 
 
 def _mesh_degrees(run: Run, world_size: int) -> tuple[int, int]:
@@ -240,6 +246,16 @@ def _microbatches(run: Run, world_size: int) -> tuple[int, int]:
         )
     microbatch = pinned or batch // world_size
     return microbatch, batch // (world_size * microbatch)
+
+
+def _check_in_backward(run: Run, *, microbatch: int, accumulation: int) -> None:
+    if run.optimizer.in_backward and accumulation > 1:
+        raise PlanError(
+            "the optimizer in backward is for steps of one microbatch.",
+            got=f"optimizer.in_backward = true, {accumulation} microbatches a step",
+            why="gradients that are added up over microbatches are all there until the last one",
+            fix=f"train.microbatch = {microbatch * accumulation}, or optimizer.in_backward = false",
+        )
 
 
 def _reshard(run: Run, shard_degree: int) -> bool | int:

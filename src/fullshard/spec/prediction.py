@@ -22,7 +22,7 @@ class TimeTerms(Value):
     tensor_parallel         collectives between the matmuls of a block: computing waits for each
     optimizer               clipping and the update
     offload                 by how much the step is longer than with an infinitely fast host and drive: their
-                            copies and the update there, as far as nothing hides them
+                            copies (activations' too) and the update there, as far as nothing hides them
     stragglers              waiting for the slowest rank
     """
 
@@ -77,14 +77,25 @@ class OffloadTerms(Value):
         return "update" if self.update_seconds == longest else "copies"
 
 
+class ActivationTerms(Value):
+    """What activations that are saved on the host take of one rank's: `host_bytes` that are held there at
+    most, `copied_bytes` of one step in each of the two directions, and the seconds of both.
+    """
+
+    host_bytes: NonNegativeInt = 0
+    copied_bytes: NonNegativeInt = 0
+    copy_seconds: NonNegativeFloat = 0.0
+    host_capacity_bytes: PositiveInt | None = None
+
+
 class Prediction(Value):
     """What is said of a plan before it runs.
 
     Of the fullest rank: `memory` are live tensors (`max_memory_allocated`); with `allocator_reserve_bytes`
     they are what the allocator takes of the device (`max_memory_reserved`); with `context_bytes`, all that
     the process needs, which must not pass `capacity_bytes`. `offload`: of its host and drive, where the plan
-    has a tier. `flops_per_token`: of the model; see `fullshard.spec.measurement.model_flops_per_token`. `mfu`
-    is None where the chip's peak is not known.
+    has a tier; `activations`: of its host, where blocks save there. `flops_per_token`: of the model; see
+    `fullshard.spec.measurement.model_flops_per_token`. `mfu` is None where the chip's peak is not known.
     """
 
     hardware: str
@@ -93,6 +104,7 @@ class Prediction(Value):
     context_bytes: NonNegativeInt = 0
     capacity_bytes: PositiveInt
     offload: OffloadTerms | None = None
+    activations: ActivationTerms | None = None
     time: TimeTerms
     tokens_per_step: PositiveInt
     tokens_per_second: PositiveFloat
@@ -108,6 +120,16 @@ class Prediction(Value):
         return self.reserved_bytes + self.context_bytes
 
     @property
+    def host_bytes(self) -> int:
+        return sum(one.host_bytes for one in (self.offload, self.activations) if one is not None)
+
+    @property
     def fits(self) -> bool:
-        on_host = self.offload is None or self.offload.fits
-        return on_host and self.needed_bytes <= self.capacity_bytes
+        return host_fits(self.offload, self.activations) and self.needed_bytes <= self.capacity_bytes
+
+
+def host_fits(*terms: OffloadTerms | ActivationTerms | None) -> bool:
+    """Whether all of them together have room on the host, as far as is known how much it has."""
+    known = [one for one in terms if one is not None]
+    held = sum(one.host_bytes for one in known)
+    return all(one.host_capacity_bytes is None or held <= one.host_capacity_bytes for one in known)

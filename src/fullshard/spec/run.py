@@ -78,9 +78,13 @@ class TrainSection(Value):
 
 
 class OptimizerSection(Value):
-    """`name`: `adamw`, `sgd`, or the dotted name of any `torch.optim.Optimizer` (which takes `options`).
+    """`name`: `adamw`, `sgd`, `adamw8bit` (moments in 8 bits: the extra `lowbit`), or the dotted name of any
+    `torch.optim.Optimizer` (which takes `options`).
 
     `clip_norm` bounds the true global norm of the gradient; 0 leaves it as it is.
+    `in_backward`: each unit is updated as soon as its gradient is reduced, and the gradient let go, so that
+    never all gradients are there. For steps of one microbatch, without what the whole gradient decides:
+    clipping, a loss scale, `survival.on_spike`.
     """
 
     name: str = "adamw"
@@ -90,7 +94,17 @@ class OptimizerSection(Value):
     weight_decay: NonNegativeFloat = 0.1
     momentum: Fraction = 0.0
     clip_norm: NonNegativeFloat = 1.0
+    in_backward: bool = False
     options: dict[str, Any] = Field(default_factory=dict[str, Any])
+
+    @model_validator(mode="after")
+    def _nothing_waits_for_the_norm(self) -> Self:
+        if self.in_backward and self.clip_norm:
+            raise ValueError(
+                f"in_backward = true needs clip_norm = 0, not {self.clip_norm}: "
+                "clipping needs the norm of all gradients before the first update"
+            )
+        return self
 
 
 class ScheduleSection(Value):
@@ -195,11 +209,26 @@ class PrecisionSection(Value):
 class RecomputeSection(Value):
     """What is not saved for backward but computed again: `full` blocks, `every` k-th block, or by operation
     (`selective`: attention and every `save_matmuls`-th matmul of a block are saved, all else is repeated).
-    `auto`: the planner's choice."""
+    Or what is saved in the host's memory (`offload`), from which it comes back for backward. `auto`: the
+    planner's choice (which is not `offload`: no GPU has been timed under it).
 
-    mode: Literal["auto", "none", "full", "every", "selective"] = "auto"
-    every: PositiveInt = 2
+    `every`: of how many blocks in a row the first is taken; unset, 2 for `every`, 1 (all of them) for
+    `offload`, where the last of those taken saves on the device all the same: its backward comes first.
+    `offload_min_fraction`: what takes less than this part of a block's input stays on the device. (Not a
+    number of bytes: a plan tells what moves whatever the microbatch.)
+    """
+
+    mode: Literal["auto", "none", "full", "every", "selective", "offload"] = "auto"
+    every: PositiveInt | None = None
     save_matmuls: PositiveInt = 1
+    offload_min_fraction: NonNegativeFloat = 1 / 32
+
+    @property
+    def period(self) -> int:
+        """Of so many blocks in a row one is taken."""
+        if self.mode == "every":
+            return self.every or 2
+        return self.every or 1 if self.mode == "offload" else 1
 
 
 class PrefetchSection(Value):
@@ -212,23 +241,30 @@ class PrefetchSection(Value):
 
 
 class OffloadSection(Value):
-    """`tier`: what is kept in the host's memory or on its drive (NVMe), and not on the device: the
-    optimizer's state with its fp32 master, or the parameters' shards as well. `fullshard plan` tells what a
-    tier would take; `train` does not run one yet.
+    """`tier`: what is kept in the host's memory or on its drive (NVMe), and not on the device: AdamW's state
+    with its master, or the parameters' shards as well. `auto`: nothing, unless the planner finds that
+    nothing else fits.
 
-    `path`: the directory on the drive. `group_parameters`: the update goes group by group of so many of a
-    rank's parameters, three of which are in memory at once where they come from the drive. `host_bytes`: what
-    one rank may take of the host's memory; unset, its share.
+    `path`: the directory on the drive, below `run.dir` unless it is absolute. `group_parameters`: the update
+    goes group by group of so many of a rank's parameters, three of which are in memory at once where they
+    come from the drive. `host_bytes`: what one rank may take of the host's memory; unset, its share.
+    `moments`: the dtype that AdamW's moments are kept in; bf16 are rounded at random. `order`: of the groups
+    in an update: as the next forward needs them, or `alternate`, to and fro, which reads three groups less
+    and lets the next forward wait for all. `paranoid`: whatever is read from the drive is held against its
+    digest each time, not only when a run goes on from it.
     """
 
-    tier: Tier = "none"
+    tier: Tier | Literal["auto"] = "auto"
     path: str = "offload"
     group_parameters: PositiveInt = 64_000_000
     host_bytes: PositiveInt | None = None
+    moments: Literal["fp32", "bf16"] = "fp32"
+    order: Literal["forward", "alternate"] = "forward"
+    paranoid: bool = False
 
     @property
     def takes_optimizer(self) -> bool:
-        return self.tier != "none"
+        return self.tier not in ("auto", "none")
 
     @property
     def takes_parameters(self) -> bool:
@@ -366,6 +402,27 @@ class Run(Value):
                 fix="a run whose [model] gives the sizes of a decoder",
             )
         return self.model
+
+    @model_validator(mode="after")
+    def _in_backward_fits(self) -> Self:
+        wants = {
+            'precision.mode = "fp16"': (
+                self.precision.mode == "fp16",
+                "with a loss scale a step is left out after backward",
+            ),
+            f'survival.on_spike = "{self.survival.on_spike}"': (
+                self.survival.on_spike != "none",
+                "a step is told to stand out after backward",
+            ),
+            f'offload.tier = "{self.offload.tier}"': (
+                self.offload.takes_optimizer,
+                "a tier updates on the host, and its gradients leave the device anyway",
+            ),
+        }
+        for setting, (is_set, why) in wants.items():
+            if self.optimizer.in_backward and is_set:
+                raise ValueError(f"optimizer.in_backward = true does not go with {setting}: {why}")
+        return self
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:

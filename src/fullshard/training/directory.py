@@ -72,18 +72,25 @@ class Opened:
 
 @contextmanager
 def opened(
-    root: Path, *, resume: bool, launch: Launch | None = None, saved_to: str | None = None
+    root: Path,
+    *,
+    resume: bool,
+    launch: Launch | None = None,
+    saved_to: str | None = None,
+    kept: bool = False,
 ) -> Generator[Opened]:
     """The directory for one run to write, locked against a second.
 
     A new run in a directory that holds one takes its name; the earlier becomes `<name>.1`, or `.2`. What an
     earlier attempt of the same `launch` has left is gone on with instead (see `Launch`).
 
+    `kept`: a run may have left what it can go on from elsewhere (`fullshard.training.outside`).
     Only rank 0 calls this. Raises TrainError if the directory is in use or cannot be made, CheckpointError if
     there is nothing to resume, or where a new run is to save to (`saved_to`) an earlier one has saved.
     """
     directory = RunDirectory(root, saved_to)
-    if resume and not saved_to and not Path(directory.checkpoints).is_dir():
+    there = directory.launch.exists() if kept else Path(directory.checkpoints).is_dir()
+    if resume and not saved_to and not there:
         raise CheckpointError(
             f"{root} holds no run to go on with.",
             got="--resume",

@@ -22,7 +22,6 @@ from fullshard.profiler.clock import find_matmul_peak
 from fullshard.profiler.memory import MemoryParts, Peak, measure_peak
 from fullshard.profiler.trace import trace_step
 from fullshard.quantities import format_count, format_seconds
-from fullshard.sharding.apply import shard
 from fullshard.sharding.mesh import Ranks, process_group
 from fullshard.spec.measurement import (
     MatmulPeak,
@@ -41,6 +40,7 @@ from fullshard.training.interrupt import Interrupt
 from fullshard.training.launched import Launch
 from fullshard.training.loop import Step, train
 from fullshard.training.loss import Loss, loss_of, next_token_loss
+from fullshard.training.offloaded import discard_offloaded, leftovers_of, let_go, shard
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.rollback import roll_back
 from fullshard.training.runlog import RunLog, open_run_log
@@ -103,6 +103,7 @@ def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float
         with job.interrupt:  # until all is saved
             interrupted = _train(job)
             _finish(job, interrupted=interrupted)
+            let_go(job.state.model, plan=job.plan, finished=not interrupted)
         if job.checkpoints.failed is not None:
             raise job.checkpoints.failed
     if interrupted:
@@ -128,15 +129,16 @@ def _begin(
         plan = _plan(run, ranks)  # nodes have left or come: the same settings over the ranks that there are
     model, loss = _model(run, data)
     weights = weights_of(run)
+    goes_on = resume or found.before is not None
+    discard_offloaded(plan, unless=goes_on)
     shard(model, plan, values="initialised" if weights is None else "unset")
     ahead = stack.enter_context(made_ahead(data, steps=run.data.ahead_steps))
     saves = "trained" if run.adapter.saved_alone else "all"
     state = TrainState(model, build_optimizer(model, plan), data=ahead, saved=saves)
     state.where = where
     torch.manual_seed(run.run.seed + ranks.rank)  # for dropout; a checkpoint's own state takes its place
-    saved = directory.checkpoints if resume or found.before is not None else None
+    saved = directory.checkpoints if goes_on else None
     read = start_from(state, plan, weights=weights, saved=saved, must_resume=resume)
-    parameters = sum(p.numel() for p in model.parameters())
     peak = find_matmul_peak(ranks.device, plan.precision.param)
     log = stack.enter_context(
         open_run_log(
@@ -148,10 +150,9 @@ def _begin(
             peak=peak,
         )
     )
-    if found.aside:
-        log.say(f"an earlier run in {directory.root} is kept as {found.aside}")
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    log.say(_headline(plan, data, parameters=parameters, trained=trained))
+    for line in _left(plan, found):
+        log.say(line)
+    log.say(_headline(plan, data, model=model))
     if read is not None:
         log.say(read)
     if found.before is not None:
@@ -174,6 +175,12 @@ def _begin(
         pace=Pace(warmup_steps=run.train.warmup_steps_untimed),
         skipped_before=state.skipped,
     )
+
+
+def _left(plan: Plan, found: Opened) -> Iterator[str]:
+    if found.aside:
+        yield f"an earlier run in {found.directory.root} is kept as {found.aside}"
+    yield from leftovers_of(plan, aside=found.aside)
 
 
 def _model(run: Run, data: Data) -> tuple[nn.Module, Loss]:
@@ -201,13 +208,18 @@ def _directory(plan: Plan, ranks: Ranks, *, resume: bool) -> Generator[Opened]:
                 fix=f"start {plan.world_size}, or make a plan for {ranks.world_size}",
             )
     if ranks.rank == 0:
-        with opened(Path(run.run.dir), resume=resume, launch=launch, saved_to=run.checkpoint.dir) as found:
+        kept = run.offload.on_disk
+        with opened(
+            Path(run.run.dir), resume=resume, launch=launch, saved_to=run.checkpoint.dir, kept=kept
+        ) as found:
             yield first(lambda: found, doing="telling of the run's directory")
     else:
         yield first(lambda: Opened(RunDirectory(Path(run.run.dir))), doing="opening the run's directory")
 
 
-def _headline(plan: Plan, data: Data, *, parameters: int, trained: int) -> str:
+def _headline(plan: Plan, data: Data, *, model: nn.Module) -> str:
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     mesh = (
         f"{plan.replicate_degree} × {plan.shard_degree}"
         if plan.replicate_degree > 1

@@ -89,11 +89,9 @@ def train(
         factor = rate_factor(plan.run.schedule, step=state.step, steps=plan.run.train.steps)
         rate = plan.run.optimizer.learning_rate * factor
         result = run_step(state, plan, microbatches=timed, loss=loss, learning_rate=rate, stop=should_stop())
-        state.step += 1
+        state.after_step(tokens=result.count, skipped=result.skipped)
         replicas.after_step(state)
         state.where.finish_step(state.step)
-        state.tokens += 0 if result.skipped else result.count
-        state.skipped += result.skipped
         in_a_row = in_a_row + 1 if result.skipped else 0
         too_many = in_a_row >= plan.run.train.max_skipped_steps
         yield Step(

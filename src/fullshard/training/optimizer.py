@@ -13,9 +13,12 @@ from torch.distributed.tensor import DTensor
 from fullshard.errors import ShardError, SpecError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import OptimizerSection
+from fullshard.training.low_bit import eight_bit_adamw
+from fullshard.training.offloaded import streaming_adamw
 from fullshard.training.stochastic import StochasticAdamW
 
 _NAMES = {"adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}
+EIGHT_BIT = "adamw8bit"
 
 
 def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
@@ -26,7 +29,8 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     AdamW and Adam are fused: on two cores 8× the speed of the foreach loop.
 
     Raises ShardError if the model is not sharded, or gathered at the moment; SpecError for an unknown name,
-    options that the class does not take, and a class that cannot update sharded parameters.
+    options that the class does not take, and a class that cannot update sharded parameters;
+    MissingExtraError.
     """
     _refuse_unsharded(model)
     section = plan.run.optimizer
@@ -35,6 +39,8 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
         raise ShardError(
             f"{type(model).__name__} has no trainable parameter.", fix="requires_grad_(True) on some"
         )
+    if plan.run.offload.takes_optimizer:
+        return _streaming(model, groups, plan=plan)
     if plan.precision.stochastic_rounding:
         return _stochastic(groups, plan)
     cls = _optimizer_class(section.name)
@@ -90,6 +96,8 @@ def _stand_in(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    if name.lower() == EIGHT_BIT:
+        return eight_bit_adamw()
     dotted = _NAMES.get(name.lower(), name)
     module_name, _, class_name = dotted.rpartition(".")
     try:
@@ -100,7 +108,7 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         raise SpecError(
             "optimizer.name names no optimizer.",
             got=repr(name),
-            fix=f"{', '.join(_NAMES)}, or the dotted name of a torch.optim.Optimizer",
+            fix=f"{', '.join(_NAMES)}, {EIGHT_BIT}, or the dotted name of a torch.optim.Optimizer",
         )
     return found
 
@@ -121,6 +129,18 @@ def _options(
     if can_fuse and not {"foreach", "differentiable"} & section.options.keys():
         options["fused"] = True
     return options | section.options
+
+
+def _streaming(model: nn.Module, groups: list[dict[str, Any]], *, plan: Plan) -> torch.optim.Optimizer:
+    section = plan.run.optimizer
+    if section.name.lower() != "adamw" or section.options:
+        raise SpecError(
+            "only AdamW's state is kept outside the device.",
+            got=f"optimizer.name = {section.name!r}, options = {section.options}, "
+            f'offload.tier = "{plan.run.offload.tier}"',
+            fix='optimizer.name = "adamw" without options, or offload.tier = "none"',
+        )
+    return streaming_adamw(model, groups, plan=plan)
 
 
 def _stochastic(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 from fullshard.checkpoint import load
+from fullshard.checkpoint.agreement import first
+from fullshard.checkpoint.place import newest_step
 from fullshard.checkpoint.pretrained_files import find_weights
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.spec.model_section import HuggingFaceModel
@@ -54,8 +56,15 @@ def start_from(
     """
     on_top = plan.run.adapter.saved_alone
     read = load_pretrained(state.model, weights, plan=plan) if weights is not None and on_top else None
-    resumed = saved is not None and load(state, place(saved, plan), missing_ok=not must_resume)
+    resumed = saved is not None and _resumed(state, plan, saved=saved, must_resume=must_resume)
     if weights is not None and not on_top and not resumed:
         read = load_pretrained(state.model, weights, plan=plan)
     # Of what was missing there has been a warning, which says the rest too.
     return None if read is None or read.missing else read.describe()
+
+
+def _resumed(state: TrainState, plan: Plan, *, saved: str | Path, must_resume: bool) -> bool:
+    """From the newest step that a tier has kept on drives, unless a checkpoint is newer."""
+    newest = first(lambda: newest_step(saved), doing=f"looking for a checkpoint in {saved}")
+    kept = state.go_back(at_least=newest or 0)
+    return kept or load(state, place(saved, plan), missing_ok=not must_resume)

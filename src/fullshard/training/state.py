@@ -13,6 +13,10 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.manifest import SavedTensor, compare_names
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.models.weight_names import described
+from fullshard.offload.adamw import StreamingAdamW
+from fullshard.training.in_backward import InBackward
+from fullshard.training.low_bit import as_kept, in_full
+from fullshard.training.outside import Beside, Outside
 from fullshard.training.scaler import LossScale
 from fullshard.training.spikes import RecentSteps
 from fullshard.training.whereabouts import Whereabouts
@@ -28,6 +32,8 @@ class TrainState:
     `iterator`: where a plain iterable stands, so that a `train` that was broken out of goes on there.
     `data_offset`: batches that were stepped over, in `rollbacks`. `best`: the lowest validation loss and its
     step. `recent`: what spikes are told by. `where`: this rank's place in the step, for the watchdog.
+    `in_backward`: updates unit by unit, where the run asks for it. `outside`: what a tier keeps on the host
+    or its drive, if there is one.
     `saved`: whether checkpoints hold the whole model, or of its parameters the trained ones alone; the
     others then have their values before `load`.
 
@@ -53,8 +59,10 @@ class TrainState:
         self.recent = RecentSteps()
         self.where = Whereabouts()
         self.loss_scale = LossScale()
+        self.in_backward = InBackward(model, optimizer)
+        self.outside = Outside(optimizer) if isinstance(optimizer, StreamingAdamW) else None
         self._before_update: list[Callable[[], None]] = []
-        optimizer.register_step_pre_hook(lambda *_: self._act_before_update())
+        optimizer.register_step_pre_hook(lambda *_: self.act_before_update())
         _free_gathered(model)
         _check_optimizer_is_the_models(model, optimizer)
 
@@ -62,13 +70,9 @@ class TrainState:
 
     def tensors(self) -> dict[str, Tensor]:
         """`model.<name>`, `optimizer.<name>.<key>`; each rank's random states are `rng.<device>.<rank>`."""
-        tensors: dict[str, Tensor] = dict(self._model_tensors())
-        for name, parameter in self.model.named_parameters():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                if value is not None:
-                    is_tensor = isinstance(value, Tensor)
-                    tensors[f"optimizer.{name}.{key}"] = value if is_tensor else torch.tensor(value)
-        return tensors | _random_states()
+        self.settle()
+        tensors = self._model_tensors() | self._optimizer_tensors() | _random_states()
+        return tensors | (self.outside.tensors() if self.outside else {})
 
     def values(self) -> dict[str, JsonValue]:
         """Counts, what spikes are told by, best loss, loss scale, the optimizer's class, tied names; of a
@@ -87,7 +91,7 @@ class TrainState:
             "loss_scale": self.loss_scale.scale,
             "loss_scale_window": self.loss_scale.window,
             "loss_scale_good_steps": self.loss_scale.good_steps,
-            "optimizer": type(self.optimizer).__name__,
+            "optimizer": _kind(self.optimizer),
             "tied": dict(_tied_names(self.model)),
             "huggingface": described(self.model),
         }
@@ -100,10 +104,12 @@ class TrainState:
         tensors: dict[str, Tensor] = dict(self._model_tensors())
         compare_names(tensors, {name: info for name, info in saved.items() if name.startswith("model.")})
         parameters = dict(self.model.named_parameters())
+        elsewhere = self.outside.names if self.outside else set[str]()  # they come in `portions`
         for name, info in saved.items():
-            if name.startswith("optimizer."):
+            if name.startswith("optimizer.") and name not in elsewhere:
                 owner, key = _owner_and_key(name)
                 tensors[name] = self._empty_optimizer_tensor(_owned(parameters, owner), key=key, info=info)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
         for name, own in _random_states().items():
             if name in saved and saved[name].shape == tuple(own.shape):
                 tensors[name] = own
@@ -114,10 +120,10 @@ class TrainState:
 
         Raises CheckpointError if another class of optimizer wrote them.
         """
-        if values["optimizer"] != type(self.optimizer).__name__:
+        if values["optimizer"] != _kind(self.optimizer):
             raise CheckpointError(
                 "the checkpoint was written with another optimizer.",
-                got=f"{values['optimizer']} in the checkpoint, {type(self.optimizer).__name__} in the run",
+                got=f"{values['optimizer']} in the checkpoint, {_kind(self.optimizer)} in the run",
                 fix="optimizer.name as it was, or a new run directory",
             )
         states: dict[str, dict[str, Tensor]] = {}
@@ -128,7 +134,7 @@ class TrainState:
         for name, parameter in self.model.named_parameters():
             self.optimizer.state.pop(parameter, None)
             if name in states:
-                self.optimizer.state[parameter] = states[name]
+                self.optimizer.state[parameter] = as_kept(self.optimizer, parameter, state=states[name])
         _set_random_states(received)
         self.step, self.tokens, self.skipped = (_integer(values[k]) for k in ("step", "tokens", "skipped"))
         # Checkpoints of before these were kept do not have them.
@@ -142,11 +148,42 @@ class TrainState:
             good_steps=_integer(values["loss_scale_good_steps"]),
         )
 
+    def portions(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
+        """What is kept outside, which `receivers` does not have."""
+        return self.outside.portions(saved) if self.outside else iter(())
+
+    def after_step(self, *, tokens: int, skipped: bool) -> None:
+        """Counts it. Where the state is on a drive, a run that dies goes on from here: see `outside`."""
+        self.step += 1
+        self.tokens += 0 if skipped else tokens
+        self.skipped += skipped
+        if self.outside:
+            self.outside.keep(self.step, self._beside)
+
+    def go_back(self, *, at_least: int) -> bool:
+        """Takes the newest step that every rank has kept whole, of those from `at_least` on. Collective."""
+        while self.outside and (step := self.outside.newest_step()) is not None and step >= at_least:
+            beside = self.outside.go_back(step)
+            if beside is not None:
+                own = self._beside().tensors
+                for name in own.keys() & beside.tensors.keys():
+                    if name.startswith("model."):
+                        own[name].copy_(beside.tensors[name])
+                self.restored(beside.values, beside.tensors)
+                return True
+        return False
+
+    def settle(self) -> None:
+        """Returns when no update goes on. Raises OffloadError for one that has failed."""
+        if self.outside:
+            self.outside.settle()
+
     def before_update(self, act: Callable[[], None]) -> None:
         """Has `act` called once, before the optimizer's next step: see `fullshard.checkpoint.background`."""
         self._before_update.append(act)
 
-    def _act_before_update(self) -> None:
+    def act_before_update(self) -> None:
+        """What is to be done before something changes. The optimizer's step calls it."""
         acts, self._before_update = self._before_update, []
         for act in acts:
             act()
@@ -158,12 +195,26 @@ class TrainState:
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad or self.saved == "all"
         }
-        for prefix, module in self.model.named_modules():
-            left_out = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
-            for name, buffer in module.named_buffers(recurse=False):
-                if name not in left_out:
-                    tensors[f"model.{prefix}.{name}" if prefix else f"model.{name}"] = buffer
+        return tensors | _saved_buffers(self.model)
+
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if value is not None:
+                    full = in_full(value) if isinstance(value, Tensor) else torch.tensor(value)
+                    tensors[f"optimizer.{name}.{key}"] = full
         return tensors
+
+    def _beside(self) -> Beside:
+        """What is not kept outside, without what is frozen: that has its values before."""
+        scalars = {
+            f"model.{name}": parameter.detach()
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad and not isinstance(parameter, DTensor)
+        }
+        small = _saved_buffers(self.model) | self._optimizer_tensors() | _random_states()
+        return Beside(self.values(), scalars | small)
 
     def _empty_optimizer_tensor(self, parameter: nn.Parameter, *, key: str, info: SavedTensor) -> Tensor:
         if info.shape == tuple(parameter.shape) and parameter.ndim > 0:
@@ -171,6 +222,21 @@ class TrainState:
         fused = any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
         device = parameter.device if key != "step" or fused else torch.device("cpu")
         return torch.empty(info.shape, dtype=info.torch_dtype, device=device)
+
+
+def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    buffers: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        left_out = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in left_out:
+                buffers[f"model.{prefix}.{name}" if prefix else f"model.{name}"] = buffer
+    return buffers
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    """The class that goes on from its state."""
+    return optimizer.saved_as if isinstance(optimizer, StreamingAdamW) else type(optimizer).__name__
 
 
 def _free_gathered(model: nn.Module) -> None:

@@ -11,7 +11,8 @@ not depend on the number of ranks.
 [Note: one all-reduce]
 That all-reduce carries the loss sum, the count, the squared norm, whether a rank was asked to stop, and each
 rank's fingerprint (see `fingerprint.py`), in fp64. All ranks so come to the same decision: to update, to
-skip, to stop, or that they are not in the same step.
+skip, to stop, or that they are not in the same step. With the optimizer in backward there are two, for loss
+and count are needed before: see [Note: what comes before backward] in `in_backward.py`.
 """
 
 import math
@@ -27,6 +28,7 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
 from fullshard.errors import TrainError
+from fullshard.offload.adamw import StreamingAdamW
 from fullshard.profiler.memory import local_tensor
 from fullshard.spec.plan import Plan
 from fullshard.training.fingerprint import (
@@ -36,7 +38,9 @@ from fullshard.training.fingerprint import (
     collectives_issued,
     settings_checksum,
 )
+from fullshard.training.in_backward import local_norms, scale, set_learning_rate
 from fullshard.training.loss import Loss
+from fullshard.training.outside import clear_gradients, gradients_of
 from fullshard.training.state import TrainState, shard_replicas
 from fullshard.training.whereabouts import Phase, Whereabouts
 
@@ -71,20 +75,28 @@ def run_step(
     a step without a valid token on any, leaves parameters and optimizer as they are on all ranks.
 
     Raises TrainError for another number of microbatches, for a loss that is none (see `loss.Loss`), and on
-    all ranks if they are not in the same step.
+    all ranks if they are not in the same step; with the optimizer in backward also for a norm that is not
+    finite.
     """
+    if plan.run.optimizer.in_backward:
+        return _run_in_backward(
+            state, plan, microbatches=microbatches, loss=loss, learning_rate=learning_rate, stop=stop
+        )
     device, survival, where = _device(state.model), plan.run.survival, state.where
     issued = collectives_issued(device)
     sums = torch.zeros(4 + WIDTH, dtype=torch.float64, device=device)  # loss, count, squared norm, stop, …
     sums[3] = float(stop)
     nominal = _accumulate(state, plan, microbatches=microbatches, loss=loss, sums=sums)
     where.enter(Phase.REDUCE)
-    gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
+    gradients = gradients_of(state.model, state.optimizer)
     _reduce_unsharded(gradients)
     # Ranges of a profiler's trace: see `fullshard.profiler.trace`.
     with record_function("fullshard::optimizer"):
-        sums[2] = _squared_norm(gradients, plan.world_size)
+        sums[2] = _squared_norm(
+            gradients, local_norms([local_tensor(g) for g in gradients]), world_size=plan.world_size
+        )
     own = _fingerprint(state, plan, learning_rate=learning_rate, issued=issued, device=device)
+    state.settle()  # so that behind the all-reduce it has settled on every rank
     loss_sum, count, squared_norm, stops = _summed(sums, own, world_size=plan.world_size)
     where.enter(Phase.OPTIMIZER)
     mean = loss_sum / count if count > 0 else math.nan
@@ -98,11 +110,68 @@ def run_step(
         factor = unscale * _clip(norm, plan)
         with record_function("fullshard::optimizer"):
             _update(state.optimizer, gradients, factor=factor, learning_rate=learning_rate)
-    # The model's, not the optimizer's: it may hold fewer, and the others' would add up.
-    state.model.zero_grad(set_to_none=True)
+    clear_gradients(state.model, state.optimizer)
     if count > 0:
         state.loss_scale.update(finite=finite)
     return StepResult(mean, norm, int(count), skipped=not finite or spike, spike=spike, stop=stops > 0)
+
+
+def _run_in_backward(
+    state: TrainState,
+    plan: Plan,
+    *,
+    microbatches: Iterable[Any],
+    loss: Loss,
+    learning_rate: float,
+    stop: bool,
+) -> StepResult:
+    """The step with the optimizer in backward. See [Note: what comes before backward] in `in_backward.py`."""
+    device, where, updates = _device(state.model), state.where, state.in_backward
+    issued = collectives_issued(device)
+    (batch,) = _exactly(microbatches, plan.accumulation, where=where)
+    with record_function("fullshard::compute"):
+        total, count, nominal = _forward(state, plan, batch=batch, loss=loss, device=device)
+    sums = torch.zeros(4 + WIDTH, dtype=torch.float64, device=device)
+    sums[0], sums[1], sums[3] = total.detach(), count, float(stop)
+    where.enter(Phase.REDUCE)
+    own = _fingerprint(state, plan, learning_rate=learning_rate, issued=issued, device=device)
+    loss_sum, counted, _, stops = _summed(sums, own, world_size=plan.world_size)
+    finite = math.isfinite(loss_sum) and counted > 0
+    unscale = nominal * plan.world_size / counted if counted > 0 else math.nan
+    if finite:
+        state.act_before_update()
+    where.enter(Phase.BACKWARD)
+    with (
+        updates.begin(factor=unscale if finite else None, learning_rate=learning_rate),
+        record_function("fullshard::compute"),
+    ):
+        (total * (1 / nominal)).backward()
+    where.enter(Phase.OPTIMIZER)
+    # Only those are left that the engine leaves alone.
+    _reduce_unsharded([p.grad for p in state.model.parameters() if p.grad is not None])
+    updates.finish()
+    where.enter(Phase.REDUCE)
+    measured = [p for p in state.model.parameters() if p in updates.norms]
+    sums.zero_()
+    sums[2] = _squared_norm(measured, [updates.norms[p] for p in measured], world_size=plan.world_size)
+    own = _fingerprint(state, plan, learning_rate=learning_rate, issued=issued, device=device)
+    squared_norm = _summed(sums, own, world_size=plan.world_size)[2]
+    norm = math.sqrt(squared_norm) * unscale if squared_norm >= 0 else math.nan
+    if finite and not math.isfinite(norm):
+        raise _updated_with(norm, step=state.step + 1)
+    state.model.zero_grad(set_to_none=True)
+    mean = loss_sum / counted if counted > 0 else math.nan
+    return StepResult(mean, norm, int(counted), skipped=not finite, spike=False, stop=stops > 0)
+
+
+def _updated_with(norm: float, *, step: int) -> TrainError:
+    return TrainError(
+        f"the gradient of step {step} is not finite, and the parameters were updated with it.",
+        got=f"gradient norm {norm}, optimizer.in_backward = true",
+        why="each unit is updated before the next one's gradient is there, so the step cannot be left out",
+        fix="go on from the last checkpoint (--resume) with optimizer.in_backward = false, which leaves such "
+        "steps out, or with a lower optimizer.learning_rate",
+    )
 
 
 def _fingerprint(
@@ -140,19 +209,26 @@ def _accumulate(
     for index, batch in enumerate(_exactly(microbatches, plan.accumulation, where=state.where)):
         if engine is not None and plan.accumulation > 1:
             _set_sync(engine, plan, last=index == plan.accumulation - 1)
-        state.where.enter(Phase.FORWARD)
         with record_function("fullshard::compute"):
-            value = loss(state.model, to_device(batch, sums.device))
-            total, count = _sum_and_count(value)
-            # A sum is over the tokens of the batch; a mean counts as one thing.
-            is_sum = isinstance(value, tuple)
-            own = plan.run.tokens_per_step // plan.world_size if is_sum else plan.accumulation
-            nominal = 1 << (own - 1).bit_length()
+            total, count, nominal = _forward(state, plan, batch=batch, loss=loss, device=sums.device)
             state.where.enter(Phase.BACKWARD)
             (total * (state.loss_scale.scale / nominal)).backward()
         sums[0] += total.detach()
         sums[1] += count
     return nominal
+
+
+def _forward(
+    state: TrainState, plan: Plan, *, batch: Any, loss: Loss, device: torch.device
+) -> tuple[Tensor, Any, int]:
+    """(loss sum, count, nominal count) of a microbatch."""
+    state.where.enter(Phase.FORWARD)
+    value = loss(state.model, to_device(batch, device))
+    total, count = _sum_and_count(value)
+    # A sum is over the tokens of the batch; a mean counts as one thing.
+    is_sum = isinstance(value, tuple)
+    own = plan.run.tokens_per_step // plan.world_size if is_sum else plan.accumulation
+    return total, count, 1 << (own - 1).bit_length()
 
 
 def _exactly(microbatches: Iterable[Any], expected: int, *, where: Whereabouts) -> Iterator[Any]:
@@ -222,17 +298,15 @@ def _reduce_unsharded(gradients: Sequence[Tensor]) -> None:
 
 
 @torch.no_grad()
-def _squared_norm(gradients: Sequence[Tensor], world_size: int) -> Tensor:
-    """This rank's share of the squared global norm: summed over all ranks it counts every element once."""
-    if not gradients:
+def _squared_norm(tensors: Sequence[Tensor], local: Sequence[Tensor], *, world_size: int) -> Tensor:
+    """This rank's share of the squared global norm: summed over all ranks it counts every element once.
+
+    `local`: the norms of this rank's parts; `tensors`: the gradients, or what lies where they do.
+    """
+    if not tensors:
         return torch.zeros((), dtype=torch.float64)
-    # In fp32 also for bf16 gradients, whose norms would else be rounded to 8 bits each.
-    norms = torch.stack(
-        torch._foreach_norm(  # pyright: ignore[reportPrivateUsage]
-            [local_tensor(g) for g in gradients], 2, torch.float32
-        )
-    )
-    replicas = [shard_replicas(g, world_size) for g in gradients]
+    norms = torch.stack(list(local))
+    replicas = [shard_replicas(g, world_size) for g in tensors]
     squares = norms.double().square()
     if len(set(replicas)) == 1:
         return squares.sum() / replicas[0]
@@ -248,12 +322,11 @@ def _clip(norm: float, plan: Plan) -> float:
 def _update(
     optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], *, factor: float, learning_rate: float
 ) -> None:
-    if gradients and factor != 1.0:
-        torch._foreach_mul_(  # pyright: ignore[reportPrivateUsage]
-            [local_tensor(g) for g in gradients], factor
-        )
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+    if isinstance(optimizer, StreamingAdamW):
+        optimizer.gradient_factor = factor
+    else:
+        scale([local_tensor(g) for g in gradients], factor)
+    set_learning_rate(optimizer, learning_rate)
     optimizer.step()
 
 

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
+from fullshard.offload.rounding import AdamOptions, adamw_rounded, shard_index
 from fullshard.profiler.memory import local_tensor
 
 
@@ -34,17 +34,24 @@ class StochasticAdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.seed = seed
+        self._places: dict[Tensor, int] = {}
+        for group in self.param_groups:
+            for parameter in cast(list[Tensor], group["params"]):
+                self._place(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = closure() if closure is not None else None
-        index = 0
         for group in self.param_groups:
             for parameter in cast(list[Tensor], group["params"]):
-                index += 1
+                index = self._place(parameter)
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, group=group, index=index)
         return loss
+
+    def _place(self, parameter: Tensor) -> int:
+        """Among all, from 1: the same where a step is about a few of them."""
+        return self._places.setdefault(parameter, len(self._places) + 1)
 
     def _update(self, parameter: Tensor, gradient: Tensor, *, group: dict[str, Any], index: int) -> None:
         state = self.state[parameter]
@@ -61,37 +68,11 @@ class StochasticAdamW(torch.optim.Optimizer):
             return
         beta1, beta2 = group["betas"]
         generator = torch.Generator(value.device)
-        generator.manual_seed(hash((self.seed, step, index, _shard_index(parameter))) & (2**63 - 1))
-        g32 = g.float()
-        m = first.float().lerp_(g32, 1 - beta1)
-        v = second.float().mul_(beta2).addcmul_(g32, g32, value=1 - beta2)
-        new = value.float().mul_(1 - group["lr"] * group["weight_decay"])
-        denominator = (v / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        new.addcdiv_(m, denominator, value=-group["lr"] / (1 - beta1**step))
-        for target, exact in ((value, new), (first, m), (second, v)):
-            round_stochastically(exact, out=target, generator=generator)
-
-
-def round_stochastically(exact: Tensor, *, out: Tensor, generator: torch.Generator) -> None:
-    """Writes fp32 `exact` into `out`; to bf16 by adding random low bits and cutting them.
-
-    A bf16 is the upper half of an fp32: of the 2^16 equally likely additions, as many carry into the upper
-    half as the lower half's value, so the mean over roundings is `exact`, and what bf16 can hold stays as it
-    is. Infinities, NaNs and other dtypes are copied to nearest.
-    """
-    if out.dtype is not torch.bfloat16:
-        out.copy_(exact)
-        return
-    bits = torch.randint(0, 1 << 16, exact.shape, dtype=torch.int32, device=exact.device, generator=generator)
-    bits.add_(exact.view(torch.int32)).bitwise_and_(-(1 << 16))
-    out.copy_(torch.where(exact.isfinite(), bits.view(torch.float32), exact))
-
-
-def _shard_index(parameter: Tensor) -> int:
-    """The rank's place along the mesh axis that shards the parameter; the same on all replicas of a shard."""
-    if not isinstance(parameter, DTensor):
-        return 0
-    for axis, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
-            return parameter.device_mesh.get_local_rank(axis)
-    return 0
+        generator.manual_seed(hash((self.seed, step, index, shard_index(parameter))) & (2**63 - 1))
+        adamw_rounded(
+            (value, first, second),
+            g,
+            step=step,
+            options=AdamOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"]),
+            generator=generator,
+        )

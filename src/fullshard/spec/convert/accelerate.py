@@ -113,7 +113,9 @@ FSDP: dict[str, Rule] = {
     "use_orig_params": Drops(ORIGINAL_PARAMETERS),
     "limit_all_gathers": Drops(RATE_LIMIT),
     "activation_checkpointing": Sets("recompute.mode", lambda on: "full" if is_on(on) else "none"),
-    "activation_checkpointing_offload": Lacks("what recompute keeps stays on the device"),
+    "activation_checkpointing_offload": Lacks(
+        'what recompute keeps stays; recompute.mode = "offload" moves all that is saved'
+    ),
     "ignored_modules": Lacks(IGNORED),
     "ignored_params": Lacks(IGNORED),
     "param_init_fn": Lacks("fs.shard(model, plan, init=function)"),

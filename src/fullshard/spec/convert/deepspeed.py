@@ -61,7 +61,7 @@ def _read_stage(reading: Reading) -> None:
 
 
 def _read_offload(reading: Reading) -> None:
-    """`offload_optimizer`, `offload_param`: tiers that can be planned, and not be run yet."""
+    """`offload_optimizer`, `offload_param`: what a tier keeps outside, which the planner chooses."""
     parts = {"offload_optimizer": "optimizer:{}", "offload_param": "params+optimizer:{}"}
     for part, tier in parts.items():
         key = f"{_ZERO}.{part}.device"

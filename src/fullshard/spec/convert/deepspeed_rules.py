@@ -30,7 +30,7 @@ _OFFLOAD_KEYS = (
 _RECOMPUTED = Drops("whether blocks are computed again is recompute.mode, or the planner's choice")
 _IN_WANDB = Drops("wandb reads WANDB_PROJECT, WANDB_ENTITY and WANDB_RUN_GROUP")
 _IN_METRICS = Drops("every step is a line of metrics.jsonl in run.dir")
-_AIO = Drops("for NVMe tiers, which fullshard plan tells of and train does not run yet")
+_AIO = Drops("for NVMe tiers, whose I/O has no settings here")
 
 ZERO: dict[str, Rule] = {
     "overlap_comm": Sets("prefetch.mode", lambda on: "implicit" if is_on(on) else "none"),
@@ -75,7 +75,7 @@ ZERO: dict[str, Rule] = {
     "cpu_offload": Lacks(
         'fullshard plan run.toml --set offload.tier="optimizer:cpu" says what it would take'
     ),
-    "cpu_offload_param": Lacks("fullshard plan says what offload.tier would take; train runs none yet"),
+    "cpu_offload_param": Lacks('offload.tier = "params+optimizer:cpu"'),
     "cpu_offload_use_pin_memory": _BUFFERS,
     "offload_optimizer.device": Lacks("offload.tier: none, cpu or nvme"),
     "offload_param.device": Lacks("offload.tier: none, cpu or nvme"),
@@ -150,7 +150,9 @@ _ELSEWHERE: dict[str, Rule] = {
     "amp.*": Section("NVIDIA's apex is not used: precision.mode"),
     "torch_autocast.*": Section('precision.mode = "bf16" or "fp16" casts whole modules, without autocast'),
     "activation_checkpointing.partition_activations": Lacks("recompute.mode saves memory on each rank"),
-    "activation_checkpointing.cpu_checkpointing": Lacks("activations stay on the device: recompute.mode"),
+    "activation_checkpointing.cpu_checkpointing": Lacks(
+        'recompute\'s inputs stay; recompute.mode = "offload" moves all that is saved'
+    ),
     "activation_checkpointing.number_checkpoints": Lacks('recompute.mode = "every", every = k', (None, 0)),
     **each(
         "activation_checkpointing",

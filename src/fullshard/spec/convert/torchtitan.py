@@ -148,7 +148,9 @@ def _read_recompute(reading: Reading) -> None:
         reading.say(option_key, Verdict.NOT_NEEDED, why=f'for mode = "selective", not {mode}')
     elif mode is not None:
         reading.say(
-            mode_key, Verdict.NOT_SUPPORTED, why="recompute.mode: none, full, every, selective, or auto"
+            mode_key,
+            Verdict.NOT_SUPPORTED,
+            why="recompute.mode: none, full, every, selective, offload, or auto",
         )
 
 

@@ -61,7 +61,7 @@ RULES: dict[str, Rule] = {
     ),
     "optimizer.implementation": Drops("fused where the class and the device allow it"),
     "optimizer.fused": Drops("fused where the class and the device allow it"),
-    "optimizer.early_step_in_backward": Lacks("updates come after backward, once the norm is known"),
+    "optimizer.early_step_in_backward": Lacks("optimizer.in_backward = true, with optimizer.clip_norm = 0"),
     "lr_scheduler.warmup_steps": Sets("schedule.warmup_steps", whole),
     "lr_scheduler.lr_min": Sets("schedule.final_ratio", number),
     "lr_scheduler.min_lr_factor": Sets("schedule.final_ratio", number),

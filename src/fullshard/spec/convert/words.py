@@ -41,10 +41,7 @@ PREFETCHES = {
     "2": "implicit",
 }
 
-OFFLOAD = (
-    'training offloads nothing yet: fullshard plan run.toml --set offload.tier="{tier}" says what it would '
-    "take"
-)
+OFFLOAD = 'the planner offloads where nothing else fits; offload.tier = "{tier}" does so in any case'
 OFFLOAD_PARAMS = OFFLOAD.format(tier="params+optimizer:cpu")
 TENSOR_PARALLEL = (
     "no step of training splits matmuls yet: fullshard plan run.toml --set sharding.tensor_parallel=N says "

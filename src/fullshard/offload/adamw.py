@@ -1,0 +1,231 @@
+"""AdamW whose state is not where the model computes: streamed through, group by group."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fullshard.offload.gradients import Gradients
+from fullshard.offload.rounding import AdamOptions, adamw_rounded, round_stochastically, shard_index
+from fullshard.offload.state import OffloadedState
+from fullshard.offload.store import Parts
+from fullshard.spec.groups import Group, Segment
+
+_CHUNK = 1 << 20  # elements of bf16 moments that are in fp32 at once
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What an update needs of one parameter. `gradient`: of this rank's shard, flat."""
+
+    gradient: Tensor
+    step: Tensor
+    options: AdamOptions
+    seed: int
+
+
+class StreamingAdamW(torch.optim.Optimizer):
+    """AdamW with decoupled decay (arXiv:1711.05101), fused on the CPU; bit for bit `torch.optim.AdamW`.
+
+    `offloaded` has the masters and moments, `gradients` what they are updated with; parameters that it does
+    not have (scalars) are updated where they are. `step` may return before all is updated: what is gathered
+    next waits for its own part. `gradient_factor`: what the next `step` multiplies gradients by, as clipping
+    does.
+
+    Masters in bf16 are rounded at random from `seed`, as `fullshard.training.stochastic` does, and so are
+    bf16 moments of fp32 masters.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        offloaded: OffloadedState,
+        *,
+        gradients: Gradients,
+        defaults: AdamOptions,
+        seed: int = 0,
+    ) -> None:
+        lr, *betas, eps, decay = defaults
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": decay})
+        self.offloaded, self.gradients, self.seed, self.gradient_factor = offloaded, gradients, seed, 1.0
+
+    @property
+    def saved_as(self) -> str:
+        """The optimizer that goes on from the same state without offload."""
+        masters = {p.dtype for p, *_ in self._parameters()}
+        return "StochasticAdamW" if torch.bfloat16 in masters else "AdamW"
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = closure() if closure is not None else None
+        self.settle()
+        factor, self.gradient_factor = self.gradient_factor, 1.0
+        names, jobs = self.offloaded.names_of, dict[str, _Job]()
+        for place, (parameter, group) in enumerate(self._parameters(), start=1):
+            name = names.get(parameter)
+            gradient = parameter.grad if name is None else self.gradients.of(name)
+            if gradient is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] += 1
+            beta1, beta2 = group["betas"]
+            options = AdamOptions(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
+            seed = hash((self.seed, int(state["step"].item()), place, shard_index(parameter)))
+            job = _Job(_local(gradient).reshape(-1), state["step"], options, seed)
+            if name is not None:
+                jobs[name] = job
+            else:
+                self._update_here(parameter, job, factor=factor)
+
+        def release(name: str) -> None:
+            jobs.pop(name, None)
+
+        self.offloaded.update(partial(_update, jobs, factor=factor), release=release)
+        return loss
+
+    def settle(self) -> None:
+        """Returns when the last update is through. Raises what it raised."""
+        self.offloaded.settle()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self.gradients.clear()
+
+    def tensors_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        """`step`, `exp_avg`, `exp_avg_sq`, as `torch.optim.AdamW` keeps them; nothing before an update."""
+        own = dict(self.state.get(parameter, {}))
+        name = self.offloaded.names_of.get(parameter)
+        if own and name is not None:
+            outside = self.offloaded.tensors(name)
+            own |= {key: outside[key] for key in ("exp_avg", "exp_avg_sq")}
+        return own
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `torch.optim.AdamW` has it, with moments as they are now: of a drive each is read when it is
+        used. The master of a parameter stands beside them."""
+        self.settle()
+        found = super().state_dict()
+        for index, (parameter, _) in enumerate(self._parameters()):
+            name = self.offloaded.names_of.get(parameter)
+            if index in found["state"] and name is not None:
+                found["state"][index] = found["state"][index] | self.offloaded.tensors(name)
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What `state_dict` gave, of the same parameters on the same ranks; also `torch.optim.AdamW`'s, which
+        leaves masters as they are."""
+        self.settle()
+        index = {self.offloaded.names_of.get(p): i for i, (p, _) in enumerate(self._parameters())}
+        saved: dict[str, dict[str, Any]] = {}
+        rest: dict[int, dict[str, Any]] = dict(state_dict["state"])
+        for name in self.offloaded.names:
+            own = rest.pop(index[name], {})
+            now = {"master": self.offloaded.tensors(name)["master"]}
+            saved[name] = now | {key: value for key, value in own.items() if key in Parts._fields}
+            if "step" in own:
+                rest[index[name]] = {"step": own["step"]}
+        super().load_state_dict(state_dict | {"state": rest})
+        for portion in self.offloaded.refill():
+            for name, new in portion.items():
+                for key, tensor in new.items():
+                    found = saved[name].get(key)
+                    _local(tensor).zero_() if found is None else _local(tensor).copy_(_local(found))
+
+    def _parameters(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        for group in self.param_groups:
+            for parameter in cast(list[Tensor], group["params"]):
+                yield parameter, group
+
+    def _update_here(self, parameter: Tensor, job: _Job, *, factor: float) -> None:
+        state = self.state[parameter]
+        for key in ("exp_avg", "exp_avg_sq"):
+            if key not in state:
+                state[key] = torch.zeros_like(parameter)
+        if factor != 1.0:
+            job.gradient.mul_(factor)
+        own = [one.view(-1) for one in (parameter, state["exp_avg"], state["exp_avg_sq"])]
+        if parameter.dtype is torch.bfloat16:
+            _rounded(job, job.gradient, state=(own[0], own[1], own[2]), begin=0)
+        else:
+            step = job.step.to(parameter.device)  # the fused kernel wants it there
+            _fused([[one] for one in own], [job.gradient], steps=[step], options=job.options)
+
+
+def _update(  # signature: what is bound, and what `OffloadedState.update` calls it with
+    jobs: Mapping[str, _Job], group: Group, parts: Parts, *, factor: float
+) -> None:
+    alike: dict[AdamOptions, list[tuple[_Job, Segment]]] = defaultdict(list)
+    for segment in group.segments:
+        job = jobs.get(segment.name)
+        if job is not None:
+            alike[job.options].append((job, segment))
+    for options, own in alike.items():
+        gradients = [job.gradient[one.begin : one.end] for job, one in own]
+        if factor != 1.0:
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage]
+        cut = [[part[s.offset : s.offset + s.numel] for _, s in own] for part in parts]
+        if parts.master.dtype is not torch.float32:
+            for (job, one), gradient, *state in zip(own, gradients, *cut, strict=True):
+                _rounded(job, gradient, state=tuple(state), begin=one.begin)
+        elif parts.exp_avg.dtype is not torch.float32:
+            for (job, one), gradient, *state in zip(own, gradients, *cut, strict=True):
+                _with_rounded_moments(job, gradient, state=tuple(state), begin=one.begin)
+        else:
+            _fused(cut, gradients, steps=[job.step for job, _ in own], options=options)
+
+
+def _fused(
+    state: list[list[Tensor]], gradients: list[Tensor], *, steps: list[Tensor], options: AdamOptions
+) -> None:
+    """`state`: values, first and second moments."""
+    torch._fused_adamw_(  # pyright: ignore[reportPrivateUsage]
+        state[0],
+        gradients,
+        state[1],
+        state[2],
+        [],
+        steps,
+        lr=options.lr,
+        beta1=options.beta1,
+        beta2=options.beta2,
+        weight_decay=options.weight_decay,
+        eps=options.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=None,
+        found_inf=None,
+    )
+
+
+def _rounded(job: _Job, gradient: Tensor, *, state: tuple[Tensor, ...], begin: int) -> None:
+    value, first, second = state
+    generator = _generator(job, begin, device=value.device)
+    step = int(job.step.item())
+    adamw_rounded((value, first, second), gradient, step=step, options=job.options, generator=generator)
+
+
+def _with_rounded_moments(job: _Job, gradient: Tensor, *, state: tuple[Tensor, ...], begin: int) -> None:
+    """The fused update of an fp32 master; the moments are in fp32 a chunk at a time."""
+    generator = _generator(job, begin, device=gradient.device)
+    for at in range(0, gradient.numel(), _CHUNK):
+        value, first, second, g = (one[at : at + _CHUNK] for one in (*state, gradient))
+        exact = first.float(), second.float()
+        _fused([[value], [exact[0]], [exact[1]]], [g], steps=[job.step], options=job.options)
+        for target, moment in zip((first, second), exact, strict=True):
+            round_stochastically(moment, out=target, generator=generator)
+
+
+def _generator(job: _Job, begin: int, *, device: torch.device) -> torch.Generator:
+    seed = job.seed if begin == 0 else hash((job.seed, begin))
+    return torch.Generator(device).manual_seed(seed & (2**63 - 1))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,199 @@
+"""The directory of a rank's files on a drive: who uses it, small files in it, what earlier runs have left.
+
+<offload.path>/<run id>/rank-00003/    lock, identity.json, and what `generations` keeps there
+"""
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fullshard.errors import OffloadError
+from fullshard.offload.drive import SYSTEM, System, os_error
+from fullshard.quantities import format_bytes
+
+IDENTITY = "identity.json"
+LOCK = "lock"
+_PATIENCE_SECONDS, _TURN_SECONDS = 1.0, 0.05
+# What a killed rank had started may hold its lock for as long as it needs to see that its parent is gone.
+_DYING_SECONDS = 10.0
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def rank_directory(path: Path, *, run_id: str, rank: int) -> Path:
+    """Where the rank `rank` of a run keeps its files, below `offload.path`."""
+    return path / run_id / f"rank-{rank:05d}"
+
+
+def leftovers(path: Path, *, alive_run_id: str | None = None) -> list[tuple[Path, int]]:
+    """Directories of runs that are over, with the bytes they take on the drive, the largest first.
+
+    Of `path` (`offload.path`), without the run `alive_run_id`, and without those a process of which still
+    holds its lock. A directory that is none of ours, or that this user cannot read, is left out.
+    """
+    found: list[tuple[Path, int]] = []
+    with suppress(OSError):
+        for run in sorted(path.iterdir()):
+            ranks = [identity.parent for identity in run.glob(f"rank-*/{IDENTITY}")]
+            if run.name != alive_run_id and ranks and not any(_is_held(one / LOCK) for one in ranks):
+                found.append((run, sum(_taken_bytes(one) for one in ranks)))
+    return sorted(found, key=lambda one: -one[1])
+
+
+def no_space(directory: Path, *, needed_bytes: int, free_bytes: int) -> OffloadError:
+    """The error for a rank's `directory` whose files do not fit; it names what could be removed."""
+    path, run_id = directory.parent.parent, directory.parent.name
+    left = leftovers(path, alive_run_id=run_id)
+    names = ", ".join(f"{one} ({format_bytes(size)})" for one, size in left)
+    remove = f"remove what earlier runs have left: {names}; or " if left else ""
+    return OffloadError(
+        f"not enough space for optimizer state in {directory}.",
+        got=f"{format_bytes(free_bytes)} free, {format_bytes(needed_bytes)} needed by this rank",
+        why="it is allocated before the first step: two generations, one of which is whole at any moment",
+        fix=f"{remove}offload.path = a directory on a drive with more room",
+    )
+
+
+@contextmanager
+def locked(directory: Path) -> Generator[None]:
+    """Makes `directory`, and holds it for this process alone. Raises OffloadError where another has it."""
+    try:
+        make_directory(directory)
+        descriptor = _lock(directory)
+    except OSError as error:
+        raise os_error(f"{directory} cannot be used.", error) from error
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield
+    finally:
+        # Not by closing alone: what this process has forked may live on, with the same descriptor.
+        with suppress(OSError):  # where there are no locks
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def make_directory(directory: Path) -> None:
+    """Makes `directory` and what is missing above it, down to the drive."""
+    missing = [one for one in (directory, *directory.parents) if not one.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for one in missing:
+        flush_directory(one.parent)
+
+
+def flush_directory(directory: Path, *, system: System = SYSTEM) -> None:
+    """What was made, renamed or removed in it is so after a crash, too."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        system.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path, *, system: System = SYSTEM) -> None:
+    """Removes a file, if it is there, down to the drive."""
+    path.unlink(missing_ok=True)
+    # Though it is not there: an earlier removal may have failed before it was down.
+    flush_directory(path.parent, system=system)
+
+
+def replace(path: Path, data: bytes, *, system: System) -> None:
+    """A file that becomes `path` at once; whatever happens, `path` is as it was or holds all of `data`."""
+    draft = path.with_name(f".{path.name}.tmp")
+    draft.unlink(missing_ok=True)
+    overwrite(draft, data, system=system)
+    draft.replace(path)
+    flush_directory(path.parent, system=system)
+
+
+def overwrite(path: Path, data: bytes, *, system: System) -> None:
+    """The first bytes of a file, in place, down to the drive. What is behind them stays."""
+    descriptor = system.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        left, offset = memoryview(data), 0
+        while left.nbytes:
+            count = system.pwritev(descriptor, [left], offset)
+            if not count:
+                raise OSError(errno.EIO, "the drive took nothing")
+            left, offset = left[count:], offset + count
+        system.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(directory: Path) -> int:
+    began = time.monotonic()
+    while True:
+        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace")
+            os.close(descriptor)
+            waited = time.monotonic() - began
+            if waited > (_DYING_SECONDS if _is_dead(holder) else _PATIENCE_SECONDS):
+                raise _held(directory, holder) from None
+            time.sleep(_TURN_SECONDS)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return descriptor
+            os.close(descriptor)
+            raise
+        else:
+            if _is_the_one(descriptor, directory / LOCK):
+                return descriptor
+            os.close(descriptor)  # removed with its directory, after it was opened
+
+
+def _held(directory: Path, holder: str) -> OffloadError:
+    return OffloadError(
+        f"another process keeps its state in {directory}.",
+        got=holder or "a lock that is held",
+        why="two would write over each other's",
+        fix="wait for it or end it, or another run.dir or offload.path",
+    )
+
+
+def _is_dead(holder: str) -> bool:
+    """Of a process on this machine, as far as can be seen."""
+    words = holder.split()
+    if len(words) != 4 or not words[1].isdecimal() or words[3] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(words[1]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def _is_the_one(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _is_held(lock: Path) -> bool:
+    try:
+        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        return error.errno in _NO_LOCKS  # nobody knows: left alone
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _taken_bytes(directory: Path) -> int:
+    return sum(one.lstat().st_blocks * 512 for one in directory.iterdir())

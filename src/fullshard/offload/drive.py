@@ -1,0 +1,351 @@
+"""A file of fixed size on a drive, read and written in place, past the page cache.
+
+[Note: past the page cache] Bytes move between the drive and memory of our own (O_DIRECT). The kernel's cache
+would copy them a second time, hold memory that training needs, and write back when it likes. What does not
+begin and end at blocks of 4 KiB, in the file or in memory, goes through a block of ours: read, changed,
+written. Where a file system has no direct I/O the cache serves, in small transfers, whose pages are let go.
+"""
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from fullshard.errors import DamagedOffloadError, OffloadError
+from fullshard.quantities import format_bytes
+
+logger = logging.getLogger("fullshard")
+
+ALIGNMENT = 4096  # of addresses, offsets and lengths: what every drive's logical block divides
+DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
+_SCRATCH_BYTES = 1 << 20
+_CACHED_BYTES = 256 << 10
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_ALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
+_ROOM = "free some space there, or offload.path = a directory on a drive with room"
+_REASONS: dict[int, tuple[str, str]] = {
+    errno.ENOSPC: ("the drive is full", _ROOM),
+    errno.EDQUOT: ("the disk quota is used up", _ROOM),
+    errno.EFBIG: ("a file may not grow so large there", "ulimit -f unlimited, or another file system"),
+    errno.EIO: (
+        "the drive reports an error",
+        "another drive for offload.path, and a look at the system's log",
+    ),
+    errno.EROFS: ("the file system is read-only", "offload.path = a directory that can be written"),
+    errno.EACCES: ("this user may not write there", "offload.path = a directory that can be written"),
+    errno.EPERM: ("this user may not write there", "offload.path = a directory that can be written"),
+    errno.ENOTDIR: ("a part of the path is a file, not a directory", "another offload.path"),
+    errno.ESTALE: ("the network file system lost it", "offload.path = a directory on a local drive"),
+}
+
+
+def _free_bytes(directory: Path) -> int:
+    return shutil.disk_usage(directory).free
+
+
+def _posix_fallocate(descriptor: int, offset: int, length: int) -> None:  # signature: os.posix_fallocate
+    if not hasattr(os, "posix_fallocate"):  # macOS
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    os.posix_fallocate(descriptor, offset, length)
+
+
+@dataclass(frozen=True)
+class System:
+    """The operating system's calls that reach a drive; a test gives others, for a drive that fails."""
+
+    open: Callable[[Path, int, int], int] = os.open
+    preadv: Callable[[int, Sequence[memoryview], int], int] = os.preadv
+    pwritev: Callable[[int, Sequence[memoryview], int], int] = os.pwritev
+    fdatasync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
+    fsync: Callable[[int], None] = os.fsync  # of directories
+    posix_fallocate: Callable[[int, int, int], None] = _posix_fallocate
+    free_bytes: Callable[[Path], int] = _free_bytes
+
+
+SYSTEM = System()
+
+
+def os_error(what: str, error: OSError, *, where: str = "") -> OffloadError:
+    """The OffloadError for an OSError: its words, `where` it happened, why, and what to do."""
+    why, fix = _REASONS.get(error.errno or 0, (None, None))
+    name = errno.errorcode.get(error.errno or 0, "no errno")
+    where = where or str(error.filename or "")
+    return OffloadError(
+        what, got=f"{error.strerror or error} ({name}){where and f', {where}'}", why=why, fix=fix
+    )
+
+
+def rounded_up(count: int) -> int:
+    """To whole blocks of 4 KiB."""
+    return count + -count % ALIGNMENT
+
+
+class DriveFile:
+    """A file of `size_bytes`, a multiple of 4096, that never changes its size.
+
+    `read` and `write` transfer all or raise, and let other threads run. Calls from several threads are safe
+    where they touch different blocks of 4 KiB. They are quick where address, offset and length are multiples
+    of 4096, and right anyway. See [Note: past the page cache]. Every error is an OffloadError that names the
+    file and the offset.
+    """
+
+    def __init__(self, path: Path, size_bytes: int, *, descriptor: int, system: System = SYSTEM) -> None:
+        """Of a descriptor that is open already: `create` and `open` are what others call."""
+        self.path, self.size_bytes = path, size_bytes
+        self._descriptor, self._system = descriptor, system
+        self._leaving = threading.Lock()
+        self.direct = _is_direct(descriptor)
+        if not self.direct:
+            _tell_no_direct(path.parent)
+
+    @classmethod
+    def create(cls, path: Path, size_bytes: int, *, system: System = SYSTEM) -> Self:
+        """Makes it, all of its bytes allocated, so that a full drive shows now and not in mid-run.
+
+        One of this size that is there is opened, with what it holds. Raises OffloadError for one of another
+        size, and where there is no room; then nothing is left.
+        """
+        assert size_bytes > 0, "a file of no bytes holds nothing"
+        assert size_bytes % ALIGNMENT == 0, "the last block would be a part of one"
+        try:
+            if not os.path.lexists(path):
+                allocate(path, size_bytes, system=system)
+        except OSError as error:
+            where = f"{format_bytes(size_bytes)} to allocate"
+            raise os_error(f"{path} cannot be made.", error, where=where) from error
+        return cls.open(path, size_bytes, system=system)
+
+    @classmethod
+    def open(cls, path: Path, size_bytes: int, *, system: System = SYSTEM) -> Self:
+        """Raises DamagedOffloadError where it is missing or of another size."""
+        try:
+            descriptor = _opened(path, system=system)
+        except FileNotFoundError as error:
+            raise DamagedOffloadError(f"{path} is missing.") from error
+        except OSError as error:
+            raise os_error(f"{path} cannot be opened.", error) from error
+        found = os.fstat(descriptor).st_size
+        if found != size_bytes:
+            os.close(descriptor)
+            raise _wrong_size(path, found=found, expected=size_bytes)
+        return cls(path, size_bytes, descriptor=descriptor, system=system)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Once; the threads that use it must be through. It does not flush."""
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
+
+    def flush(self) -> None:
+        """Down to the drive, all that was written before. After an error nothing of it can be relied on."""
+        try:
+            self._system.fdatasync(self._descriptor)
+        except OSError as error:
+            raise os_error(f"{self.path} cannot be flushed to its drive.", error) from error
+
+    def read(self, target: memoryview, offset: int) -> None:
+        """Fills `target` from `offset`. Raises DamagedOffloadError where the file ends before."""
+        left = target.cast("B")
+        _require_inside(self, "read", offset=offset, length=left.nbytes)
+        begin, length = offset, left.nbytes
+        while left.nbytes:
+            count = self._attempt(self._read_some, left, offset=offset)
+            left, offset = left[count:], offset + count
+        if not self.direct:
+            _let_go(self._descriptor, begin, length=length)
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """All of `data` at `offset`; it must not change until this returns."""
+        left = data.cast("B")
+        _require_inside(self, "written", offset=offset, length=left.nbytes)
+        begin, length = offset, left.nbytes
+        while left.nbytes:
+            count = self._attempt(self._write_some, left, offset=offset)
+            left, offset = left[count:], offset + count
+        if not self.direct:
+            _let_go(self._descriptor, begin, length=length)
+
+    def _attempt(self, some: Callable[[memoryview, int], int], part: memoryview, *, offset: int) -> int:
+        """Bytes that were transferred; 0 where to try again."""
+        direct = self.direct
+        try:
+            return some(part, offset)
+        except InterruptedError:
+            return 0
+        except OSError as error:
+            if direct and error.errno == errno.EINVAL:  # the file system took the flag, but not the transfer
+                self._leave_direct()
+                return 0
+            doing = "read" if some == self._read_some else "written"
+            where = f"{format_bytes(part.nbytes)} at offset {offset}"
+            raise os_error(f"{self.path} cannot be {doing}.", error, where=where) from error
+
+    def _read_some(self, target: memoryview, offset: int) -> int:
+        if not self.direct:
+            return self._read_once(target[:_CACHED_BYTES], offset)
+        if _is_aligned(target, offset):
+            return self._read_once(target[: target.nbytes - target.nbytes % ALIGNMENT], offset)
+        head = offset % ALIGNMENT
+        scratch = _scratch(head + target.nbytes)
+        count = self._read_once(scratch, offset - head) - head
+        if count <= 0:
+            self._leave_direct()  # a transfer that ends within a block goes on without
+            return 0
+        count = min(count, target.nbytes)
+        _copy(scratch[head : head + count], to=target[:count])
+        return count
+
+    def _write_some(self, data: memoryview, offset: int) -> int:
+        if not self.direct:
+            return self._write_once(data[:_CACHED_BYTES], offset)
+        if _is_aligned(data, offset):
+            return self._write_once(data[: data.nbytes - data.nbytes % ALIGNMENT], offset)
+        head = offset % ALIGNMENT
+        scratch = _scratch(head + data.nbytes)
+        count = min(scratch.nbytes - head, data.nbytes)
+        for edge in {0, scratch.nbytes - ALIGNMENT}:
+            if edge < head or edge + ALIGNMENT > head + count:  # keeps some of what is there
+                block = scratch[edge : edge + ALIGNMENT]
+                if self._read_once(block, offset - head + edge) < ALIGNMENT:
+                    self._leave_direct()
+                    return 0
+        _copy(data[:count], to=scratch[head : head + count])
+        written = self._write_once(scratch, offset - head) - head
+        if written <= 0:
+            self._leave_direct()
+            return 0
+        return min(written, count)
+
+    def _read_once(self, target: memoryview, offset: int) -> int:
+        count = self._system.preadv(self._descriptor, [target], offset)
+        if not count:
+            raise _wrong_size(
+                self.path, found=os.fstat(self._descriptor).st_size, expected=self.size_bytes, offset=offset
+            )
+        return count
+
+    def _write_once(self, data: memoryview, offset: int) -> int:
+        count = self._system.pwritev(self._descriptor, [data], offset)
+        if not count:
+            raise OSError(errno.EIO, "the drive took nothing")
+        return count
+
+    def _leave_direct(self) -> None:
+        with self._leaving:
+            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~DIRECT)
+            self.direct = False
+        _tell_no_direct(self.path.parent)
+
+
+def allocate(path: Path, size_bytes: int, *, system: System) -> None:
+    """A file of zeros that takes all of its room on the drive now. Raises OSError; then it is not there.
+
+    What is allocated under another name gets its own at the end, so that a crash leaves no part of one.
+    """
+    draft = path.with_name(f".{path.name}.tmp")
+    try:
+        # Not direct: where the C library allocates by writing single bytes, those are not aligned.
+        descriptor = system.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            _fill(descriptor, size_bytes, system=system)
+            system.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+        draft.rename(path)
+    finally:
+        with suppress(OSError):  # what went wrong before is the error to show
+            draft.unlink(missing_ok=True)
+
+
+def _fill(descriptor: int, size_bytes: int, *, system: System) -> None:
+    try:
+        system.posix_fallocate(descriptor, 0, size_bytes)
+    except OSError as error:
+        if error.errno not in _NO_ALLOCATION:
+            raise
+    else:
+        return
+    zeros, offset = memoryview(bytes(_SCRATCH_BYTES)), 0
+    while offset < size_bytes:
+        offset += system.pwritev(descriptor, [zeros[: size_bytes - offset]], offset)
+
+
+def _opened(path: Path, *, system: System) -> int:
+    flags = os.O_RDWR | os.O_CLOEXEC
+    try:
+        return system.open(path, flags | DIRECT, 0o600)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return system.open(path, flags, 0o600)
+
+
+def _require_inside(file: DriveFile, doing: str, *, offset: int, length: int) -> None:
+    if offset < 0 or offset + length > file.size_bytes:
+        raise OffloadError(
+            f"bytes past the end of {file.path} were to be {doing}.",
+            got=f"{length} bytes at offset {offset} of {file.size_bytes}",
+            why="the file has the size that was planned, and never another",
+        )
+
+
+def _let_go(descriptor: int, offset: int, *, length: int) -> None:
+    """The cache's pages of these bytes are not needed, which also begins to write them back (Linux)."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+
+
+def _is_direct(descriptor: int) -> bool:
+    return bool(DIRECT and fcntl.fcntl(descriptor, fcntl.F_GETFL) & DIRECT)
+
+
+@cache  # once for a directory
+def _tell_no_direct(directory: Path) -> None:
+    logger.warning(
+        "%s has no direct I/O: what is offloaded there goes through the page cache, which costs processor "
+        "time and memory. A local ext4 or XFS file system has it",
+        directory,
+    )
+
+
+def _wrong_size(path: Path, *, found: int, expected: int, offset: int | None = None) -> DamagedOffloadError:
+    where = "" if offset is None else f"; bytes at offset {offset} were asked for"
+    return DamagedOffloadError(
+        f"{path} is truncated." if found < expected else f"{path} is not of the size that was planned.",
+        got=f"{found} bytes, {expected} expected{where}",
+        why="its size never changes: something else wrote it, or its file system was damaged",
+    )
+
+
+def _is_aligned(data: memoryview, offset: int) -> bool:
+    if offset % ALIGNMENT or data.nbytes < ALIGNMENT:
+        return False
+    return np.frombuffer(data, dtype=np.uint8).ctypes.data % ALIGNMENT == 0
+
+
+def _scratch(least: int) -> memoryview:
+    """Whole blocks for `least` bytes, or for as many as go at once. A mapping is aligned to pages."""
+    return memoryview(mmap.mmap(-1, min(rounded_up(least), _SCRATCH_BYTES)))
+
+
+def _copy(source: memoryview, *, to: memoryview) -> None:
+    """NumPy lets other threads run while it copies."""
+    np.copyto(np.frombuffer(to, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))

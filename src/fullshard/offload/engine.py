@@ -1,0 +1,93 @@
+"""What the engine reads when it gathers a parameter whose state is elsewhere.
+
+[Note: a shard that is elsewhere] `fully_shard` asks the local tensor of a shard for `fsdp_pre_all_gather` and
+`fsdp_post_all_gather`, its extension points, each time that it gathers. Here a plain tensor gets them as
+attributes: the gather waits until the parameter is updated, and sends what it is given, in the dtype computed
+in. The local tensor itself keeps shape, dtype and device of the master, so that reduced gradients arrive as
+they are (a shard in bf16 would have them rounded), but may be one element that stands for all: NaN, so that
+nobody takes it for the values.
+
+What is kept sharded over fewer ranks after forward (`reshard_after_forward=<int>`) is gathered from there;
+the engine has no extension point for that, so such parameters get a subclass of the engine's own.
+
+`_get_fsdp_state`, `_fsdp_param_group`, `_sharded_param_data` and `_local_tensor` are the engine's own names,
+the same in torch 2.11 to 2.13.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+Source = Callable[[torch.dtype], Tensor]
+
+
+def engine_parameters(module: FSDPModule) -> list[Any]:
+    """The engine's objects of one unit's parameters, in the order in which it gathers them."""
+    group = module._get_fsdp_state()._fsdp_param_group  # pyright: ignore[reportPrivateUsage]
+    return [] if group is None else list(group.fsdp_params)
+
+
+def own_shape(engine_parameter: Any) -> torch.Size:
+    """Of this rank's shard, without padding."""
+    return engine_parameter.sharded_size
+
+
+def padded_shape(engine_parameter: Any) -> torch.Size:
+    """Of the shard as it is gathered."""
+    return engine_parameter.padded_sharded_param_size
+
+
+def elsewhere(engine_parameter: Any, source: Source, *, local: Tensor | None) -> None:
+    """From now on the engine gathers what `source(dtype)` gives: this rank's shard as `padded_shape` has it,
+    on the device, in that dtype. See [Note: a shard that is elsewhere].
+
+    `local`: the master, of `own_shape`, to be seen as the shard; None: it is not on the shard's device.
+    """
+    parameter = cast(DTensor, engine_parameter.sharded_param)
+    if local is None:
+        one = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device_mesh.device_type)
+        local = one.expand(own_shape(engine_parameter))
+    local = local.view(own_shape(engine_parameter))
+
+    def before(
+        mesh: object, size: torch.Size, stride: object, module: nn.Module, policy: Any
+    ) -> tuple[tuple[Tensor], None]:  # signature: the engine's
+        return (source(policy.param_dtype or parameter.dtype),), None
+
+    def after(  # signature: the engine's
+        outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        return (outputs[0], ()) if out is None else None
+
+    if engine_parameter.post_forward_mesh_info not in (None, engine_parameter.mesh_info):
+        engine_parameter.__class__ = _kept_over_fewer(type(engine_parameter))
+    engine_parameter._sharded_param_data = local.reshape(-1)
+    parameter._local_tensor = local  # pyright: ignore[reportPrivateUsage]
+    local.fsdp_pre_all_gather = before  # pyright: ignore[reportAttributeAccessIssue]
+    local.fsdp_post_all_gather = after  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def as_shard(engine_parameter: Any, local: Tensor) -> DTensor:
+    """A DTensor placed as the parameter is, whose local part is `local`, wherever it lies."""
+    spec = engine_parameter.sharded_param._spec
+    meta = type(spec.tensor_meta)(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
+    changed = type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
+    return cast(Any, DTensor)(local.view(own_shape(engine_parameter)), changed, requires_grad=False)
+
+
+@cache
+def _kept_over_fewer(cls: type[Any]) -> type[Any]:
+    """The engine's class, of parameters that may be gathered from what is left of them after forward."""
+
+    class KeptOverFewer(cls):
+        @property
+        def all_gather_inputs(self) -> list[Tensor]:
+            kept = getattr(self, "_sharded_post_forward_param_data", None)
+            return super().all_gather_inputs if kept is None else [kept]
+
+    return KeptOverFewer

@@ -1,0 +1,361 @@
+"""A rank's state in two files, one generation each, of which one is whole at any moment.
+
+[Note: one whole generation] State is never overwritten where it is the newest. A generation is its manifest:
+removed, down to the drive, before the first byte of its data is written over, and written when all the rest
+is down there. A process that is killed, or a machine that loses its power, leaves the other generation as it
+was. A digest of every record says whether it still holds what was written.
+
+Over ranks the newest step differs by one at most, if all have committed a step before any begins the next;
+they agree on one that all have, and each drops what is newer.
+"""
+
+import logging
+import mmap
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+import xxhash
+
+from fullshard.errors import DamagedOffloadError, OffloadError
+from fullshard.offload.directories import (
+    LOCK,
+    flush_directory,
+    locked,
+    no_space,
+    overwrite,
+    remove,
+    replace,
+)
+from fullshard.offload.drive import FULL, SYSTEM, DriveFile, System, allocate, os_error
+from fullshard.offload.manifest import (
+    SLOTS,
+    Identity,
+    Manifest,
+    Record,
+    claim,
+    data_path,
+    digest,
+    file_bytes,
+    manifest_path,
+    other_bytes,
+    payload_path,
+    read_manifest,
+    read_payload,
+    require_sound,
+    sealed,
+)
+
+logger = logging.getLogger("fullshard")
+
+PAYLOAD_BYTES = 16 << 20  # allocated for each payload; a larger one is written all the same
+_MARGIN_BYTES = 1 << 20  # manifests, and the file system's own
+_PIECE_BYTES = 16 << 20  # read while the one before is digested
+Check = Literal["never", "asked", "always"]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The state after `step` steps, whole, in the slot `slot`."""
+
+    step: int
+    slot: int
+
+
+class Generations:
+    """Reads one generation while it writes the next: `whole`, `begin`, `write` of every record, `commit`.
+
+    `read` and `write` may be called by several threads, for different records; all else by one, while
+    none of them is under way. Every error is an OffloadError. After one in `write` the record can be written
+    again; after one in `commit` the generation that was begun can never become whole: `begin` again, or end.
+    The one before is as it was.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        records: Sequence[Record],
+        *,
+        identity: Identity,
+        check: Check,
+        system: System,
+        files: Sequence[DriveFile],
+        resources: ExitStack,
+    ) -> None:
+        """Of files that are open, and closed with `resources`: `open` is what others call."""
+        self.directory, self.identity, self.check = directory, identity, check
+        self.records = {record.name: record for record in records}
+        self._system, self._files, self._resources = system, tuple(files), resources
+        self._whole: dict[int, Manifest] = {}
+        self._digests: tuple[dict[str, str | None], ...] = ({}, {})  # of what each slot's records hold
+        self._begun: int | None = None  # the slot
+        # One for a thread that reads, one for another that writes; each is at it while its bytes move.
+        self._hashing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="digest")
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        records: Sequence[Record],
+        *,
+        identity: Identity,
+        check: Check = "asked",
+        payload_bytes: int = PAYLOAD_BYTES,
+        system: System = SYSTEM,
+    ) -> Self:
+        """Takes `directory` for this process, and makes what is not there, allocated whole.
+
+        `check`: when a record is held against its digest: "never" (none are taken), when `read` is "asked"
+        to, or "always". `payload_bytes`: room that is allocated for a payload. A generation that is damaged
+        is told in the log, and is none.
+
+        Raises ForeignOffloadError where the files are of another identity (`discard` is for them), and
+        OffloadError where another process uses the directory or where the drive has no room.
+        """
+        require_sound(records)
+        with ExitStack() as stack:
+            stack.enter_context(locked(directory))
+            try:
+                claim(directory, identity, system=system)
+                _make(directory, file_bytes(records), payload_bytes=payload_bytes, system=system)
+                files = [
+                    stack.enter_context(
+                        DriveFile.open(data_path(directory, slot), file_bytes(records), system=system)
+                    )
+                    for slot in SLOTS
+                ]
+                self = cls(
+                    directory,
+                    records,
+                    identity=identity,
+                    check=check,
+                    system=system,
+                    files=files,
+                    resources=stack,
+                )
+                stack.callback(self._hashing.shutdown)
+                for slot, manifest in _found(directory, records, identity=identity).items():
+                    self._whole[slot] = manifest
+                    self._digests[slot].update(zip(self.records, manifest.digests, strict=True))
+            except OSError as error:
+                raise os_error(f"{directory} cannot be used.", error) from error
+            self._resources = stack.pop_all()
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets the directory go; what is whole stays. The threads that use it must be through."""
+        self._resources.close()
+
+    def whole(self) -> list[Generation]:
+        """The newest first; two at most. Its payload was verified, its records were not: see `verify`."""
+        found = [Generation(manifest.step, slot) for slot, manifest in self._whole.items()]
+        return sorted(found, key=lambda one: -one.step)
+
+    def payload(self, generation: Generation) -> bytes:
+        """The bytes given to its `commit`. Raises DamagedOffloadError where they are others."""
+        slot = generation.slot
+        try:
+            return read_payload(self.directory, slot, manifest=self._whole[slot])
+        except OSError as error:
+            raise os_error(f"{payload_path(self.directory, slot)} cannot be read.", error) from error
+
+    def drop(self, generation: Generation) -> None:
+        """It is no longer whole, also after a crash: it is damaged, or the ranks agreed on another."""
+        self._forget(generation.slot)
+
+    def begin(self) -> int:
+        """The slot that the next generation goes to: never that of the newest whole one.
+
+        What was there is gone from here on. Over ranks: only when all have committed the one before.
+        """
+        self._begun = None
+        newest = self.whole()
+        slot = 1 - newest[0].slot if newest else 0
+        self._forget(slot)
+        self._begun = slot
+        return slot
+
+    def write(self, name: str, data: memoryview) -> None:
+        """All of the record `name` of the generation that was begun.
+
+        `data` must not change until this returns.
+        """
+        record, slot = self.records[name], self._begun
+        assert slot is not None, "no generation was begun"
+        assert data.nbytes == record.length_bytes, "a record is written whole"
+        self._digests[slot].pop(name, None)
+        taking = None if self.check == "never" else self._hashing.submit(digest, data)
+        try:
+            self._files[slot].write(data, record.offset_bytes)
+        finally:  # after an error, too, the memory is the caller's again
+            taken = None if taking is None else taking.result()
+        self._digests[slot][name] = taken
+
+    def read(self, name: str, target: memoryview, *, slot: int, verify: bool = False) -> None:
+        """All of the record `name`: of a whole generation, or as it was written since `begin`.
+
+        `verify`: hold it against its digest, if one was taken. Raises DamagedOffloadError where it is
+        another, or where the file ends early; what `target` holds then is undefined.
+        """
+        record, file = self.records[name], self._files[slot]
+        assert target.nbytes == record.length_bytes, "a record is read whole"
+        assert name in self._digests[slot], f"{name} was not written to slot {slot}"
+        expected = self._digests[slot][name]
+        if expected is None or not (verify or self.check == "always"):
+            file.read(target, record.offset_bytes)
+            return
+        pieces = (target[begin : begin + _PIECE_BYTES] for begin in range(0, target.nbytes, _PIECE_BYTES))
+        if _digested(file, record, pieces=pieces, hashing=self._hashing) != expected:
+            raise _other_record(file.path, record)
+
+    def read_part(self, name: str, target: memoryview, *, slot: int, offset: int) -> None:
+        """Bytes of the record `name` from `offset` of it on; they are held against no digest."""
+        record = self.records[name]
+        assert name in self._digests[slot], f"{name} was not written to slot {slot}"
+        assert offset + target.nbytes <= record.length_bytes, "the bytes are the record's"
+        self._files[slot].read(target, record.offset_bytes + offset)
+
+    def verify(self, generation: Generation) -> None:
+        """Reads every record. Raises DamagedOffloadError for the first that is not what was written."""
+        scratch = memoryview(mmap.mmap(-1, 2 * _PIECE_BYTES))
+        halves = (scratch[:_PIECE_BYTES], scratch[_PIECE_BYTES:])
+        file = self._files[generation.slot]
+        for name, record in self.records.items():
+            begins = range(0, record.length_bytes, _PIECE_BYTES)
+            pieces = (halves[i % 2][: record.length_bytes - begin] for i, begin in enumerate(begins))
+            found = _digested(file, record, pieces=pieces, hashing=self._hashing)
+            if self._digests[generation.slot][name] not in (None, found):
+                raise _other_record(file.path, record)
+
+    def commit(self, step: int, payload: bytes) -> Generation:
+        """Makes the generation that was begun whole, as the state after `step` steps, and the newest one.
+
+        Returns when that is down to the drive. `payload`: any bytes, kept with it. Every record must have
+        been written since `begin`. See [Note: one whole generation].
+        """
+        slot, self._begun = self._begun, None
+        assert slot is not None, "no generation was begun"
+        assert all(one.step < step for one in self.whole()), "a later generation is there: drop it first"
+        written = self._digests[slot]
+        missing = [name for name in self.records if name not in written]
+        assert not missing, f"records that were not written: {missing}"
+        manifest = Manifest(
+            identity=self.identity,
+            step=step,
+            records=tuple(self.records.values()),
+            digests=tuple(written[name] for name in self.records),
+            payload_bytes=len(payload),
+            payload_digest=digest(payload),
+        )
+        self._files[slot].flush()
+        try:
+            overwrite(payload_path(self.directory, slot), payload, system=self._system)
+            replace(manifest_path(self.directory, slot), sealed(manifest), system=self._system)
+        except OSError as error:
+            raise os_error(f"step {step} cannot be kept in {self.directory}.", error) from error
+        self._whole[slot] = manifest
+        return Generation(step, slot)
+
+    def _forget(self, slot: int) -> None:
+        self._whole.pop(slot, None)
+        self._digests[slot].clear()
+        try:
+            remove(manifest_path(self.directory, slot), system=self._system)
+        except OSError as error:
+            raise os_error(f"{manifest_path(self.directory, slot)} cannot be removed.", error) from error
+
+
+def _found(directory: Path, records: Sequence[Record], *, identity: Identity) -> dict[int, Manifest]:
+    """What is whole, by slot; what is damaged is told."""
+    found: dict[int, Manifest] = {}
+    for slot in SLOTS:
+        try:
+            manifest = read_manifest(directory, slot, identity=identity, records=records)
+        except DamagedOffloadError as error:
+            logger.warning("a generation of optimizer state cannot be used: %s", error)
+        else:
+            found |= {} if manifest is None else {slot: manifest}
+    return found
+
+
+def discard(directory: Path) -> None:
+    """Removes a rank's directory, whatever it holds. Raises OffloadError where a process uses it."""
+    if not directory.exists():
+        return
+    with locked(directory):
+        try:
+            for slot in SLOTS:
+                remove(manifest_path(directory, slot))
+            for path in directory.iterdir():
+                if path.name != LOCK:
+                    path.unlink()
+            (directory / LOCK).unlink()
+            directory.rmdir()
+            flush_directory(directory.parent)
+        except OSError as error:
+            raise os_error(f"{directory} cannot be removed.", error) from error
+
+
+def _make(directory: Path, size_bytes: int, *, payload_bytes: int, system: System) -> None:
+    """Data files and room for payloads, where there are none. Raises OffloadError where they do not fit."""
+    missing = [slot for slot in SLOTS if not _is_there(directory, slot, size_bytes=size_bytes)]
+    payloads = [slot for slot in SLOTS if not payload_path(directory, slot).exists()]
+    needed = len(missing) * size_bytes + len(payloads) * payload_bytes + _MARGIN_BYTES
+    free = system.free_bytes(directory)
+    if (missing or payloads) and free < needed:
+        raise no_space(directory, needed_bytes=needed, free_bytes=free)
+    try:
+        for slot in missing:
+            allocate(data_path(directory, slot), size_bytes, system=system)
+        for slot in payloads:
+            allocate(payload_path(directory, slot), payload_bytes, system=system)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        # Between the look and now another rank has taken its own.
+        raise no_space(directory, needed_bytes=needed, free_bytes=free) from error
+
+
+def _is_there(directory: Path, slot: int, *, size_bytes: int) -> bool:
+    """A data file of another size is removed: it can hold no generation, and its manifest goes first."""
+    path, manifest = data_path(directory, slot), manifest_path(directory, slot)
+    found = path.stat().st_size if path.exists() else None
+    if found == size_bytes:
+        return True
+    if found is not None or manifest.exists():
+        logger.warning(
+            "a generation of optimizer state cannot be used: %s %s",
+            path,
+            "is missing" if found is None else f"holds {found} bytes, {size_bytes} expected",
+        )
+    remove(manifest)
+    remove(path)
+    return False
+
+
+def _digested(
+    file: DriveFile, record: Record, *, pieces: Iterable[memoryview], hashing: ThreadPoolExecutor
+) -> str:
+    """Reads a record into `pieces`, which are all of it; each is digested while the next is read."""
+    found, offset = xxhash.xxh3_128(), record.offset_bytes
+    with ExitStack() as last:  # after an error, too, the memory is the caller's again
+        for piece in pieces:
+            file.read(piece, offset)
+            offset += piece.nbytes
+            last.close()
+            last.callback(hashing.submit(found.update, piece).result)
+    return found.hexdigest()
+
+
+def _other_record(path: Path, record: Record) -> OffloadError:
+    begin, end = record.offset_bytes, record.offset_bytes + record.length_bytes
+    return other_bytes(path, f"{record.name}, bytes {begin} to {end}")

@@ -1,0 +1,93 @@
+"""Where reduced gradients wait for their update."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.offload.engine import as_shard, own_shape
+from fullshard.offload.slabs import slab
+
+
+class Gradients(Protocol):
+    """The gradients of sharded parameters, by name."""
+
+    def of(self, name: str) -> Tensor | None:
+        """Placed as the parameter; None where there is none."""
+        ...
+
+    def clear(self) -> None:
+        """Of all. They may be in use: only references are let go."""
+        ...
+
+
+class OnParameters:
+    """Where the engine leaves them: the device's memory is the host's, or has room."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+
+    def of(self, name: str) -> Tensor | None:
+        return self._parameters[name].grad
+
+    def clear(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+
+class OnHost:
+    """In host memory, to which each leaves as soon as it is reduced, in the dtype of its master; those of
+    further microbatches are added to what is there, on the device.
+
+    `pinned`: the host's memory is registered with a GPU, whose copies go on a stream beside those of the
+    engine. 4 bytes a parameter, allocated once.
+    """
+
+    def __init__(self, engine: Mapping[str, Any], *, pinned: bool) -> None:
+        sizes = {
+            name: own_shape(one).numel() * one.sharded_param.dtype.itemsize for name, one in engine.items()
+        }
+        begins = dict[str, int]()
+        total = 0
+        for name, size in sizes.items():
+            begins[name], total = total, total + -(-size // 64) * 64
+        memory = slab(total, pinned=pinned)
+        self._engine, self._there = engine, set[str]()
+        self._host = {
+            name: memory[begins[name] : begins[name] + size].view(engine[name].sharded_param.dtype)
+            for name, size in sizes.items()
+        }
+        self._stream = torch.cuda.Stream() if pinned else None
+        for name, one in engine.items():
+            take = cast(Callable[[Tensor], None], partial(self._take, name))
+            one.sharded_param.register_post_accumulate_grad_hook(take)
+
+    def of(self, name: str) -> Tensor | None:
+        if name not in self._there:
+            return None
+        if self._stream is not None:
+            self._stream.synchronize()
+        return as_shard(self._engine[name], self._host[name])
+
+    def clear(self) -> None:
+        self._there.clear()
+
+    @torch.no_grad()
+    def _take(self, name: str, parameter: nn.Parameter) -> None:
+        """Called by the engine on the stream that has reduced the gradient."""
+        assert isinstance(parameter.grad, DTensor), "the engine reduces sharded gradients"
+        gradient, parameter.grad = parameter.grad.to_local(), None
+        host, adds = self._host[name].view(gradient.shape), name in self._there
+        self._there.add(name)
+        if self._stream is None:
+            host.add_(gradient) if adds else host.copy_(gradient)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            if adds:
+                gradient = host.to(gradient.device, non_blocking=True).add_(gradient)
+            host.copy_(gradient, non_blocking=True)
+            gradient.record_stream(self._stream)

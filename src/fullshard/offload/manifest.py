@@ -1,0 +1,178 @@
+"""What a directory of generations says of itself: whose it is, and which of its two is whole.
+
+    state-0.data       records at fixed offsets       state-1.data
+    state-0.payload    a few bytes beside them        state-1.payload
+    state-0.json       the manifest: written last     state-1.json
+    identity.json      whose files these are
+
+Each JSON file ends with a digest of itself, so that a flipped bit is never taken for what was written.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import xxhash
+from pydantic import NonNegativeInt, PositiveInt, ValidationError
+
+from fullshard.errors import DamagedOffloadError, ForeignOffloadError
+from fullshard.offload.directories import IDENTITY, replace
+from fullshard.offload.drive import ALIGNMENT, System, rounded_up
+from fullshard.spec.value import Value
+
+SLOTS = (0, 1)
+_FOREIGN_FIX = "another offload.path; or, where nothing of it is to be kept, discard it: remove the directory"
+
+
+class Identity(Value):
+    """Whose files these are. `layout`: digest of the names, shapes, dtypes and places of all records."""
+
+    run_id: str
+    rank: NonNegativeInt
+    world_size: PositiveInt
+    layout: str
+
+
+class Record(Value):
+    """A region of a generation's file. `offset_bytes`: a multiple of 4096."""
+
+    name: str
+    offset_bytes: NonNegativeInt
+    length_bytes: PositiveInt
+
+
+class Manifest(Value):
+    """What a whole generation holds. `digests`: of each record, in their order, where it was taken."""
+
+    format: Literal[1] = 1
+    identity: Identity
+    step: NonNegativeInt
+    records: tuple[Record, ...]
+    digests: tuple[str | None, ...]
+    payload_bytes: NonNegativeInt
+    payload_digest: str
+
+
+def data_path(directory: Path, slot: int) -> Path:
+    """Of the records of a slot."""
+    return directory / f"state-{slot}.data"
+
+
+def payload_path(directory: Path, slot: int) -> Path:
+    """Of the bytes beside the records of a slot."""
+    return directory / f"state-{slot}.payload"
+
+
+def manifest_path(directory: Path, slot: int) -> Path:
+    """Of what makes the generation in a slot a whole one."""
+    return directory / f"state-{slot}.json"
+
+
+def file_bytes(records: Sequence[Record]) -> int:
+    """Of the data file that holds `records`: to the end of the last, in whole blocks, at least one."""
+    return rounded_up(max((record.offset_bytes + record.length_bytes for record in records), default=1))
+
+
+def require_sound(records: Sequence[Record]) -> None:
+    """Asserts that records begin at blocks, have names of their own, and do not overlap."""
+    assert len({record.name for record in records}) == len(records), "two records of one name"
+    end = 0
+    for record in sorted(records, key=lambda one: one.offset_bytes):
+        assert record.offset_bytes % ALIGNMENT == 0, f"{record.name} does not begin at a block"
+        assert record.offset_bytes >= end, f"{record.name} begins in another record"
+        end = record.offset_bytes + record.length_bytes
+
+
+def digest(data: bytes | bytearray | memoryview) -> str:
+    """XXH3 of 128 bits, in 32 hexadecimal digits: against chance, not against malice."""
+    found = xxhash.xxh3_128()
+    found.update(data)  # which lets other threads run
+    return found.hexdigest()
+
+
+def sealed(value: Value) -> bytes:
+    """JSON, and a line with its digest."""
+    text = value.model_dump_json().encode()
+    return text + b"\n" + digest(text).encode() + b"\n"
+
+
+def claim(directory: Path, identity: Identity, *, system: System) -> None:
+    """Makes an empty `directory` that of `identity`. Raises ForeignOffloadError where it is another's."""
+    text, path = sealed(identity), directory / IDENTITY
+    if not path.exists() and not any(os.path.lexists(data_path(directory, slot)) for slot in SLOTS):
+        replace(path, text, system=system)
+        return
+    found = path.read_bytes() if path.exists() else b""
+    if found == text:
+        return
+    try:
+        other = Identity.model_validate_json(_unsealed(found, path))
+    except (ValidationError, DamagedOffloadError):
+        got = f"no {IDENTITY} that can be read"
+    else:
+        differ = [name for name in Identity.model_fields if getattr(other, name) != getattr(identity, name)]
+        got = ", ".join(
+            f"{name} {getattr(other, name)} there, {getattr(identity, name)} here" for name in differ
+        )
+    raise ForeignOffloadError(
+        f"{directory} holds state of another run, or of other ranks or shapes.",
+        got=got,
+        why="its bytes would be taken for those of other parameters",
+        fix=_FOREIGN_FIX,
+    )
+
+
+def read_manifest(
+    directory: Path, slot: int, *, identity: Identity, records: Sequence[Record]
+) -> Manifest | None:
+    """The manifest of a slot, its payload verified; None where there is none.
+
+    Raises DamagedOffloadError where it, or the payload, is not what was written; OSError.
+    """
+    path = manifest_path(directory, slot)
+    if not os.path.lexists(path):
+        return None
+    try:
+        manifest = Manifest.model_validate_json(_unsealed(path.read_bytes(), path))
+    except ValidationError as error:
+        raise DamagedOffloadError(f"{path} is damaged.", got=error.errors()[0]["msg"]) from error
+    if manifest.identity != identity or manifest.records != tuple(records):
+        raise DamagedOffloadError(f"{path} is damaged.", got="a manifest of other files")
+    if len(manifest.digests) != len(manifest.records):
+        raise DamagedOffloadError(f"{path} is damaged.", got="digests that are not those of its records")
+    read_payload(directory, slot, manifest=manifest)
+    return manifest
+
+
+def read_payload(directory: Path, slot: int, *, manifest: Manifest) -> bytes:
+    """Raises DamagedOffloadError where its bytes are not those that `manifest` was written for; OSError."""
+    path = payload_path(directory, slot)
+    if not path.exists():
+        raise DamagedOffloadError(f"{path} is missing.")
+    with path.open("rb") as file:
+        data = file.read(manifest.payload_bytes)
+    if len(data) < manifest.payload_bytes:
+        raise DamagedOffloadError(
+            f"{path} is truncated.", got=f"{len(data)} bytes, {manifest.payload_bytes} expected"
+        )
+    if digest(data) != manifest.payload_digest:
+        raise other_bytes(path, f"all {len(data)} bytes")
+    return data
+
+
+def other_bytes(path: Path, what: str) -> DamagedOffloadError:
+    """The error for a digest that is another."""
+    return DamagedOffloadError(
+        f"{path} holds other bytes than were written.",
+        got=f"{what}, whose digest is another",
+        why="the drive, or something on the way to it, changed them",
+        fix="another drive for offload.path, and a look at the system's log",
+    )
+
+
+def _unsealed(text: bytes, path: Path) -> bytes:
+    body, _, told = text.removesuffix(b"\n").rpartition(b"\n")
+    if text != body + b"\n" + digest(body).encode() + b"\n":
+        raise DamagedOffloadError(f"{path} is damaged.", got=f"its own digest is another ({told[:40]!r})")
+    return body

@@ -1,0 +1,62 @@
+"""A tensor whose elements are on a drive: read when it is used, and not kept."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_STILL_ON_DRIVE = frozenset(
+    {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default}
+)
+_OF_A_MOVE = {"device", "dtype", "layout", "non_blocking"}
+
+
+class OnDrive(torch.Tensor):
+    """Shape and dtype of a tensor, and how to read it. Whatever is done with it is done with what is read.
+
+    `read`: gives all of it, on the CPU. It cannot be changed. Made by `on_drive`.
+    """
+
+    read: Callable[[], Tensor]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"OnDrive({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # signature: torch's
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _STILL_ON_DRIVE:
+            one = cast(OnDrive, args[0])
+            shape = torch.empty(one.shape, device="meta").view(*args[1:] or (one.shape,)).shape
+            return on_drive(shape, one.dtype, read=lambda: one.read().view(shape))
+        kwargs = kwargs or {}
+        if any(isinstance(leaf, OnDrive) for leaf in tree_leaves(_changed(func, args, kwargs=kwargs))):
+            raise TypeError(f"{func} would change a tensor that is on a drive")
+        if func is torch.ops.aten._to_copy.default and kwargs.keys() <= _OF_A_MOVE:
+            # What was read is nobody else's: where it is what is asked for, it is not copied again.
+            return args[0].read().to(device=kwargs.get("device"), dtype=kwargs.get("dtype"))
+        read = tree_map_only(OnDrive, lambda one: one.read(), (args, kwargs))
+        return func(*read[0], **read[1])
+
+
+def _changed(func: Any, args: Sequence[Any], *, kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that the operation writes to."""
+    return [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def on_drive(shape: torch.Size, dtype: torch.dtype, *, read: Callable[[], Tensor]) -> OnDrive:
+    """A tensor of this shape and dtype, whose elements `read` gives, on the CPU.
+
+    Its own device is meta, so that `.cpu()` is what reads it.
+    """
+    make = cast(Callable[..., OnDrive], torch.Tensor._make_wrapper_subclass)
+    one = make(OnDrive, shape, dtype=dtype, device="meta", requires_grad=False)
+    one.read = read
+    return one

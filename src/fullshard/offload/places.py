@@ -1,0 +1,65 @@
+"""Where in a store's records the state of each parameter is."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fullshard.offload.on_drive import on_drive
+from fullshard.offload.slabs import bytes_of, slab
+from fullshard.offload.store import Parts, Record, dtypes_of
+from fullshard.spec.groups import Group, Segment
+
+
+class Read(Protocol):
+    """Fills `target` with the bytes of the record `name` from `offset` on."""
+
+    def __call__(self, name: str, target: memoryview, *, offset: int) -> None: ...
+
+
+class Places:
+    """Of all parameters of `groups`, whose state is in `records`, by the groups' index."""
+
+    def __init__(
+        self, groups: Sequence[Group], records: Mapping[int, Record], *, moments: torch.dtype | None
+    ) -> None:
+        self._records, self._moments = records, moments
+        self._segments: dict[str, list[tuple[Group, Segment]]] = {}
+        for group in groups:
+            for segment in group.segments:
+                self._segments.setdefault(segment.name, []).append((group, segment))
+
+    def whole(self, name: str, *, read: Read) -> Parts | None:
+        """The state of a parameter, flat, that `read` reads when it is used; None where there is none."""
+        if name not in self._segments:
+            return None
+        size = torch.Size([self._numel(name)])
+        tensors = (
+            on_drive(size, dtype, read=partial(self._read, name, part, read=read))
+            for part, dtype in enumerate(self._dtypes(name))
+        )
+        return Parts(*tensors)
+
+    def room(self, name: str) -> Parts | None:
+        """Memory for as much."""
+        if name not in self._segments:
+            return None
+        return Parts(*(torch.empty(self._numel(name), dtype=dtype) for dtype in self._dtypes(name)))
+
+    def _read(self, name: str, part: int, *, read: Read) -> Tensor:
+        dtype, numel = self._dtypes(name)[part], self._numel(name)
+        # It begins at a page, and so may be read into past the page cache.
+        whole = slab(numel * dtype.itemsize, pinned=False).view(dtype)[:numel]
+        for group, segment in self._segments[name]:
+            begin = self._records[group.index].begins[part] + segment.offset * dtype.itemsize
+            target = whole[segment.begin : segment.end].view(torch.uint8)
+            read(str(group.index), bytes_of(target), offset=begin)
+        return whole
+
+    def _numel(self, name: str) -> int:
+        return self._segments[name][-1][1].end
+
+    def _dtypes(self, name: str) -> tuple[torch.dtype, ...]:
+        return dtypes_of(self._segments[name][0][0].dtype, self._moments)

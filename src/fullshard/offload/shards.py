@@ -1,0 +1,85 @@
+"""What is gathered while the master is elsewhere: this rank's shards in the dtype computed in."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fullshard.offload.engine import own_shape, padded_shape
+from fullshard.offload.slabs import slab
+
+
+class Shards(Protocol):
+    """Of each parameter, by name, what the engine sends. One thread publishes while another gives."""
+
+    def publish(self, name: str, begin: int, *, values: Tensor) -> None:
+        """The elements of the shard from `begin` on are `values` now, in the master's dtype."""
+        ...
+
+    def give(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The padded shard, on the device, in `dtype`. Called once all of it is published."""
+        ...
+
+
+class FromMasters:
+    """Masters that lie on the device that computes: cast when they are gathered, as the engine does."""
+
+    def __init__(self, masters: dict[str, Tensor], engine: dict[str, Any]) -> None:
+        self._masters, self._engine = masters, engine
+
+    def publish(self, name: str, begin: int, *, values: Tensor) -> None: ...
+
+    def give(self, name: str, dtype: torch.dtype) -> Tensor:
+        one, master = self._engine[name], self._masters[name]
+        if own_shape(one) == padded_shape(one):
+            return master.view(padded_shape(one)).to(dtype)
+        whole = master.new_zeros(padded_shape(one), dtype=dtype)
+        whole.view(-1)[: master.numel()].copy_(master)
+        return whole
+
+
+class Copies:
+    """Copies in the dtype computed in: on the device, or in (pinned) host memory, from where each gather
+    copies them in.
+
+    On a GPU the copies of an update go on a stream of their own, and a gather waits for what it needs of it.
+    """
+
+    def __init__(
+        self, engine: dict[str, Any], *, home: torch.device, device: torch.device, pinned: bool
+    ) -> None:
+        self.tensors = {
+            name: torch.zeros(
+                padded_shape(one).numel(), dtype=computed_in(one), device=home, pin_memory=pinned
+            )
+            for name, one in engine.items()
+        }
+        self._engine, self._device = engine, device
+        self._stream = torch.cuda.Stream(device) if home.type == "cuda" else None
+        self._events: dict[str, Any] = {}
+        self._staged = torch.empty(0)
+
+    def publish(self, name: str, begin: int, *, values: Tensor) -> None:
+        target = self.tensors[name][begin : begin + values.numel()]
+        if self._stream is None:
+            target.copy_(values)
+            return
+        if self._staged.nbytes < target.nbytes:
+            self._staged = slab(target.nbytes, pinned=True)
+        staged = self._staged[: target.nbytes].view(target.dtype).copy_(values)
+        with torch.cuda.stream(self._stream):
+            target.copy_(staged, non_blocking=True)
+            self._events[name] = self._stream.record_event()
+        self._stream.synchronize()  # what is staged is the next one's; only the updating thread waits
+
+    def give(self, name: str, dtype: torch.dtype) -> Tensor:
+        one = self.tensors[name]
+        if (event := self._events.get(name)) is not None:
+            torch.cuda.current_stream().wait_event(event)
+        shard = one.to(self._device, non_blocking=True) if one.device != self._device else one
+        return shard.view(padded_shape(self._engine[name])).to(dtype)
+
+
+def computed_in(engine_parameter: Any) -> torch.dtype:
+    """The dtype that a parameter is gathered in."""
+    return engine_parameter.mp_policy.param_dtype or engine_parameter.sharded_param.dtype

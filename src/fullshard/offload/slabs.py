@@ -1,0 +1,49 @@
+"""Memory of the host that is allocated once, begins at a page, and may be registered with a GPU."""
+
+import mmap
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fullshard.errors import OffloadError
+from fullshard.quantities import format_bytes
+from fullshard.spec.groups import part_bytes
+
+
+def slab(size_bytes: int, *, pinned: bool) -> Tensor:
+    """`size_bytes` (at least a page) of zeros, as uint8; `pinned`: registered with CUDA, as a whole, once.
+
+    A mapping of its own: torch's pinned allocator rounds up to a power of two, malloc's memory begins
+    anywhere and stays with the thread that freed it. Raises OffloadError where there is not so much.
+    """
+    size_bytes = part_bytes(max(1, size_bytes), 1)
+    try:
+        mapping = mmap.mmap(-1, size_bytes)
+    except (OSError, ValueError, OverflowError) as error:
+        raise OffloadError(
+            f"the host has no {format_bytes(size_bytes)} in one piece.",
+            got=str(error),
+            fix="a smaller offload.group_parameters, an nvme tier, or more ranks",
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+    if pinned:
+        _register(tensor)
+    return tensor
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous uint8 tensor, to be read or written."""
+    return memoryview(cast(bytearray, tensor.numpy()))
+
+
+def _register(tensor: Tensor) -> None:
+    code = cast(Any, torch.cuda.cudart()).cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    if int(code) != 0:
+        raise OffloadError(
+            f"CUDA does not register {format_bytes(tensor.nbytes)} of host memory.",
+            got=f"cudaHostRegister: error {int(code)}",
+            fix="ulimit -l unlimited, a smaller offload.group_parameters, or an nvme tier",
+        )

@@ -1,0 +1,249 @@
+"""What a rank keeps outside of the device: masters and moments of its trained shards, on host or drive."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fullshard.offload.engine import as_shard, elsewhere, engine_parameters, own_shape, padded_shape
+from fullshard.offload.shards import Copies, FromMasters, Shards
+from fullshard.offload.store import HostStore, Parts, Store, dtypes_of
+from fullshard.offload.updates import Updates
+from fullshard.spec.groups import Group, Held, Segment, cut, portions
+
+Update = Callable[[Group, Parts], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How and where. `on_drive`: what makes the store of these groups; None: the host's memory.
+
+    `shards_outside`: the shards in the dtype computed in are not on the device either. `moments`: their
+    dtype; None: the master's. `alternate`: every other update goes through the groups from the last to the
+    first: those that are still in memory need not be read, and the next forward waits for all.
+    """
+
+    device: torch.device
+    group_parameters: int
+    shards_outside: bool = False
+    moments: torch.dtype | None = None
+    alternate: bool = False
+    on_drive: Callable[[Sequence[Group]], Store] | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+
+class OffloadedState:
+    """Of one sharded model on one rank. Made while `fullshard.shard` gives it values; see `Keeper` there.
+
+    `names`: of the parameters whose state it has, in the order of use: those that are trained and sharded.
+    `engine`: the engine's object of each.
+    `updates`: what goes on beside training.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.groups: tuple[Group, ...] = ()
+        self.engine: dict[str, Any] = {}
+        self._groups_of: dict[str, list[int]] = {}
+        self.names: tuple[str, ...] = ()
+        self._release: Callable[[str], None] = lambda _name: None
+        self._backwards = False
+
+    @property
+    def names_of(self) -> Mapping[Tensor, str]:
+        return {one.sharded_param: name for name, one in self.engine.items()}
+
+    # What `fullshard.sharding.apply.Keeper` asks for
+
+    def begin(self, model: nn.Module) -> None:
+        """The engine has the parameters, without values."""
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        held: list[Held] = []
+        for module in (m for m in model.modules() if isinstance(m, FSDPModule)):
+            for one in engine_parameters(module):
+                parameter = cast(DTensor, one.sharded_param)
+                name = names[id(parameter)]
+                if parameter.requires_grad and name not in self.engine:
+                    self.engine[name] = one
+                    dtype = str(parameter.dtype).removeprefix("torch.")
+                    most = padded_shape(one).numel()
+                    held.append(Held(name, numel=own_shape(one).numel(), most=most, dtype=dtype))
+        self.names = tuple(self.engine)
+        self.groups = cut(held, group_parameters=self.settings.group_parameters)
+        self._own = tuple(group for group in self.groups if group.segments)
+        for group in self._own:
+            for segment in group.segments:
+                self._groups_of.setdefault(segment.name, []).append(group.index)
+        self._make()
+        self._filling = _Filling(self.store.stream(self._own, fresh=True), self._publish)
+
+    def take(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """The values of one unit's parameters; the units come in the order of use. Their memory is let go."""
+        own = {name: _flat(p) for name, p in parameters.items() if name in self.engine}
+        self._filling.offer(own)
+        for name in own:
+            seen = self._masters.get(name)
+            elsewhere(self.engine[name], partial(self._give, name), local=seen)
+
+    def end(self) -> None:
+        """Of all units."""
+        self._filling.end()
+        self.store.settle()
+
+    # What an optimizer and a checkpoint ask for
+
+    def update(self, function: Update, *, release: Callable[[str], None]) -> None:
+        """Has `function` change the parts of every group: see [Note: the next forward need not wait].
+        `release`: called in the caller's thread once a parameter is updated; with all of them by the next
+        `settle`."""
+        self.settle()
+        self._release = release
+        order = self._own[::-1] if self._backwards else self._own
+        self._backwards = self.settings.alternate and not self._backwards
+
+        @torch.no_grad()
+        def update() -> None:
+            for group, parts in self.store.stream(order):
+                function(group, parts)
+                self._publish(group, parts)
+                self.updates.done(group.index)
+
+        self.updates.begin(update, groups=(group.index for group in order))
+        if self.settings.on_drive is None and not self.settings.on_gpu:
+            self.settle()  # nothing to wait for but the processor, which the caller wants too
+
+    def settle(self) -> None:
+        """Returns when no update goes on. Raises OffloadError for what failed, now and ever after."""
+        try:
+            self.updates.settle()
+        finally:
+            for name in self.names:
+                self._release(name)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """`master`, `exp_avg`, `exp_avg_sq` of a parameter, placed as it is; not to be changed. Of state on
+        a drive each is read when it is used, and what is there then counts."""
+        return self._placed(name, self.store.whole(name))
+
+    def refill(self) -> Iterator[dict[str, dict[str, Tensor]]]:
+        """Gives new values to all state, in portions: yields name -> key -> a tensor to be filled, placed as
+        the parameter; what stands in them when the next portion is asked for is taken over. On every rank
+        there are as many portions, of the same names."""
+        self.settle()
+        stream = self.store.stream(self._own, fresh=True)
+        for portion in portions(self.groups):
+            names = dict.fromkeys(name for group in portion for name in group.names)
+            new = {name: self.store.room(name) for name in names}
+            yield {name: self._placed(name, parts) for name, parts in new.items()}
+            for _ in filter(lambda group: group.segments, portion):
+                group, parts = next(stream)
+                for segment in group.segments:
+                    _copy(new[segment.name], parts, segment=segment)
+                self._publish(group, parts)
+        next(stream, None)
+        self.store.settle()
+
+    def publish_all(self, *, verify: bool) -> None:
+        """What is gathered follows the masters anew; `verify`: all that is read is held against digests."""
+        for group, parts in self.store.look(self._own, verify=verify):
+            self._publish(group, parts)
+
+    def close(self) -> None:
+        """Lets go of the drive, when what goes on is through. Without it that is done with the last
+        reference."""
+        self._closing()
+
+    def _placed(self, name: str, parts: Parts | None) -> dict[str, Tensor]:
+        one = self.engine[name]
+        if parts is None:
+            dtype = str(one.sharded_param.dtype).removeprefix("torch.")
+            parts = Parts(*(torch.empty(0, dtype=own) for own in dtypes_of(dtype, self.settings.moments)))
+        return {key: as_shard(one, part) for key, part in parts._asdict().items()}
+
+    def _make(self) -> None:
+        settings, engine = self.settings, self.engine
+        if settings.on_drive is None:
+            host = HostStore(self._own, moments=settings.moments, pinned=settings.on_gpu)
+            self.store: Store = host
+        else:
+            host, self.store = None, settings.on_drive(self._own)
+        self.updates = Updates(self.store.settle)
+        self._closing = weakref.finalize(self, _close, self.updates, self.store)
+        on_device = host is not None and not settings.on_gpu
+        self._masters: dict[str, Tensor] = {}
+        if host is not None and on_device:
+            for name, one in engine.items():
+                whole = host.whole(name)
+                none = torch.empty(0, dtype=one.sharded_param.dtype)
+                self._masters[name] = none if whole is None else whole.master
+        home = torch.device("cpu") if settings.shards_outside else settings.device
+        pinned = settings.on_gpu and settings.shards_outside
+        self._shards: Shards = (
+            FromMasters(self._masters, engine)
+            if on_device
+            else Copies(engine, home=home, device=settings.device, pinned=pinned)
+        )
+
+    def _publish(self, group: Group, parts: Parts) -> None:
+        for segment in group.segments:
+            values = parts.master[segment.offset : segment.offset + segment.numel]
+            self._shards.publish(segment.name, segment.begin, values=values)
+
+    @torch.no_grad()
+    def _give(self, name: str, dtype: torch.dtype) -> Tensor:
+        """This rank's shard, when it is updated. Called by the engine, when it gathers."""
+        self.updates.wait_for(self._groups_of.get(name, ()))
+        self._release(name)
+        return self._shards.give(name, dtype)
+
+
+def _close(updates: Updates, store: Store) -> None:
+    updates.close()
+    store.close()
+
+
+class _Filling:
+    """Puts values into a new store, in the order of its groups; moments are zero."""
+
+    def __init__(self, stream: Iterator[tuple[Group, Parts]], publish: Update) -> None:
+        self._stream, self._publish = stream, publish
+        self._current = next(stream, None)
+        self._at = 0
+
+    def offer(self, values: Mapping[str, Tensor]) -> None:
+        while self._current is not None:
+            group, parts = self._current
+            segment = group.segments[self._at]
+            if segment.name not in values:
+                return
+            part = values[segment.name][segment.begin : segment.end]
+            parts.master[segment.offset : segment.offset + segment.numel].copy_(part)
+            self._at += 1
+            if self._at == len(group.segments):
+                self._publish(group, parts)
+                self._current, self._at = next(self._stream, None), 0
+
+    def end(self) -> None:
+        assert self._current is None, "every unit was offered, in the order of use"
+
+
+def _copy(new: Parts | None, parts: Parts, *, segment: Segment) -> None:
+    assert new is not None, "the rank has rows of it"
+    for source, target in zip(new, parts, strict=True):
+        own = source[segment.begin : segment.end]
+        into = target[segment.offset : segment.offset + segment.numel]
+        if own.data_ptr() != into.data_ptr():
+            into.copy_(own)
+
+
+def _flat(parameter: nn.Parameter) -> Tensor:
+    return cast(DTensor, parameter.detach()).to_local().reshape(-1)

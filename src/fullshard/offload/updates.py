@@ -1,0 +1,80 @@
+"""What goes on beside training: the update of the groups, and what comes after it.
+
+[Note: the next forward need not wait] An update goes through the groups in the order in which units are
+gathered. Each gather waits for its own parameters' groups and no others, so that the tail of an update, and
+its writes, go on beside the next forward and backward. `settle` is where all of it must be through: before
+the next update, and before anybody else looks.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from fullshard.errors import OffloadError
+
+
+class Updates:
+    """One thread, which does one thing after the other; after one that failed, nothing.
+
+    `settle`: what must be done besides until all is where it stays.
+    """
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self._settle = settle
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-update")
+        self._running: list[Future[None]] = []
+        self._pending: dict[int, threading.Event] = {}
+        self._error: BaseException | None = None
+
+    def begin(self, act: Callable[[], None], *, groups: Iterable[int]) -> None:
+        """Has `act` called, which says of each of `groups` when it is `done`."""
+        self._pending = {group: threading.Event() for group in groups}
+        self.then(act)
+
+    def then(self, act: Callable[[], None]) -> None:
+        """Has `act` called, after all that is under way."""
+        future = self._thread.submit(lambda: None if self._error else act())
+        future.add_done_callback(self._ended)
+        self._running.append(future)
+
+    def done(self, group: int) -> None:
+        """The group is updated."""
+        self._pending[group].set()
+
+    def wait_for(self, groups: Iterable[int]) -> None:
+        """Returns when these are updated. Raises OffloadError where they never will be."""
+        for group in groups:
+            if (event := self._pending.get(group)) is not None:
+                event.wait()
+        self._raise()
+
+    def settle(self) -> None:
+        """Returns when nothing goes on. Raises OffloadError for what failed, now and ever after."""
+        running, self._running = self._running, []
+        for future in running:
+            future.exception()  # waits; what it is `_ended` has kept
+        if self._error is None:
+            try:
+                self._settle()
+            except OffloadError as error:
+                self._error = error
+        self._raise()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _ended(self, future: "Future[None]") -> None:
+        error = future.exception()
+        if error is not None:
+            self._error = error
+            for event in self._pending.values():
+                event.set()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise OffloadError(
+                "the optimizer's state could not be updated.",
+                got=str(self._error).partition("\n")[0],
+                why="what is left of it in memory belongs to no step",
+                fix="start again with --resume: it goes on from the newest whole state",
+            ) from self._error

@@ -1,0 +1,315 @@
+"""What blocks save for backward goes to the host, and comes back before their backward.
+
+[Note: moving activations]
+Each storage that a block's forward saves is copied whole, once, however many views of it are saved:
+
+forward    when a block is done, what it saved leaves: copied to the host while the next of these blocks
+           computes. When that one is done, computing waits for the copies, and the storages may go. So at
+           most two blocks' are on the device: one that leaves, and one that computes.
+backward   the first that a block's backward asks for brings all that it saved, and begins to bring what the
+           block before it saved, which comes beside this one's backward.
+the last   of the blocks saves on the device: its backward is the next thing, or nearly.
+
+What stays as it is: parameters (the engine frees and gathers their storages by itself, and a copy of one
+would keep it whole) and buffers; storages that are small beside the block's input; and tensors that are no
+plain strided ones, or on another device. As without hooks, a tensor that is changed in place after it was
+saved is an error in backward; torch checks none that passes through hooks, so this does.
+
+Copies are on one stream: they wait for what computing has done until they are issued, and computing waits for
+their event. Memory of the device is allocated on the computing stream, and held until it has waited: so none
+is given to another use while a copy reads or writes it. Pinned memory that a copy still reads is kept from
+other uses by torch's own allocator of it, which knows of the copy.
+
+On the CPU both sides are one memory: what leaves is copied, and the copy is what comes back. So nothing is
+gained there, but the same is done.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from fullshard.sharding.kernels import storage_key
+from fullshard.sharding.lanes import Lane, lane_for
+from fullshard.spec.plan import DeviceType
+
+Forward = Callable[..., Any]
+
+
+def offload_activations(
+    blocks: Sequence[nn.Module], *, least: float, device: DeviceType, lane: Lane | None = None
+) -> None:
+    """Makes `blocks`, in order of use, keep on the host what they save. See [Note: moving activations].
+
+    `least`: the part of a block's input that a storage must have to be moved. `device`: the plan's. `lane`:
+    what copies, in place of the device's own.
+    """
+    mover = Mover(device, lane=lane)
+    for block in blocks:
+        block.forward = _moved(block, mover, least=least if block is not blocks[-1] else None)
+
+
+def _moved(block: nn.Module, mover: "Mover", *, least: float | None) -> Forward:
+    """The block's forward under the hooks of `mover`; `least` None: nothing moves."""
+    forward = block.forward
+
+    @wraps(forward)
+    def moved(*args: Any, **kwargs: Any) -> Any:  # signature: the block's own
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        entering = _first_floating((args, kwargs))
+        least_bytes = least * entering.nbytes if least is not None and entering is not None else None
+        call = mover.enter(block, entering, least_bytes=least_bytes)
+        with saved_tensors_hooks(partial(mover.pack, call), mover.unpack):
+            result = forward(*args, **kwargs)
+        mover.leave(call)
+        return result
+
+    return moved
+
+
+@dataclass(eq=False)
+class Storage:
+    """One storage of the device that was saved. On the device it is `source`, until it has left, and then
+    `copy`, once it is brought back; both are flat views of all of it."""
+
+    reference: "weakref.ref[torch.UntypedStorage]"
+    version: int
+    source: Tensor | None
+    host: Any = None
+    copy: Tensor | None = None
+    coming: "Coming | None" = None
+    overwritten: bool = False
+
+    def check(self) -> None:
+        """Notes if the source was changed in place since it was saved."""
+        if self.source is not None and self.source._version != self.version:
+            self.overwritten = True
+
+
+@dataclass(eq=False)
+class Coming:
+    """Copies that computing has not waited for yet: `flats` must be held until it has."""
+
+    ticket: Any
+    flats: list[Tensor]
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward of one block. `before`: the one before it; `saved`: what of it somebody still needs.
+    `least_bytes`: smaller storages stay; None: all do. `held`: storages that stay too; None: not known
+    beforehand, since parameters are yet to be gathered."""
+
+    block: nn.Module
+    device: torch.device | None
+    least_bytes: float | None
+    before: "weakref.ref[Call] | None"
+    held: set[int] | None
+    saved: list["weakref.ref[Storage]"] = field(default_factory=list["weakref.ref[Storage]"])
+    is_in_backward: bool = False
+
+    def stay(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is kept as autograd would keep it."""
+        if self.least_bytes is None or tensor.device != self.device:
+            return True
+        if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+            return True
+        if tensor.is_conj() or tensor.is_neg():
+            return True
+        size = tensor.untyped_storage().nbytes()
+        if size < max(self.least_bytes, 1) or size % tensor.itemsize:
+            return True
+        base = tensor if tensor._base is None else tensor._base
+        held = self.held if self.held is not None else _held_by(self.block)
+        return isinstance(base, nn.Parameter) or storage_key(tensor) in held
+
+
+class Kept(NamedTuple):
+    """A saved tensor that stays, and its version when it was saved."""
+
+    call: Call
+    tensor: Tensor
+    version: int
+
+
+class View(NamedTuple):
+    """A saved tensor whose storage is moved."""
+
+    call: Call
+    storage: Storage
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+class Mover:
+    """What is on its way from and to the host, for all blocks of a model.
+
+    Invariant: a tensor of the device that the lane reads or writes is held here until computing has waited
+    for the lane.
+    """
+
+    def __init__(self, device: DeviceType, *, lane: Lane | None = None) -> None:
+        self._device: DeviceType = device
+        self._own = lane
+        self._storages: weakref.WeakValueDictionary[tuple[int, int], Storage] = weakref.WeakValueDictionary()
+        self._last: weakref.ref[Call] | None = None
+        self._leaving: list[tuple[Any, list[Storage]]] = []
+        self._coming: list[Coming] = []
+
+    def enter(self, block: nn.Module, entering: Tensor | None, *, least_bytes: float | None) -> Call:
+        """A forward begins, of a block that `entering` enters."""
+        gathered = not any(isinstance(parameter, DTensor) for parameter in block.parameters())
+        call = Call(
+            block,
+            entering.device if entering is not None else None,
+            least_bytes,
+            before=self._last,
+            held=_held_by(block) if gathered else None,
+        )
+        self._last = weakref.ref(call)
+        return call
+
+    def pack(self, call: Call, tensor: Tensor) -> Kept | View:
+        """Autograd saves `tensor`."""
+        if call.stay(tensor):
+            # Not the tensor itself: of an output that would be a cycle, which nothing frees.
+            return Kept(call, tensor.detach(), tensor._version)
+        storage = self._storage(tensor)
+        if not any(reference() is storage for reference in call.saved):
+            call.saved.append(weakref.ref(storage))
+        return View(call, storage, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def leave(self, call: Call) -> None:
+        """The forward is done: what the one before it saved is gone, and what it saved leaves."""
+        while self._leaving:
+            ticket, storages = self._leaving.pop()
+            self._lane(call).wait(ticket)
+            for storage in storages:
+                _drop_source(storage)
+        for coming in self._coming:  # left by a backward that broke off
+            self._lane(call).wait(coming.ticket)
+        self._coming.clear()
+        leaving = [one for one in _alive(call) if one.source is not None and one.host is None]
+        lane = self._lane(call) if leaving else None
+        if lane is None:
+            return
+        if lane.beside:
+            self._depart(leaving, lane)
+            return
+        for storage in leaving:  # one at a time, so that no more than one is there twice
+            self._depart([storage], lane)
+
+    def unpack(self, saved: Kept | View) -> Tensor:
+        """Backward asks for a saved tensor."""
+        self._begin_backward(saved.call)
+        if isinstance(saved, Kept):
+            if saved.tensor._version != saved.version:
+                raise _overwritten(saved.tensor)
+            return saved.tensor
+        storage = saved.storage
+        storage.check()
+        if storage.source is None and storage.copy is None:
+            self._bring([storage], saved.call)
+        self._await(storage)
+        flat = storage.source if storage.source is not None else storage.copy
+        assert flat is not None, "it was just brought"
+        flat = flat if flat.dtype == saved.dtype else flat.view(saved.dtype)
+        tensor = flat.as_strided(saved.size, saved.stride, saved.offset)
+        if storage.overwritten:
+            raise _overwritten(tensor)
+        return tensor
+
+    def _lane(self, call: Call) -> Lane:
+        if self._own is None:
+            assert call.device is not None, "nothing moves in a block that no floating-point tensor enters"
+            self._own = lane_for(self._device, call.device)
+        return self._own
+
+    def _storage(self, tensor: Tensor) -> Storage:
+        """The storage of `tensor`, as it is now: noted before, or noted now."""
+        key = (storage_key(tensor), tensor._version)
+        found, storage = self._storages.get(key), tensor.untyped_storage()
+        if found is None or found.reference() is not storage:
+            count = storage.nbytes() // tensor.itemsize
+            flat = tensor.detach().as_strided((count,), (1,), 0)
+            found = self._storages[key] = Storage(weakref.ref(storage), tensor._version, flat)
+        return found
+
+    def _depart(self, storages: list[Storage], lane: Lane) -> None:
+        flats = [storage.source for storage in storages if storage.source is not None]
+        hosts, ticket = lane.leave(flats)
+        for storage, host in zip(storages, hosts, strict=True):
+            storage.host = host
+            if ticket is None:
+                _drop_source(storage)
+        if ticket is not None:
+            self._leaving.append((ticket, storages))
+
+    def _begin_backward(self, call: Call) -> None:
+        """The first that backward asks of a call brings all of it, and then what it will ask for next."""
+        if call.is_in_backward:
+            return
+        call.is_in_backward = True
+        own = list(_alive(call))
+        self._bring(own, call)
+        for storage in own:
+            self._await(storage)
+        before = call.before() if call.before is not None else None
+        if before is not None:
+            self._bring(list(_alive(before)), before)
+
+    def _bring(self, storages: list[Storage], call: Call) -> None:
+        absent = [one for one in storages if one.source is None and one.copy is None]
+        if not absent:
+            return
+        assert call.device is not None, "what was moved was on a device"
+        copies, ticket = self._lane(call).fetch([one.host for one in absent], device=call.device)
+        coming = Coming(ticket, copies) if ticket is not None else None
+        for storage, copy in zip(absent, copies, strict=True):
+            storage.copy, storage.host, storage.coming = copy, None, coming
+        if coming is not None:
+            self._coming.append(coming)
+
+    def _await(self, storage: Storage) -> None:
+        coming, storage.coming = storage.coming, None
+        if coming in self._coming and self._own is not None:
+            self._own.wait(coming.ticket)
+            self._coming.remove(coming)
+
+
+def _alive(call: Call) -> Iterator[Storage]:
+    return (storage for reference in call.saved if (storage := reference()) is not None)
+
+
+def _drop_source(storage: Storage) -> None:
+    storage.check()
+    storage.source = None
+
+
+def _held_by(block: nn.Module) -> set[int]:
+    """Storages of what a block holds; of what is not gathered there are none yet."""
+    held = [*block.parameters(), *block.buffers()]
+    return {storage_key(tensor) for tensor in held if not isinstance(tensor, DTensor)}
+
+
+def _first_floating(values: Any) -> Tensor | None:
+    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return next((leaf for leaf in leaves if leaf.is_floating_point()), None)
+
+
+def _overwritten(tensor: Tensor) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{tensor.dtype} {tuple(tensor.shape)}, saved in a block whose activations are offloaded"
+    )

@@ -1,0 +1,194 @@
+"""The optimizer in backward: a unit is updated as soon as its gradient is reduced, and the gradient let go.
+
+[Note: what comes before backward]
+Nothing may be left to decide once the first unit is updated. So the ranks agree on the loss and the count of
+valid tokens between forward and backward (one all-reduce of a few numbers, for which the host waits); a loss
+that is not finite skips the step on all of them, whose backward then only measures. What the norm of all
+gradients decides cannot be had: no clipping, no loss scale, no skipping of steps whose norm stands out. A
+norm that is not finite is found after the update, and ends the run.
+
+[Note: one optimizer, a unit at a time]
+The optimizer is the plain path's, with all groups and all state. For a unit's update its groups are, for as
+long as `step` takes, copies that hold the unit's parameters alone: hooks, schedulers and checkpoints see one
+optimizer, each parameter is updated by the very operations of the plain path, and what a class counts in its
+groups is counted once a step. It must update each parameter by itself, as all of `torch.optim` do.
+
+[Note: the gradient's memory]
+The gradients of a unit are views of one reduced chunk, which the engine names until the next unit is reduced,
+and over replicas to the end of backward. So the storage is let go, not the name. On a GPU the engine calls
+the hooks on the stream that has reduced; where another stream allocated the chunk, the allocator is told.
+"""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.profiler import record_function
+from torch.utils.hooks import RemovableHandle
+
+from fullshard.errors import TrainError
+from fullshard.profiler.memory import local_tensor
+
+
+class InBackward:
+    """Updates the parameters of `model` within its context, in which backward runs; then `finish`.
+
+    `factor`: what reduced gradients are multiplied by; None updates nothing, and only measures. `norms`: of
+    this rank's part of each gradient, before, filled as they come.
+
+    Raises TrainError, in backward, where a gradient comes more than once.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.norms: dict[Tensor, Tensor] = {}
+        self._unit_of: dict[Tensor, int] = {}
+        self._left: dict[int, int] = {}
+        self._waiting: list[Tensor] = []  # of one unit, whose last gradient has not come yet
+        self._groups: dict[int, dict[str, Any]] = {}
+        self._group_of: dict[Tensor, int] = {}
+        self._handles: list[RemovableHandle] = []
+        self._factor: float | None = None
+
+    def begin(self, *, factor: float | None, learning_rate: float) -> Self:
+        """For one backward, after its forward."""
+        self._factor = factor
+        self._unit_of = self._unit_of or _units(self.model)
+        self.norms, self._groups, self._waiting = {}, {}, []
+        self._left = {}
+        for unit in self._unit_of.values():
+            self._left[unit] = self._left.get(unit, 0) + 1
+        groups = self.optimizer.param_groups
+        self._group_of = {p: index for index, group in enumerate(groups) for p in group["params"]}
+        if factor is not None:
+            set_learning_rate(self.optimizer, learning_rate)
+        return self
+
+    def __enter__(self) -> Self:
+        self._handles = [p.register_post_accumulate_grad_hook(self._take) for p in self._unit_of]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def finish(self) -> None:
+        """Updates what backward has left: the last unit, and what the engine does not shard."""
+        self._flush()
+        alone = [p for p in self.model.parameters() if p.grad is not None]
+        if alone:
+            self._update(alone)
+        for index, group in self._groups.items():
+            kept = self.optimizer.param_groups[index]["params"]
+            self.optimizer.param_groups[index].update(group | {"params": kept})
+
+    @torch.no_grad()
+    def _take(self, parameter: Tensor) -> None:
+        """The hook: this parameter's reduced gradient is there."""
+        unit = self._unit_of[parameter]
+        if parameter in self.norms:
+            raise _comes_again(self.model, parameter)
+        if self._waiting and self._unit_of[self._waiting[0]] != unit:
+            self._flush()
+        self._waiting.append(parameter)
+        self._left[unit] -= 1
+        if not self._left[unit]:
+            self._flush()
+
+    def _flush(self) -> None:
+        parameters, self._waiting = self._waiting, []
+        if not parameters:
+            return
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        self._update(parameters)
+        for gradient in gradients:
+            _let_go(gradient)
+
+    @torch.no_grad()
+    def _update(self, parameters: Sequence[Tensor]) -> None:
+        with record_function("fullshard::optimizer"):
+            local = [local_tensor(p.grad) for p in parameters if p.grad is not None]
+            self.norms.update(zip(parameters, local_norms(local), strict=True))
+            if self._factor is not None:
+                scale(local, self._factor)
+                self._step([p for p in parameters if p in self._group_of])
+        for parameter in parameters:
+            parameter.grad = None
+
+    def _step(self, parameters: Sequence[Tensor]) -> None:
+        """The optimizer's step on these alone. See [Note: one optimizer, a unit at a time]."""
+        groups, parts = self.optimizer.param_groups, dict[int, dict[str, Any]]()
+        for parameter in parameters:
+            index = self._group_of[parameter]
+            part = parts.setdefault(index, {**groups[index], "params": []})
+            part["params"].append(parameter)
+        self.optimizer.param_groups = list(parts.values())
+        try:
+            self.optimizer.step()
+        finally:
+            self.optimizer.param_groups = groups
+        self._groups |= parts
+
+
+def local_norms(local: list[Tensor]) -> Sequence[Tensor]:
+    """The norm of each: in fp32 also of bf16, whose norms would else be rounded to 8 bits each."""
+    if not local:
+        return []
+    return torch._foreach_norm(local, 2, torch.float32)  # pyright: ignore[reportPrivateUsage]
+
+
+def scale(local: list[Tensor], factor: float) -> None:
+    """Multiplies all in place."""
+    if local and factor != 1.0:
+        torch._foreach_mul_(local, factor)  # pyright: ignore[reportPrivateUsage]
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Of all groups; one that is a tensor (of optimizers that are compiled) stays that tensor."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def _units(model: nn.Module) -> dict[Tensor, int]:
+    """Each parameter that the engine reduces the gradient of -> what it is reduced with.
+
+    The engine knows its sharded parameters from the first forward on; while they are gathered, the model has
+    others. `_get_fsdp_state` and what follows are the engine's own names, the same in torch 2.11 to 2.13.
+    """
+    found: dict[Tensor, int] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+            several = getattr(state, "_fsdp_param_groups", None)
+            for group in several if several is not None else [state._fsdp_param_group]:
+                sharded = [one.sharded_param for one in group.fsdp_params] if group is not None else []
+                found |= {parameter: id(group) for parameter in sharded if parameter.requires_grad}
+    return found
+
+
+def _let_go(gradient: Tensor) -> None:
+    """Frees the memory of a reduced gradient, whoever names it. See [Note: the gradient's memory]."""
+    local = local_tensor(gradient)
+    if local.is_cuda:
+        local.record_stream(torch.cuda.current_stream(local.device))
+    cast(Any, local.untyped_storage()).resize_(0)
+
+
+def _comes_again(model: nn.Module, parameter: Tensor) -> TrainError:
+    name = next((name for name, one in model.named_parameters() if one is parameter), "a parameter")
+    return TrainError(
+        f"the gradient of {name} comes more than once in a step.",
+        got="optimizer.in_backward = true",
+        why="a part of its backward runs apart, as of a reentrant checkpoint, and the unit was updated "
+        "with what had come until then",
+        fix="optimizer.in_backward = false",
+    )

@@ -1,0 +1,99 @@
+"""AdamW whose moments are kept in 8 bits: torchao's, in blocks of 256 with a scale each (arXiv:2110.02861).
+
+[Note: moments in a checkpoint]
+Blocks are counted from the start of each rank's shard, and a shard that is no multiple of them (or has fewer
+than 4096 elements) keeps its moments in fp32: what is quantised depends on the ranks. So checkpoints hold the
+moments in fp32, which any ranks load and quantise again. That takes 8 bytes for each parameter of the shard:
+in the checkpoint, on the device while a snapshot is taken and until it is copied, and while one is loaded.
+A block that is cut as it was gets the very codes that it had, its scale up to the last bit: the scale is told
+by the block's largest value, whose code is the last, or, of a negative one, the first.
+"""
+
+import importlib
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fullshard.errors import MissingExtraError
+from fullshard.profiler.memory import local_tensor
+
+
+@cache
+def eight_bit_adamw() -> type[torch.optim.Optimizer]:
+    """torchao's AdamW8bit. Raises MissingExtraError.
+
+    It compiles the update of each shape of a shard. On the CPU, where that takes a compiler and longer than
+    it saves, it runs as it is.
+    """
+    try:
+        base: Any = importlib.import_module("torchao.optim").AdamW8bit
+    except ImportError as error:
+        needed_for = 'optimizer.name = "adamw8bit"'
+        raise MissingExtraError("lowbit", package="torchao", needed_for=needed_for) from error
+
+    class AdamW8bit(base):
+        def step(self, closure: Any = None) -> Any:
+            on_cpu = all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
+            with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+                return super().step(closure)
+
+    return cast(type[torch.optim.Optimizer], AdamW8bit)
+
+
+def in_full(value: Tensor) -> Tensor:
+    """A moment that is kept in few bits, in fp32; any other tensor as it is."""
+    local = local_tensor(value)
+    if not hasattr(local, "dequantize") or not hasattr(local, "codes"):
+        return value
+    full = cast(Any, local).dequantize()
+    return full if local is value else _as_part_of(cast(DTensor, value), full)
+
+
+def as_kept(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, *, state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The state of `parameter`, whose moments are in fp32, as `optimizer` keeps it."""
+    new_buffer = getattr(optimizer, "_new_buffer", None)
+    if new_buffer is None:
+        return dict(state)
+    kept: dict[str, Tensor] = {}
+    for key, value in state.items():
+        if key == "step":
+            kept[key] = value
+            continue
+        kept[key] = new_buffer(parameter, key == "exp_avg")
+        _fill(local_tensor(kept[key]), local_tensor(value))
+    return kept
+
+
+@torch.no_grad()
+def _fill(kept: Any, full: Tensor) -> None:
+    """`full` into `kept`. See [Note: moments in a checkpoint]."""
+    if type(kept).__name__ != "OptimState8bit":
+        kept.copy_(full)
+        return
+    blocks = full.float().reshape(-1, kept.block_size)
+    largest, smallest = blocks.amax(-1), blocks.amin(-1)
+    if kept.signed:
+        # Of 8 bits the last code is 1, and the first somewhat more than -1.
+        largest = torch.where(largest > -smallest, largest, smallest / kept.qmap[0])
+    scale = largest.clip(1e-12)
+    quantised = importlib.import_module("torchao.optim.quant_utils").quantize_8bit_with_qmap
+    kept.codes.copy_(quantised((blocks / scale.unsqueeze(-1)).view(full.shape), kept.qmap))
+    kept.scale.copy_(scale)
+
+
+def _as_part_of(whole: DTensor, local: Tensor) -> DTensor:
+    return DTensor.from_local(
+        local,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )

@@ -1,0 +1,190 @@
+"""The state that a plan keeps on the host or its drive: made with the model, found again by the optimizer."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.checkpoint.agreement import gathered
+from fullshard.errors import DamagedOffloadError, ShardError
+from fullshard.offload.adamw import StreamingAdamW
+from fullshard.offload.directories import leftovers, rank_directory
+from fullshard.offload.drive_store import DriveStore
+from fullshard.offload.generations import Generation, Generations, discard
+from fullshard.offload.gradients import Gradients, OnHost, OnParameters
+from fullshard.offload.manifest import Identity, Record
+from fullshard.offload.rounding import AdamOptions
+from fullshard.offload.state import OffloadedState, Settings
+from fullshard.offload.store import Record as GroupRecord
+from fullshard.quantities import format_bytes
+from fullshard.sharding import apply
+from fullshard.sharding.materialize import Initialise
+from fullshard.sharding.units import Predicate
+from fullshard.spec.groups import Group
+from fullshard.spec.plan import Plan
+
+logger = logging.getLogger("fullshard")
+
+_MOMENTS = {"fp32": None, "bf16": torch.bfloat16}
+_KEPT = "_fullshard_offloaded"  # the attribute of the model
+
+
+def shard(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    units: Predicate | None = None,
+    init: Initialise | None = None,
+    methods: Sequence[str] = (),
+    values: Literal["initialised", "unset"] = "initialised",
+) -> nn.Module:
+    """`fullshard.sharding.apply.shard`, and what the plan's tier keeps outside of the device.
+
+    Raises OffloadError where host or drive have no room for it, before the model has values.
+    """
+    keeper = OffloadedState(_settings(plan)) if plan.run.offload.takes_optimizer else None
+    apply.shard(model, plan, units=units, init=init, methods=methods, values=values, keeper=keeper)
+    if keeper is not None:
+        setattr(model, _KEPT, keeper)
+    return model
+
+
+def offloaded_of(model: nn.Module) -> OffloadedState | None:
+    """What `shard` has put outside."""
+    return getattr(model, _KEPT, None)
+
+
+def streaming_adamw(model: nn.Module, groups: list[dict[str, Any]], *, plan: Plan) -> StreamingAdamW:
+    """The optimizer of a model whose state is outside. Raises ShardError where it is not."""
+    offloaded = offloaded_of(model)
+    if offloaded is None:
+        raise ShardError(
+            f"{type(model).__name__} was sharded without the plan's tier.",
+            got=f'offload.tier = "{plan.run.offload.tier}"',
+            fix="model = fullshard.shard(model, plan), which keeps its state outside",
+        )
+    section = plan.run.optimizer
+    return StreamingAdamW(
+        groups,
+        offloaded,
+        gradients=_gradients(offloaded),
+        defaults=AdamOptions(section.learning_rate, *section.betas, section.eps, 0.0),
+        seed=plan.run.run.seed,
+    )
+
+
+def directory_of(plan: Plan, *, rank: int) -> Path:
+    """Where a rank's files lie: below `offload.path`, which is in `run.dir` unless it is absolute."""
+    path, root = Path(plan.run.offload.path), Path(plan.run.run.dir).absolute()
+    if not path.is_absolute():
+        return rank_directory(root / path, run_id="state", rank=rank)
+    name = f"{root.name}-{hashlib.sha256(str(root).encode()).hexdigest()[:8]}"
+    return rank_directory(path, run_id=name, rank=rank)
+
+
+def discard_offloaded(plan: Plan, *, unless: bool = False) -> None:
+    """Removes what an earlier run has left where this rank's files go. Raises OffloadError."""
+    if plan.run.offload.on_disk and not unless:
+        discard(directory_of(plan, rank=_rank()))
+
+
+def let_go(model: nn.Module, *, plan: Plan, finished: bool) -> None:
+    """At the end of a run, of which nothing is gathered any more: its files are removed if it is `finished`,
+    for its checkpoint has all of them; else they stay for a run that goes on."""
+    offloaded = offloaded_of(model)
+    if offloaded is not None:
+        offloaded.settle()
+        offloaded.close()
+        if finished:
+            discard_offloaded(plan)
+
+
+def leftovers_of(plan: Plan, *, aside: Path | None) -> Iterator[str]:
+    """What runs that are over have left on the drive, line by line. `aside`: where an earlier one was moved.
+
+    Nothing on ranks but the first."""
+    section = plan.run.offload
+    if not section.on_disk or _rank() != 0:
+        return
+    path = Path(section.path)
+    places = [aside / path] if aside is not None and not path.is_absolute() else []
+    alive = directory_of(plan, rank=0).parent
+    for place in [*places, alive.parent]:
+        own = alive.name if place == alive.parent else None
+        for left, size in leftovers(place, alive_run_id=own):
+            yield f"{left} holds {format_bytes(size)} of optimizer state of a run that is over"
+
+
+def _settings(plan: Plan) -> Settings:
+    section = plan.run.offload
+    on_gpu = plan.device == "cuda"
+    return Settings(
+        device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
+        group_parameters=section.group_parameters,
+        shards_outside=section.takes_parameters,
+        moments=_MOMENTS[section.moments],
+        alternate=section.order == "alternate",
+        on_drive=partial(_on_drive, plan) if section.on_disk else None,
+    )
+
+
+def _on_drive(plan: Plan, groups: Sequence[Group]) -> DriveStore:
+    moments = _MOMENTS[plan.run.offload.moments]
+    records: list[Record] = []
+    end = 0
+    for group in groups:
+        size = GroupRecord(group, moments=moments).size_bytes
+        records.append(Record(name=str(group.index), offset_bytes=end, length_bytes=size))
+        end += size
+    directory = directory_of(plan, rank=_rank())
+    told = [(g.dtype, [(s.name, s.begin, s.end, s.offset) for s in g.segments]) for g in groups]
+    identity = Identity(
+        run_id=directory.parent.name,
+        rank=_rank(),
+        world_size=plan.world_size,
+        layout=hashlib.sha256(json.dumps([plan.run.offload.moments, told]).encode()).hexdigest()[:32],
+    )
+    check = "always" if plan.run.offload.paranoid else "asked"
+    generations = Generations.open(directory, records, identity=identity, check=check)
+    _agree(generations)
+    return DriveStore(groups, generations, moments=moments, pinned=plan.device == "cuda")
+
+
+def _agree(generations: Generations) -> None:
+    """Leaves at most the newest step that all ranks have undamaged, before the first byte is written: the
+    next would take the place of the older one, which may be the one that others have. Collective."""
+    while True:
+        own = {one.step: one for one in generations.whole()}
+        common = max(set[int].intersection(*gathered(set(own))), default=None)
+        if common is None or all(gathered(_is_undamaged(generations, own[common]))):
+            break
+        generations.drop(own[common])
+    for step, one in own.items():
+        if step != common:
+            generations.drop(one)
+
+
+def _is_undamaged(generations: Generations, one: Generation) -> bool:
+    try:
+        generations.verify(one)
+    except DamagedOffloadError as error:
+        logger.warning("the state after step %d cannot be used: %s", one.step, error)
+        return False
+    return True
+
+
+def _gradients(offloaded: OffloadedState) -> Gradients:
+    if offloaded.settings.on_gpu:
+        return OnHost(offloaded.engine, pinned=True)
+    return OnParameters({name: parameter for parameter, name in offloaded.names_of.items()})
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

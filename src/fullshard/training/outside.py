@@ -1,0 +1,149 @@
+"""What of a training state is kept outside of the device, as checkpoints and generations have it."""
+
+import io
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor, nn
+
+from fullshard.checkpoint.agreement import everyone, gathered, rank
+from fullshard.checkpoint.manifest import SavedTensor
+from fullshard.errors import CheckpointError
+from fullshard.offload.adamw import StreamingAdamW
+from fullshard.offload.drive_store import DriveStore
+from fullshard.offload.generations import Generation
+from fullshard.offload.store import Parts
+from fullshard.profiler.memory import local_tensor
+
+logger = logging.getLogger("fullshard")
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a run needs besides what is kept outside: values, and small tensors by name."""
+
+    values: dict[str, JsonValue]
+    tensors: dict[str, Tensor]
+
+
+class Outside:
+    """Of one optimizer. Tensors are named as in a checkpoint: masters `model.<name>`, moments
+    `optimizer.<name>.<key>`."""
+
+    def __init__(self, optimizer: StreamingAdamW) -> None:
+        self._optimizer, self._offloaded = optimizer, optimizer.offloaded
+
+    def settle(self) -> None:
+        """Returns when no update goes on. Raises OffloadError for one that has failed."""
+        self._optimizer.settle()
+
+    @property
+    def names(self) -> set[str]:
+        return {_saved_name(name, key) for name in self._offloaded.names for key in Parts._fields}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Moments only of what was updated once, as `torch.optim.AdamW` has them."""
+        found: dict[str, Tensor] = {}
+        for parameter, name in self._offloaded.names_of.items():
+            updated = bool(self._optimizer.state.get(parameter))
+            for key, tensor in self._offloaded.tensors(name).items():
+                if key == "master" or updated:
+                    found[_saved_name(name, key)] = tensor
+        return found
+
+    def portions(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
+        """To be filled from a checkpoint, a portion at a time; what it lacks becomes zero."""
+        for portion in self._offloaded.refill():
+            receivers: dict[str, Tensor] = {}
+            of_other_dtypes: list[tuple[Tensor, Tensor]] = []
+            for name, new in portion.items():
+                for key, tensor in new.items():
+                    saved_name = _saved_name(name, key)
+                    info = saved.get(saved_name)
+                    if info is None:
+                        local_tensor(tensor).zero_()
+                    elif info.torch_dtype == tensor.dtype:
+                        receivers[saved_name] = tensor
+                    else:
+                        receivers[saved_name] = torch.empty_like(tensor, dtype=info.torch_dtype)
+                        of_other_dtypes.append((receivers[saved_name], tensor))
+            yield receivers
+            for source, target in of_other_dtypes:
+                local_tensor(target).copy_(local_tensor(source))
+
+    def keep(self, step: int, beside: Callable[[], Beside]) -> None:
+        """Makes the state after `step` steps a generation, as soon as it is on its drive: what a run that
+        dies goes on from. Nothing for the host's memory."""
+        store = self._offloaded.store
+        if isinstance(store, DriveStore):
+            payload = _packed(beside())
+            self._offloaded.updates.then(lambda: store.commit(step, payload))
+
+    def newest_step(self) -> int | None:
+        """Of the newest generation that is whole on all ranks. Collective."""
+        return max(set[int].intersection(*gathered(set(self._resumable()))), default=None)
+
+    def go_back(self, step: int) -> Beside | None:
+        """Takes the state of the generation of this step, and drops later ones. Collective.
+
+        Returns what was kept beside; None where any rank finds that its own is damaged: then it is dropped.
+        """
+        store = self._offloaded.store
+        assert isinstance(store, DriveStore), "others have no generations"
+        found = self._resumable()[step]
+        for later in (one for one in store.generations.whole() if one.step > step):
+            store.generations.drop(later)
+
+        def take() -> Beside:
+            beside = _unpacked(store.generations.payload(found))
+            store.start_from(found.slot)
+            self._offloaded.publish_all(verify=True)
+            return beside
+
+        try:
+            return everyone(take, doing=f"going on from step {step} in {store.generations.directory}")
+        except CheckpointError as error:
+            store.generations.drop(found)
+            if rank() == 0:
+                logger.warning("%s", error)
+            return None
+
+    def _resumable(self) -> dict[int, Generation]:
+        store = self._offloaded.store
+        if not isinstance(store, DriveStore):
+            return {}
+        return {one.step: one for one in store.generations.whole() if store.generations.payload(one)}
+
+
+def gradients_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Of all parameters that have one, where they wait for their update."""
+    if not isinstance(optimizer, StreamingAdamW):
+        return [p.grad for p in model.parameters() if p.grad is not None]
+    names, outside = optimizer.offloaded.names_of, optimizer.gradients
+    every = (outside.of(names[p]) if p in names else p.grad for p in model.parameters())
+    return [gradient for gradient in every if gradient is not None]
+
+
+def clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The model's, not the optimizer's: it may hold fewer, and the others' would add up."""
+    model.zero_grad(set_to_none=True)
+    if isinstance(optimizer, StreamingAdamW):
+        optimizer.gradients.clear()
+
+
+def _packed(beside: Beside) -> bytes:
+    file = io.BytesIO()
+    torch.save({"values": beside.values, "tensors": beside.tensors}, file)
+    return file.getvalue()
+
+
+def _unpacked(payload: bytes) -> Beside:
+    found = torch.load(io.BytesIO(payload), weights_only=True)
+    return Beside(found["values"], found["tensors"])
+
+
+def _saved_name(name: str, key: str) -> str:
+    return f"model.{name}" if key == "master" else f"optimizer.{name}.{key}"

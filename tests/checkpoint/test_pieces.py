@@ -1,0 +1,124 @@
+"""A data file is pieces that torch reads, laid out so that large ones need no copy on their way."""
+
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fullshard.checkpoint.files import LocalFiles
+from fullshard.checkpoint.pieces import PieceFile, PieceTable, read_part, verify_padding, verify_piece
+from fullshard.checkpoint.storage import write_shards
+from fullshard.checkpoint.stream import ALIGNMENT, LARGE_BYTES, aligned_memory
+from fullshard.errors import DamagedCheckpointError
+from tests.checkpoint.states import assert_same, mixed
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def page_aligned(tensor: Tensor) -> Tensor:
+    if not tensor.nbytes:
+        return tensor.clone()
+    copy = torch.frombuffer(aligned_memory(tensor.nbytes), dtype=tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor)
+
+
+def written(tensors: dict[str, Tensor], file: Any = None) -> tuple[bytes, PieceTable]:
+    file = file or io.BytesIO()
+    with PieceFile(file) as pieces:
+        for name, tensor in tensors.items():
+            pieces.add(name, tensor, index=(0,) * tensor.ndim)
+    return file.getvalue(), pieces.table
+
+
+def test_a_large_tensors_elements_begin_at_a_block_and_others_take_no_padding():
+    tensors = mixed()
+    data, table = written(tensors)
+    end = 0
+    for piece in table.pieces:
+        padding, begin = piece.offset - end, piece.offset + piece.data_offset
+        if tensors[piece.name].nbytes >= LARGE_BYTES:
+            assert begin % ALIGNMENT == 0, piece.name
+            assert padding < ALIGNMENT
+            assert not any(data[end : piece.offset])
+        else:
+            assert padding == 0, piece.name
+        assert data[begin : begin + tensors[piece.name].nbytes] == bytes_of(tensors[piece.name])
+        end = piece.offset + piece.length
+    assert end == len(data) == table.size_bytes
+
+
+def test_each_piece_is_what_torch_saves_and_has_its_digests():
+    tensors = mixed()
+    data, table = written(tensors)
+    scratch = memoryview(bytearray(table.block_bytes))
+    for piece in table.pieces:
+        assert_same(
+            {piece.name: torch.load(io.BytesIO(data[piece.offset : piece.offset + piece.length]))},
+            {piece.name: tensors[piece.name]},
+        )
+        verify_piece(io.BytesIO(data), piece, block_bytes=table.block_bytes, scratch=scratch)
+        found = torch.zeros_like(tensors[piece.name])
+        offsets = (0,) * found.ndim
+        read_part(
+            io.BytesIO(data),
+            piece,
+            offsets=offsets,
+            target=found,
+            block_bytes=table.block_bytes,
+            scratch=scratch,
+        )
+        assert torch.equal(found, tensors[piece.name])
+
+
+@pytest.mark.parametrize("move", [torch.clone, page_aligned])
+def test_where_a_tensor_lies_in_memory_changes_no_byte(tmp_path, move):
+    """Copied or not: through a stream onto the disk, and into anything else that takes bytes."""
+    torch.serialization.set_crc32_options(False)  # as `write_shards` has it
+    try:
+        expected, table = written(mixed())
+    finally:
+        torch.serialization.set_crc32_options(True)
+    shards = [(name, (0,) * tensor.ndim, move(tensor)) for name, tensor in mixed().items()]
+    write_shards(LocalFiles(tmp_path), "data", shards=shards)
+    assert (tmp_path / "data").read_bytes() == expected
+    assert PieceTable.decoded((tmp_path / "data.pieces").read_bytes(), source="data") == table
+
+
+@dataclass
+class _Full:
+    """Takes so many bytes, and fails."""
+
+    room: int
+
+    def write(self, data: bytes | memoryview) -> int:
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(28, "No space left on device")
+        return len(data)
+
+
+@pytest.mark.parametrize("move", [torch.clone, page_aligned])
+@pytest.mark.parametrize("room", [0, 5000, 20 << 20, 37 << 20])
+def test_what_the_file_raises_is_why(move, room):
+    tensors = {name: move(tensor) for name, tensor in mixed().items()}
+    with pytest.raises((OSError, RuntimeError)) as raised:  # torch raises its own on the way
+        written(tensors, _Full(room))
+    assert "No space" in str(raised.value.__context__ or raised.value)
+
+
+def test_a_byte_between_the_pieces_is_held_to_be_zero():
+    data, table = written(mixed())
+    small, large = table.pieces[:2]
+    begin = small.offset + small.length
+    assert large.offset > begin
+    verify_padding(io.BytesIO(data), large, begin=begin)
+    for place in (begin, large.offset - 1):
+        changed = bytearray(data)
+        changed[place] ^= 4
+        with pytest.raises(DamagedCheckpointError, match=f"bytes {begin} to {large.offset}, before large"):
+            verify_padding(io.BytesIO(changed), large, begin=begin)

@@ -1,0 +1,167 @@
+"""Drives that fail: the system's calls as `offload.drive.System` takes them, some of them with a fault."""
+
+import errno
+import fcntl
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fullshard.offload.drive import DIRECT, SYSTEM, System
+
+
+def without_direct() -> System:
+    """A file system that does not know O_DIRECT."""
+
+    def open_(path: Path, flags: int, mode: int) -> int:
+        if DIRECT and flags & DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return os.open(path, flags, mode)
+
+    return replace(SYSTEM, open=open_)
+
+
+def that_takes_the_flag_alone() -> System:
+    """One that opens with O_DIRECT, and then refuses to transfer."""
+
+    def refused(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    return after_leaving(replace(SYSTEM, preadv=refused, pwritev=refused))
+
+
+def after_leaving(system: System) -> System:
+    """`system` for as long as a descriptor is direct; then the real one."""
+
+    def either(name: str) -> Callable[[int, Sequence[memoryview], int], int]:
+        def call(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+            direct = fcntl.fcntl(descriptor, fcntl.F_GETFL) & DIRECT
+            return getattr(system if direct else SYSTEM, name)(descriptor, buffers, offset)
+
+        return call
+
+    return replace(SYSTEM, preadv=either("preadv"), pwritev=either("pwritev"))
+
+
+def with_short_transfers(seed: int) -> System:
+    """Every transfer moves a part of what was asked for, or is interrupted.
+
+    Of a write, whole sectors: that is what a drive can take. Of a read, any number: the rest is garbage.
+    """
+    rng = random.Random(seed)
+
+    def interrupted() -> None:
+        if rng.random() < 0.2:
+            raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
+
+    def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        interrupted()
+        (buffer,) = buffers
+        count = os.preadv(descriptor, buffers, offset)
+        short = rng.randint(1, count) if count else 0
+        buffer[short:count] = rng.randbytes(count - short)
+        return short
+
+    def pwritev(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        interrupted()
+        (buffer,) = buffers
+        short = rng.randint(1, buffer.nbytes)
+        return os.pwritev(descriptor, [buffer[: short + -short % 512]], offset)
+
+    return replace(SYSTEM, preadv=preadv, pwritev=pwritev)
+
+
+def failing(name: str, number: int) -> System:
+    """One call fails, with this errno, always."""
+
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return replace(SYSTEM, **{name: fail})
+
+
+@dataclass
+class Watched:
+    """The real calls. `unflushed`: the names of files written to and not flushed since, at each write.
+
+    `calls`: their names, in order.
+    """
+
+    calls: list[str] = field(default_factory=list)
+
+    names: dict[int, str] = field(default_factory=dict)
+    dirty: set[str] = field(default_factory=set)
+    unflushed: list[tuple[str, frozenset[str]]] = field(default_factory=list)
+
+    def system(self) -> System:
+        return replace(
+            SYSTEM, open=self._open, pwritev=self._pwritev, fdatasync=self._fdatasync, fsync=self._fsync
+        )
+
+    def _open(self, path: Path, flags: int, mode: int) -> int:
+        descriptor = os.open(path, flags, mode)
+        self.names[descriptor] = path.name
+        return descriptor
+
+    def _pwritev(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        name = self.names[descriptor]
+        self.calls.append("pwritev")
+        self.unflushed.append((name, frozenset(self.dirty - {name})))
+        self.dirty.add(name)
+        return os.pwritev(descriptor, buffers, offset)
+
+    def _fdatasync(self, descriptor: int) -> None:
+        os.fdatasync(descriptor)
+        self.calls.append("fdatasync")
+        self.dirty.discard(self.names[descriptor])
+
+    def _fsync(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+        self.calls.append("fsync")
+
+
+class PowerCut(Exception):
+    """The process is gone: nothing that is ours handles it."""
+
+
+@dataclass
+class Cut:
+    """The system's calls until the one of number `after`, of which a part may be done."""
+
+    after: int
+    calls: int = 0
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def system(self) -> System:
+        return System(
+            open=self._counted(SYSTEM.open),
+            preadv=SYSTEM.preadv,
+            pwritev=self._pwritev,
+            fdatasync=self._counted(SYSTEM.fdatasync),
+            fsync=self._counted(SYSTEM.fsync),
+            posix_fallocate=self._counted(SYSTEM.posix_fallocate),
+        )
+
+    def _counted(self, call: Callable[..., object]) -> Callable[..., object]:
+        def counted(*arguments: object) -> object:
+            self._count()
+            return call(*arguments)
+
+        return counted
+
+    def _pwritev(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        try:
+            self._count()
+        except PowerCut:
+            (buffer,) = buffers
+            if self.rng.random() < 0.7:  # else nothing of it
+                part = self.rng.randint(0, buffer.nbytes)
+                os.pwritev(descriptor, [buffer[: part - part % 4096 or part]], offset)
+            raise
+        return os.pwritev(descriptor, buffers, offset)
+
+    def _count(self) -> None:
+        self.calls += 1
+        if self.calls >= self.after:
+            raise PowerCut

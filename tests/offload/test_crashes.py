@@ -1,0 +1,237 @@
+"""Kills, power cuts, damaged files, failing drives: the newest whole generation is there, or it is told."""
+
+import errno
+import logging
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import DamagedOffloadError, OffloadError
+from fullshard.offload.directories import rank_directory
+from fullshard.offload.manifest import Record
+from tests.faults.disks import powerless_disk
+from tests.offload.processes import killed_at_the_end, running
+from tests.offload.systems import Cut, PowerCut, Watched, failing
+from tests.offload.writer import IDENTITY, holds, opened, payload, put, usable
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return rank_directory(tmp_path / "nvme", run_id="run", rank=3)
+
+
+# Crashes
+
+
+def test_a_crash_at_any_call_leaves_the_newest_committed_generation(tmp_path: Path) -> None:
+    """At each of the calls that four steps make, the last of which may be done in part."""
+    for after in range(1, 1000):
+        directory, committed = tmp_path / f"{after}" / "rank-00003", 0
+        try:
+            with opened(directory, system=Cut(after).system()) as generations:
+                for step in (1, 2, 3, 4):
+                    committed = put(generations, step).step
+        except PowerCut:
+            found = usable(directory)
+            assert found[:1] in ([committed] if committed else [], [committed + 1]), f"call {after}"
+            with opened(directory) as generations:  # and it goes on
+                put(generations, 10)
+            assert usable(directory)[0] == 10
+            shutil.rmtree(directory.parent)
+        else:
+            break
+    assert after > 40, "calls were made"
+
+
+def test_a_manifest_is_written_when_all_that_it_tells_of_is_down_to_the_drive(directory: Path) -> None:
+    watched = Watched()
+    with opened(directory, system=watched.system()) as generations:
+        put(generations, 1)
+        put(generations, 2)
+    at_manifests = [dirty for name, dirty in watched.unflushed if "json" in name]
+    assert at_manifests == [frozenset()] * 3  # identity.json is the first
+    assert watched.dirty == set()
+    assert watched.calls[-2:] == ["fdatasync", "fsync"]  # the manifest, and that it has its name
+
+
+@pytest.mark.parametrize("place", [None, "/dev/shm"], ids=["disk", "memory"])
+def test_a_process_that_is_killed_leaves_what_it_has_acknowledged(tmp_path: Path, place) -> None:
+    rng, killed_at = random.Random(0), 0
+    base = tmp_path if place is None else Path(place) / f"fullshard-test-{os.getpid()}"
+    if not base.parent.is_dir():
+        pytest.skip("no file system in memory here")
+    directory, notes = base / "run" / "rank-00003", tmp_path / "acknowledged"
+    notes.touch()
+    try:
+        for _ in range(15):
+            before = notes.read_bytes().count(b"\n")
+            with killed_at_the_end(running("keep_on", directory, notes)) as process:
+                while notes.read_bytes().count(b"\n") < before + 1:
+                    assert process.poll() is None, "it ended"
+                    time.sleep(0.002)
+                time.sleep(rng.uniform(0, 0.05))
+            acknowledged = max(int(line) for line in notes.read_text().split())
+            newest = usable(directory)[0]
+            assert newest in (acknowledged, acknowledged + 1)
+            assert newest > killed_at
+            killed_at = newest
+    finally:
+        if place is not None:
+            shutil.rmtree(base, ignore_errors=True)
+
+
+@pytest.mark.parametrize("verb", ["keep_on", "keep_on_cached"])
+def test_power_that_is_cut_leaves_what_was_acknowledged(tmp_path: Path, verb: str) -> None:
+    rng, notes = random.Random(1), tmp_path / "acknowledged"
+    notes.touch()
+    with powerless_disk(tmp_path) as disk:
+        directory = disk.mounted_at / "run" / "rank-00003"
+        for _ in range(4):
+            before = notes.read_bytes().count(b"\n")
+            with killed_at_the_end(running(verb, directory, notes)) as process:
+                while notes.read_bytes().count(b"\n") < before + 2:
+                    assert process.poll() is None, "it ended"
+                    time.sleep(0.002)
+                time.sleep(rng.uniform(0, 0.05))
+                disk.cut()
+            disk.restart()
+            acknowledged = max(int(line) for line in notes.read_text().split())
+            assert usable(directory)[:1] in ([acknowledged], [acknowledged + 1])
+
+
+# Damage
+
+
+@pytest.mark.parametrize("check", ["asked", "always"])
+def test_a_flipped_bit_is_never_taken_for_what_was_written(directory: Path, check) -> None:
+    rng = random.Random(0)
+    with opened(directory) as generations:
+        put(generations, 1)
+        newest = put(generations, 2)
+    seen = {"data": 0, "payload": 0, "json": 0}
+    for kind in [*seen] * 16:
+        path = directory / f"state-{newest.slot}.{kind}"
+        whole = path.read_bytes()
+        used = {"data": rng.choice([100_000, 102_400 + 65_536]), "payload": len(payload(2))}
+        at = rng.randrange(used.get(kind, len(whole)))
+        at = at if kind != "data" or not 100_000 <= at < 102_400 else 167_936  # no record is between
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(bytes([whole[at] ^ 1 << rng.randrange(8)]))
+        assert usable(directory, check=check) == [1], f"byte {at} of {path}"
+        seen[kind] += 1
+        path.write_bytes(whole)
+        assert usable(directory, check=check) == [2, 1]
+    assert min(seen.values()) == 16
+
+
+def test_a_large_record_is_held_against_its_digest_wherever_it_is_damaged(directory: Path) -> None:
+    """It is read and digested piece by piece."""
+    length = (40 << 20) + 1
+    large = [Record(name="large", offset_bytes=4096, length_bytes=length)]
+    with opened(directory, records=large, check="always") as generations:
+        newest = put(generations, 1)
+        assert holds(generations, newest)
+        generations.verify(newest)
+        for at in (0, 5, (16 << 20) - 1, 16 << 20, (33 << 20) + 7, length - 1):
+            with (directory / "state-0.data").open("r+b") as file:
+                file.seek(4096 + at)
+                before = file.read(1)
+                for byte in (bytes([before[0] ^ 4]), before):
+                    file.seek(4096 + at)
+                    file.write(byte)
+                    file.flush()
+                    if byte != before:
+                        with pytest.raises(DamagedOffloadError, match="large, bytes 4096 to"):
+                            holds(generations, newest)
+                        with pytest.raises(DamagedOffloadError, match="large, bytes 4096 to"):
+                            generations.verify(newest)
+        assert holds(generations, newest)
+
+
+@pytest.mark.parametrize(("check", "verify"), [("asked", True), ("always", False)])
+def test_other_bytes_are_named_by_file_record_and_place(directory: Path, check, verify: bool) -> None:
+    with opened(directory) as generations:
+        slot = put(generations, 1).slot
+    path = directory / f"state-{slot}.data"
+    with path.open("r+b") as file:
+        file.seek(102_400 + 77)
+        file.write(b"\x00\x01\x02\x03")
+    with opened(directory, check=check) as generations:
+        with pytest.raises(
+            DamagedOffloadError, match=r"(?s)other bytes than were written.*group 1, bytes 102400 to 167936"
+        ) as caught:
+            holds(generations, generations.whole()[0], verify=verify)
+        assert str(path) in str(caught.value)
+        with pytest.raises(DamagedOffloadError, match="group 1"):
+            generations.verify(generations.whole()[0])
+
+
+def test_without_digests_nothing_is_held_against_them(directory: Path) -> None:
+    with opened(directory, check="never") as generations:
+        put(generations, 1)
+    with opened(directory, check="always") as generations:
+        assert holds(generations, generations.whole()[0])
+        generations.verify(generations.whole()[0])
+
+
+@pytest.mark.parametrize("kind", ["data", "payload", "json"])
+@pytest.mark.parametrize("left", [None, 0, 10])
+def test_a_file_that_is_gone_or_cut_off_is_told_and_the_older_generation_serves(
+    directory: Path, caplog: pytest.LogCaptureFixture, kind: str, left: int | None
+) -> None:
+    with opened(directory) as generations:
+        put(generations, 1)
+        newest = put(generations, 2)
+    path = directory / f"state-{newest.slot}.{kind}"
+    path.unlink() if left is None else os.truncate(path, left)
+    with caplog.at_level(logging.WARNING, logger="fullshard"):
+        assert usable(directory) == [1]
+    told = [one.getMessage() for one in caplog.records if "cannot be used" in one.getMessage()]
+    assert (kind, left) == ("json", None) or str(path) in " ".join(told)  # no manifest: never committed
+    with opened(directory) as generations:
+        assert put(generations, 2).slot == newest.slot
+    assert usable(directory) == [2, 1]
+
+
+def test_a_manifest_of_other_files_is_none(directory: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other" / "rank-00003"
+    with (
+        opened(directory) as generations,
+        opened(other, identity=IDENTITY.model_copy(update={"rank": 2})) as two,
+    ):
+        put(generations, 1)
+        put(two, 1)
+    shutil.copyfile(other / "state-0.json", directory / "state-0.json")
+    assert usable(directory) == []
+
+
+@pytest.mark.parametrize("call", ["pwritev", "fdatasync", "fsync"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_drive_that_fails_costs_the_new_generation_only(directory: Path, call: str, number: int) -> None:
+    with opened(directory) as generations:
+        put(generations, 1)
+        put(generations, 2)
+    with opened(directory, system=failing(call, number)) as generations:
+        with pytest.raises(OffloadError, match=errno.errorcode[number]) as caught:
+            put(generations, 3)
+        assert str(directory) in str(caught.value)
+        assert [one.step for one in generations.whole()] == [2]
+    assert usable(directory) == [2]
+
+
+def test_nothing_is_written_over_a_generation_whose_removal_is_not_down_to_the_drive(directory: Path) -> None:
+    with opened(directory) as generations:
+        put(generations, 1)
+        put(generations, 2)
+    before = (directory / "state-0.data").read_bytes()
+    with opened(directory, system=failing("fsync", errno.EIO)) as generations:
+        for _ in range(2):
+            with pytest.raises(OffloadError, match=r"(?s)state-0\.json cannot be removed.*EIO"):
+                put(generations, 3)
+    assert (directory / "state-0.data").read_bytes() == before
+    assert usable(directory)[0] == 2

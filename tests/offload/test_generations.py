@@ -1,0 +1,295 @@
+"""A rank's state on its drive: one generation is whole at any moment, and no other is taken for one."""
+
+import fcntl
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import ForeignOffloadError, OffloadError
+from fullshard.offload.directories import LOCK, leftovers, rank_directory
+from fullshard.offload.drive import SYSTEM
+from fullshard.offload.generations import discard
+from fullshard.offload.manifest import Record, file_bytes
+from tests.faults.disks import small_disk
+from tests.offload.processes import killed_at_the_end, running, wait_for
+from tests.offload.systems import without_direct
+from tests.offload.writer import (
+    IDENTITY,
+    PAYLOAD_BYTES,
+    RECORDS,
+    content,
+    holds,
+    opened,
+    payload,
+    put,
+    usable,
+)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return rank_directory(tmp_path / "nvme", run_id="run", rank=3)
+
+
+def steps(generations) -> list[int]:
+    return [one.step for one in generations.whole()]
+
+
+# What is kept
+
+
+@pytest.mark.parametrize("system", [SYSTEM, without_direct()], ids=["direct", "cached"])
+def test_the_two_newest_generations_are_there_after_a_restart(directory: Path, system) -> None:
+    with opened(directory, system=system) as generations:
+        assert steps(generations) == []
+        for step in (1, 2, 5):
+            put(generations, step)
+        assert steps(generations) == [5, 2]
+        assert all(holds(generations, one) for one in generations.whole())
+    assert usable(directory) == [5, 2]
+
+
+def test_the_newest_generation_is_never_written_to(directory: Path) -> None:
+    with opened(directory) as generations:
+        for step in range(1, 6):
+            newest = generations.whole()[:1]
+            put(generations, step)
+            assert all(holds(generations, one) for one in newest)
+            assert steps(generations)[1:] == [one.step for one in newest]
+
+
+def test_what_was_begun_is_no_generation_and_the_older_one_is_gone(directory: Path) -> None:
+    with opened(directory) as generations:
+        put(generations, 1)
+        put(generations, 2)
+        generations.begin()
+        assert steps(generations) == [2]
+        for record in RECORDS:
+            generations.write(record.name, memoryview(bytes(record.length_bytes)))
+    assert usable(directory) == [2]
+    with opened(directory) as generations:
+        put(generations, 3)
+    assert usable(directory) == [3, 2]
+
+
+def test_what_was_begun_can_be_begun_again(directory: Path) -> None:
+    with opened(directory) as generations:
+        put(generations, 1)
+        assert generations.begin() == generations.begin() == 1
+        generations.write("group 0", memoryview(bytes(100_000)))
+        generations.begin()
+        with pytest.raises(AssertionError, match="group 0"):
+            generations.commit(2, b"")
+
+
+def test_a_generation_lacks_no_record(directory: Path) -> None:
+    with opened(directory) as generations:
+        generations.begin()
+        generations.write("group 1", memoryview(bytes(65_536)))
+        with pytest.raises(AssertionError, match=r"not written: \['group 0', 'group 2'\]"):
+            generations.commit(1, b"")
+    assert usable(directory) == []
+
+
+def test_a_record_that_was_written_can_be_read_before_it_is_committed(directory: Path) -> None:
+    with opened(directory) as generations:
+        put(generations, 1)
+        slot = generations.begin()
+        data = content(2, "group 1", length=65_536)
+        generations.write("group 1", memoryview(data))
+        target = memoryview(bytearray(65_536))
+        generations.read("group 1", target, slot=slot, verify=True)
+        assert target == data
+        with pytest.raises(AssertionError, match="group 0 was not written"):
+            generations.read("group 0", memoryview(bytearray(100_000)), slot=slot)
+
+
+def test_a_dropped_generation_stays_dropped_and_the_older_one_is_kept(directory: Path) -> None:
+    with opened(directory) as generations:
+        put(generations, 1)
+        put(generations, 2)
+        generations.drop(generations.whole()[0])
+        assert steps(generations) == [1]
+    with opened(directory) as generations:
+        assert steps(generations) == [1]
+        put(generations, 2)
+        assert steps(generations) == [2, 1]
+
+
+def test_a_part_of_a_record_is_that_part(directory: Path) -> None:
+    with opened(directory) as generations:
+        slot, data = put(generations, 1).slot, content(1, "group 1", length=65_536)
+        for offset, length in [(0, 65_536), (4096, 8192), (4095, 3), (65_535, 1), (700, 60_000)]:
+            target = memoryview(bytearray(length))
+            generations.read_part("group 1", target, slot=slot, offset=offset)
+            assert target == data[offset : offset + length]
+        with pytest.raises(AssertionError, match="record's"):
+            generations.read_part("group 1", memoryview(bytearray(2)), slot=slot, offset=65_535)
+
+
+def test_a_rank_without_any_record_keeps_its_payload(directory: Path) -> None:
+    with opened(directory, records=[]) as generations:
+        put(generations, 1)
+    with opened(directory, records=[]) as generations:
+        assert [holds(generations, one) for one in generations.whole()] == [True]
+
+
+def test_threads_write_and_read_records_at_once(directory: Path) -> None:
+    records = [Record(name=str(i), offset_bytes=i * 65536, length_bytes=65536 - i) for i in range(16)]
+    with opened(directory, records=records, check="always") as generations, ThreadPoolExecutor(4) as pool:
+        for step in (1, 2, 3):
+            before = generations.whole()
+            generations.begin()
+            written = [
+                pool.submit(
+                    generations.write,
+                    one.name,
+                    memoryview(content(step, one.name, length=one.length_bytes)),
+                )
+                for one in records
+            ]
+            assert all(holds(generations, one) for one in before[:1])
+            for one in written:
+                one.result()
+            generations.commit(step, payload(step))
+    with opened(directory, records=records) as generations:
+        assert [holds(generations, one) for one in generations.whole()] == [True, True]
+
+
+def test_a_payload_may_be_larger_than_the_room_that_was_kept_for_it(directory: Path) -> None:
+    large = os.urandom(PAYLOAD_BYTES + 12345)
+    with opened(directory) as generations:
+        for step in (1, 2, 3):
+            put(generations, step)
+        generations.begin()
+        for record in RECORDS:
+            generations.write(record.name, memoryview(bytes(record.length_bytes)))
+        generations.commit(4, large)
+    with opened(directory) as generations:
+        assert [generations.payload(one) for one in generations.whole()] == [large, payload(3)]
+
+
+def test_no_file_grows(directory: Path) -> None:
+    with opened(directory) as generations:
+        sizes = {path.name: path.stat().st_size for path in directory.iterdir()}
+        for step in range(1, 8):
+            put(generations, step)
+        after = {path.name: path.stat().st_size for path in directory.iterdir()}
+    assert {name: size for name, size in after.items() if sizes.get(name) != size}.keys() == {
+        "state-0.json",
+        "state-1.json",
+    }
+    assert after["state-0.data"] == file_bytes(RECORDS) == 172_032
+
+
+# Whose it is
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("run_id", "other"), ("rank", 2), ("world_size", 8), ("layout", "cd" * 16)]
+)
+def test_files_of_another_identity_are_named_and_left_alone(directory: Path, field: str, value) -> None:
+    with opened(directory) as generations:
+        put(generations, 1)
+    with pytest.raises(ForeignOffloadError, match=f"{field} {getattr(IDENTITY, field)} there, {value} here"):
+        opened(directory, identity=IDENTITY.model_copy(update={field: value}))
+    assert usable(directory) == [1]
+    discard(directory)
+    assert not directory.exists()
+    with opened(directory, identity=IDENTITY.model_copy(update={field: value})) as generations:
+        assert steps(generations) == []
+
+
+@pytest.mark.parametrize("damage", ["gone", "flipped"])
+def test_files_of_nobody_are_foreign(directory: Path, damage: str) -> None:
+    with opened(directory) as generations:
+        put(generations, 1)
+    path = directory / "identity.json"
+    text = path.read_bytes()
+    path.unlink() if damage == "gone" else path.write_bytes(text.replace(b"run_id", b"run_ie"))
+    with pytest.raises(ForeignOffloadError, match="no identity.json that can be read"):
+        opened(directory)
+
+
+def test_a_second_process_is_refused_and_the_first_is_named(directory: Path, tmp_path: Path) -> None:
+    with killed_at_the_end(running("hold", directory, tmp_path / "ready")) as process:
+        pid = wait_for(tmp_path / "ready", process)
+        for refused in (lambda: opened(directory), lambda: discard(directory)):
+            with pytest.raises(OffloadError, match=f"(?s)another process.*process {pid} on "):
+                refused()
+    opened(directory).close()  # it died: the kernel has let go
+
+
+def test_what_a_killed_rank_has_forked_is_waited_for(directory: Path, tmp_path: Path) -> None:
+    """A child holds the descriptor of its parent's lock, until it sees that the parent is gone."""
+    with killed_at_the_end(running("leave_a_child", directory, tmp_path / "ready")) as process:
+        process.wait()
+        opened(directory).close()
+
+
+def test_what_was_forked_does_not_hold_a_directory_that_was_let_go(directory: Path, tmp_path: Path) -> None:
+    with killed_at_the_end(running("let_go_beside_a_child", directory, tmp_path / "ready")) as process:
+        wait_for(tmp_path / "ready", process)
+        opened(directory).close()
+
+
+# Room
+
+
+def test_what_does_not_fit_is_told_before_the_first_byte(directory: Path) -> None:
+    needed = 2 * (file_bytes(RECORDS) + PAYLOAD_BYTES) + (1 << 20)
+    old = rank_directory(directory.parents[1], run_id="old", rank=0)
+    with opened(old, identity=IDENTITY.model_copy(update={"run_id": "old"})):
+        pass
+    with pytest.raises(OffloadError, match=r"(?s)1\.45 MiB free, 1\.45 MiB needed.*offload\.path") as caught:
+        opened(directory, system=replace(SYSTEM, free_bytes=lambda _: needed - 1))
+    assert f"remove what earlier runs have left: {old.parent} (" in str(caught.value)
+    assert not (directory / "state-0.data").exists()
+    opened(directory, system=replace(SYSTEM, free_bytes=lambda _: needed)).close()
+    opened(directory, system=replace(SYSTEM, free_bytes=lambda _: 0)).close()  # all is there
+
+
+def test_a_drive_that_another_rank_has_filled_in_the_meantime_is_told_the_same(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", size_bytes=300 << 10) as disk:
+        with pytest.raises(OffloadError, match=r"(?s)not enough space.*free.*needed"):
+            opened(disk / "run" / "rank-00003", system=replace(SYSTEM, free_bytes=lambda _: 1 << 30))
+        discard(disk / "run" / "rank-00003")
+
+
+def test_once_open_a_full_drive_stops_no_step(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", size_bytes=4 << 20) as disk:
+        directory = disk / "run" / "rank-00003"
+        with opened(directory) as generations:
+            put(generations, 1)
+            (disk / "rest").write_bytes(
+                bytes(SYSTEM.free_bytes(disk) - (16 << 10))
+            )  # manifests are made anew
+            for step in range(2, 6):
+                put(generations, step)
+        assert usable(directory) == [5, 4]
+
+
+def test_leftovers_are_those_of_runs_that_are_over(tmp_path: Path) -> None:
+    path = tmp_path / "nvme"
+    assert leftovers(path) == []
+    for run_id, ranks in [("over", 2), ("mine", 1), ("alive", 1)]:
+        for rank in range(ranks):
+            identity = IDENTITY.model_copy(update={"run_id": run_id, "rank": rank})
+            opened(rank_directory(path, run_id=run_id, rank=rank), identity=identity).close()
+    (path / "something else" / "rank-00000").mkdir(parents=True)
+    (path / "a file").touch()
+    with (path / "alive" / "rank-00000" / LOCK).open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        found = leftovers(path, alive_run_id="mine")
+    assert [one for one, _ in found] == [path / "over"]
+    assert found[0][1] >= 2 * 2 * (file_bytes(RECORDS) + PAYLOAD_BYTES)
+    assert [one for one, _ in leftovers(path)][0] == path / "over"
+    assert len(leftovers(path)) == 3
+
+
+def test_discarding_what_is_not_there_does_nothing(directory: Path) -> None:
+    discard(directory)
+    assert not directory.exists()

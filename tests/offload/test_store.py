@@ -1,0 +1,403 @@
+"""Stores: what was streamed is read next, whatever the order; from a drive with three groups in memory."""
+
+import errno
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fullshard.errors import DamagedOffloadError, OffloadError
+from fullshard.offload.drive import SYSTEM, System
+from fullshard.offload.drive_store import SLOTS, DriveStore
+from fullshard.offload.generations import Check, Generations
+from fullshard.offload.manifest import Identity, Record, data_path
+from fullshard.offload.store import HostStore, Parts, Store
+from fullshard.offload.store import Record as GroupRecord
+from fullshard.spec.groups import Group, Held, cut
+
+SIZES = [("a", 2500), ("b", 700), ("c", 1), ("d", 3100), ("e", 64), ("f", 1024), ("g", 900)]
+GROUPS = cut([Held(name, size, size, "float32") for name, size in SIZES], group_parameters=1)
+FEW = {n: GROUPS[:n] for n in (0, 1, 2, 3)}
+BF16 = torch.bfloat16
+
+
+@contextmanager
+def drive_store(
+    directory: Path,
+    groups: Sequence[Group] = GROUPS,
+    *,
+    moments: torch.dtype | None = None,
+    check: Check = "asked",
+    system: System = SYSTEM,
+) -> Iterator[DriveStore]:
+    records: list[Record] = []
+    end = 0
+    for group in groups:
+        size = GroupRecord(group, moments=moments).size_bytes
+        records.append(Record(name=str(group.index), offset_bytes=end, length_bytes=size))
+        end += size
+    identity = Identity(run_id="run", rank=0, world_size=1, layout="ab" * 16)
+    generations = Generations.open(
+        directory / "rank", records, identity=identity, check=check, payload_bytes=4096, system=system
+    )
+    with closing(DriveStore(groups, generations, moments=moments, pinned=False)) as store:
+        yield store
+
+
+def content(group: Group, parts: Parts, *, time_: int) -> list[Tensor]:
+    """Numbers that say of which group, part and pass they are."""
+    return [
+        (torch.arange(group.numel) % 97 + 100 * i + 10 * group.index + time_).to(one.dtype)
+        for i, one in enumerate(parts)
+    ]
+
+
+def holds(group: Group, parts: Parts, *, time_: int | None) -> bool:
+    """As `put` has left it; None: as it began."""
+    expected = content(group, parts, time_=time_ or 0)
+    return all(
+        torch.equal(a, b if time_ else torch.zeros_like(b)) for a, b in zip(parts, expected, strict=True)
+    )
+
+
+def put(
+    store: Store, order: Sequence[Group], *, time_: int, fresh: bool = False, before: int | None = None
+) -> None:
+    """A pass that finds what the one of `before` has left."""
+    seen: list[Group] = []
+    for group, parts in store.stream(order, fresh=fresh):
+        assert [one.shape for one in parts] == [(group.numel,)] * 3
+        assert fresh or holds(group, parts, time_=before)
+        seen.append(group)
+        for one, new in zip(parts, content(group, parts, time_=time_), strict=True):
+            one.copy_(new)
+    assert seen == list(order)
+
+
+def put_down(store: Store, order: Sequence[Group], *, time_: int, before: int) -> None:
+    put(store, order, time_=time_, before=before)
+    store.settle()
+
+
+def all_hold(store: Store, order: Sequence[Group], *, time_: int, verify: bool = False) -> bool:
+    return all([holds(group, parts, time_=time_) for group, parts in store.look(order, verify=verify)])
+
+
+# What is read
+
+
+@dataclass(frozen=True)
+class Pass:
+    """`kind`: stream, begin anew, look at some of them, one parameter, or commit."""
+
+    kind: str
+    order: tuple[int, ...]
+
+
+PASSES = st.lists(
+    st.builds(
+        Pass,
+        st.sampled_from(["stream", "stream", "fresh", "look", "verified look", "whole", "commit"]),
+        st.permutations(range(len(GROUPS))).map(tuple)
+        | st.just(tuple(range(len(GROUPS))))
+        | st.just(tuple(reversed(range(len(GROUPS))))),
+    ),
+    max_size=12,
+)
+
+
+def run(store: Store, passes: Sequence[Pass]) -> None:
+    put(store, GROUPS, time_=1, fresh=True)
+    newest = 1
+    for time_, one in enumerate(passes, start=2):
+        order = [GROUPS[index] for index in one.order]
+        match one.kind:
+            case "stream" | "fresh":
+                put(store, order, time_=time_, fresh=one.kind == "fresh", before=newest)
+                newest = time_
+            case "commit":
+                if isinstance(store, DriveStore):
+                    store.commit(time_, b"beside")
+            case "whole":
+                store.settle()
+                check_whole(store, time_=newest)
+            case _:
+                some = order[: one.order[0] + 1]
+                if one.kind == "verified look":
+                    store.settle()
+                assert all_hold(store, some, time_=newest, verify=one.kind == "verified look")
+
+
+def check_whole(store: Store, *, time_: int) -> None:
+    """Of each parameter: the pieces of its groups, one after the other."""
+    assert store.whole("nobody") is None
+    for name, size in SIZES:
+        found = store.whole(name)
+        assert found is not None
+        for i, one in enumerate(found):
+            assert one.shape == (size,)
+            for group in GROUPS:
+                numbers = content(group, found, time_=time_)[i]
+                for own in (s for s in group.segments if s.name == name):
+                    piece = one.cpu()[own.begin : own.end]
+                    assert torch.equal(piece, numbers[own.offset : own.offset + own.numel])
+
+
+@pytest.mark.parametrize("moments", [None, BF16])
+def test_what_was_streamed_is_what_is_there_next_in_memory(moments: torch.dtype | None) -> None:
+    @given(PASSES)
+    @settings(max_examples=30, deadline=None)
+    def check(passes: list[Pass]) -> None:
+        run(HostStore(GROUPS, moments=moments, pinned=False), passes)
+
+    check()
+
+
+@pytest.mark.parametrize(("moments", "check"), [(None, "asked"), (BF16, "always"), (None, "never")])
+def test_what_was_streamed_is_what_is_there_next_on_a_drive(
+    moments: torch.dtype | None, check: Check
+) -> None:
+    @given(PASSES)
+    @settings(max_examples=10, deadline=None)
+    def check_passes(passes: list[Pass]) -> None:
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            drive_store(Path(directory), moments=moments, check=check) as store,
+        ):
+            run(store, passes)
+
+    check_passes()
+
+
+def slow(name: str) -> System:
+    """Whatever else goes on in the meantime must not change what it moves."""
+    rng = random.Random(0)
+
+    def call(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        time.sleep(rng.random() * 0.004)
+        return getattr(SYSTEM, name)(descriptor, buffers, offset)
+
+    return replace(SYSTEM, **{name: call})
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_nothing_is_overwritten_that_is_on_its_way(name: str, tmp_path: Path) -> None:
+    orders = [GROUPS, GROUPS, GROUPS[::-1], GROUPS, GROUPS[::-1], GROUPS[::-1]]
+    with drive_store(tmp_path, system=slow(name)) as store:
+        put(store, GROUPS, time_=1, fresh=True)
+        for time_, order in enumerate(orders, start=2):
+            put(store, order, time_=time_, before=time_ - 1)
+        store.settle()
+        assert all_hold(store, GROUPS, time_=len(orders) + 1, verify=True)
+
+
+@pytest.mark.parametrize("n", FEW)
+@pytest.mark.parametrize("where", ["memory", "drive"])
+def test_fewer_groups_than_slots_go_through_as_well(n: int, where: str, tmp_path: Path) -> None:
+    def check(store: Store) -> None:
+        put(store, FEW[n], time_=1, fresh=True)
+        put(store, FEW[n], time_=2, before=1)
+        put(store, FEW[n][::-1], time_=3, before=2)
+        assert all_hold(store, FEW[n], time_=3)
+        store.settle()
+
+    if where == "memory":
+        check(HostStore(FEW[n], moments=None, pinned=False))
+    else:
+        with drive_store(tmp_path, FEW[n]) as store:
+            check(store)
+            store.commit(7, b"x")
+
+
+def test_room_is_for_one_parameter_of_each_dtype(tmp_path: Path) -> None:
+    with drive_store(tmp_path, moments=BF16) as drive:
+        for store in (drive, HostStore(GROUPS, moments=BF16, pinned=False)):
+            room = store.room("a")
+            assert room is not None
+            assert [(one.shape, one.dtype) for one in room] == [
+                ((2500,), d) for d in (torch.float32, BF16, BF16)
+            ]
+            assert store.room("nobody") is None
+
+
+# What it takes
+
+
+def test_a_drive_needs_the_memory_of_three_groups(tmp_path: Path) -> None:
+    """Whatever their number: the parts are never elsewhere."""
+    assert len(GROUPS) > 2 * SLOTS
+    places: set[int] = set()
+    with drive_store(tmp_path) as store:
+        for fresh, order in ((True, GROUPS), (False, GROUPS), (False, GROUPS[::-1])):
+            places |= {parts.master.data_ptr() for _, parts in store.stream(order, fresh=fresh)}
+        places |= {parts.master.data_ptr() for _, parts in store.look(GROUPS)}
+        assert len(places) == SLOTS == 3
+
+
+@dataclass
+class Counted:
+    """Bytes that have gone either way."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+    def system(self) -> System:
+        return replace(SYSTEM, preadv=self._preadv, pwritev=self._pwritev)
+
+    def _preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        count = os.preadv(descriptor, buffers, offset)
+        self.read_bytes += count
+        return count
+
+    def _pwritev(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        count = os.pwritev(descriptor, buffers, offset)
+        self.written_bytes += count
+        return count
+
+
+def test_to_and_fro_reads_three_groups_less(tmp_path: Path) -> None:
+    """A group is read once and written once a pass; the last three of the one before are still there."""
+    sizes = [GroupRecord(group, moments=None).size_bytes for group in GROUPS]
+    counted = Counted()
+    with drive_store(tmp_path, system=counted.system()) as store:
+        put(store, GROUPS, time_=1, fresh=True)
+        store.commit(1, b"")
+        for time_, order, spared in [(2, GROUPS[::-1], sizes[-3:]), (3, GROUPS, sizes[:3]), (4, GROUPS, [])]:
+            counted.read_bytes = counted.written_bytes = 0
+            put(store, order, time_=time_, before=time_ - 1)
+            store.settle()
+            assert counted.read_bytes == sum(sizes) - sum(spared)
+            assert counted.written_bytes == sum(sizes)
+            store.commit(time_, b"")
+
+
+# What fails
+
+
+@dataclass
+class Breaking:
+    """A drive that fails from some moment on."""
+
+    name: str
+    broken: bool = False
+
+    def system(self) -> System:
+        return replace(SYSTEM, **{self.name: self._call})
+
+    def _call(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if self.broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return getattr(SYSTEM, self.name)(descriptor, buffers, offset)
+
+
+@pytest.mark.parametrize("groups", [GROUPS, FEW[2]], ids=["many", "few"])
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_a_drive_that_fails_is_told_with_path_and_offset(
+    name: str, groups: Sequence[Group], tmp_path: Path
+) -> None:
+    """By settle at the latest, and again; and what was whole before still is."""
+    drive = Breaking(name)
+    with drive_store(tmp_path, groups, system=drive.system()) as store:
+        put(store, groups, time_=1, fresh=True)
+        store.commit(1, b"beside")
+        if name == "preadv":
+            (one,) = store.generations.whole()
+            store.start_from(one.slot)  # nothing is in memory
+        drive.broken = True
+        with pytest.raises(OffloadError, match=r"(?s)state-\d\.data.*at offset \d+"):
+            put_down(store, groups, time_=2, before=1)
+        drive.broken = False
+    with drive_store(tmp_path, groups) as store:
+        (one,) = store.generations.whole()
+        assert (one.step, store.generations.payload(one)) == (1, b"beside")
+        store.start_from(one.slot)
+        assert all_hold(store, groups, time_=1, verify=True)
+
+
+@pytest.mark.parametrize("after", [0, 1, 3, 5])
+def test_a_look_may_be_left_early(after: int, tmp_path: Path) -> None:
+    with drive_store(tmp_path) as store:
+        put(store, GROUPS, time_=1, fresh=True)
+        look = store.look(GROUPS)
+        for _ in range(after):
+            next(look)
+        look.close()
+        put(store, GROUPS[::-1], time_=2, before=1)
+        assert all_hold(store, GROUPS, time_=2)
+
+
+@pytest.mark.parametrize("after", [1, 2, 4])
+def test_a_pass_that_was_left_early_leaves_the_last_whole_state(after: int, tmp_path: Path) -> None:
+    with drive_store(tmp_path) as store:
+        put(store, GROUPS, time_=1, fresh=True)
+        store.commit(1, b"")
+        stream = store.stream(GROUPS)
+        for _ in range(after):
+            next(stream)[1].master.fill_(-1)
+        stream.close()
+        store.settle()
+        (one,) = store.generations.whole()
+        store.start_from(one.slot)
+        assert all_hold(store, GROUPS, time_=1, verify=True)
+        put(store, GROUPS, time_=2, before=1)
+        store.commit(2, b"")
+        assert [one.step for one in store.generations.whole()] == [2, 1]
+
+
+@pytest.mark.parametrize("check", ["asked", "always"])
+def test_a_byte_that_changed_is_found_when_it_is_asked_for(check: Check, tmp_path: Path) -> None:
+    with drive_store(tmp_path, check=check) as store:
+        put(store, GROUPS, time_=1, fresh=True)
+        store.commit(1, b"")
+        slot = store.generations.whole()[0].slot
+        path = data_path(tmp_path / "rank", slot)
+        data = bytearray(path.read_bytes())
+        data[5000] ^= 4
+        path.write_bytes(data)
+        store.start_from(slot)
+        if check == "asked":
+            assert not all_hold(store, GROUPS, time_=1)
+        with pytest.raises(DamagedOffloadError, match="other bytes than were written"):
+            all_hold(store, GROUPS, time_=1, verify=check == "asked")
+
+
+# Generations
+
+
+def test_each_pass_may_be_a_generation_and_one_that_is_none_is_never_gone_on_from(tmp_path: Path) -> None:
+    with drive_store(tmp_path) as store:
+        put(store, GROUPS, time_=1, fresh=True)
+        put(store, GROUPS, time_=2, before=1)
+        store.commit(10, b"ten")
+        put(store, GROUPS, time_=3, before=2)
+        store.commit(11, b"eleven")
+        store.commit(11, b"nothing new")
+        put(store, GROUPS, time_=4, before=3)
+    with drive_store(tmp_path) as store:
+        (one,) = store.generations.whole()
+        assert (one.step, store.generations.payload(one)) == (11, b"eleven")
+        store.start_from(one.slot)
+        put(store, GROUPS, time_=5, before=3)
+
+
+def test_going_back_to_an_earlier_step_drops_the_later_ones(tmp_path: Path) -> None:
+    with drive_store(tmp_path) as store:
+        for step in (1, 2, 9):
+            put(store, GROUPS, time_=step, fresh=True)
+            store.commit(step, b"old")
+        put(store, GROUPS, time_=3, fresh=True)  # another state is loaded
+        store.commit(3, b"new")
+        put(store, GROUPS, time_=4, before=3)
+        store.commit(4, b"new")
+        found = [(one.step, store.generations.payload(one)) for one in store.generations.whole()]
+        assert found == [(4, b"new"), (3, b"new")]

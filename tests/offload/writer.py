@@ -1,0 +1,121 @@
+"""State whose every byte follows from its step, and a process that keeps one generation after the other."""
+
+import hashlib
+import itertools
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from fullshard.errors import OffloadError
+from fullshard.offload.drive import SYSTEM, System
+from fullshard.offload.generations import Check, Generation, Generations
+from fullshard.offload.manifest import Identity, Record
+from tests.offload.systems import without_direct
+
+IDENTITY = Identity(run_id="run", rank=3, world_size=4, layout="ab" * 16)
+RECORDS = (
+    Record(name="group 0", offset_bytes=0, length_bytes=100_000),
+    Record(name="group 1", offset_bytes=102_400, length_bytes=65_536),
+    Record(name="group 2", offset_bytes=167_936, length_bytes=1),
+)
+PAYLOAD_BYTES = 64 << 10
+
+
+def opened(
+    directory: Path,
+    *,
+    records: Sequence[Record] = RECORDS,
+    identity: Identity = IDENTITY,
+    check: Check = "asked",
+    system: System = SYSTEM,
+) -> Generations:
+    return Generations.open(
+        directory, records, identity=identity, check=check, payload_bytes=PAYLOAD_BYTES, system=system
+    )
+
+
+def content(step: int, name: str, *, length: int) -> bytes:
+    return hashlib.shake_128(f"{step} {name}".encode()).digest(length)
+
+
+def payload(step: int) -> bytes:
+    return content(step, "payload", length=500 + step % 7 * 1000)
+
+
+def put(generations: Generations, step: int) -> Generation:
+    generations.begin()
+    for record in generations.records.values():
+        data = content(step, record.name, length=record.length_bytes)
+        generations.write(record.name, memoryview(data))
+    return generations.commit(step, payload(step))
+
+
+def holds(generations: Generations, generation: Generation, *, verify: bool = True) -> bool:
+    """Whether it is, byte for byte, the state of its step. Raises OffloadError where it says it is not."""
+    for record in generations.records.values():
+        target = memoryview(bytearray(record.length_bytes))
+        generations.read(record.name, target, slot=generation.slot, verify=verify)
+        if target != content(generation.step, record.name, length=record.length_bytes):
+            return False
+    return generations.payload(generation) == payload(generation.step)
+
+
+def usable(directory: Path, *, check: Check = "asked") -> list[int]:
+    """The steps of the whole generations that pass `verify`, newest first; all hold what they say."""
+    found: list[int] = []
+    with opened(directory, check=check) as generations:
+        for generation in generations.whole():
+            try:
+                generations.verify(generation)
+            except OffloadError:
+                continue
+            assert holds(generations, generation), f"{generation} holds other bytes and does not say so"
+            found.append(generation.step)
+    return found
+
+
+def keep_on(directory: Path, acknowledged: Path, *, system: System = SYSTEM) -> None:
+    """Goes on after the newest whole generation until it is killed; notes each step that is committed."""
+    with opened(directory, system=system) as generations, acknowledged.open("ab", buffering=0) as notes:
+        newest = generations.whole()
+        for step in itertools.count(newest[0].step + 1 if newest else 1):
+            put(generations, step)
+            notes.write(f"{step}\n".encode())
+
+
+def keep_on_cached(directory: Path, acknowledged: Path) -> None:
+    """The same where there is no direct I/O."""
+    keep_on(directory, acknowledged, system=without_direct())
+
+
+def hold(directory: Path, ready: Path) -> None:
+    """Has the directory open until it is killed."""
+    with opened(directory):
+        ready.write_text(str(os.getpid()))
+        sys.stdin.read()
+
+
+def leave_a_child(directory: Path, ready: Path) -> None:
+    """Ends with the directory open, as if it were killed; its child goes on for a while."""
+    generations = opened(directory)
+    if os.fork():
+        ready.write_text(str(os.getpid()))
+        os._exit(0)
+    time.sleep(3)
+    generations.close()
+
+
+def let_go_beside_a_child(directory: Path, ready: Path) -> None:
+    """Closes the directory, which its child has not; both wait until they are killed, or for a while."""
+    generations = opened(directory)
+    if os.fork():
+        generations.close()
+        ready.write_text(str(os.getpid()))
+    time.sleep(20)
+
+
+if __name__ == "__main__":
+    verbs = [keep_on, keep_on_cached, hold, leave_a_child, let_go_beside_a_child]
+    {verb.__name__: verb for verb in verbs}[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,237 @@
+"""Activations on the host: what their copies make a step wait for, and where a search may choose them."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.errors import PlanError
+from fullshard.planner.activations import Moved
+from fullshard.planner.candidates import candidates
+from fullshard.planner.explain import explain
+from fullshard.planner.memory import peak_bytes
+from fullshard.planner.program import Program, Segment, Step
+from fullshard.planner.search import plan as plan_best
+from fullshard.planner.search import predict, search
+from fullshard.planner.step_time import StepTimer
+from fullshard.planner.streams import Streams
+from fullshard.planner.timeline import Policy, Timeline, Work
+from fullshard.report.plan import recompute_text
+from fullshard.spec.hardware import Hardware
+from fullshard.spec.model import Line, ModelSpec, Phase, Trace
+from fullshard.spec.plan import Plan
+from fullshard.spec.prediction import ActivationTerms, OffloadTerms, host_fits
+from fullshard.spec.run import PrefetchSection, RecomputeSection, Run
+from tests.fakes.hardware import cpu_of, hardware_of
+from tests.fakes.specs import Shape, decoder_spec, run_for
+from tests.planner.test_search import bare, brute_force, prediction_of, times
+from tests.planner.test_timeline import UNIT
+
+SHAPE = Shape(layers=9, d_model=512, d_ff=1024, vocabulary=4096, sequence=256)
+# What a block of SHAPE saves of one sequence: one storage of no power of two, and one.
+SAVED = (Line(0, 3_000_000), Line(0, 1 << 20))
+OFFLOAD = RecomputeSection(mode="offload")
+
+
+@cache
+def spec_of(shape: Shape = SHAPE) -> ModelSpec:
+    """With a trace under which all blocks but the last move what they save: they compute as without
+    recompute, and take as little of the device as with full recompute."""
+    spec = decoder_spec(shape)
+    run = run_for(shape)
+    none, full = (
+        spec.trace(RecomputeSection(mode=mode), run.train.microbatch or 1) for mode in ("none", "full")
+    )
+    blocks = range(1, shape.shown + 1)
+    phases = tuple(
+        _moving(plain.model_copy(update={"peaks": small.peaks, "end": small.end}), blocks)
+        for plain, small in zip(none.phases, full.phases, strict=True)
+    )
+    moved = Trace(recompute=OFFLOAD, batch_bytes=none.batch_bytes, phases=phases, repeats=none.repeats)
+    return ModelSpec(**{**dict(spec), "traces": (*spec.traces, moved)})
+
+
+def _moving(phase: Phase, blocks: range) -> Phase:
+    if phase.unit not in blocks:
+        return phase
+    first, last = phase.unit == blocks[0], phase.unit == blocks[-1]
+    if phase.event == "pre_forward":
+        return phase.model_copy(update={"out": () if last else SAVED, "waits": not first})
+    if phase.event == "pre_backward":
+        return phase.model_copy(update={"back": () if first else SAVED, "waits": not last})
+    return phase
+
+
+def gpus(rate: float | None = 5e10, *, ranks: int = 8) -> Hardware:
+    return hardware_of(1, ranks).model_copy(update={"host_bytes_per_second": rate})
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    accumulation = draw(st.sampled_from([1, 2, 5]))
+    run = run_for(
+        SHAPE,
+        f"sharding.strategy={draw(st.sampled_from(['full_shard', 'shard_grad_op', 'no_shard']))}",
+        f"train.global_batch={8 * accumulation}",
+        "train.microbatch=1",
+        f"train.accumulate_sync={draw(st.sampled_from(['each', 'last']))}",
+        f"prefetch.mode={draw(st.sampled_from(['none', 'implicit', 'explicit']))}",
+        "recompute.mode=offload",
+    )
+    return Plan.laid_out(run, world_size=8, device="cuda")
+
+
+# The streams #
+def played(copy: int, *, computing: int = 10) -> Streams:
+    """Three units without parameters, forward and backward; the last keeps what it saves."""
+    acts = [("pre_forward", 0), ("pre_forward", 1), ("pre_forward", 2)]
+    acts += [("pre_backward", 2), ("pre_backward", 1), ("pre_backward", 0)]
+    moved = (
+        *(Moved(copy, 0, False), Moved(copy, 0, True), Moved(0, 0, True)),
+        *(Moved(0, copy, False), Moved(0, copy, True), Moved(0, 0, True)),
+    )
+    steps = tuple(Step(event, unit, unit, at) for at, (event, unit) in enumerate(acts))
+    program = Program((Segment(steps),), (1,) * 6, (0, 1, 2), ((),) * 3)
+    work = Work(program, ((computing, 0),) * 6, (), moved)
+    policy = Policy(PrefetchSection(mode="none"), False, True, (0, 1, 2), {0: 0, 1: 1, 2: 2}, 0)
+    streams = Streams(serial=False)
+    bare_unit = replace(UNIT, has_parameters=False)
+    Timeline(streams, (bare_unit,) * 3, policy).step(work, accumulating=work, accumulation=1)
+    return streams
+
+
+def test_copies_shorter_than_a_block_take_no_time():
+    streams = played(copy=10)
+    assert (streams.compute, streams.waited_host) == (60, 0)
+
+
+def test_of_longer_copies_each_is_waited_for_as_long_as_it_is_longer():
+    """Out: 10 to 24 and 24 to 38, waited for at 20 and at 34; back: 38 to 52, at 48, and 52 to 66, at 62."""
+    streams = played(copy=14)
+    assert (streams.compute, streams.waited_host) == (76, 4 * 4)
+
+
+# A step #
+@settings(max_examples=25, deadline=None)
+@given(plans(), st.sampled_from([1e8, 1e9, 1e10, 1e11]), st.floats(0.01, 1))
+def test_a_slower_host_is_never_a_shorter_step(plan: Plan, rate: float, part: float):
+    fast, slow, ideal = (StepTimer(spec_of(), gpus(one)).seconds(plan) for one in (rate, rate * part, 1e30))
+    assert slow.total >= fast.total * (1 - 1e-9)
+    assert ideal.offload == 0
+    # All else is as if nothing moved.
+    assert fast.total - fast.offload - fast.stragglers == pytest.approx(ideal.total - ideal.stragglers)
+
+
+@settings(max_examples=25, deadline=None)
+@given(plans(), st.sampled_from([1e8, 1e9, 1e10]))
+def test_a_step_is_no_shorter_than_its_copies_and_its_bound(plan: Plan, rate: float):
+    timer = StepTimer(spec_of(), gpus(rate))
+    terms, total = timer.activations(plan), timer.seconds(plan).total
+    assert terms is not None
+    assert terms.copy_seconds == pytest.approx(2 * 8 * plan.accumulation * (3_000_000 + (1 << 20)) / rate)
+    assert terms.copy_seconds <= total * (1 + 1e-9)
+    bound = timer.least_seconds(
+        timer.computing(plan), timer.demand(plan), inline=plan.run.prefetch.mode == "none"
+    )
+    assert bound <= total
+
+
+@settings(max_examples=25, deadline=None)
+@given(plans(), st.sampled_from([1e8, 1e9, 1e10, 1e12]))
+def test_skipping_what_repeats_gives_what_walking_gives(plan: Plan, rate: float):
+    whole = spec_of(replace(SHAPE, compressed=False))
+    assert StepTimer(spec_of(), gpus(rate)).seconds(plan) == StepTimer(
+        whole, gpus(rate), skips=False
+    ).seconds(plan)
+    assert peak_bytes(spec_of(), plan).total == peak_bytes(whole, plan).total
+
+
+# The host #
+def offloading(*overrides: str) -> Run:
+    settings = ("train.global_batch=16", "train.microbatch=2", "recompute.mode=offload")
+    return run_for(SHAPE, *settings, "sharding.strategy=full_shard", *overrides)
+
+
+def test_on_the_host_is_one_microbatch_of_all_blocks_but_the_last_in_powers_of_two():
+    terms = prediction_of(plan_best(spec_of(), gpus(), offloading())).activations
+    assert terms is not None
+    # 2 sequences: 6,000,000 bytes take 8 MiB.
+    assert terms.host_bytes == 8 * ((1 << 23) + (1 << 21))
+    assert terms.copied_bytes == 8 * (6_000_000 + (1 << 21))
+
+
+@pytest.mark.parametrize("setting", ["hardware", "run"])
+def test_where_the_host_has_too_little_nothing_fits(setting: str):
+    held = 8 * ((1 << 23) + (1 << 21))
+    for short, fits in ((0, True), (1, False)):
+        hardware, run = gpus(), offloading()
+        if setting == "run":
+            run = offloading(f"offload.host_bytes={held - short}")
+        else:
+            hardware = hardware.model_copy(update={"host_memory_bytes": held - short})
+        found = search(spec_of(), hardware, run)
+        assert (found.best is not None) == fits
+        if not fits:
+            with pytest.raises(PlanError, match="no plan fits 80.00 MiB of host memory per rank"):
+                plan_best(spec_of(), hardware, run)
+
+
+def test_activations_and_a_tiers_state_share_the_host():
+    state, moved = (kind(host_bytes=60, host_capacity_bytes=100) for kind in (OffloadTerms, ActivationTerms))
+    assert host_fits(state, None)
+    assert host_fits(None, moved)
+    assert not host_fits(state, moved)
+
+
+def test_how_fast_the_host_is_must_be_known():
+    with pytest.raises(PlanError, match="how fast its host is is not known"):
+        plan_best(spec_of(), gpus(None), offloading())
+
+
+# A search #
+@pytest.mark.parametrize(("hardware", "is_there"), [(gpus(), True), (gpus(None), False), (cpu_of(8), False)])
+def test_it_is_a_candidate_where_there_is_a_host_of_known_speed(hardware: Hardware, is_there: bool):
+    run = run_for(SHAPE, "train.global_batch=16")
+    modes = {one.recompute.mode for one in candidates(spec_of(), hardware, run=run)}
+    assert ("offload" in modes) == is_there
+    assert {"none", "full"} <= modes
+
+
+@pytest.mark.parametrize("rate", [1e9, 1e10, 1e13])
+@pytest.mark.parametrize("spread", [0.2, 0.6])
+def test_the_search_equals_brute_force(rate: float, spread: float):
+    hardware, run = gpus(rate), run_for(SHAPE, "train.global_batch=16", "sharding.strategy=full_shard")
+    everything = brute_force(spec_of(), hardware, run)
+    needs = sorted(prediction_of(one).needed_bytes for one, *_ in everything)
+    capacity = int(needs[0] + spread * (needs[-1] - needs[0]))
+    found = search(spec_of(), hardware, run, capacity_bytes=capacity)
+    fit = [one for one in everything if prediction_of(one[0]).needed_bytes <= capacity]
+    ranked = sorted((one for one in fit if not one[2]), key=lambda one: one[3])
+    assert bare(found.best) == bare(ranked[0][0])
+    assert times(found.ranked) == times([one for one, *_ in ranked[: len(found.ranked)]])
+    chosen = found.best
+    assert chosen is not None
+    # In this spec it takes as little as full recompute: so it is taken as soon as its copies are hidden.
+    if rate == 1e13:
+        assert all(one.run.recompute.mode != "full" for one in found.ranked[:1])
+
+
+def test_a_plan_that_waits_for_its_host_says_so():
+    hardware, run = gpus(1e8), offloading()
+    found = search(spec_of(), hardware, run)
+    said = explain(found, hardware, spec=spec_of())
+    assert said.binds == "host"
+    assert "copies of activations" in said.because
+
+
+def test_a_trace_is_of_its_own_blocks_and_sizes():
+    spec = spec_of()
+    plan = predict(spec, plan_best(spec, gpus(), offloading("recompute.every=1")), gpus())
+    assert plan.prediction is not None
+    for other in ("recompute.every=2", "recompute.offload_min_fraction=0.5"):
+        with pytest.raises(PlanError, match="not traced"):
+            plan_best(spec, gpus(), offloading(other))
+    assert recompute_text(offloading()) == "offload"
+    assert recompute_text(offloading("recompute.every=3")) == "offload, every 3rd block"

@@ -1,0 +1,114 @@
+"""Groups: every element once, none too large, on all ranks the same."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.spec.groups import CUT_ELEMENTS, Group, Held, cut, portions
+
+VECTOR = 64  # elements: the widest that a processor takes at once, of the narrowest dtype
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> list[list[Held]]:
+    """What each of some ranks holds of the same parameters: each has as many elements at most."""
+    ranks = draw(st.integers(1, 4))
+    sizes = st.integers(1, 200) | st.integers(900, 1100) | st.integers(1, 9000)
+    most = draw(st.lists(sizes, max_size=12))
+    dtypes = draw(st.lists(st.sampled_from(["float32", "bfloat16"]), min_size=len(most), max_size=len(most)))
+    return [
+        [
+            Held(
+                f"p{i}",
+                numel=draw(st.sampled_from([0, size, draw(st.integers(0, size))])),
+                most=size,
+                dtype=dtype,
+            )
+            for i, (size, dtype) in enumerate(zip(most, dtypes, strict=True))
+        ]
+        for _ in range(ranks)
+    ]
+
+
+LIMITS = st.integers(1, 9000)
+
+
+def limit_of(group_parameters: int) -> int:
+    return max(CUT_ELEMENTS, group_parameters // CUT_ELEMENTS * CUT_ELEMENTS)
+
+
+@given(worlds(), LIMITS)
+def test_every_element_is_in_one_group(world: list[list[Held]], limit: int) -> None:
+    for held in world:
+        groups = cut(held, group_parameters=limit)
+        for one in held:
+            own = [s for group in groups for s in group.segments if s.name == one.name]
+            ends = [0, *(segment.end for segment in own)]
+            assert [segment.begin for segment in own] == ends[:-1]
+            assert ends[-1] == one.numel
+            assert {g.dtype for g in groups if any(s.name == one.name for s in g.segments)} <= {one.dtype}
+
+
+@given(worlds(), LIMITS)
+def test_no_group_is_larger_than_its_limit_nor_do_its_segments_overlap(
+    world: list[list[Held]], limit: int
+) -> None:
+    for held in world:
+        for index, group in enumerate(cut(held, group_parameters=limit)):
+            assert group.index == index
+            assert group.numel <= limit_of(limit)
+            assert all(one.numel > 0 and one.offset % VECTOR == 0 for one in group.segments)
+            assert all(a.offset + a.numel <= b.offset for a, b in pairwise(group.segments))
+
+
+@given(worlds(), LIMITS)
+def test_what_fits_stays_whole_and_what_does_not_is_cut_at_multiples(
+    world: list[list[Held]], limit: int
+) -> None:
+    for held in world:
+        groups = cut(held, group_parameters=limit)
+        for one in held:
+            names = [group.names.count(one.name) for group in groups if one.name in group.names]
+            assert names == [1] * -(-one.most // limit_of(limit))
+        for segment in (s for group in groups for s in group.segments):
+            assert segment.begin % CUT_ELEMENTS == 0
+
+
+@given(worlds(), LIMITS)
+def test_groups_are_the_same_on_all_ranks(world: list[list[Held]], limit: int) -> None:
+    def told(groups: tuple[Group, ...]) -> list[tuple[int, str, tuple[str, ...]]]:
+        return [(group.index, group.dtype, group.names) for group in groups]
+
+    first, *others = (cut(held, group_parameters=limit) for held in world)
+    for groups in (first, *others):
+        assert told(groups) == told(first)
+        assert all({s.name for s in group.segments} <= set(group.names) for group in groups)
+    in_order = list(dict.fromkeys(name for group in first for name in group.names))
+    assert in_order == [one.name for one in world[0]]
+
+
+@given(worlds(), LIMITS)
+def test_segments_lie_at_the_same_place_on_all_ranks(world: list[list[Held]], limit: int) -> None:
+    """A rank that has fewer rows has the first ones: so nothing that is kept beside them moves."""
+    places: dict[tuple[str, int], tuple[int, int]] = {}
+    for held in world:
+        for group in cut(held, group_parameters=limit):
+            for one in group.segments:
+                assert places.setdefault((one.name, one.begin), (group.index, one.offset)) == (
+                    group.index,
+                    one.offset,
+                )
+
+
+@given(worlds(), LIMITS)
+def test_portions_hold_their_parameters_whole_and_as_few_as_can_be(
+    world: list[list[Held]], limit: int
+) -> None:
+    groups = cut(world[0], group_parameters=limit)
+    found = list(portions(groups))
+    assert [group for portion in found for group in portion] == list(groups)
+    names = [name for portion in found for name in {name for group in portion for name in group.names}]
+    assert len(names) == len(set(names))
+    for portion in found:
+        assert all(set(a.names) & set(b.names) for a, b in pairwise(portion))

@@ -1,0 +1,144 @@
+"""State of any tier goes into, and comes out of, the one reshardable checkpoint."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fullshard.checkpoint import BackgroundSaver, export, full_state, load, save
+from fullshard.training.loop import train
+from fullshard.training.state import TrainState
+from tests.training.runs import local_bits, mean_square, run_of, same_bits, sharded
+from tests.training.test_offloaded import TIERS, TINY, Odd
+
+STEPS = 20
+Bits = dict[str, Tensor]
+
+
+def state_on(tier: str, directory: str, *more: str) -> tuple[TrainState, Any]:
+    own = [f"train.steps={STEPS}", "optimizer.clip_norm=0.5", f"offload.tier={tier}", f"run.dir={directory}"]
+    return sharded(run_of(*own, TINY, *more), model=Odd)
+
+
+def advance(state: TrainState, plan: Any, *, to: int) -> list[float]:
+    losses: list[float] = []
+    while state.step < to:
+        losses.append(next(train(state, plan, loss=mean_square)).loss)
+    return losses
+
+
+def whole_of(state: TrainState) -> Bits:
+    return {name: one.clone() for name, one in full_state(state) if not name.startswith("rng.")}
+
+
+def hop(tier: str, to: int, directory: str, saved: str) -> tuple[Bits, list[float], Bits]:
+    """What was loaded, the losses of the steps up to `to`, and what was then saved."""
+    state, plan = state_on(tier, directory)
+    load(state, saved, missing_ok=to <= 4)
+    loaded, losses = whole_of(state), advance(state, plan, to=to)
+    save(state, saved)
+    return loaded, losses, whole_of(state)
+
+
+HOPS = [
+    (4, "optimizer:nvme"),
+    (2, "none"),
+    (3, "optimizer:cpu"),
+    (1, "optimizer:nvme"),
+    (2, "params+optimizer:cpu"),
+]
+
+
+def test_state_goes_from_any_ranks_and_tier_to_any_others(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """Bit for bit, and on along the curve of the run that stays where it is."""
+    saved = str(tmp_path / "checkpoints")
+    before: Bits | None = None
+    curve: list[float] = []
+    for i, (n, tier) in enumerate(HOPS):
+        found = ranks(n).run(hop, tier, 4 * (i + 1), f"{tmp_path}/{i}", saved)
+        for loaded, _, _ in found:
+            assert before is None or same_bits(loaded, before)
+        _, losses, before = found[0]
+        curve += losses
+    (undisturbed,) = ranks(1).run(undisturbed_curve)
+    assert curve == pytest.approx(undisturbed, rel=1e-5)
+
+
+def undisturbed_curve() -> list[float]:
+    return advance(*state_on("none", "none"), to=STEPS)
+
+
+def after_loading(tier: str, directory: str, at: int, layout: Any, *more: str) -> list[Bits]:
+    """This rank's bits when saved, when loaded by another state, which had come further, and two steps on."""
+    state, plan = state_on(tier, f"{directory}/first", *more)
+    advance(state, plan, to=at)
+    save(state, f"{directory}/checkpoints", layout=layout)
+    bits = [local_bits(state)]
+    other, _ = state_on(tier, f"{directory}/second", *more)
+    advance(other, plan, to=5)
+    assert not same_bits(local_bits(other), bits[0])
+    load(other, f"{directory}/checkpoints")
+    bits.append(local_bits(other))
+    for one in (state, other):
+        advance(one, plan, to=5)
+        bits.append(local_bits(one))
+    return bits
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize(
+    "more", [(0, "sharded"), (3, "ranks", "offload.moments=bf16", "offload.order=alternate")], ids=["0", "3"]
+)
+def test_a_state_that_loads_goes_on_as_the_one_that_saved(
+    tier: str, more: tuple[Any, ...], ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Also from before the first step, when there are no moments."""
+    for saved, loaded, on, loaded_on in ranks(3).run(after_loading, tier, str(tmp_path), *more):
+        assert same_bits(saved, loaded)
+        assert same_bits(on, loaded_on)
+
+
+def exported(tier: str, directory: str) -> Bits:
+    state, plan = state_on(tier, f"{directory}/{tier}")
+    advance(state, plan, to=2)
+    save(state, f"{directory}/{tier}/checkpoints")
+    if torch.distributed.get_rank() == 0:
+        export(f"{directory}/{tier}/checkpoints", f"{directory}/{tier}/model.safetensors")
+    return whole_of(state)
+
+
+def test_an_export_is_that_of_a_state_without_a_tier(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    tiers = ("none", *TIERS)
+    whole = [ranks(2).run(exported, tier, str(tmp_path))[0] for tier in tiers]
+    files = [load_file(tmp_path / tier / "model.safetensors") for tier in tiers]
+    for found, file in zip(whole, files, strict=True):
+        assert same_bits(found, whole[0])
+        assert same_bits(file, files[0])
+    assert files[0].keys() == {name.removeprefix("model.") for name in whole[0] if name.startswith("model.")}
+
+
+def saved_beside(tier: str, directory: str) -> tuple[Bits, Bits]:
+    """This rank's bits when a save in the background began, and those that another state loads."""
+    state, plan = state_on(tier, f"{directory}/first")
+    advance(state, plan, to=2)
+    with BackgroundSaver(f"{directory}/checkpoints") as saver:
+        saver.save(state)
+        when = local_bits(state)
+        advance(state, plan, to=6)
+        saver.wait()
+    other, _ = state_on(tier, f"{directory}/second")
+    load(other, f"{directory}/checkpoints")
+    assert other.step == 2
+    return when, local_bits(other)
+
+
+@pytest.mark.parametrize("tier", ["optimizer:cpu", "params+optimizer:cpu"])
+def test_what_is_saved_beside_further_steps_is_what_was_there(
+    tier: str, ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    for when, loaded in ranks(2).run(saved_beside, tier, str(tmp_path)):
+        assert same_bits(when, loaded)

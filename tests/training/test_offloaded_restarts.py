@@ -1,0 +1,166 @@
+"""A run whose state is on drives dies: what it goes on from, which is bit for bit the run that did not."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fullshard.errors import ForeignOffloadError
+from fullshard.spec.plan import Plan
+from fullshard.training.loop import train
+from fullshard.training.state import TrainState
+from tests.ranks import RankFailed
+from tests.training.runs import local_bits, mean_square, run_of, same_bits, sharded
+
+TIER = "optimizer:nvme"
+STEPS = 6
+Bits = dict[str, Tensor]
+
+
+def settings(directory: str, tier: str = TIER) -> list[str]:
+    return [f"train.steps={STEPS}", "optimizer.clip_norm=0.5", f"offload.tier={tier}", f"run.dir={directory}"]
+
+
+def state_on(directory: str) -> tuple[TrainState, Plan]:
+    return sharded(run_of(*settings(directory)))
+
+
+def undisturbed() -> list[tuple[float, Bits]]:
+    """Of each step, from 0: its loss, and this rank's bits after it; without a tier."""
+    state, plan = sharded(run_of(*settings("none", "none")))
+    found = [(0.0, local_bits(state))]
+    return found + [(step.loss, local_bits(state)) for step in train(state, plan, loss=mean_square)]
+
+
+def until(step: int, directory: str) -> None:
+    """Ends as it should, after so many steps."""
+    state, plan = state_on(directory)
+    for one in train(state, plan, loss=mean_square):
+        if one.index == step:
+            break
+    state.settle()
+
+
+def killed(step: int, directory: str, settled: bool) -> None:
+    """Rank 0 dies after so many steps, of which it may have written the last; the others in the next one."""
+    state, plan = state_on(directory)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if state.step == step:
+            os._exit(1)
+        return mean_square(model, batch)
+
+    for one in train(state, plan, loss=loss):
+        if one.index == step and torch.distributed.get_rank() == 0:
+            if settled:
+                state.settle()
+            os._exit(1)
+
+
+def gone_on(directory: str) -> tuple[int | None, Bits, list[tuple[float, Bits]]]:
+    """The step that it went back to, the bits there, and what followed."""
+    state, plan = state_on(directory)
+    step = state.step if state.go_back(at_least=0) else None
+    bits = local_bits(state)
+    return step, bits, [(one.loss, local_bits(state)) for one in train(state, plan, loss=mean_square)]
+
+
+def check(n: int, ranks: Callable[..., Any], directory: Path) -> int | None:
+    """Goes on, and holds it against the run that was not disturbed. Returns where it went on from."""
+    expected = ranks(n).run(undisturbed)
+    found = ranks(n).run(gone_on, str(directory))
+    (step,) = {one[0] for one in found}
+    for (_, bits, after), own in zip(found, expected, strict=True):
+        assert same_bits(bits, own[step or 0][1])
+        assert len(after) == STEPS - (step or 0)
+        for (loss, later), (own_loss, own_later) in zip(after, own[(step or 0) + 1 :], strict=True):
+            assert loss == own_loss
+            assert same_bits(later, own_later)
+    return step
+
+
+def manifests(directory: Path, rank: int) -> dict[int, Path]:
+    """Of a rank's whole generations, by step."""
+    paths = directory.glob(f"offload/state/rank-{rank:05d}/state-*.json")
+    return {json.loads(path.read_text().splitlines()[0])["step"]: path for path in paths}
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+# A run that dies
+
+
+@pytest.mark.parametrize("settled", [True, False])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_run_that_dies_goes_on_from_a_step_that_all_ranks_have(
+    n: int, settled: bool, ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    with pytest.raises(RankFailed, match=r"died \(exit code 1\)"):
+        ranks(n).run(killed, 4, str(tmp_path), settled)
+    assert check(n, ranks, tmp_path) in ({4} if settled and n == 1 else {3, 4})
+
+
+def test_the_newest_step_that_is_whole_on_all_ranks_is_taken(
+    ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    ranks(3).run(until, 4, str(tmp_path))
+    assert all(manifests(tmp_path, rank).keys() == {3, 4} for rank in range(3))
+    manifests(tmp_path, 1)[4].unlink()  # as if it had died before
+    assert check(3, ranks, tmp_path) == 3
+
+
+def begun(directory: str) -> None:
+    """As far as a state."""
+    state_on(directory)
+
+
+def test_a_run_that_dies_before_it_goes_on_loses_nothing(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    ranks(2).run(until, 4, str(tmp_path))
+    ranks(2).run(begun, str(tmp_path))
+    assert check(2, ranks, tmp_path) == 4
+
+
+def test_a_damaged_generation_is_dropped_on_all_ranks(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """Then the older one is taken, and where that is damaged too, none: the state is as it began."""
+    for damaged, expected in (({4}, 3), ({3, 4}, None)):
+        directory = tmp_path / str(expected)
+        ranks(2).run(until, 4, str(directory))
+        for step in damaged:
+            flip(manifests(directory, 1)[step].with_suffix(".data"), at=20)
+        assert check(2, ranks, directory) == expected
+
+
+def test_a_damaged_payload_is_dropped_on_all_ranks(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    ranks(2).run(until, 4, str(tmp_path))
+    flip(manifests(tmp_path, 0)[4].with_suffix(".payload"), at=100)
+    assert check(2, ranks, tmp_path) == 3
+
+
+def test_a_run_that_was_not_asked_to_go_on_begins_anew(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """What is there is no part of it."""
+    ranks(2).run(until, 4, str(tmp_path))
+    ranks(2).run(until, 2, str(tmp_path))
+    assert [manifests(tmp_path, rank).keys() for rank in range(2)] == [{1, 2}] * 2
+    assert check(2, ranks, tmp_path) == 2
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1)])
+def test_files_of_another_number_of_ranks_are_refused(
+    before: int, after: int, ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    ranks(before).run(until, 1, str(tmp_path))
+    with pytest.raises(ForeignOffloadError, match=f"world_size {before} there, {after} here") as raised:
+        ranks(after).run(until, 2, str(tmp_path))
+    assert "discard" in str(raised.value)
+    assert manifests(tmp_path, 0).keys() == {0, 1}
