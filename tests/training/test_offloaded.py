@@ -25,7 +25,7 @@ from fullshard.training.state import TrainState
 from tests.fakes.data import Rows
 from tests.training.runs import WIDTH, Pairs, Regression, local_bits, mean_square, run_of, same_bits, sharded
 
-TIERS = ("optimizer:cpu", "params+optimizer:cpu", "optimizer:nvme")
+TIERS = ("optimizer:cpu", "params+optimizer:cpu", "optimizer:nvme", "params+optimizer:nvme")
 STEPS = 20
 VOCABULARY = 31
 # Of 1,024 elements: large shards are cut, and fill none of their groups.

@@ -4,6 +4,10 @@
 are copied while they run. What must not happen is an update before the copy is done: it would tear the
 snapshot in silence. So the copy is waited for in a hook that the optimizer itself calls before each step.
 
+[Note: not copied at all] State on a drive is read when it is written (`fullshard.offload.on_drive`): to copy
+it would take the memory that it is there to save. The next update leaves it as it is, for it writes another
+generation; the one after that would write over it, and waits for the save.
+
 [Note: a group of its own] The thread's collectives run while training's do, in no order among them. On one
 group they would be taken for each other, so the thread has a gloo group of its own.
 """
@@ -14,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -125,7 +130,11 @@ class BackgroundSaver:
         thread.shutdown(wait=False)
         self._stalled = time.perf_counter() - started
         if hasattr(state, "before_update"):
-            cast(Updated, state).before_update(lambda: self._settle(settled))
+            updated = cast(Updated, state)
+            updated.before_update(lambda: self._settle(settled))
+            if self._staging.leaves_some:
+                running = self._running
+                updated.before_update(lambda: updated.before_update(lambda: self._await(running)))
         else:
             self._settle(settled)
 
@@ -144,6 +153,11 @@ class BackgroundSaver:
     def _take(self, running: "Future[Outcome]") -> None:
         self._outcomes.append(replace(running.result(), stalled_seconds=self._stalled))
         self._running = None
+
+    def _await(self, running: "Future[Outcome]") -> None:
+        started = time.perf_counter()
+        futures.wait([running])
+        self._stalled += time.perf_counter() - started
 
     def _settle(self, settled: threading.Event) -> None:
         started = time.perf_counter()
@@ -182,6 +196,7 @@ class _Staging:
         self._buffers: dict[str, Tensor] = {}
         self._sources: dict[str, Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
+        self.leaves_some = False  # of a snapshot: see [Note: not copied at all]
 
     @property
     def bytes(self) -> int:
@@ -190,12 +205,14 @@ class _Staging:
     def begin(self, mine: Snapshot) -> Snapshot:
         """The snapshot to be: small plain tensors (buffers, random states), which forward changes, are copied
         now; shards are copied by `fill`."""
-        self._sources = {n: local_shard(t) for n, t in mine.tensors.items() if isinstance(t, DTensor)}
+        shards = {n: local_shard(t) for n, t in mine.tensors.items() if isinstance(t, DTensor)}
+        self._sources = {name: shard for name, shard in shards.items() if not shard.is_meta}
+        self.leaves_some = len(self._sources) < len(shards)
         if any(source.is_cuda for source in self._sources.values()):
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
         tensors = {
-            name: tensor if name in self._sources else tensor.detach().to("cpu", copy=True)
+            name: tensor if name in shards else tensor.detach().to("cpu", copy=True)
             for name, tensor in mine.tensors.items()
         }
         return replace(mine, tensors=tensors)

@@ -5,7 +5,7 @@ tensor is whole anywhere.
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,13 +72,19 @@ class Loaded:
         )
 
 
-def read_pretrained(model: nn.Module, directory: str | Path, *, naming: Naming | None = None) -> Loaded:
+def read_pretrained(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    naming: Naming | None = None,
+    wanted: Callable[[Tensor], bool] = lambda _tensor: True,
+) -> Loaded:
     """Fills `model`, sharded or not, with the weights of `directory` (or of one safetensors file).
     Collective.
 
     `naming` says what the model makes of the files' tensors (`models.weight_names`); else names must agree,
     up to a prefix `model.` or `transformer.`. What the files lack stays as it was, and is returned as
-    missing.
+    missing. Of the model's parameters and buffers only those `wanted` are filled.
 
     Raises CheckpointError where there are no weights, for shapes that differ (with both, naming the tensors)
     and for quantised weights; DamagedCheckpointError for files that are not whole.
@@ -87,7 +93,7 @@ def read_pretrained(model: nn.Module, directory: str | Path, *, naming: Naming |
     path = Path(directory)
     files = first(lambda: open_weights(path), doing=f"reading {path}")
     reading = everyone(lambda: _Reading.of(model, files, naming=naming), doing=f"reading {path}")
-    read_bytes = everyone(reading.fill, doing=f"reading {path}")
+    read_bytes = everyone(lambda: reading.fill(wanted), doing=f"reading {path}")
     return Loaded(
         directory=str(path),
         tensors=len(reading.filled),
@@ -136,15 +142,16 @@ class _Reading:
         reading._require_plain_dtypes()
         return reading
 
-    def fill(self) -> int:
+    def fill(self, wanted: Callable[[Tensor], bool]) -> int:
         """Returns the bytes that this rank read."""
+        filled = {name: tensor for name, tensor in self.filled.items() if wanted(tensor)}
         moves = (
             move
-            for name, tensor in self.filled.items()
+            for name, tensor in filled.items()
             for move in moves_into(local_shard(tensor), self.map.parts[name], offsets=shard_begin(tensor))
         )
-        held = sum(local_shard(tensor).numel() for tensor in self.filled.values())
-        every = sum(tensor.numel() for tensor in self.filled.values())
+        held = sum(local_shard(tensor).numel() for tensor in filled.values())
+        every = sum(tensor.numel() for tensor in filled.values())
         return carry_out(moves, self.files, cached=held * world_size() > _COPIES * every)
 
     def dtypes(self) -> dict[str, int]:

@@ -149,7 +149,7 @@ class StreamingAdamW(torch.optim.Optimizer):
             if key not in state:
                 state[key] = torch.zeros_like(parameter)
         if factor != 1.0:
-            job.gradient.mul_(factor)
+            torch._foreach_mul_([job.gradient], factor)  # pyright: ignore[reportPrivateUsage]  # as the others
         own = [one.view(-1) for one in (parameter, state["exp_avg"], state["exp_avg_sq"])]
         if parameter.dtype is torch.bfloat16:
             _rounded(job, job.gradient, state=(own[0], own[1], own[2]), begin=0)

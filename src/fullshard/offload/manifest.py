@@ -123,6 +123,15 @@ def claim(directory: Path, identity: Identity, *, system: System) -> None:
     )
 
 
+def read_world_size(directory: Path) -> int | None:
+    """How many ranks the run had whose files these are; None where that cannot be told."""
+    path = directory / IDENTITY
+    try:
+        return Identity.model_validate_json(_unsealed(path.read_bytes(), path)).world_size
+    except (OSError, ValidationError, DamagedOffloadError):
+        return None
+
+
 def read_manifest(
     directory: Path, slot: int, *, identity: Identity, records: Sequence[Record]
 ) -> Manifest | None:

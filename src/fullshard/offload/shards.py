@@ -1,5 +1,6 @@
 """What is gathered while the master is elsewhere: this rank's shards in the dtype computed in."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +21,25 @@ class Shards(Protocol):
         """The padded shard, on the device, in `dtype`. Called once all of it is published."""
         ...
 
+    def settle(self) -> None:
+        """Returns when all that was published is where it stays."""
+        ...
 
-class FromMasters:
+    def closing(self) -> Callable[[], None]:
+        """What lets go of files and threads, and holds nothing else."""
+        ...
+
+
+class _InMemory:
+    """There is nothing to wait for."""
+
+    def settle(self) -> None: ...
+
+    def closing(self) -> Callable[[], None]:
+        return lambda: None
+
+
+class FromMasters(_InMemory):
     """Masters that lie on the device that computes: cast when they are gathered, as the engine does."""
 
     def __init__(self, masters: dict[str, Tensor], engine: dict[str, Any]) -> None:
@@ -38,7 +56,7 @@ class FromMasters:
         return whole
 
 
-class Copies:
+class Copies(_InMemory):
     """Copies in the dtype computed in: on the device, or in (pinned) host memory, from where each gather
     copies them in.
 

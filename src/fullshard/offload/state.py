@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -24,9 +25,10 @@ Update = Callable[[Group, Parts], None]
 class Settings:
     """How and where. `on_drive`: what makes the store of these groups; None: the host's memory.
 
-    `shards_outside`: the shards in the dtype computed in are not on the device either. `moments`: their
-    dtype; None: the master's. `alternate`: every other update goes through the groups from the last to the
-    first: those that are still in memory need not be read, and the next forward waits for all.
+    `shards_outside`: the shards in the dtype computed in are not on the device either; `shards_on_drive`: but
+    in what this makes, of the engine's parameters and the number of the unit that gathers each. `moments`:
+    their dtype; None: the master's. `alternate`: every other update goes through the groups from the last to
+    the first: those that are still in memory need not be read, and the next forward waits for all.
     """
 
     device: torch.device
@@ -35,6 +37,7 @@ class Settings:
     moments: torch.dtype | None = None
     alternate: bool = False
     on_drive: Callable[[Sequence[Group]], Store] | None = None
+    shards_on_drive: Callable[[Mapping[str, Any], Mapping[str, int]], Shards] | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -45,7 +48,8 @@ class OffloadedState:
     """Of one sharded model on one rank. Made while `fullshard.shard` gives it values; see `Keeper` there.
 
     `names`: of the parameters whose state it has, in the order of use: those that are trained and sharded.
-    `engine`: the engine's object of each.
+    `engine`: the engine's object of each. `masters`: the master of each, where the engine's shards are the
+    masters; elsewhere they stand for them, and are NaN.
     `updates`: what goes on beside training.
     """
 
@@ -54,6 +58,7 @@ class OffloadedState:
         self.groups: tuple[Group, ...] = ()
         self.engine: dict[str, Any] = {}
         self._groups_of: dict[str, list[int]] = {}
+        self._units: dict[str, int] = {}
         self.names: tuple[str, ...] = ()
         self._release: Callable[[str], None] = lambda _name: None
         self._backwards = False
@@ -68,12 +73,12 @@ class OffloadedState:
         """The engine has the parameters, without values."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         held: list[Held] = []
-        for module in (m for m in model.modules() if isinstance(m, FSDPModule)):
+        for unit, module in enumerate(m for m in model.modules() if isinstance(m, FSDPModule)):
             for one in engine_parameters(module):
                 parameter = cast(DTensor, one.sharded_param)
                 name = names[id(parameter)]
                 if parameter.requires_grad and name not in self.engine:
-                    self.engine[name] = one
+                    self.engine[name], self._units[name] = one, unit
                     dtype = str(parameter.dtype).removeprefix("torch.")
                     most = padded_shape(one).numel()
                     held.append(Held(name, numel=own_shape(one).numel(), most=most, dtype=dtype))
@@ -91,13 +96,13 @@ class OffloadedState:
         own = {name: _flat(p) for name, p in parameters.items() if name in self.engine}
         self._filling.offer(own)
         for name in own:
-            seen = self._masters.get(name)
+            seen = self.masters.get(name)
             elsewhere(self.engine[name], partial(self._give, name), local=seen)
 
     def end(self) -> None:
         """Of all units."""
         self._filling.end()
-        self.store.settle()
+        self.updates.settle()
 
     # What an optimizer and a checkpoint ask for
 
@@ -150,7 +155,7 @@ class OffloadedState:
                     _copy(new[segment.name], parts, segment=segment)
                 self._publish(group, parts)
         next(stream, None)
-        self.store.settle()
+        self.updates.settle()
 
     def publish_all(self, *, verify: bool) -> None:
         """What is gathered follows the masters anew; `verify`: all that is read is held against digests."""
@@ -176,22 +181,25 @@ class OffloadedState:
             self.store: Store = host
         else:
             host, self.store = None, settings.on_drive(self._own)
-        self.updates = Updates(self.store.settle)
-        self._closing = weakref.finalize(self, _close, self.updates, self.store)
         on_device = host is not None and not settings.on_gpu
-        self._masters: dict[str, Tensor] = {}
+        self.masters: dict[str, Tensor] = {}
         if host is not None and on_device:
             for name, one in engine.items():
                 whole = host.whole(name)
                 none = torch.empty(0, dtype=one.sharded_param.dtype)
-                self._masters[name] = none if whole is None else whole.master
+                self.masters[name] = none if whole is None else whole.master
         home = torch.device("cpu") if settings.shards_outside else settings.device
         pinned = settings.on_gpu and settings.shards_outside
-        self._shards: Shards = (
-            FromMasters(self._masters, engine)
-            if on_device
-            else Copies(engine, home=home, device=settings.device, pinned=pinned)
-        )
+        if on_device:
+            self._shards: Shards = FromMasters(self.masters, engine)
+        elif settings.shards_on_drive is not None:
+            self._shards = settings.shards_on_drive(engine, self._units)
+        else:
+            self._shards = Copies(engine, home=home, device=settings.device, pinned=pinned)
+        self.updates = Updates(partial(_settle, self.store, self._shards))
+        # Nothing that knows the model: it knows this, and neither would ever be let go.
+        close = self._shards.closing()
+        self._closing = weakref.finalize(self, _close, self.updates.thread, self.store, shards=close)
 
     def _publish(self, group: Group, parts: Parts) -> None:
         for segment in group.segments:
@@ -206,9 +214,30 @@ class OffloadedState:
         return self._shards.give(name, dtype)
 
 
-def _close(updates: Updates, store: Store) -> None:
-    updates.close()
+def presented(offloaded: OffloadedState) -> Iterator[set[Tensor]]:
+    """As `OffloadedState.refill`, of the masters alone: they are the shards of the parameters that it yields
+    as long as that lasts; moments become zero."""
+    for portion in offloaded.refill():
+        own = {name: offloaded.engine[name].sharded_param for name in portion}
+        stands = {name: parameter._local_tensor for name, parameter in own.items()}
+        for name, new in portion.items():
+            own[name]._local_tensor = cast(DTensor, new["master"]).to_local()
+            for key in ("exp_avg", "exp_avg_sq"):
+                cast(DTensor, new[key]).to_local().zero_()
+        yield set(own.values())
+        for name, local in stands.items():
+            own[name]._local_tensor = local
+
+
+def _settle(store: Store, shards: Shards) -> None:
+    store.settle()
+    shards.settle()
+
+
+def _close(thread: ThreadPoolExecutor, store: Store, *, shards: Callable[[], None]) -> None:
+    thread.shutdown()
     store.close()
+    shards()
 
 
 class _Filling:

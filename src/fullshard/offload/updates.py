@@ -21,7 +21,7 @@ class Updates:
 
     def __init__(self, settle: Callable[[], None]) -> None:
         self._settle = settle
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-update")
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-update")
         self._running: list[Future[None]] = []
         self._pending: dict[int, threading.Event] = {}
         self._error: BaseException | None = None
@@ -33,7 +33,7 @@ class Updates:
 
     def then(self, act: Callable[[], None]) -> None:
         """Has `act` called, after all that is under way."""
-        future = self._thread.submit(lambda: None if self._error else act())
+        future = self.thread.submit(lambda: None if self._error else act())
         future.add_done_callback(self._ended)
         self._running.append(future)
 
@@ -59,9 +59,6 @@ class Updates:
             except OffloadError as error:
                 self._error = error
         self._raise()
-
-    def close(self) -> None:
-        self._thread.shutdown()
 
     def _ended(self, future: "Future[None]") -> None:
         error = future.exception()

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.checkpoint.agreement import gathered
-from fullshard.errors import DamagedOffloadError, ShardError
+from fullshard.checkpoint.agreement import everyone, gathered
+from fullshard.errors import ForeignOffloadError, OffloadError, ShardError
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.offload.directories import leftovers, rank_directory
+from fullshard.offload.drive_shards import DriveShards
 from fullshard.offload.drive_store import DriveStore
 from fullshard.offload.generations import Generation, Generations, discard
 from fullshard.offload.gradients import Gradients, OnHost, OnParameters
-from fullshard.offload.manifest import Identity, Record
+from fullshard.offload.manifest import Identity, Record, read_world_size
 from fullshard.offload.rounding import AdamOptions
 from fullshard.offload.state import OffloadedState, Settings
 from fullshard.offload.store import Record as GroupRecord
@@ -124,15 +125,27 @@ def leftovers_of(plan: Plan, *, aside: Path | None) -> Iterator[str]:
 
 def _settings(plan: Plan) -> Settings:
     section = plan.run.offload
-    on_gpu = plan.device == "cuda"
     return Settings(
-        device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
+        device=_device(plan),
         group_parameters=section.group_parameters,
         shards_outside=section.takes_parameters,
         moments=_MOMENTS[section.moments],
         alternate=section.order == "alternate",
         on_drive=partial(_on_drive, plan) if section.on_disk else None,
+        shards_on_drive=partial(_shards, plan) if section.on_disk and section.takes_parameters else None,
     )
+
+
+def _shards(  # signature: what is bound, and what `Settings.shards_on_drive` is called with
+    plan: Plan, engine: Mapping[str, Any], units: Mapping[str, int]
+) -> DriveShards:
+    path = directory_of(plan, rank=_rank()) / "parameters.data"
+    return DriveShards(engine, units, path=path, device=_device(plan))
+
+
+def _device(plan: Plan) -> torch.device:
+    on_gpu = plan.device == "cuda"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def _on_drive(plan: Plan, groups: Sequence[Group]) -> DriveStore:
@@ -152,7 +165,19 @@ def _on_drive(plan: Plan, groups: Sequence[Group]) -> DriveStore:
         layout=hashlib.sha256(json.dumps([plan.run.offload.moments, told]).encode()).hexdigest()[:32],
     )
     check = "always" if plan.run.offload.paranoid else "asked"
-    generations = Generations.open(directory, records, identity=identity, check=check)
+
+    def opened() -> Generations:
+        try:
+            return Generations.open(directory, records, identity=identity, check=check)
+        except ForeignOffloadError as error:
+            if read_world_size(directory) in (None, plan.world_size):
+                raise
+            # Nodes have left or come: what this rank has are parts for other ranks. The checkpoint has all.
+            logger.warning("%s: it was kept by another number of ranks, and is removed", error.what)
+            discard(directory)
+            return Generations.open(directory, records, identity=identity, check=check)
+
+    generations = everyone(opened, doing=f"making room for optimizer state in {directory}")
     _agree(generations)
     return DriveStore(groups, generations, moments=moments, pinned=plan.device == "cuda")
 
@@ -174,7 +199,7 @@ def _agree(generations: Generations) -> None:
 def _is_undamaged(generations: Generations, one: Generation) -> bool:
     try:
         generations.verify(one)
-    except DamagedOffloadError as error:
+    except OffloadError as error:  # also where the drive cannot read it
         logger.warning("the state after step %d cannot be used: %s", one.step, error)
         return False
     return True

@@ -6,14 +6,16 @@ from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.pretrained import Loaded, read_pretrained
 from fullshard.errors import CheckpointError
 from fullshard.models.weight_names import model_names
+from fullshard.offload.state import presented
 from fullshard.sharding.materialize import Initialise, initialise
 from fullshard.spec.plan import Plan
+from fullshard.training.offloaded import offloaded_of
 
 logger = logging.getLogger("fullshard")
 
@@ -30,7 +32,10 @@ def load_pretrained(
     Raises CheckpointError where there are no weights, or those of another model; DamagedCheckpointError for
     files that are not whole; MissingExtraError.
     """
-    loaded = read_pretrained(model, directory, naming=partial(model_names, model))
+    naming = partial(model_names, model)
+    outside = offloaded_of(model)
+    elsewhere = set(outside.names_of) if outside is not None and not outside.masters else set[Tensor]()
+    loaded = read_pretrained(model, directory, naming=naming, wanted=lambda one: one not in elsewhere)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     missing = [name for name in loaded.missing if name in parameters]
     if plan is None and any(isinstance(parameters[name], DTensor) for name in missing):
@@ -40,7 +45,11 @@ def load_pretrained(
             fix="load_pretrained(..., plan=plan), which initialises them",
         )
     if plan is not None:
-        initialise(model, missing, plan=plan, init=init)
+        initialise(model, [n for n in missing if parameters[n] not in elsewhere], plan=plan, init=init)
+    for own in presented(outside) if outside is not None and elsewhere else ():
+        read_pretrained(model, directory, naming=naming, wanted=own.__contains__)
+        if plan is not None:
+            initialise(model, [name for name in missing if parameters[name] in own], plan=plan, init=init)
     if loaded.told_missing and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.warning("%s: %s", directory, loaded.told_missing)
     return loaded
