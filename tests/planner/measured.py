@@ -8,14 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.models.decoder import DecoderModel
+from fullshard.offload.state import host_bytes_of
 from fullshard.planner.memory import peak_bytes
 from fullshard.profiler.memory import Peak, measure_peak
-from fullshard.sharding.apply import shard
 from fullshard.sharding.describe import describe
 from fullshard.spec.memory import MemoryTerms
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loss import next_token_loss
+from fullshard.training.offloaded import offloaded_of, shard
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
@@ -70,4 +71,10 @@ def measured(plan: Plan, frozen: str = "") -> dict[str, int]:
         peaks.append(peak)
     parts = min(peaks, key=lambda one: one.bytes).parts
     assert parts is not None, "a model was given"
-    return dataclasses.asdict(parts)
+    found = dataclasses.asdict(parts)
+    if (offloaded := offloaded_of(model)) is not None:
+        if offloaded.masters:  # they are the shards
+            found["parameter_shards"] = 0
+        found["host"] = host_bytes_of(offloaded)
+        state.settle()
+    return found

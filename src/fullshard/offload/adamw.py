@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.offload.gradients import Gradients
 from fullshard.offload.rounding import AdamOptions, adamw_rounded, round_stochastically, shard_index
+from fullshard.offload.shards import Copies
 from fullshard.offload.state import OffloadedState
 from fullshard.offload.store import Parts
 from fullshard.spec.groups import Group, Segment
@@ -59,6 +60,12 @@ class StreamingAdamW(torch.optim.Optimizer):
         """The optimizer that goes on from the same state without offload."""
         masters = {p.dtype for p, *_ in self._parameters()}
         return "StochasticAdamW" if torch.bfloat16 in masters else "AdamW"
+
+    @property
+    def copies(self) -> Iterable[Tensor]:
+        """Of the shards, on the device, where the masters are not."""
+        shards = self.offloaded.shards
+        return shards.tensors.values() if isinstance(shards, Copies) else ()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

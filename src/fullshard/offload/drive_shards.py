@@ -87,6 +87,10 @@ class DriveShards:
         self._before: int | None = None
         self._after: dict[tuple[int | None, int | None], int] = {}
 
+    @property
+    def host_bytes(self) -> int:
+        return sum(buffer.memory.nbytes for buffer in self._buffers)
+
     def publish(self, name: str, begin: int, *, values: Tensor) -> None:
         number = self._unit_of[name]
         unit = self._units[number]

@@ -58,6 +58,10 @@ class DriveStore:
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-read")
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-write")
 
+    @property
+    def host_bytes(self) -> int:
+        return sum(slot.buffer.nbytes for slot in self._slots)
+
     def start_from(self, file: int) -> None:
         """The state is what the file of this number holds, a whole generation."""
         self._newest, self._committed = file, True
@@ -139,7 +143,9 @@ class DriveStore:
                 yield group, self._records[group.index].parts(slot.buffer)
                 ahead.popleft()
                 if target is not None:
-                    slot.writing = self._writer.submit(self._write, slot, group)
+                    slot.writing = self._writer.submit(
+                        self.generations.write, str(group.index), slot.bytes(self._records[group.index])
+                    )
                 self._idle.append(slot)
                 read_next()
         finally:
@@ -168,9 +174,6 @@ class DriveStore:
         else:
             slot.buffer[: record.size_bytes].zero_()
         slot.holds = group.index
-
-    def _write(self, slot: _Slot, group: Group) -> None:
-        self.generations.write(str(group.index), slot.bytes(self._records[group.index]))
 
     def _allocate(self) -> None:
         if not self._slots:

@@ -11,7 +11,11 @@ from fullshard.offload.slabs import slab
 
 
 class Shards(Protocol):
-    """Of each parameter, by name, what the engine sends. One thread publishes while another gives."""
+    """Of each parameter, by name, what the engine sends. One thread publishes while another gives.
+    `host_bytes`: what of the host's memory they take that is not the device's."""
+
+    @property
+    def host_bytes(self) -> int: ...
 
     def publish(self, name: str, begin: int, *, values: Tensor) -> None:
         """The elements of the shard from `begin` on are `values` now, in the master's dtype."""
@@ -32,6 +36,8 @@ class Shards(Protocol):
 
 class _InMemory:
     """There is nothing to wait for."""
+
+    host_bytes = 0
 
     def settle(self) -> None: ...
 

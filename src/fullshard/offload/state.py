@@ -50,7 +50,7 @@ class OffloadedState:
     `names`: of the parameters whose state it has, in the order of use: those that are trained and sharded.
     `engine`: the engine's object of each. `masters`: the master of each, where the engine's shards are the
     masters; elsewhere they stand for them, and are NaN.
-    `updates`: what goes on beside training.
+    `shards`: what the engine gathers. `updates`: what goes on beside training.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -191,27 +191,32 @@ class OffloadedState:
         home = torch.device("cpu") if settings.shards_outside else settings.device
         pinned = settings.on_gpu and settings.shards_outside
         if on_device:
-            self._shards: Shards = FromMasters(self.masters, engine)
+            self.shards: Shards = FromMasters(self.masters, engine)
         elif settings.shards_on_drive is not None:
-            self._shards = settings.shards_on_drive(engine, self._units)
+            self.shards = settings.shards_on_drive(engine, self._units)
         else:
-            self._shards = Copies(engine, home=home, device=settings.device, pinned=pinned)
-        self.updates = Updates(partial(_settle, self.store, self._shards))
+            self.shards = Copies(engine, home=home, device=settings.device, pinned=pinned)
+        self.updates = Updates(partial(_settle, self.store, self.shards))
         # Nothing that knows the model: it knows this, and neither would ever be let go.
-        close = self._shards.closing()
+        close = self.shards.closing()
         self._closing = weakref.finalize(self, _close, self.updates.thread, self.store, shards=close)
 
     def _publish(self, group: Group, parts: Parts) -> None:
         for segment in group.segments:
             values = parts.master[segment.offset : segment.offset + segment.numel]
-            self._shards.publish(segment.name, segment.begin, values=values)
+            self.shards.publish(segment.name, segment.begin, values=values)
 
     @torch.no_grad()
     def _give(self, name: str, dtype: torch.dtype) -> Tensor:
         """This rank's shard, when it is updated. Called by the engine, when it gathers."""
         self.updates.wait_for(self._groups_of.get(name, ()))
         self._release(name)
-        return self._shards.give(name, dtype)
+        return self.shards.give(name, dtype)
+
+
+def host_bytes_of(offloaded: OffloadedState) -> int:
+    """What it takes of the host's memory, gradients left out."""
+    return offloaded.store.host_bytes + offloaded.shards.host_bytes
 
 
 def presented(offloaded: OffloadedState) -> Iterator[set[Tensor]]:

@@ -47,7 +47,11 @@ class Record:
 
 
 class Store(Protocol):
-    """The state of a rank's groups. One thread at a time uses it."""
+    """The state of a rank's groups. One thread at a time uses it. `host_bytes`: what it takes of the host's
+    memory, once it is used."""
+
+    @property
+    def host_bytes(self) -> int: ...
 
     def stream(self, order: Sequence[Group], *, fresh: bool = False) -> Iterator[tuple[Group, Parts]]:
         """Every group of the store once, in `order`. What is in the parts when the next group is asked for
@@ -81,6 +85,7 @@ class HostStore:
     def __init__(self, groups: Sequence[Group], *, moments: torch.dtype | None, pinned: bool) -> None:
         self._parts: dict[int, Parts] = {}
         self._whole: dict[str, Parts] = {}
+        self.host_bytes = 0
         sizes = sizes_of(groups)
         for dtype in dict.fromkeys(group.dtype for group in groups):
             own = [group for group in groups if group.dtype == dtype]
@@ -88,6 +93,7 @@ class HostStore:
             flat = [
                 slab(total * kind.itemsize, pinned=pinned).view(kind) for kind in dtypes_of(dtype, moments)
             ]
+            self.host_bytes += sum(one.nbytes for one in flat)
             begin = 0
             for group in own:
                 self._parts[group.index] = Parts(*(one[begin : begin + group.numel] for one in flat))

@@ -177,7 +177,10 @@ class _Holdings:
         self._noted: list[dict[int, int]] = []  # gradients, at each of the optimizer's steps
 
     def parameters(self) -> dict[int, int]:
-        return _storages(self.model.parameters()) if self.model is not None else {}
+        # An optimizer that keeps the masters elsewhere has copies of the shards to be gathered.
+        copies: Iterable[Tensor] = getattr(self.optimizer, "copies", ())
+        own = _storages(self.model.parameters()) if self.model is not None else {}
+        return own | _storages(copies)
 
     def gradients(self) -> dict[int, int]:
         parameters = self.model.parameters() if self.model is not None else []
