@@ -162,40 +162,33 @@ class DriveFile:
 
     def read(self, target: memoryview, offset: int) -> None:
         """Fills `target` from `offset`. Raises DamagedOffloadError where the file ends before."""
-        left = target.cast("B")
-        _require_inside(self, "read", offset=offset, length=left.nbytes)
-        begin, length = offset, left.nbytes
-        while left.nbytes:
-            count = self._attempt(self._read_some, left, offset=offset)
-            left, offset = left[count:], offset + count
-        if not self.direct:
-            _let_go(self._descriptor, begin, length=length)
+        _require_inside(self, "read", offset=offset, length=target.nbytes)
+        self._transfer(self._read_some, target, offset=offset)
 
     def write(self, data: memoryview, offset: int) -> None:
         """All of `data` at `offset`; it must not change until this returns."""
-        left = data.cast("B")
-        _require_inside(self, "written", offset=offset, length=left.nbytes)
-        begin, length = offset, left.nbytes
+        _require_inside(self, "written", offset=offset, length=data.nbytes)
+        self._transfer(self._write_some, data, offset=offset)
+
+    def _transfer(self, some: Callable[[memoryview, int], int], data: memoryview, *, offset: int) -> None:
+        """All of `data`, as often as `some` of it takes."""
+        begin, left = offset, data.cast("B")
         while left.nbytes:
-            count = self._attempt(self._write_some, left, offset=offset)
+            direct = self.direct
+            try:
+                count = some(left, offset)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                if direct and error.errno == errno.EINVAL:  # the file system took the flag, but not this
+                    self._leave_direct()
+                    continue
+                doing = "read" if some == self._read_some else "written"
+                where = f"{format_bytes(left.nbytes)} at offset {offset}"
+                raise os_error(f"{self.path} cannot be {doing}.", error, where=where) from error
             left, offset = left[count:], offset + count
         if not self.direct:
-            _let_go(self._descriptor, begin, length=length)
-
-    def _attempt(self, some: Callable[[memoryview, int], int], part: memoryview, *, offset: int) -> int:
-        """Bytes that were transferred; 0 where to try again."""
-        direct = self.direct
-        try:
-            return some(part, offset)
-        except InterruptedError:
-            return 0
-        except OSError as error:
-            if direct and error.errno == errno.EINVAL:  # the file system took the flag, but not the transfer
-                self._leave_direct()
-                return 0
-            doing = "read" if some == self._read_some else "written"
-            where = f"{format_bytes(part.nbytes)} at offset {offset}"
-            raise os_error(f"{self.path} cannot be {doing}.", error, where=where) from error
+            _let_go(self._descriptor, begin, length=data.nbytes)
 
     def _read_some(self, target: memoryview, offset: int) -> int:
         if not self.direct:

@@ -48,8 +48,8 @@ class OffloadedState:
     """Of one sharded model on one rank. Made while `fullshard.shard` gives it values; see `Keeper` there.
 
     `names`: of the parameters whose state it has, in the order of use: those that are trained and sharded.
-    `engine`: the engine's object of each. `masters`: the master of each, where the engine's shards are the
-    masters; elsewhere they stand for them, and are NaN.
+    `names_of`: the same, by the parameters. `engine`: the engine's object of each. `masters`: the master of
+    each, where the engine's shards are the masters; elsewhere they stand for them, and are NaN.
     `shards`: what the engine gathers. `updates`: what goes on beside training.
     """
 
@@ -60,12 +60,9 @@ class OffloadedState:
         self._groups_of: dict[str, list[int]] = {}
         self._units: dict[str, int] = {}
         self.names: tuple[str, ...] = ()
+        self.names_of: Mapping[Tensor, str] = {}
         self._release: Callable[[str], None] = lambda _name: None
         self._backwards = False
-
-    @property
-    def names_of(self) -> Mapping[Tensor, str]:
-        return {one.sharded_param: name for name, one in self.engine.items()}
 
     # What `fullshard.sharding.apply.Keeper` asks for
 
@@ -83,6 +80,7 @@ class OffloadedState:
                     most = padded_shape(one).numel()
                     held.append(Held(name, numel=own_shape(one).numel(), most=most, dtype=dtype))
         self.names = tuple(self.engine)
+        self.names_of = {one.sharded_param: name for name, one in self.engine.items()}
         self.groups = cut(held, group_parameters=self.settings.group_parameters)
         self._own = tuple(group for group in self.groups if group.segments)
         for group in self._own:

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from fullshard.checkpoint.agreement import everyone, gathered
+from fullshard.checkpoint.agreement import everyone, gathered, rank
 from fullshard.errors import ForeignOffloadError, OffloadError, ShardError
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.offload.directories import leftovers, rank_directory
@@ -93,7 +92,7 @@ def directory_of(plan: Plan, *, rank: int) -> Path:
 def discard_offloaded(plan: Plan, *, unless: bool = False) -> None:
     """Removes what an earlier run has left where this rank's files go. Raises OffloadError."""
     if plan.run.offload.on_disk and not unless:
-        discard(directory_of(plan, rank=_rank()))
+        discard(directory_of(plan, rank=rank()))
 
 
 def let_go(model: nn.Module, *, plan: Plan, finished: bool) -> None:
@@ -112,7 +111,7 @@ def leftovers_of(plan: Plan, *, aside: Path | None) -> Iterator[str]:
 
     Nothing on ranks but the first."""
     section = plan.run.offload
-    if not section.on_disk or _rank() != 0:
+    if not section.on_disk or rank() != 0:
         return
     path = Path(section.path)
     places = [aside / path] if aside is not None and not path.is_absolute() else []
@@ -139,7 +138,7 @@ def _settings(plan: Plan) -> Settings:
 def _shards(  # signature: what is bound, and what `Settings.shards_on_drive` is called with
     plan: Plan, engine: Mapping[str, Any], units: Mapping[str, int]
 ) -> DriveShards:
-    path = directory_of(plan, rank=_rank()) / "parameters.data"
+    path = directory_of(plan, rank=rank()) / "parameters.data"
     return DriveShards(engine, units, path=path, device=_device(plan))
 
 
@@ -156,11 +155,11 @@ def _on_drive(plan: Plan, groups: Sequence[Group]) -> DriveStore:
         size = GroupRecord(group, moments=moments).size_bytes
         records.append(Record(name=str(group.index), offset_bytes=end, length_bytes=size))
         end += size
-    directory = directory_of(plan, rank=_rank())
+    directory = directory_of(plan, rank=rank())
     told = [(g.dtype, [(s.name, s.begin, s.end, s.offset) for s in g.segments]) for g in groups]
     identity = Identity(
         run_id=directory.parent.name,
-        rank=_rank(),
+        rank=rank(),
         world_size=plan.world_size,
         layout=hashlib.sha256(json.dumps([plan.run.offload.moments, told]).encode()).hexdigest()[:32],
     )
@@ -209,7 +208,3 @@ def _gradients(offloaded: OffloadedState) -> Gradients:
     if offloaded.settings.on_gpu:
         return OnHost(offloaded.engine, pinned=True)
     return OnParameters({name: parameter for parameter, name in offloaded.names_of.items()})
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
