@@ -98,7 +98,7 @@ def all_hold(store: Store, order: Sequence[Group], *, time_: int, verify: bool =
 
 @dataclass(frozen=True)
 class Pass:
-    """`kind`: stream, begin anew, look at some of them, one parameter, or commit."""
+    """`kind`: stream, begin anew, read ahead, look at some of them, one parameter, or commit."""
 
     kind: str
     order: tuple[int, ...]
@@ -107,7 +107,7 @@ class Pass:
 PASSES = st.lists(
     st.builds(
         Pass,
-        st.sampled_from(["stream", "stream", "fresh", "look", "verified look", "whole", "commit"]),
+        st.sampled_from(["stream", "stream", "fresh", "ahead", "look", "verified look", "whole", "commit"]),
         st.permutations(range(len(GROUPS))).map(tuple)
         | st.just(tuple(range(len(GROUPS))))
         | st.just(tuple(reversed(range(len(GROUPS))))),
@@ -125,6 +125,8 @@ def run(store: Store, passes: Sequence[Pass]) -> None:
             case "stream" | "fresh":
                 put(store, order, time_=time_, fresh=one.kind == "fresh", before=newest)
                 newest = time_
+            case "ahead":
+                store.read_ahead(order)
             case "commit":
                 if isinstance(store, DriveStore):
                     store.commit(time_, b"beside")
@@ -279,6 +281,38 @@ def test_to_and_fro_reads_three_groups_less(tmp_path: Path) -> None:
             assert counted.read_bytes == sum(sizes) - sum(spared)
             assert counted.written_bytes == sum(sizes)
             store.commit(time_, b"")
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, len(GROUPS)])
+def test_what_comes_first_is_read_before_it_is_asked_for(count: int, tmp_path: Path) -> None:
+    """Three groups, less those that are still there; and what was read ahead is not read again."""
+    groups = GROUPS[:count]
+    sizes = [GroupRecord(group, moments=None).size_bytes for group in groups]
+    ahead = [group.index for group in groups[:3] if group not in groups[-3:]]
+    counted = Counted()
+    with drive_store(tmp_path, groups, system=counted.system()) as store:
+        put(store, groups, time_=1, fresh=True)
+        store.commit(1, b"")
+        store.read_ahead(groups)
+        deadline = time.monotonic() + 20
+        while counted.read_bytes < sum(sizes[index] for index in ahead) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert counted.read_bytes == sum(sizes[index] for index in ahead)
+        put(store, groups, time_=2, before=1)
+        store.settle()
+        assert counted.read_bytes == sum(sizes[index] for index in ahead) + sum(sizes[3:])
+
+
+def test_what_cannot_be_read_ahead_is_told_when_it_is_needed(tmp_path: Path) -> None:
+    drive = Breaking("preadv")
+    with drive_store(tmp_path, system=drive.system()) as store:
+        put(store, GROUPS, time_=1, fresh=True)
+        store.settle()
+        drive.broken = True
+        store.read_ahead(GROUPS)
+        store.settle()
+        with pytest.raises(OffloadError, match="cannot be read"):
+            put(store, GROUPS, time_=2, before=1)
 
 
 # What fails

@@ -3,11 +3,13 @@
 [Note: three slots] One slot is read into, one is in the caller's hands, one is written from. A read waits for
 the write of what its slot held before, in the thread that reads, so that nobody else waits for it. Reads
 and writes have a thread each, and go on beside each other and beside the caller. The slots keep what they
-hold: a pass that begins with the groups that the one before ended with need not read these.
+hold: a pass that begins with the groups that the one before ended with need not read these. Where the next
+one begins elsewhere, its first groups are read as soon as this one is written, while the drive has nothing
+else to do: `read_ahead`.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -26,10 +28,12 @@ SLOTS = 3
 
 @dataclass(eq=False)  # each is itself alone
 class _Slot:
-    """`holds`: the group whose newest state is in `buffer`. `writing`: to the drive, from there."""
+    """`holds`: the group whose newest state is in `buffer`; `meant`: which it will hold once the reads that
+    were asked for are through. `writing`: to the drive, from there."""
 
     buffer: Tensor
     holds: int | None = None
+    meant: int | None = None
     writing: Future[None] | None = None
 
     def bytes(self, record: Record) -> memoryview:
@@ -86,6 +90,13 @@ class DriveStore:
         finally:
             self._verify = False
 
+    def read_ahead(self, order: Sequence[Group]) -> None:
+        soon = {group.index for group in order[:SLOTS]}
+        for slot, group in [(self._slot_for(group, keep=soon), group) for group in order[:SLOTS]]:
+            # What fails is tried again by who needs it, and fails there.
+            self._reader.submit(self._read, slot, group, source=self._newest)
+            self._idle.append(slot)
+
     def whole(self, name: str) -> Parts | None:
         slot = self._newest
         assert slot is not None, "there is state"
@@ -112,8 +123,7 @@ class DriveStore:
     def settle(self) -> None:
         for slot in self._slots:
             if slot.writing is not None:
-                writing, slot.writing = slot.writing, None
-                writing.result()
+                slot.writing.result()
 
     def close(self) -> None:
         self._reader.shutdown(cancel_futures=True)
@@ -152,19 +162,22 @@ class DriveStore:
             for _, slot, reading in ahead:  # the caller has left, or something has failed
                 reading.cancel()
                 wait([reading])
-                slot.holds = None
+                slot.holds = slot.meant = None
                 self._idle.append(slot)
 
-    def _slot_for(self, group: Group) -> _Slot:
-        """The one that holds the group; else the one that has been idle for the longest."""
-        slot = next((one for one in self._idle if one.holds == group.index), None) or self._idle[0]
+    def _slot_for(self, group: Group, *, keep: Collection[int] = ()) -> _Slot:
+        """The one that is meant for the group; else the one that has been idle for the longest, of those that
+        hold none of `keep` if there is one."""
+        mine = (slot for slot in self._idle if slot.meant == group.index)
+        others = (slot for slot in self._idle if slot.meant not in keep)
+        slot = next(mine, None) or next(others, None) or self._idle[0]
         self._idle.remove(slot)
+        slot.meant = group.index
         return slot
 
     def _read(self, slot: _Slot, group: Group, *, source: int | None) -> None:
         if slot.writing is not None:
             slot.writing.result()
-            slot.writing = None
         if slot.holds == group.index:
             return
         slot.holds = None
@@ -182,5 +195,6 @@ class DriveStore:
             self._idle.extend(self._slots)
 
     def _forget(self) -> None:
+        self._reader.submit(lambda: None).result()  # what was read ahead is through
         for slot in self._slots:
-            slot.holds = None
+            slot.holds = slot.meant = None

@@ -110,8 +110,9 @@ class OffloadedState:
         `settle`."""
         self.settle()
         self._release = release
-        order = self._own[::-1] if self._backwards else self._own
+        order = self._order()
         self._backwards = self.settings.alternate and not self._backwards
+        following = self._order()
 
         @torch.no_grad()
         def update() -> None:
@@ -119,6 +120,7 @@ class OffloadedState:
                 function(group, parts)
                 self._publish(group, parts)
                 self.updates.done(group.index)
+            self.store.read_ahead(following)
 
         self.updates.begin(update, groups=(group.index for group in order))
         if self.settings.on_drive is None and not self.settings.on_gpu:
@@ -164,6 +166,10 @@ class OffloadedState:
         """Lets go of the drive, when what goes on is through. Without it that is done with the last
         reference."""
         self._closing()
+
+    def _order(self) -> tuple[Group, ...]:
+        """Of the next update."""
+        return self._own[::-1] if self._backwards else self._own
 
     def _placed(self, name: str, parts: Parts | None) -> dict[str, Tensor]:
         one = self.engine[name]

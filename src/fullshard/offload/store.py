@@ -59,6 +59,10 @@ class Store(Protocol):
         there is not wanted: they begin as zeros in a new store, as anything in another."""
         ...
 
+    def read_ahead(self, order: Sequence[Group]) -> None:
+        """The next `stream` is of this order: its first groups may be read now. Called when one has ended."""
+        ...
+
     def look(self, order: Sequence[Group], *, verify: bool = False) -> Iterator[tuple[Group, Parts]]:
         """The same for some groups, which are not changed. `verify`: held against digests, if there are."""
         ...
@@ -108,6 +112,8 @@ class HostStore:
     def stream(self, order: Sequence[Group], *, fresh: bool = False) -> Iterator[tuple[Group, Parts]]:
         for group in order:
             yield group, self._parts[group.index]
+
+    def read_ahead(self, order: Sequence[Group]) -> None: ...
 
     def look(self, order: Sequence[Group], *, verify: bool = False) -> Iterator[tuple[Group, Parts]]:
         yield from self.stream(order)
