@@ -27,3 +27,9 @@ def test_a_place_that_cannot_be_written_is_an_error(tmp_path: Path, capfd: pytes
     arguments = ["--device", "cpu", "--ranks", "1", "--seconds", "0.1", "--out", str(path)]
     assert main(["calibrate", *arguments]) == 2
     assert "hardware.toml cannot be written" in capfd.readouterr().err
+
+
+def test_a_drive_that_is_not_there_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    arguments = ["--device", "cpu", "--ranks", "1", "--seconds", "0.1", "--out", str(tmp_path / "file.toml")]
+    assert main(["calibrate", *arguments, "--drive", str(tmp_path / "nvme")]) == 2
+    assert "nvme is not a directory" in capfd.readouterr().err

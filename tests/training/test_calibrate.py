@@ -16,7 +16,7 @@ from fullshard.training.calibrate import measure
 def calibrate(seconds: float) -> Calibration:
     assert dist.is_initialized()
     with process_group("cpu") as ranks:
-        return measure(ranks, seconds=seconds)
+        return measure(ranks, seconds=seconds, drive=Path())
 
 
 @pytest.fixture(scope="module")

@@ -29,11 +29,15 @@ def calibrate(
             "--out", metavar="HARDWARE.toml", help="Where to; by default where plan and train look."
         ),
     ] = None,
+    drive: Annotated[
+        Path,
+        typer.Option("--drive", metavar="DIRECTORY", help="On the drive to measure, as offload.path is."),
+    ] = Path(),
     as_json: Annotated[bool, typer.Option("--json", help="All that was found, as JSON.")] = False,
 ) -> None:
     """Measure this machine, or under torchrun or srun the cluster, and write a hardware.toml.
 
-    The rates of matmuls, attention, memory, the optimizer, collectives, copies and the disk, each with all
+    The rates of matmuls, attention, memory, the optimizer, collectives, copies and the drive, each with all
     ranks at work, are what `fullshard plan` and `fullshard train` then reckon with. The default file is
     ~/.config/fullshard/hardware.toml, or what $FULLSHARD_HARDWARE names.
     """
@@ -44,9 +48,11 @@ def calibrate(
 
     path = out or user_hardware_path()
     _require_directory(path)
+    _require_drive(drive)
     with tempfile.TemporaryDirectory(prefix="fullshard-calibrate-") as name:
         directory = Path(name)
-        settings = CalibrationSettings() if seconds is None else CalibrationSettings(seconds=seconds)
+        own = {"drive": str(drive.absolute())} | ({} if seconds is None else {"seconds": seconds})
+        settings = CalibrationSettings.model_validate(own)
         settings.save(directory)
         exit_code = start(_request(directory, ranks=ranks, device=device))
         if exit_code == 0 and os.environ.get("RANK", "0") == "0":
@@ -65,6 +71,15 @@ def _require_directory(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another --out") from error
+
+
+def _require_drive(directory: Path) -> None:
+    from fullshard.errors import SpecError
+
+    if not directory.is_dir():
+        raise SpecError(
+            f"{directory} is not a directory.", got=f"--drive {directory}", fix="one that is on the drive"
+        )
 
 
 def _fitted(found: "Calibration") -> "Calibration":

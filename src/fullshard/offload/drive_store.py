@@ -9,35 +9,20 @@ else to do: `read_ahead`.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from fullshard.offload.generations import Generations
 from fullshard.offload.places import Places
-from fullshard.offload.slabs import bytes_of, slab
+from fullshard.offload.slabs import bytes_of
+from fullshard.offload.slots import Slot, Slots
 from fullshard.offload.store import Parts, Record
 from fullshard.spec.groups import Group
 
 SLOTS = 3
-
-
-@dataclass(eq=False)  # each is itself alone
-class _Slot:
-    """`holds`: the group whose newest state is in `buffer`; `meant`: which it will hold once the reads that
-    were asked for are through. `writing`: to the drive, from there."""
-
-    buffer: Tensor
-    holds: int | None = None
-    meant: int | None = None
-    writing: Future[None] | None = None
-
-    def bytes(self, record: Record) -> memoryview:
-        return bytes_of(self.buffer[: record.size_bytes])
 
 
 class DriveStore:
@@ -55,16 +40,14 @@ class DriveStore:
         self._verify = False
         self._newest: int | None = None  # the file that holds the newest state; None: nothing is there yet
         self._committed = True
-        self._largest = max((one.size_bytes for one in self._records.values()), default=0)
-        self._pinned = pinned
-        self._idle: deque[_Slot] = deque()
-        self._slots: list[_Slot] = []
+        sizes = [one.size_bytes for one in self._records.values()]
+        self._slots = Slots(min(SLOTS, len(sizes)), max(sizes, default=0), pinned=pinned)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-read")
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-write")
 
     @property
     def host_bytes(self) -> int:
-        return sum(slot.buffer.nbytes for slot in self._slots)
+        return self._slots.host_bytes
 
     def start_from(self, file: int) -> None:
         """The state is what the file of this number holds, a whole generation."""
@@ -92,10 +75,10 @@ class DriveStore:
 
     def read_ahead(self, order: Sequence[Group]) -> None:
         soon = {group.index for group in order[:SLOTS]}
-        for slot, group in [(self._slot_for(group, keep=soon), group) for group in order[:SLOTS]]:
+        for slot, group in [(self._slots.take(group.index, keep=soon), group) for group in order[:SLOTS]]:
             # What fails is tried again by who needs it, and fails there.
             self._reader.submit(self._read, slot, group, source=self._newest)
-            self._idle.append(slot)
+            self._slots.give_back(slot)
 
     def whole(self, name: str) -> Parts | None:
         slot = self._newest
@@ -121,9 +104,7 @@ class DriveStore:
         self._committed = True
 
     def settle(self) -> None:
-        for slot in self._slots:
-            if slot.writing is not None:
-                slot.writing.result()
+        self._slots.settle()
 
     def close(self) -> None:
         self._reader.shutdown(cancel_futures=True)
@@ -134,14 +115,13 @@ class DriveStore:
         self, order: Sequence[Group], *, source: int | None, target: int | None
     ) -> Iterator[tuple[Group, Parts]]:
         """See [Note: three slots]."""
-        self._allocate()
         left = deque(order)
-        ahead: deque[tuple[Group, _Slot, Future[None]]] = deque()
+        ahead: deque[tuple[Group, Slot, Future[None]]] = deque()
 
         def read_next() -> None:
             if left:
                 group = left.popleft()
-                slot = self._slot_for(group)
+                slot = self._slots.take(group.index)
                 ahead.append((group, slot, self._reader.submit(self._read, slot, group, source=source)))
 
         for _ in range(SLOTS - 1):
@@ -154,28 +134,18 @@ class DriveStore:
                 ahead.popleft()
                 if target is not None:
                     slot.writing = self._writer.submit(
-                        self.generations.write, str(group.index), slot.bytes(self._records[group.index])
+                        self.generations.write, str(group.index), self._bytes(slot, group)
                     )
-                self._idle.append(slot)
+                self._slots.give_back(slot)
                 read_next()
         finally:
             for _, slot, reading in ahead:  # the caller has left, or something has failed
                 reading.cancel()
                 wait([reading])
-                slot.holds = slot.meant = None
-                self._idle.append(slot)
+                slot.forget()
+                self._slots.give_back(slot)
 
-    def _slot_for(self, group: Group, *, keep: Collection[int] = ()) -> _Slot:
-        """The one that is meant for the group; else the one that has been idle for the longest, of those that
-        hold none of `keep` if there is one."""
-        mine = (slot for slot in self._idle if slot.meant == group.index)
-        others = (slot for slot in self._idle if slot.meant not in keep)
-        slot = next(mine, None) or next(others, None) or self._idle[0]
-        self._idle.remove(slot)
-        slot.meant = group.index
-        return slot
-
-    def _read(self, slot: _Slot, group: Group, *, source: int | None) -> None:
+    def _read(self, slot: Slot, group: Group, *, source: int | None) -> None:
         if slot.writing is not None:
             slot.writing.result()
         if slot.holds == group.index:
@@ -183,18 +153,17 @@ class DriveStore:
         slot.holds = None
         record = self._records[group.index]
         if source is not None:
-            self.generations.read(str(group.index), slot.bytes(record), slot=source, verify=self._verify)
+            self.generations.read(
+                str(group.index), self._bytes(slot, group), slot=source, verify=self._verify
+            )
         else:
             slot.buffer[: record.size_bytes].zero_()
         slot.holds = group.index
 
-    def _allocate(self) -> None:
-        if not self._slots:
-            count = min(SLOTS, max(1, len(self._records)))
-            self._slots = [_Slot(slab(self._largest, pinned=self._pinned)) for _ in range(count)]
-            self._idle.extend(self._slots)
+    def _bytes(self, slot: Slot, group: Group) -> memoryview:
+        return bytes_of(slot.buffer[: self._records[group.index].size_bytes])
 
     def _forget(self) -> None:
         self._reader.submit(lambda: None).result()  # what was read ahead is through
-        for slot in self._slots:
-            slot.holds = slot.meant = None
+        for slot in self._slots.all:
+            slot.forget()

@@ -1,7 +1,6 @@
 """What one rank computes, copies and writes in a second, measured while all ranks do the same."""
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ _ELEMENTS = {
     "cpu": tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22)),
     "cuda": tuple(2**power for power in (12, 15, 18, 20, 22, 24, 26)),
 }
-_COPY_BYTES = _FILE_BYTES = 64 * 1024**2
+_COPY_BYTES = 64 * 1024**2
 _HOST_PARAMETERS, _HOST_UPDATES = 1 << 24, 4  # 256 MiB, far beyond any cache
 _WINDOWS = 8
 _ISSUED = 64  # operations of one chain in `measure_launch`
@@ -228,24 +227,6 @@ def measure_host_copies(meter: Meter, *, seconds: float) -> float | None:
         here.copy_(there, non_blocking=True)
 
     return _rounded(2 * _COPY_BYTES * meter.calls_per_second(work, seconds=seconds))
-
-
-def measure_disk(directory: str = ".") -> float | None:
-    """Bytes/s of writing a file of 64 MiB down to the disk; None where it cannot be written."""
-    data = os.urandom(_FILE_BYTES)
-    mean_over_ranks(0.0)
-    try:
-        with tempfile.TemporaryFile(dir=directory) as file:
-            started = time.perf_counter()
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            rate = _FILE_BYTES / (time.perf_counter() - started)
-    except OSError:
-        rate = 0.0
-    writable = mean_over_ranks(float(rate > 0)) == 1
-    mean = mean_over_ranks(rate)
-    return _rounded(mean) if writable else None
 
 
 def measure_host_adam() -> float:

@@ -35,7 +35,7 @@ def _rows(calibration: Calibration) -> Iterator[tuple[str, str]]:
         yield "host copies", f"{format_count(hardware.host_bytes_per_second)}B/s"
     yield "AdamW on the host", f"{format_count(hardware.adam_per_second)} parameters/s a rank"
     if hardware.disk_bytes_per_second is not None:
-        yield "disk, writing", f"{format_count(hardware.disk_bytes_per_second)}B/s"
+        yield "drive, reading and writing", f"{format_count(hardware.disk_bytes_per_second)}B/s"
     if calibration.step_errors:
         errors = sorted(abs(error) for error in calibration.step_errors)
         middle, worst = errors[len(errors) // 2], errors[-1]

@@ -14,9 +14,11 @@ SETTINGS_NAME, RESULT_NAME = "calibrate.json", "calibration.json"
 
 
 class CalibrationSettings(Value):
-    """`seconds`: about how long to measure, starting the ranks not counted."""
+    """`seconds`: about how long to measure, starting the ranks not counted. `drive`: a directory on the drive
+    to be measured, as every rank finds it."""
 
     seconds: PositiveFloat = 36.0
+    drive: str = "."
 
     def save(self, directory: Path) -> None:
         """Leaves it where every rank's job looks for it."""

@@ -20,7 +20,7 @@ _COMMENTS = {
     "fragmentation": "what the allocator reserves over the peaks of its streams, as a part of them",
     "usable_fraction": "part of memory_bytes that a plan may take",
     "host_bytes_per_second": "device <-> host, one rank while all copy, bytes/s",
-    "disk_bytes_per_second": "one rank while all write, bytes/s",
+    "disk_bytes_per_second": "one rank while all read and write, both together, bytes/s",
     "host_memory_bytes": "one rank's share of the host's, bytes",
     "adam_per_second": "parameters that the host updates for one rank while all do, 1/s",
     "price_per_hour": "of one chip",

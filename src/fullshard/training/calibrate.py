@@ -17,6 +17,7 @@ from fullshard.spec.hardware import ComputeDtype, Curve, Hardware, Link, Rates
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.axis_rates import measure_contention, measure_link, measure_unit
+from fullshard.training.drive_rate import measure_drive
 from fullshard.training.step_overhead import measure_step
 from fullshard.training.step_samples import measure_steps
 
@@ -30,13 +31,14 @@ def run_calibration(run: Run, *, resume: bool, plan: Plan | None, command_starte
     del resume, plan, command_started
     settings = CalibrationSettings.load(Path(run.run.dir))
     with process_group(run.run.device) as ranks:
-        found = measure(ranks, seconds=settings.seconds)
+        found = measure(ranks, seconds=settings.seconds, drive=Path(settings.drive))
         if ranks.rank == 0:
             found.save(Path(run.run.dir))
 
 
-def measure(ranks: Ranks, *, seconds: float) -> Calibration:
-    """Measures this hardware with all ranks at work, in about `seconds`. Collective: every rank calls it."""
+def measure(ranks: Ranks, *, seconds: float, drive: Path) -> Calibration:
+    """Measures this hardware with all ranks at work, in about `seconds`; `drive`: a directory on the one to be
+    measured. Collective: every rank calls it."""
     started = time.monotonic()
     share = seconds / (
         _MATMUL + _ATTENTION + _MEMORY + _OPTIMIZER + _LAUNCH + 2 * _UNIT + _COPIES + _LINKS + _STEPS
@@ -54,7 +56,7 @@ def measure(ranks: Ranks, *, seconds: float) -> Calibration:
         "rates": rates,
         "context_bytes": int(meters.mean_over_ranks(context)),
         "host_bytes_per_second": meters.measure_host_copies(meter, seconds=_COPIES * share),
-        "disk_bytes_per_second": meters.measure_disk(),
+        "disk_bytes_per_second": measure_drive(drive, pieces=max(1, min(16, round(seconds / 2)))),
         "adam_per_second": meters.measure_host_adam(),
         "source": f"fullshard calibrate, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
         **links,

@@ -1,0 +1,77 @@
+"""How fast a drive is as a tier uses it: read and written at once, past the page cache, by all ranks."""
+
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import torch
+
+from fullshard.errors import OffloadError
+from fullshard.offload.drive import DriveFile
+from fullshard.offload.slabs import bytes_of, slab
+from fullshard.profiler.calibrate import mean_over_ranks
+
+_PIECE_BYTES = 16 << 20
+
+
+def measure_drive(directory: Path, *, pieces: int = 16) -> float | None:
+    """Bytes/s, read and written together, of one rank while all do; None where any cannot write there.
+
+    Two files of so many `pieces` of 16 MiB a rank: each is read while the other is written and flushed.
+    Collective.
+    """
+    rate = 0.0
+    with ExitStack() as open_files:
+        try:
+            files = _filled(directory, open_files, pieces=pieces)
+        except (OSError, OffloadError):
+            files = None
+        mean_over_ranks(0.0)  # all begin together
+        if files is not None:
+            with suppress(OffloadError):
+                rate = _rate(*files)
+    everywhere = mean_over_ranks(float(rate > 0)) == 1
+    mean = mean_over_ranks(rate)
+    return float(f"{mean:.3g}") if everywhere else None
+
+
+def _filled(directory: Path, open_files: ExitStack, *, pieces: int) -> tuple[DriveFile, DriveFile]:
+    """Two files of random numbers: a drive may be quicker with zeros, and reads nothing where none are."""
+    name = open_files.enter_context(tempfile.TemporaryDirectory(prefix="fullshard-calibrate-", dir=directory))
+    one, other = (
+        open_files.enter_context(DriveFile.create(Path(name, own), pieces * _PIECE_BYTES))
+        for own in ("one", "other")
+    )
+    for file in (one, other):
+        _write(file, _numbers())
+    return one, other
+
+
+def _rate(one: DriveFile, other: DriveFile) -> float:
+    data, into = _numbers(), bytes_of(slab(_PIECE_BYTES, pinned=False))
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        started = time.perf_counter()
+        for source, target in ((one, other), (other, one)):
+            reading = beside.submit(_read, source, into)
+            _write(target, data)
+            reading.result()
+        return 4 * one.size_bytes / (time.perf_counter() - started)
+
+
+def _numbers() -> memoryview:
+    found = slab(_PIECE_BYTES, pinned=False)
+    found.view(torch.int32).random_()
+    return bytes_of(found)
+
+
+def _write(file: DriveFile, data: memoryview) -> None:
+    for offset in range(0, file.size_bytes, _PIECE_BYTES):
+        file.write(data, offset)
+    file.flush()
+
+
+def _read(file: DriveFile, into: memoryview) -> None:
+    for offset in range(0, file.size_bytes, _PIECE_BYTES):
+        file.read(into, offset)

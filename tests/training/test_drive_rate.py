@@ -1,0 +1,27 @@
+"""A drive's rate: the same on all ranks, and nothing left behind; none where a rank cannot write."""
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fullshard.training.drive_rate import measure_drive
+
+
+def rate_of(directory: Path) -> float | None:
+    return measure_drive(directory, pieces=1)
+
+
+def test_all_ranks_find_the_same_and_leave_nothing(ranks, tmp_path: Path):
+    one, other = ranks(2).run(rate_of, tmp_path)
+    assert one == other
+    assert one > 0
+    assert not list(tmp_path.iterdir())
+
+
+def rate_where_one_has_none(directory: Path) -> float | None:
+    return rate_of(directory if dist.get_rank() == 0 else directory / "missing")
+
+
+def test_there_is_none_where_one_rank_cannot_write(ranks, tmp_path: Path):
+    assert ranks(2).run(rate_where_one_has_none, tmp_path) == [None, None]
+    assert not list(tmp_path.iterdir())
