@@ -26,11 +26,11 @@ from torch import Tensor
 from fullshard.errors import FullshardError
 from fullshard.models.decoder import DecoderModel
 from fullshard.profiler.memory import measure_peak
-from fullshard.sharding.apply import shard
 from fullshard.sharding.mesh import Ranks, process_group
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loss import next_token_loss
+from fullshard.training.offloaded import let_go, shard
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
@@ -79,7 +79,9 @@ def measured(plan: Plan, ranks: Ranks, *, steps: int) -> dict[str, Any]:
         peaks.append(
             {"bytes": peak.bytes, "active": peak.active_bytes, "reserved": peak.reserved_bytes, **parts}
         )
-    return {"memory": min(peaks, key=lambda one: one["bytes"]), "times": [step() for _ in range(steps)]}
+    times = [step() for _ in range(steps)]
+    let_go(model, plan=plan, finished=True)
+    return {"memory": min(peaks, key=lambda one: one["bytes"]), "times": times}
 
 
 def main(path: str, out: str, rounds: str = "1", *, steps: int = 5) -> None:

@@ -23,7 +23,10 @@ from fullshard.offload.generations import Check, Generations
 from fullshard.offload.manifest import Identity, Record, data_path
 from fullshard.offload.store import HostStore, Parts, Store
 from fullshard.offload.store import Record as GroupRecord
+from fullshard.planner.offload import slots_hold
 from fullshard.spec.groups import Group, Held, cut
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
 
 SIZES = [("a", 2500), ("b", 700), ("c", 1), ("d", 3100), ("e", 64), ("f", 1024), ("g", 900)]
 GROUPS = cut([Held(name, size, size, "float32") for name, size in SIZES], group_parameters=1)
@@ -301,6 +304,29 @@ def test_what_comes_first_is_read_before_it_is_asked_for(count: int, tmp_path: P
         put(store, groups, time_=2, before=1)
         store.settle()
         assert counted.read_bytes == sum(sizes[index] for index in ahead) + sum(sizes[3:])
+
+
+@pytest.mark.parametrize("count", range(1, len(GROUPS) + 1))
+@pytest.mark.parametrize("order", ["forward", "alternate"])
+def test_steps_read_what_is_planned(order: str, count: int, tmp_path: Path) -> None:
+    groups, counted = GROUPS[:count], Counted()
+    plan = Plan.from_run(
+        Run.load(overrides=["offload.tier=optimizer:nvme", f"offload.order={order}"]), world_size=2
+    )
+    sizes = [GroupRecord(group, moments=None).size_bytes for group in groups]
+    orders = [groups, groups[::-1] if order == "alternate" else groups] * 2
+    with drive_store(tmp_path, groups, system=counted.system()) as store:
+        put(store, groups[::-1] if order == "alternate" else groups, time_=1, fresh=True)
+        for time_, own in enumerate(orders, start=2):
+            store.commit(time_, b"")
+            store.read_ahead(own)
+            put(store, own, time_=time_, before=time_ - 1)
+        store.settle()
+        each = sum(sizes) - slots_hold(plan, sizes).kept
+        if order == "forward":
+            assert counted.read_bytes == len(orders) * each
+        else:  # groups differ in size, and either end is kept
+            assert counted.read_bytes == 2 * each + 2 * (sum(sizes) - sum(sizes[:3]))
 
 
 def test_what_cannot_be_read_ahead_is_told_when_it_is_needed(tmp_path: Path) -> None:

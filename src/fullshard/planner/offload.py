@@ -27,8 +27,9 @@ with read, update and copy beside each other. So it takes at least
 
 where the drive's rate is that of reads and writes together. Groups are taken in the order of forward, so that
 the next step's forward begins when its first unit is there; each unit's first all-gather waits for its own
-update. (Reversing the order each step would save reading three groups, and cost that overlap.) An update in
-device memory, where that is faster, is not planned.
+update. Reads are ahead of it, see `slots_hold`. (Reversing the order each step saves reading three groups,
+and costs that overlap, which is planned as if it were there.) An update in device memory, where that is
+faster, is not planned.
 """
 
 from collections.abc import Iterable, Sequence
@@ -177,15 +178,36 @@ class Busy(NamedTuple):
     out: int
 
 
-def busy_of(costs: Iterable[tuple[UnitCost, int, int]], *, reductions: int, norm: int) -> Busy:
-    """`costs`: of each unit, with how often it stands in the model and how often it is gathered a step."""
+def busy_of(costs: Iterable[tuple[UnitCost, int, int]], *, reductions: int, norm: int, spared: int) -> Busy:
+    """`costs`: of each unit, with how often it stands in the model and how often it is gathered a step.
+    `spared`: what the drive need not read."""
     disk = update = into = out = 0
     for cost, count, gathers in costs:
         disk += count * cost.update_disk + max(0, gathers - count) * cost.fetch_disk
         update += count * (cost.update + (reductions - 1) * cost.add)
         into += count * cost.back + gathers * cost.fetch
         out += count * reductions * cost.leave
-    return Busy(disk, update + norm, into, out)
+    return Busy(max(0, disk - spared), update + norm, into, out)
+
+
+class Slots(NamedTuple):
+    """Bytes of a step's state that are in the three slots when the update begins: `kept` since the last one,
+    which are not read again; `ahead`: read when that was written. `behind`: which are written last."""
+
+    kept: int = 0
+    ahead: int = 0
+    behind: int = 0
+
+
+def slots_hold(plan: Plan, records: Sequence[int]) -> Slots:
+    """`records`: of each group's state. When a group has been read, two before it may still be written."""
+    section, places = plan.run.offload, range(len(records))
+    if not section.on_disk or not records:
+        return Slots()
+    last = set(places[-_SLOTS:])
+    first = last if section.order == "alternate" else set(places[:_SLOTS])
+    kept, ahead = (sum(records[at] for at in own) for own in (first & last, first - last))
+    return Slots(kept, ahead, sum(records[: _SLOTS - 1]))
 
 
 def records_of(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
@@ -241,7 +263,8 @@ def offload_terms(
         host = _SUM * trained + (0 if shards else segment * compute)
     if section.on_disk:
         host += min(_SLOTS, len(records)) * max(records, default=0) + (_SLOTS * largest if shards else 0)
-        disk, read, written = 2 * (state + _PAYLOAD) + shards, state, state
+        disk, written = 2 * (state + _PAYLOAD) + shards, state
+        read = state - slots_hold(plan, records).kept
         if section.takes_parameters:
             written += trained * compute
             read += sum(size.own_shards * max(0, gathers - count) for size, count, gathers in units)

@@ -24,12 +24,14 @@ from fullshard.planner.activations import activation_terms, moved_of, moves
 from fullshard.planner.links import collective_seconds, shard_group
 from fullshard.planner.offload import (
     Busy,
+    HostRates,
     busy_of,
     gathers_of,
     host_rates,
     norm_ticks,
     offload_terms,
     records_of,
+    slots_hold,
     with_host,
     without_host,
 )
@@ -59,7 +61,9 @@ def step_seconds(  # signature: as `search.predict`
 
 class Units(NamedTuple):
     """The units of a trace on one mesh: their sizes and costs, how often each stands in the model, and ticks
-    of the optimizer's step (`all_reduce`: of it, the sum over ranks; `norm`: of a tier's, on the host)."""
+    of the optimizer's step (`all_reduce`: of it, the sum over ranks; `norm`: of a tier's, on the host).
+    `records`: bytes of each group of a tier's state; `spared`, `ahead`: ticks of the drive that a step saves,
+    and that are behind it when it begins."""
 
     sizes: tuple[UnitBytes, ...]
     costs: tuple[UnitCost, ...]
@@ -67,6 +71,9 @@ class Units(NamedTuple):
     update: int
     all_reduce: int
     norm: int | None = None
+    records: tuple[int, ...] = ()
+    spared: int = 0
+    ahead: int = 0
 
 
 class Demand(NamedTuple):
@@ -116,10 +123,12 @@ class StepTimer:
             streams = self._simulated(plan, trace, units=units)
             return self._terms(plan, streams, units=units, recompute=again)
         slow = self._simulated(plan, trace, units=units)
-        fast = units._replace(costs=tuple(map(without_host, units.costs)), norm=None)
+        fast = units._replace(costs=tuple(map(without_host, units.costs)), norm=None, ahead=0)
         streams = self._simulated(plan, trace, units=fast, moves_nothing=True)
         terms = self._terms(plan, streams, units=units, recompute=again)
-        waits = max(0, slow.compute - streams.compute) / TICKS
+        # However far ahead it reads, the drive has all of its own to do in every step.
+        end = max(slow.compute, _busy(plan, trace, units=units).disk)
+        waits = max(0, end - streams.compute) / TICKS
         longer = terms.model_copy(update={"offload": waits, "stragglers": 0.0})
         return longer.model_copy(update={"stragglers": self.hardware.stragglers * longer.total})
 
@@ -132,9 +141,7 @@ class StepTimer:
         gathers = gathers_of(plan, trace, costs=units.costs, counts=units.counts)
         sizes = zip(units.sizes, units.counts, gathers, strict=True)
         busy = _busy(plan, trace, units=units)
-        return offload_terms(
-            plan, sizes, records=records_of(self.spec, plan), busy=busy, hardware=self.hardware
-        )
+        return offload_terms(plan, sizes, records=units.records, busy=busy, hardware=self.hardware)
 
     def activations(self, plan: Plan) -> ActivationTerms | None:
         """What activations that are saved on the host take; None where none are."""
@@ -145,7 +152,7 @@ class StepTimer:
         return activation_terms(plan, trace.phases, turns=turns, hardware=self.hardware)
 
     def _simulated(self, plan: Plan, trace: Trace, *, units: Units, moves_nothing: bool = False) -> Streams:
-        streams = Streams(serial=self._serial, blocking=1 - self.hardware.overlap)
+        streams = Streams(serial=self._serial, blocking=1 - self.hardware.overlap, disk=-units.ahead)
         policy = Policy(
             prefetch=plan.run.prefetch,
             keeps=plan.reshard_after_forward is False,
@@ -284,12 +291,9 @@ class StepTimer:
         summed = collective_seconds("all_reduce", _SUM_BYTES, group=group, hardware=self.hardware)
         summed *= 2 if plan.run.optimizer.in_backward else 1
         if plan.run.offload.takes_optimizer:
+            units = Units(sizes, costs, counts, 0, ticks(summed))
             rates = host_rates(plan, self.hardware)
-            costs = tuple(
-                with_host(cost, size, plan=plan, rates=rates) for cost, size in zip(costs, sizes, strict=True)
-            )
-            trained = sum(size.trained * count for size, count in zip(sizes, counts, strict=True))
-            return Units(sizes, costs, counts, 0, ticks(summed), norm_ticks(plan, trained, rates=rates))
+            return _with_tier(units, plan, records=records_of(self.spec, plan), rates=rates)
         update = ticks(self._update_seconds(plan, sizes, counts=counts))
         return Units(sizes, costs, counts, update, ticks(summed))
 
@@ -338,6 +342,22 @@ class StepTimer:
         return terms.model_copy(update={"stragglers": self.hardware.stragglers * terms.total})
 
 
+def _with_tier(units: Units, plan: Plan, *, records: tuple[int, ...], rates: HostRates) -> Units:
+    """The same with what the plan's tier adds."""
+    pairs = list(zip(units.sizes, units.counts, strict=True))
+    trained, held = sum(size.trained * count for size, count in pairs), slots_hold(plan, records)
+    return units._replace(
+        costs=tuple(
+            with_host(cost, size, plan=plan, rates=rates)
+            for cost, size in zip(units.costs, units.sizes, strict=True)
+        ),
+        norm=norm_ticks(plan, trained, rates=rates),
+        records=records,
+        spared=ticks(rates.disk * held.kept),
+        ahead=ticks(rates.disk * sum(held)),
+    )
+
+
 def _touched(plan: Plan) -> float:
     """How often the update reads or writes a value of the size of the shards.
 
@@ -364,7 +384,7 @@ def _busy(plan: Plan, trace: Trace, *, units: Units) -> Busy:
     reductions = plan.accumulation if plan.sync_each_microbatch and plan.replicate_degree == 1 else 1
     gathers = gathers_of(plan, trace, costs=units.costs, counts=units.counts)
     each = zip(units.costs, units.counts, gathers, strict=True)
-    return busy_of(each, reductions=reductions, norm=units.norm or 0)
+    return busy_of(each, reductions=reductions, norm=units.norm or 0, spared=units.spared)
 
 
 def _device_ticks(work: Work, *, serial: bool) -> int:
