@@ -1,6 +1,7 @@
 """A save in the background holds the state of the moment it was asked for, and its failure is told."""
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.files import LocalFiles
+from fullshard.checkpoint.load import load
 from fullshard.checkpoint.place import LocalPlace
 from fullshard.checkpoint.stream import ALIGNMENT, LARGE_BYTES, address
 from fullshard.errors import CheckpointError
@@ -141,48 +143,134 @@ def test_a_rank_that_fails_fails_all(ranks, tmp_path):
 
 
 class _Watched:
-    """A file of which large writes are noted: (place in the file, address), in multiples of 4096 and rest."""
+    """A file of which large writes are told, with where they lie in memory, before they are made."""
 
-    def __init__(self, file: Any, seen: list[tuple[int, int]]) -> None:
-        self.file, self.seen, self.position = file, seen, 0
+    def __init__(self, file: Any, tell: Callable[[int], None]) -> None:
+        self.file, self.tell = file, tell
 
     def write(self, data: memoryview) -> int:
         if len(data) >= LARGE_BYTES:
-            self.seen.append((self.position % ALIGNMENT, address(data) % ALIGNMENT))
-        self.position += len(data)
+            self.tell(address(data))
         return self.file.write(data)
 
 
 @dataclass(frozen=True)
 class _WatchedFiles(LocalFiles):
-    seen: list[tuple[int, int]] = field(default_factory=list)
+    tell: Callable[[int], None] = id
 
     @contextmanager
     def create(self, name: str):
         with super().create(name) as file:
-            yield _Watched(file, self.seen)
+            yield _Watched(file, self.tell)
 
 
 @dataclass(frozen=True)
 class _WatchedPlace(LocalPlace):
-    seen: list[tuple[int, int]] = field(default_factory=list)
+    tell: Callable[[int], None] = id
 
     def begin(self, step: int, *, needed_bytes: int):
-        return _WatchedFiles(super().begin(step, needed_bytes=needed_bytes).path, self.seen)
+        return _WatchedFiles(super().begin(step, needed_bytes=needed_bytes).path, tell=self.tell)
 
 
-def large_writes(directory: Path) -> list[tuple[int, int]]:
+def large(step: int) -> Training:
+    """Four large shards, of which one takes two writes."""
     mesh = init_device_mesh("cpu", (1,))
-    shards = {f"model.{n}": torch.full((n, 513), 1.0) for n in (515, 3, 9001, 777)}
-    state = State(1, {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in shards.items()})
-    place = _WatchedPlace(directory)
-    with BackgroundSaver(place) as saver:
-        saver.save(state)
+    whole = {f"model.{n}": torch.full((n, 513), float(step)) for n in (515, 777, 600, 9001)}
+    return Training(step, {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in whole.items()})
+
+
+def places(state: Training) -> set[int]:
+    return {tensor.to_local().data_ptr() for tensor in state.held.values()}
+
+
+def save_well_before_an_update(saver: BackgroundSaver, state: Training) -> None:
+    """Half as long again as the save takes passes before it may come."""
+    began = time.perf_counter()
+    saver.save(state)
+    while not saver.done:
+        time.sleep(0.01)
+    time.sleep((time.perf_counter() - began) / 2)
+
+
+def writes(directory: Path) -> list[tuple[int, int, int]]:
+    """How many of the large writes of each save come from the state itself, of how many, and bytes of copies:
+    of two saves that are through when the update comes, and of two whose updates come at once."""
+    seen: list[int] = []
+    found: list[tuple[int, int, int]] = []
+    with BackgroundSaver(_WatchedPlace(directory, tell=seen.append)) as saver:
+        for step, patient in enumerate((True, True, False, False), 1):
+            state, before = large(step), seen.clear()
+            assert before is None
+            (save_well_before_an_update if patient else BackgroundSaver.save)(saver, state)
+            own = places(state)
+            state.update()
+            saver.wait()
+            found.append((len(own & set(seen)), len(seen), saver.staged_bytes))
+        assert [one.error for one in saver.outcomes()] == [None] * 4
+    return found
+
+
+def test_a_save_is_written_from_the_state_where_the_one_before_was_ahead_of_the_update(ranks, tmp_path):
+    ((first, second, third, fourth),) = ranks(1).run(writes, tmp_path)
+    assert first[:2] == (0, 5)
+    assert second[:2] == (4, 5)  # the fifth is the second of a shard
+    assert third[1] == 5
+    assert fourth[:2] == (0, 5)  # the third was not ahead any more
+    assert first[2] == second[2] == third[2] == fourth[2]  # and no memory but the first one's was taken
+
+
+class _Course:
+    """Of the writing in this process; a place names it, and cannot hold it, for places are sent to ranks."""
+
+    seen: list[int] = []
+    wanted = 0
+    reached = threading.Event()
+
+    @classmethod
+    def tell(cls, where: int) -> None:
+        cls.seen.append(where)
+        if len(cls.seen) == cls.wanted:
+            cls.reached.set()
+            time.sleep(0.1)  # for the update to come, if it does not wait
+
+
+def updated_within(directory: Path, number: int) -> None:
+    """Saves twice; the second one's update comes while its large write `number` is on its way."""
+    _Course.wanted = 5 + number
+    _Course.seen.clear()
+    _Course.reached.clear()
+    with BackgroundSaver(_WatchedPlace(directory, tell=_Course.tell)) as saver:
+        first, second = large(1), large(2)
+        save_well_before_an_update(saver, first)
+        first.update()
+        saver.save(second)
+        assert _Course.reached.wait(20)
+        own = places(second)
+        second.update()
+        saver.wait()
+        assert [one.error for one in saver.outcomes()] == [None, None]
+        assert len(own & set(_Course.seen[5:])) == min(number, 4)
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_an_update_amid_the_writing_changes_nothing_of_it(ranks, tmp_path, number):
+    ranks(1).run(updated_within, tmp_path, number)
+    for step in (1, 2):
+        found = State(0, {f"model.{n}": torch.zeros(n, 513) for n in (515, 777, 600, 9001)})
+        load(found, tmp_path / f"step-0000000{step}")
+        assert_same(found.held, {name: torch.full_like(one, step) for name, one in found.held.items()})
+
+
+def large_writes(directory: Path) -> list[int]:
+    seen: list[int] = []
+    state = large(1)
+    with BackgroundSaver(_WatchedPlace(directory, tell=seen.append)) as saver:
+        saver.save(State(1, state.held))
         saver.wait()
         assert [one.error for one in saver.outcomes()] == [None]
-    return place.seen
+    return [where % ALIGNMENT for where in seen]
 
 
 def test_large_shards_are_written_from_where_they_were_copied_to(ranks, tmp_path):
     (seen,) = ranks(1).run(large_writes, tmp_path)
-    assert seen == [(0, 0)] * 4  # three large shards, one of them of two blocks
+    assert seen == [0] * 5  # four large shards, one of them of two blocks

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fullshard.checkpoint.files import LocalFiles
 from fullshard.checkpoint.pieces import PieceFile, PieceTable, read_part, verify_padding, verify_piece
+from fullshard.checkpoint.shards import LiveShards
 from fullshard.checkpoint.storage import write_shards
 from fullshard.checkpoint.stream import ALIGNMENT, LARGE_BYTES, aligned_memory
 from fullshard.errors import DamagedCheckpointError
@@ -27,22 +28,26 @@ def page_aligned(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor)
 
 
-def written(tensors: dict[str, Tensor], file: Any = None) -> tuple[bytes, PieceTable]:
+def written(
+    tensors: dict[str, Tensor], file: Any = None, *, in_step: bool = False
+) -> tuple[bytes, PieceTable]:
     file = file or io.BytesIO()
-    with PieceFile(file) as pieces:
+    with PieceFile(file, in_step=in_step) as pieces:
         for name, tensor in tensors.items():
             pieces.add(name, tensor, index=(0,) * tensor.ndim)
     return file.getvalue(), pieces.table
 
 
-def test_a_large_tensors_elements_begin_at_a_block_and_others_take_no_padding():
-    tensors = mixed()
-    data, table = written(tensors)
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_large_tensors_elements_begin_a_page_or_lie_as_in_memory_and_others_take_no_padding(in_step: bool):
+    tensors = {name: tensor.contiguous() for name, tensor in mixed().items()}
+    data, table = written(tensors, in_step=in_step)
     end = 0
     for piece in table.pieces:
         padding, begin = piece.offset - end, piece.offset + piece.data_offset
         if tensors[piece.name].nbytes >= LARGE_BYTES:
-            assert begin % ALIGNMENT == 0, piece.name
+            in_page = tensors[piece.name].data_ptr() if in_step else 0
+            assert (begin - in_page) % ALIGNMENT == 0, piece.name
             assert padding < ALIGNMENT
             assert not any(data[end : piece.offset])
         else:
@@ -75,18 +80,35 @@ def test_each_piece_is_what_torch_saves_and_has_its_digests():
         assert torch.equal(found, tensors[piece.name])
 
 
-@pytest.mark.parametrize("move", [torch.clone, page_aligned])
-def test_where_a_tensor_lies_in_memory_changes_no_byte(tmp_path, move):
+def amid_storage(tensor: Tensor) -> Tensor:
+    """With other elements before and behind it in its storage, as an engine's padding."""
+    around = torch.empty(tensor.numel() + 7, dtype=tensor.dtype)
+    return around[3 : 3 + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("move", [torch.clone, page_aligned, amid_storage])
+def test_where_a_tensor_lies_in_memory_changes_nothing_but_padding(tmp_path, move, live: bool):
     """Copied or not: through a stream onto the disk, and into anything else that takes bytes."""
     torch.serialization.set_crc32_options(False)  # as `write_shards` has it
     try:
-        expected, table = written(mixed())
+        data, expected = written(mixed())
     finally:
         torch.serialization.set_crc32_options(True)
     shards = [(name, (0,) * tensor.ndim, move(tensor)) for name, tensor in mixed().items()]
-    write_shards(LocalFiles(tmp_path), "data", shards=shards)
-    assert (tmp_path / "data").read_bytes() == expected
-    assert PieceTable.decoded((tmp_path / "data.pieces").read_bytes(), source="data") == table
+    held = LiveShards({name: one for name, _, one in shards}, copied=lambda _, one: one) if live else None
+    write_shards(LocalFiles(tmp_path), "data", shards=shards, held=held)
+    found = (tmp_path / "data").read_bytes()
+    table = PieceTable.decoded((tmp_path / "data.pieces").read_bytes(), source="data")
+    end = 0
+    for one, piece in zip(expected.pieces, table.pieces, strict=True):
+        assert piece == one.model_copy(update={"offset": piece.offset})
+        assert found[piece.offset :][: piece.length] == data[one.offset :][: one.length]
+        assert 0 <= piece.offset - end < ALIGNMENT
+        assert not any(found[end : piece.offset])
+        end = piece.offset + piece.length
+    assert end == len(found)
+    assert live or found == data
 
 
 @dataclass
@@ -112,7 +134,7 @@ def test_what_the_file_raises_is_why(move, room):
 
 
 def test_a_byte_between_the_pieces_is_held_to_be_zero():
-    data, table = written(mixed())
+    data, table = written({name: page_aligned(tensor) for name, tensor in mixed().items()})
     small, large = table.pieces[:2]
     begin = small.offset + small.length
     assert large.offset > begin

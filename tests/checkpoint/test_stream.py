@@ -46,6 +46,7 @@ def written(path: Path, *, parts: list[int], shift: int = 0) -> bytes:
         [1 << 20] * 40,
         [777_777] * 50,
         [LARGE_BYTES - 1, 1, LARGE_BYTES + 1, 4095, BLOCK_BYTES],
+        [64, BLOCK_BYTES, 1, LARGE_BYTES + 4096, 4095 + LARGE_BYTES, 64],
         [8192, LARGE_BYTES, 100, 3996, BLOCK_BYTES + LARGE_BYTES + 7, 4089, LARGE_BYTES],
         [BLOCK_BYTES - 4096, BLOCK_BYTES + 4096, 5],
     ],
@@ -117,19 +118,27 @@ def own_memory_bytes() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells what a process holds")
-def test_what_is_aligned_is_not_copied(tmp_path: Path) -> None:
+def test_what_lies_in_pages_as_it_will_in_the_file_is_not_copied(tmp_path: Path) -> None:
     if not has_direct_writing(tmp_path):
         pytest.skip("no direct writing on this file system")
     held = {}
-    for shift in (0, 64):
+    for before, shift in (
+        (0, 0),
+        (64, 64),
+        (0, 64),
+        (64, 0),
+    ):  # bytes before, and where in a page the data is
         data = at(shift, DATA[: 2 * BLOCK_BYTES])
-        before = own_memory_bytes()
-        with StreamedFile(tmp_path / f"file-{shift}") as file:
+        began = own_memory_bytes()
+        with StreamedFile(tmp_path / f"file-{before}-{shift}") as file:
+            file.write(bytes(before))
             file.write(data)
-            held[shift] = own_memory_bytes() - before
+            held[before, shift] = own_memory_bytes() - began
             file.finish()
-    assert held[0] < BLOCK_BYTES // 4
-    assert held[64] > BLOCK_BYTES
+        assert (tmp_path / f"file-{before}-{shift}").read_bytes() == bytes(before) + data
+        del file  # its blocks
+    assert max(held[0, 0], held[64, 64]) < BLOCK_BYTES // 4
+    assert min(held[0, 64], held[64, 0]) > BLOCK_BYTES
 
 
 def test_an_address_is_where_it_lies() -> None:

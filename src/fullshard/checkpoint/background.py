@@ -1,8 +1,13 @@
-"""Saving while training goes on: the state is copied aside, and a thread writes the copy.
+"""Saving while training goes on: a thread writes the state, or a copy of it.
 
 [Note: staged before the update] Forward and backward change no parameter and no optimizer state, so these
 are copied while they run. What must not happen is an update before the copy is done: it would tear the
 snapshot in silence. So the copy is waited for in a hook that the optimizer itself calls before each step.
+
+[Note: written from where it lies] A copy costs the processor as much as the rest of the save, and training
+misses it. Where the save before was written when the update came, this one is expected to be, too: shards in
+host memory are then not copied, unless the update comes first ([Note: copied before they change]). To a
+file system alone: what a shard waits for on its way to an object store, the update would wait for.
 
 [Note: not copied at all] State on a drive is read when it is written (`fullshard.offload.on_drive`): to copy
 it would take the memory that it is there to save. The next update leaves it as it is, for it writes another
@@ -33,14 +38,16 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.agreement import Group, distributed, everyone
 from fullshard.checkpoint.nodes import NodeDisks
 from fullshard.checkpoint.pieces import local_shard
-from fullshard.checkpoint.place import Place, place_of
+from fullshard.checkpoint.place import LocalPlace, Place, place_of
 from fullshard.checkpoint.protocol import Checkpointable
 from fullshard.checkpoint.save import Layout, Saving, Snapshot, take_snapshot
+from fullshard.checkpoint.shards import LiveShards, UnchangingShards
 from fullshard.checkpoint.stream import LARGE_BYTES, aligned_memory
 from fullshard.errors import CheckpointError
 from fullshard.spec.plan import Plan
 
 _NICENESS = 10  # of the writing thread; see `_step_back`
+_MARGIN = 1.25  # how much longer than a save an update must have been away, to be expected after it
 
 logger = logging.getLogger("fullshard")
 
@@ -68,7 +75,9 @@ class BackgroundSaver:
     """Saves in the background, one at a time; the context ends when the last save is through.
 
     Collective: every rank makes one, and calls `save` alike. Holds a copy of this rank's shards in host
-    memory (pinned, for those of a GPU), allocated by the first save and used again by the others.
+    memory (pinned, for those of a GPU), allocated by the first save and used again by others. See
+    [Note: written from where it lies] for those that need none. What changes parameters or optimizer state
+    besides the optimizer's step and `load` comes after `wait`.
 
         with BackgroundSaver("checkpoints", keep=2) as saver:
             for step in train(state, plan):
@@ -93,6 +102,8 @@ class BackgroundSaver:
         self._staging = _Staging()
         self._running: Future[Outcome] | None = None
         self._stalled = 0.0
+        self._pace = _Pace()
+        self._on_disk = isinstance(place, LocalPlace | NodeDisks)
         self._outcomes: list[Outcome] = []
 
     def __enter__(self) -> Self:
@@ -122,15 +133,19 @@ class BackgroundSaver:
         started = time.perf_counter()
         self.wait()
         mine = everyone(lambda: take_snapshot(state), doing="taking the state to save")
-        staged = self._staging.begin(mine)
+        self._pace.begin()
+        can_tell = hasattr(state, "before_update")
+        live = can_tell and self._on_disk and self._pace.is_ahead
+        staged = self._staging.begin(mine, live=live)
         settled = threading.Event()
         # A thread for each save: one that has stepped back cannot come forward again to copy.
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running = thread.submit(self._run, staged, settled, started=started)
         thread.shutdown(wait=False)
         self._stalled = time.perf_counter() - started
-        if hasattr(state, "before_update"):
-            updated = cast(Updated, state)
+        if can_tell:
+            updated, pace = cast(Updated, state), self._pace
+            updated.before_update(pace.update_came)
             updated.before_update(lambda: self._settle(settled))
             if self._staging.leaves_some:
                 running = self._running
@@ -162,7 +177,7 @@ class BackgroundSaver:
     def _settle(self, settled: threading.Event) -> None:
         started = time.perf_counter()
         settled.wait()
-        self._staging.order_updates()
+        self._staging.settle()
         self._stalled += time.perf_counter() - started
 
     def _run(self, mine: Snapshot, settled: threading.Event, *, started: float) -> Outcome:
@@ -180,21 +195,48 @@ class BackgroundSaver:
             _step_back()
             self._staging.arrived()
             path = self._saving.run(mine, group=self._group)
+            self._pace.written()
         except CheckpointError as failed:
             error = failed
         except (OSError, RuntimeError) as failed:  # another rank has gone
             error = CheckpointError(
                 f"saving step {mine.step} in the background failed.", got=f"{type(failed).__name__}: {failed}"
             )
+        finally:
+            mine.held.finish()
         return Outcome(mine.step, path, error, time.perf_counter() - started, stalled_seconds=0.0)
 
 
+class _Pace:
+    """Whether a save is through before the next update: as the last one was that both are known of."""
+
+    def __init__(self) -> None:
+        self.is_ahead = False
+        self._began = 0.0
+        self._update: float | None = None
+        self._end: float | None = None
+
+    def begin(self) -> None:
+        """A save begins, and none is running."""
+        if self._update is not None and self._end is not None:
+            self.is_ahead = self._update > _MARGIN * self._end
+        self._began, self._update, self._end = time.perf_counter(), None, None
+
+    def update_came(self) -> None:
+        if self._update is None:
+            self._update = time.perf_counter() - self._began
+
+    def written(self) -> None:
+        self._end = time.perf_counter() - self._began
+
+
 class _Staging:
-    """Copies of this rank's shards, in buffers that are used again."""
+    """This rank's shards while they are saved, and copies of them in buffers that are used again."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
         self._sources: dict[str, Tensor] = {}
+        self._live: LiveShards | None = None
         self._stream: torch.cuda.Stream | None = None
         self.leaves_some = False  # of a snapshot: see [Note: not copied at all]
 
@@ -202,12 +244,16 @@ class _Staging:
     def bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    def begin(self, mine: Snapshot) -> Snapshot:
+    def begin(self, mine: Snapshot, *, live: bool) -> Snapshot:
         """The snapshot to be: small plain tensors (buffers, random states), which forward changes, are copied
-        now; shards are copied by `fill`."""
+        now; shards are copied by `fill`, or, where all are in host memory and `live`, by `settle`."""
         shards = {n: local_shard(t) for n, t in mine.tensors.items() if isinstance(t, DTensor)}
         self._sources = {name: shard for name, shard in shards.items() if not shard.is_meta}
         self.leaves_some = len(self._sources) < len(shards)
+        self._live = None
+        if live and not any(source.is_cuda for source in self._sources.values()):
+            self._live = LiveShards(self._sources, copied=self._copied)
+            self._sources = {}
         if any(source.is_cuda for source in self._sources.values()):
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -215,21 +261,25 @@ class _Staging:
             name: tensor if name in shards else tensor.detach().to("cpu", copy=True)
             for name, tensor in mine.tensors.items()
         }
-        return replace(mine, tensors=tensors)
+        return replace(mine, tensors=tensors, held=self._live or UnchangingShards())
 
     def fill(self, mine: Snapshot) -> None:
         """Copies the shards, and puts the copies into the snapshot."""
         with torch.cuda.stream(self._stream):  # for None it does nothing
             for name, source in self._sources.items():
-                buffer = self._buffers.get(name)
-                if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
-                    buffer = self._buffers[name] = _buffer_for(source)
-                buffer.copy_(source, non_blocking=source.is_cuda)
-                mine.tensors[name] = _as_shard_of(mine.tensors[name], buffer)
+                mine.tensors[name] = _as_shard_of(mine.tensors[name], self._copied(name, source))
         self._sources = {}
 
-    def order_updates(self) -> None:
-        """What the device does from here on comes after the copies."""
+    def _copied(self, name: str, source: Tensor) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+            buffer = self._buffers[name] = _buffer_for(source)
+        return buffer.copy_(source, non_blocking=source.is_cuda)
+
+    def settle(self) -> None:
+        """What the device does from here on comes after the copies; shards in host memory may change."""
+        if self._live is not None:
+            self._live.settle()
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 

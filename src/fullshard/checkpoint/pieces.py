@@ -3,8 +3,9 @@
     __0_0.distcp           piece | piece | …      a piece is one shard of a tensor, as `torch.save` writes it
     __0_0.distcp.pieces    which piece lies where, and a digest of every block of it (JSON)
 
-The elements of a large shard begin at a multiple of 4096 in the file, so that they can be written from where
-they lie: before its piece stand as many zeros as that takes. See [Note: past the page cache].
+The elements of a large shard begin with a page of the file (4096 bytes), or lie in it as they lay in one of
+memory, so that they can be written from there: before its piece stand as many zeros as that takes. See
+[Note: past the page cache].
 
 A digest is XXH3 of 128 bits (https://xxhash.com; it is against chance, not against malice), taken of the
 bytes as they are *meant*, on their way to the disk. Blocks are cut from the start of each piece, so
@@ -86,10 +87,14 @@ class PieceTable(Value):
 
 
 class PieceFile:
-    """A data file on its way to the disk: takes tensors, keeps where they lie and what they digest to."""
+    """A data file on its way to the disk: takes tensors, keeps where they lie and what they digest to.
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    `in_step`: the elements of a large shard lie in the pages of the file as they lay in those of memory, so
+    that they can be written from there; else they begin with a page, which memory of our own does, too.
+    """
+
+    def __init__(self, file: BinaryIO, *, in_step: bool = False) -> None:
+        self._file, self._in_step = file, in_step
         self._position = self._start = self._data_offset = 0
         self._pieces: list[Piece] = []
         self._blocks = _Blocks()
@@ -105,8 +110,7 @@ class PieceFile:
 
     def add(self, name: str, tensor: Tensor, *, index: Sequence[int]) -> Piece:
         """Writes a CPU tensor as `torch.save` does, without the padding that its storage may have."""
-        if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        tensor = _alone(tensor)
         self._start, self._data_offset, self._blocks = self._position, 0, _Blocks()
         self._elements = (tensor.data_ptr(), tensor.nbytes)
         torch.save(tensor, cast(BinaryIO, self))
@@ -131,16 +135,16 @@ class PieceFile:
         if data.nbytes == length > 0 and address(data) == where:
             self._data_offset = len(self._around)
             if data.nbytes >= LARGE_BYTES:
-                self._pad()
+                self._pad(where if self._in_step else 0)
             self._put_around()
             self._put(data.cast("B"))
         else:
             self._around += data
         return data.nbytes
 
-    def _pad(self) -> None:
-        """Has the piece begin where its elements come to lie at a multiple of ALIGNMENT."""
-        padding = -(self._position + self._data_offset) % ALIGNMENT
+    def _pad(self, where: int) -> None:
+        """Has the piece begin where its elements come to lie in a page as `where` does."""
+        padding = (where - self._position - self._data_offset) % ALIGNMENT
         self._file.write(bytes(padding))
         self._position += padding
         self._start = self._position
@@ -151,7 +155,7 @@ class PieceFile:
 
     def _put(self, data: memoryview) -> None:
         parts = [data[begin : begin + BLOCK_BYTES] for begin in range(0, data.nbytes, BLOCK_BYTES)]
-        straight = data.nbytes >= LARGE_BYTES and address(data) % ALIGNMENT == 0
+        straight = data.nbytes >= LARGE_BYTES and (self._in_step or address(data) % ALIGNMENT == 0)
         digested = self._thread.submit(self._blocks.add, data) if straight else None
         for part in parts:
             if digested is None:  # it will be copied: digested right before, it is still in the cache
@@ -167,6 +171,16 @@ class PieceFile:
     @property
     def table(self) -> PieceTable:
         return PieceTable(block_bytes=BLOCK_BYTES, pieces=tuple(self._pieces))
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The same elements as all that a storage holds: in place, where they are without gaps."""
+    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    if tensor.is_contiguous() and tensor.nbytes >= LARGE_BYTES:
+        data = cast(bytearray, tensor.reshape(-1).view(torch.uint8).numpy())
+        return torch.frombuffer(data, dtype=tensor.dtype).view(tensor.shape)
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class _Blocks:

@@ -12,13 +12,14 @@ from fullshard.checkpoint.agreement import rank, world_size
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.manifest import Manifest, SavedFile
 from fullshard.checkpoint.pieces import local_shard
+from fullshard.checkpoint.shards import Shards
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 
-def write(tensors: Mapping[str, Tensor], draft: Files) -> dict[str, SavedFile]:
-    """Writes this rank's shards; returns its files."""
+def write(tensors: Mapping[str, Tensor], draft: Files, *, held: Shards) -> dict[str, SavedFile]:
+    """Writes this rank's shards, read through `held`; returns its files."""
     shards = ((name, (), local_shard(tensor)) for name, tensor in tensors.items())
-    _, written = storage.write_shards(draft, _data_file(rank()), shards=shards)
+    _, written = storage.write_shards(draft, _data_file(rank()), shards=shards, held=held)
     return written
 
 

@@ -10,7 +10,7 @@ import math
 import secrets
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -39,6 +39,7 @@ from fullshard.checkpoint.pieces import digest, local_shard
 from fullshard.checkpoint.place import LocalPlace, Place, location, place_of, prune
 from fullshard.checkpoint.protocol import Checkpointable
 from fullshard.checkpoint.retention import WRITER
+from fullshard.checkpoint.shards import Shards, UnchangingShards
 from fullshard.checkpoint.stream import ALIGNMENT, LARGE_BYTES
 from fullshard.errors import CheckpointError, DamagedCheckpointError, SpecError
 from fullshard.quantities import format_bytes
@@ -86,11 +87,13 @@ def save(
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state to save, as this rank holds it: nothing may change its tensors until they are written."""
+    """A state to save, as this rank holds it: nothing may change its tensors until they are written, unless
+    `held` knows of it, which all numbers are read through."""
 
     step: int
     values: dict[str, JsonValue]
     tensors: dict[str, Tensor]
+    held: Shards = field(default_factory=UnchangingShards)
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ class Saving:
     def run(self, mine: Snapshot, *, group: Group = None) -> Path | str:
         """Writes and commits. Collective, over `group`: the default one, for None. Raises as `save` does."""
         doing = f"saving step {mine.step} to {self.place}"
-        everyone(lambda: _require_numbers(mine.tensors), doing=doing, group=group)
+        everyone(lambda: _require_numbers(mine), doing=doing, group=group)
         needed_bytes = _agreed_bytes(mine, group)
         if isinstance(self.place, NodeDisks):
             return self._run_on_nodes(self.place, mine, doing=doing, group=group)
@@ -200,13 +203,19 @@ class Saving:
         everyone(lambda: _see(draft), doing=doing, group=group)
         metadata: Metadata | None = None
         if self.layout == "ranks":
-            own = everyone(lambda: ranks_layout.write(mine.tensors, draft), doing=doing, group=group)
+            own = everyone(
+                lambda: ranks_layout.write(mine.tensors, draft, held=mine.held), doing=doing, group=group
+            )
         else:
+            every_copy = node is not None
             own, metadata = everyone(
-                lambda: storage.write(mine.tensors, draft, every_copy=node is not None, group=group),
+                lambda: storage.write(
+                    mine.tensors, draft, held=mine.held, every_copy=every_copy, group=group
+                ),
                 doing=doing,
                 group=group,
             )
+        mine.held.finish()
         own = {n: one if n == METADATA else one.model_copy(update={"node": node}) for n, one in own.items()}
         files = {name: file for part in gathered(own, group=group) for name, file in part.items()}
         if self.layout == "ranks":
@@ -263,23 +272,31 @@ def take_snapshot(state: Checkpointable) -> Snapshot:
     return Snapshot(state.step, values, tensors)
 
 
-def _require_numbers(tensors: Mapping[str, Tensor]) -> None:
+def _require_numbers(mine: Snapshot) -> None:
     """Raises CheckpointError for a model that holds NaN: it would push out the last useful checkpoint.
 
     Infinities pass: masks are made of them.
     """
-    shards = {n: local_shard(t) for n, t in tensors.items() if n.startswith(MODEL_PREFIX)}
+    shards = {n: local_shard(t) for n, t in mine.tensors.items() if n.startswith(MODEL_PREFIX)}
     shards = {n: t for n, t in shards.items() if t.dtype in _SUMMED and t.numel()}
-    # A sum is the quickest look at all elements: it is NaN where one is, or where infinities cancel out.
-    sums = {name: shard.sum() for name, shard in shards.items()}
+    sums: dict[str, Tensor] = {}
+    for name, shard in shards.items():
+        # A sum is the quickest look at all elements: it is NaN where one is, or where infinities cancel out.
+        with mine.held.reading(name, shard, last=False) as numbers:
+            sums[name] = numbers.sum()
     for name, total in sums.items():
-        if math.isnan(total.item()) and bool(shards[name].isnan().any()):
+        if math.isnan(total.item()) and _holds_nan(mine, name, shard=shards[name]):
             raise CheckpointError(
                 f"{name} is not saved.",
                 got="NaN in it",
                 why="a run that goes on from it would be lost",
                 fix="an older checkpoint, and a look at the steps before",
             )
+
+
+def _holds_nan(mine: Snapshot, name: str, *, shard: Tensor) -> bool:
+    with mine.held.reading(name, shard, last=False) as numbers:
+        return bool(numbers.isnan().any())
 
 
 def _unsavable(tensor: object) -> str | None:

@@ -35,6 +35,7 @@ from fullshard.checkpoint.pieces import (
     read_part,
     shard_begin,
 )
+from fullshard.checkpoint.shards import Shards, UnchangingShards
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 T = TypeVar("T")
@@ -48,12 +49,15 @@ def data_file(rank: int) -> str:
 class Writer(StorageWriter):
     """Writes this rank's shards into one data file of a draft, and their table beside.
 
+    `held`: see `write_shards`.
     `besides`: tensors of which this rank's shards are written also where DCP has others write the copies.
     `written`: both as the manifest has them, and on rank 0 DCP's metadata.
     """
 
-    def __init__(self, draft: Files, *, besides: Mapping[str, Tensor] | None = None) -> None:
-        self.draft, self.besides = draft, besides or {}
+    def __init__(
+        self, draft: Files, *, held: Shards | None = None, besides: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self.draft, self.held, self.besides = draft, held, besides or {}
         self.attempt = Attempt()
         self.written: dict[str, SavedFile] = {}
         self.metadata: Metadata | None = None
@@ -83,8 +87,8 @@ class Writer(StorageWriter):
                 (*place, planner.resolve_data(item)) for place, item in zip(planned, plan.items, strict=True)
             )
             copies = ((*place, shard) for place, shard in _places(self.besides) if place not in planned)
-            every = cast(Shards, itertools.chain(shards, copies))
-            pieces, self.written = write_shards(self.draft, name, shards=every)
+            every = cast(Placed, itertools.chain(shards, copies))
+            pieces, self.written = write_shards(self.draft, name, shards=every, held=self.held)
             for item, piece in zip(plan.items, pieces, strict=False):
                 info = filesystem._StorageInfo(name, piece.offset, piece.length)  # pyright: ignore[reportPrivateUsage]
                 results.append(WriteResult(index=item.index, size_in_bytes=piece.length, storage_data=info))
@@ -105,7 +109,7 @@ class Writer(StorageWriter):
         return True
 
 
-Shards = Iterable[tuple[str, Sequence[int], Tensor]]
+Placed = Iterable[tuple[str, Sequence[int], Tensor]]
 
 
 def _places(tensors: Mapping[str, Tensor]) -> Iterator[tuple[tuple[str, tuple[int, ...]], Tensor]]:
@@ -114,18 +118,27 @@ def _places(tensors: Mapping[str, Tensor]) -> Iterator[tuple[tuple[str, tuple[in
         yield (name, shard_begin(tensor)), local_shard(tensor)
 
 
-def write_shards(draft: Files, name: str, *, shards: Shards) -> tuple[Sequence[Piece], dict[str, SavedFile]]:
+def write_shards(
+    draft: Files, name: str, *, shards: Placed, held: Shards | None = None
+) -> tuple[Sequence[Piece], dict[str, SavedFile]]:
     """Writes (tensor's name, where the shard begins in it, shard) into the data file `name`, and its table.
 
-    Returns the pieces, in the order of the shards, and what the manifest says of both. No shard, no file.
+    `held`: what the shards are read through, if they may change meanwhile. Returns the pieces, in the order
+    of the shards, and what the manifest says of both. No shard, no file.
     """
+    held = held or UnchangingShards()
     shards = iter(shards)
     some = next(shards, None)
     if some is None:
         return (), {}
-    with draft.create(name) as file, PieceFile(file) as pieces, _without_zip_checksums():
+    with (
+        draft.create(name) as file,
+        PieceFile(file, in_step=held.in_step) as pieces,
+        _without_zip_checksums(),
+    ):
         for tensor_name, index, shard in itertools.chain([some], shards):
-            pieces.add(tensor_name, shard.detach().cpu(), index=index)
+            with held.reading(tensor_name, shard, last=True) as numbers:
+                pieces.add(tensor_name, numbers.detach().cpu(), index=index)
     table = pieces.table
     described = _write_small(draft, f"{name}{SUFFIX}", data=table.model_dump_json().encode())
     return table.pieces, {name: SavedFile(size_bytes=table.size_bytes), f"{name}{SUFFIX}": described}
@@ -236,16 +249,21 @@ class Reader(StorageReader):
 
 
 def write(
-    tensors: Mapping[str, Tensor], draft: Files, *, every_copy: bool = False, group: Group = None
+    tensors: Mapping[str, Tensor],
+    draft: Files,
+    *,
+    held: Shards | None = None,
+    every_copy: bool = False,
+    group: Group = None,
 ) -> tuple[dict[str, SavedFile], Metadata | None]:
     """Writes this rank's part of `tensors` into `draft`. Collective, where ranks are.
 
-    Returns the files that this rank wrote, and on rank 0 DCP's metadata. `every_copy`: also shards that other
-    ranks write too.
+    Returns the files that this rank wrote, and on rank 0 DCP's metadata. `held`: see `write_shards`.
+    `every_copy`: also shards that other ranks write too.
 
     May raise on one rank alone: call it within `everyone`.
     """
-    writer = Writer(draft, besides=tensors if every_copy else None)
+    writer = Writer(draft, held=held, besides=tensors if every_copy else None)
     with _single_process_is_meant():
         dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=not distributed())
     writer.attempt.finish()

@@ -1,7 +1,8 @@
 """A new file, written as fast as its disk takes it and with little work for the processor.
 
-[Note: past the page cache] Bytes go to the disk directly (O_DIRECT): large ones that are aligned, in memory
-and in the file, from where they lie; others from aligned blocks of our own, while the next block is filled.
+[Note: past the page cache] Bytes go to the disk directly (O_DIRECT): pages of memory that come to be pages of
+the file, if they are many, from where they lie; other bytes from aligned blocks of our own, while the next is
+filled.
 The kernel's cache would copy them a second time, in pages that it must find, and write them
 back in threads that compete with training: a gigabyte cost ten times the processor time, and steps beside a
 save were slowed by half. bench/results/2026-11-20-checkpoints.md has the figures. What a file system does
@@ -57,7 +58,7 @@ class StreamedFile:
         left = memoryview(data).cast("B")
         count = left.nbytes
         while left.nbytes:
-            left = left[self._straight(left) or self._copied(left) :]
+            left = left[self._straight(left) or self._copied(left[: self._before_page(left)]) :]
         return count
 
     def finish(self) -> None:
@@ -78,6 +79,14 @@ class StreamedFile:
         self._put([*self._copies(), data[:whole]], self._offset)
         self._offset, self._filled = self._offset + self._filled + whole, 0
         return whole
+
+    def _before_page(self, data: memoryview) -> int:
+        """How many bytes are to be copied so that those behind them can go straight; all, where none can."""
+        end = self._offset + self._filled
+        in_step = (address(data) - end) % ALIGNMENT == 0
+        if not (in_step and data.nbytes >= LARGE_BYTES + ALIGNMENT and self._is_direct):
+            return data.nbytes
+        return -end % ALIGNMENT or data.nbytes
 
     def _copied(self, data: memoryview) -> int:
         """Copies as much of `data` as the block takes. Returns its bytes."""

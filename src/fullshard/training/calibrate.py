@@ -37,8 +37,8 @@ def run_calibration(run: Run, *, resume: bool, plan: Plan | None, command_starte
 
 
 def measure(ranks: Ranks, *, seconds: float, drive: Path) -> Calibration:
-    """Measures this hardware with all ranks at work, in about `seconds`; `drive`: a directory on the one to be
-    measured. Collective: every rank calls it."""
+    """Measures this hardware with all ranks at work, in about `seconds`; `drive`: a directory on the one that
+    is measured. Collective: every rank calls it."""
     started = time.monotonic()
     share = seconds / (
         _MATMUL + _ATTENTION + _MEMORY + _OPTIMIZER + _LAUNCH + 2 * _UNIT + _COPIES + _LINKS + _STEPS

@@ -101,6 +101,7 @@ class TrainState:
 
         Raises CheckpointError if the model's names, shapes or dtypes are others.
         """
+        self.act_before_update()
         tensors: dict[str, Tensor] = dict(self._model_tensors())
         compare_names(tensors, {name: info for name, info in saved.items() if name.startswith("model.")})
         parameters = dict(self.model.named_parameters())
@@ -162,6 +163,7 @@ class TrainState:
 
     def go_back(self, *, at_least: int) -> bool:
         """Takes the newest step that every rank has kept whole, of those from `at_least` on. Collective."""
+        self.act_before_update()
         while self.outside and (step := self.outside.newest_step()) is not None and step >= at_least:
             beside = self.outside.go_back(step)
             if beside is not None:
@@ -179,11 +181,12 @@ class TrainState:
             self.outside.settle()
 
     def before_update(self, act: Callable[[], None]) -> None:
-        """Has `act` called once, before the optimizer's next step: see `fullshard.checkpoint.background`."""
+        """Has `act` called once, before the optimizer's next step, or before a checkpoint is loaded: see
+        `fullshard.checkpoint.background`."""
         self._before_update.append(act)
 
     def act_before_update(self) -> None:
-        """What is to be done before something changes. The optimizer's step calls it."""
+        """What is to be done before something changes. The optimizer's step calls it, and loading."""
         acts, self._before_update = self._before_update, []
         for act in acts:
             act()

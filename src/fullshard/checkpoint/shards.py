@@ -1,0 +1,121 @@
+"""Where the shards of a state are read while it is saved.
+
+[Note: copied before they change] Shards in host memory are written from where they lie: forward and backward
+do not change them. Before something does, `settle` copies what is not yet written, and returns when the
+shard is through that is being written at that moment. So of every shard the bytes of one moment are written,
+and as much is copied, at most, as there is.
+"""
+
+import threading
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+from torch import Tensor
+
+from fullshard.errors import CheckpointError
+
+
+class Shards(Protocol):
+    """What a snapshot's shards are read through. `in_step`: see `pieces.PieceFile`."""
+
+    in_step: bool
+
+    def reading(self, name: str, shard: Tensor, *, last: bool) -> AbstractContextManager[Tensor]:
+        """The numbers of `shard`, which is this rank's of the tensor `name`, unchanged while the context
+        lasts. `last`: it is not read again."""
+        ...
+
+    def finish(self) -> None:
+        """Nothing is read any more."""
+        ...
+
+
+class UnchangingShards:
+    """Shards that nothing changes while they are saved. In malloc's small pages they are written sooner
+    through blocks of large ones than from where they lie (docs/log.md)."""
+
+    in_step = False
+
+    def reading(self, name: str, shard: Tensor, *, last: bool) -> AbstractContextManager[Tensor]:
+        return nullcontext(shard)
+
+    def finish(self) -> None: ...
+
+
+class LiveShards:
+    """Shards that training goes on with. See [Note: copied before they change].
+
+    `copied(name, shard)` makes a copy. One thread reads, and one settles. They are written from where they
+    lie, with no copy on the way, which would take the processor that training wants.
+    """
+
+    in_step = True
+
+    def __init__(self, shards: Mapping[str, Tensor], *, copied: Callable[[str, Tensor], Tensor]) -> None:
+        self._names, self._live = frozenset(shards), dict(shards)
+        self._copied = copied
+        self._copies: dict[str, Tensor] = {}
+        self._lost: dict[str, Exception] = {}  # why a shard could not be copied
+        self._held: set[str] = set()  # read or copied at this moment
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def reading(self, name: str, shard: Tensor, *, last: bool) -> Generator[Tensor]:
+        """Raises CheckpointError for a shard that could not be copied."""
+        with self._changed:
+            self._changed.wait_for(lambda: name not in self._held)
+            if name in self._lost:
+                raise _not_copied(name, self._lost[name])
+            source = self._copies.get(name, self._live.get(name))
+            assert source is not None or name not in self._names, f"{name} is read after the last time"
+            self._held.add(name)
+        try:
+            yield shard if source is None else source
+        finally:
+            with self._changed:
+                if last:
+                    self._live.pop(name, None)
+                    self._copies.pop(name, None)
+                self._release(name)
+
+    def finish(self) -> None:
+        with self._changed:
+            self._live.clear()
+            self._copies.clear()
+
+    def settle(self) -> None:
+        """Returns when the shards may change. From the last one on: the first ones are being written."""
+        for name in reversed(list(self._live)):
+            with self._changed:
+                self._changed.wait_for(lambda name=name: name not in self._held)
+                source = self._live.get(name)
+                if source is None:
+                    continue
+                self._held.add(name)
+            self._copy(name, source)
+
+    def _copy(self, name: str, source: Tensor) -> None:
+        copy: Tensor | None = None
+        try:
+            copy = self._copied(name, source)
+        except (OSError, RuntimeError, MemoryError) as error:  # the save's failure, not that of training
+            self._lost[name] = error
+        with self._changed:
+            if copy is not None and name in self._live:
+                self._copies[name] = copy
+            self._live.pop(name, None)
+            self._release(name)
+
+    def _release(self, name: str) -> None:
+        self._held.discard(name)
+        self._changed.notify_all()
+
+
+def _not_copied(name: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{name} is not saved.",
+        got=f"{type(error).__name__}: {error}",
+        why="it had to be copied before training changed it, and could not be",
+        fix='memory for a copy of the state besides training, or checkpoint.mode = "sync"',
+    )
