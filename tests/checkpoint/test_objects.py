@@ -95,7 +95,7 @@ def asking(environment: dict[str, str], act: Any, *arguments: Any) -> Any:
     return act(*arguments)
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(2, 3), (3, 1)])
+@pytest.mark.parametrize(("saving", "loading"), [(2, 3), pytest.param(3, 1, marks=pytest.mark.long)])
 def test_any_ranks_load_what_others_saved(ranks, server, url, saving, loading):
     saved(url, 2)
     environment = server.environment
@@ -155,7 +155,9 @@ def unfinished_uploads(url: str) -> list[str]:
     return [one["Key"] for one in found.get("Uploads", [])]
 
 
-@pytest.mark.parametrize("act", [die_while_uploading, die_before_commit])
+@pytest.mark.parametrize(
+    "act", [pytest.param(die_while_uploading, marks=pytest.mark.long), die_before_commit]
+)
 def test_a_killed_save_leaves_nothing_that_is_taken_for_a_checkpoint(ranks, server, url, act):
     saved(url, 1)
     before = set(objects(url))

@@ -27,12 +27,22 @@ def dry(plan: Plan, *, rank: int = 0) -> DryRun:
     return dry_run_here(meta_model(plan), plan, loss=next_token_loss, optimizer=build_optimizer, rank=rank)
 
 
+@pytest.fixture(scope="module")
+def of_two() -> DryRun:
+    return dry(plan_of(2))
+
+
 @pytest.mark.parametrize(
     ("n", "accumulation", "overrides"),
     [
         pytest.param(2, 3, ["sharding.strategy=zero1", "recompute.mode=full"], marks=pytest.mark.long),
-        (4, 1, ["sharding.strategy=full_shard", "sharding.reshard_to=2", "precision.mode=bf16_pure"]),
-        pytest.param(2, 1, ["recompute.mode=offload"], marks=pytest.mark.long),
+        pytest.param(
+            4,
+            1,
+            ["sharding.strategy=full_shard", "sharding.reshard_to=2", "precision.mode=bf16_pure"],
+            marks=pytest.mark.long,
+        ),
+        (2, 1, ["recompute.mode=offload"]),
     ],
 )
 def test_each_part_of_the_peak_is_what_real_ranks_hold(ranks, n, accumulation, overrides):
@@ -49,7 +59,7 @@ def test_each_of_uneven_ranks_holds_what_the_real_one_does(ranks):
     assert [dry(plan, rank=rank).peak_bytes for rank in (0, 2)] == pytest.approx(real[::2], rel=0.001)
 
 
-@pytest.mark.parametrize("n", [64, 1024])
+@pytest.mark.parametrize("n", [pytest.param(64, marks=pytest.mark.long), 1024])
 def test_shards_are_the_first_chunk_of_dim_0(n):
     """And AdamW's state twice that, with a step count of 4 bytes for each parameter."""
     plan = plan_of(n, *UNEVEN)
@@ -76,7 +86,11 @@ def test_shards_are_the_first_chunk_of_dim_0(n):
             marks=pytest.mark.long,
         ),
         pytest.param("cuda", [*HYBRID, "precision.mode=bf16"], marks=pytest.mark.long),
-        ("cuda", ["sharding.strategy=zero1", "recompute.mode=selective", "precision.mode=bf16"]),
+        pytest.param(
+            "cuda",
+            ["sharding.strategy=zero1", "recompute.mode=selective", "precision.mode=bf16"],
+            marks=pytest.mark.long,
+        ),
         ("cuda", ["sharding.strategy=full_shard", "recompute.mode=offload", "precision.mode=bf16"]),
     ],
     ids=["prefetch", "hpz", "hybrid", "zero1", "offload"],
@@ -87,12 +101,12 @@ def test_the_closed_form_tells_the_same_at_64_ranks(device, overrides):
     assert told.total == pytest.approx(dry(plan).peak_bytes, rel=0.005)
 
 
-def test_on_cuda_the_allocator_holds_at_least_what_tensors_take():
+def test_on_cuda_the_allocator_holds_at_least_what_tensors_take(of_two: DryRun):
     found = dry(plan_of(8, "precision.mode=bf16").model_copy(update={"device": "cuda"}))
     assert found.reserved_bytes >= found.allocated_bytes >= found.peak_bytes
     # Blocks are rounded to 512 bytes: little, over some hundred tensors.
     assert found.allocated_bytes == pytest.approx(found.peak_bytes, rel=0.02)
-    assert dry(plan_of(8)).reserved_bytes == 0
+    assert of_two.reserved_bytes == 0
 
 
 @pytest.mark.long
@@ -104,8 +118,8 @@ def test_more_microbatches_hold_no_more_where_each_is_reduced():
     assert two.peak_bytes == three.peak_bytes
 
 
+@pytest.mark.usefixtures("of_two")
 def test_it_leaves_no_process_group_and_uses_none():
-    dry(plan_of(2))
     assert not dist.is_initialized()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -128,7 +142,6 @@ def test_what_depends_on_values_is_refused():
     assert not dist.is_initialized()
 
 
-def test_parts_are_the_meters_and_sum_to_the_peak():
-    found = dry(plan_of(2))
-    assert found.peak_bytes == sum(found.parts().values())
-    assert list(found.parts()) == [field.name for field in dataclasses.fields(MemoryParts)]
+def test_parts_are_the_meters_and_sum_to_the_peak(of_two: DryRun):
+    assert of_two.peak_bytes == sum(of_two.parts().values())
+    assert list(of_two.parts()) == [field.name for field in dataclasses.fields(MemoryParts)]

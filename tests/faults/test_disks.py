@@ -60,8 +60,15 @@ def cut_while_training(
     return outcomes
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("right_after_acknowledging", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "right_after_acknowledging"),
+    [
+        ("sync", True),
+        ("async", False),
+        pytest.param("sync", False, marks=pytest.mark.long),
+        pytest.param("async", True, marks=pytest.mark.long),
+    ],
+)
 def test_no_power_cut_loses_a_save(ranks, tmp_path, mode, right_after_acknowledging):
     cut_while_training(
         ranks,
@@ -143,8 +150,17 @@ def disk_fault(ranks: Callable, directory: Path, *, fault: str, mode: Mode) -> t
     return ended, started
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("fault", list(DISK_FAULTS))
+@pytest.mark.parametrize(
+    ("fault", "mode"),
+    [
+        ("full", "async"),
+        ("read-only", "sync"),
+        ("taken away", "async"),
+        pytest.param("full", "sync", marks=pytest.mark.long),
+        pytest.param("read-only", "async", marks=pytest.mark.long),
+        pytest.param("taken away", "sync", marks=pytest.mark.long),
+    ],
+)
 def test_a_disk_that_refuses_is_a_clear_error_and_loses_nothing(ranks, tmp_path, fault, mode):
     ended, started = disk_fault(ranks, tmp_path, fault=fault, mode=mode)
     assert DISK_FAULTS[fault][2] in ended or (fault == "taken away" and ended == "went on")

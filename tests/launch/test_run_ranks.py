@@ -136,6 +136,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(start: Start, tmp_path: Path
     assert not left
 
 
+@pytest.mark.long  # tests/test_train_command.py has a whole run of it
 def test_under_torchrun_the_command_takes_the_ranks_that_it_is_given(start: Start, tmp_path: Path) -> None:
     by = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
     process = start("describe", by=by, OMP_NUM_THREADS="3")

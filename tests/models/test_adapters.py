@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -57,6 +56,7 @@ def sharded_steps(run: Run) -> tuple[list[float], dict[str, Tensor]]:
 
 def steps_of_peft(run: Run, targets: list[str]) -> tuple[list[float], dict[str, Tensor]]:
     """peft's own model on the same values, one process, torch's optimizer and clipping."""
+    peft = pytest.importorskip("peft")  # takes seconds, wherever tests are collected
     ours = materialize(build_model(run), seed=run.run.seed)
     base = materialize(build_model(run.model_copy(update={"adapter": Run().adapter})), seed=run.run.seed)
     turned = type(base.get_submodule(targets[0])).__name__ == "Conv1D"

@@ -59,7 +59,8 @@ def check_terms(plan, parts_of_ranks) -> None:
 @pytest.mark.parametrize(
     ("strategy", "precision"),
     [
-        *[("zero1", "bf16"), ("full_shard", "bf16"), ("hybrid_shard", "bf16")],
+        *[("full_shard", "bf16"), ("hybrid_shard", "bf16")],
+        pytest.param("zero1", "bf16", marks=pytest.mark.long),
         pytest.param("no_shard", "bf16", marks=pytest.mark.long),
         pytest.param("shard_grad_op", "fp32", marks=pytest.mark.long),
         pytest.param("hpz", "bf16", marks=pytest.mark.long),
@@ -117,7 +118,7 @@ IN_BACKWARD = ["optimizer.in_backward=true", "optimizer.clip_norm=0"]
     ("strategy", "precision", "more"),
     [
         ("full_shard", "bf16", ()),
-        ("hybrid_shard", "bf16_pure", ()),
+        pytest.param("hybrid_shard", "bf16_pure", (), marks=pytest.mark.long),
         pytest.param("no_shard", "fp32", (), marks=pytest.mark.long),
         pytest.param("no_shard", "bf16_pure", (), marks=pytest.mark.long),
         pytest.param("zero1", "bf16_pure", (), marks=pytest.mark.long),

@@ -28,6 +28,8 @@ PRELOADED = [
     "fullshard.checkpoint.background",
     "fullshard.training.loop",
     "fullshard.training.optimizer",
+    "hypothesis",
+    "pytest",
 ]
 
 

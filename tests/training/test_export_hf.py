@@ -81,7 +81,7 @@ def decoder_logits(directory: Path, *settings: str) -> Tensor:
         return model(torch.arange(24).reshape(2, 12))
 
 
-@pytest.mark.parametrize("tied", ["true", "false"])
+@pytest.mark.parametrize("tied", ["true", pytest.param("false", marks=pytest.mark.long)])
 def test_the_reference_decoder_is_a_llama(ranks, tmp_path, tied):
     transformers = pytest.importorskip("transformers")
     sizes = (

@@ -77,10 +77,8 @@ HYBRID = ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2")
 UNSHARDED = 'sharding.units.overrides=[{match="layers.1", strategy="no_shard"}]'
 SAME = [
     (1, Tied, ()),
-    (2, Tied, ("sharding.strategy=shard_grad_op",)),
     (2, Mixed, ("sharding.strategy=no_shard", "optimizer.name=sgd", "optimizer.momentum=0.5")),
     (3, Mixed, ("precision.mode=bf16", "recompute.mode=full")),
-    (3, Tied, ("precision.mode=bf16_pure",)),
     (3, Mixed, (UNSHARDED, "optimizer.name=torch.optim.NAdam")),
     (2, Twice, ()),
     (4, Tied, (*HYBRID, "precision.mode=bf16_reduce", "prefetch.mode=explicit", "survival.fingerprint=all")),

@@ -89,9 +89,20 @@ def after_loading(tier: str, directory: str, at: int, layout: Any, *more: str) -
     return bits
 
 
-@pytest.mark.parametrize("tier", TIERS)
+BEFORE, AMID = (0, "sharded"), (3, "ranks", "offload.moments=bf16", "offload.order=alternate")
+QUICK = [("optimizer:cpu", BEFORE), ("params+optimizer:cpu", AMID)]
+QUICK += [("optimizer:nvme", AMID), ("params+optimizer:nvme", BEFORE)]
+
+
 @pytest.mark.parametrize(
-    "more", [(0, "sharded"), (3, "ranks", "offload.moments=bf16", "offload.order=alternate")], ids=["0", "3"]
+    ("tier", "more"),
+    [
+        pytest.param(
+            tier, more, id=f"{tier}, {more[0]}", marks=[] if (tier, more) in QUICK else pytest.mark.long
+        )
+        for tier in TIERS
+        for more in (BEFORE, AMID)
+    ],
 )
 def test_a_state_that_loads_goes_on_as_the_one_that_saved(
     tier: str, more: tuple[Any, ...], ranks: Callable[..., Any], tmp_path: Path
@@ -111,10 +122,12 @@ def exported(tier: str, directory: str) -> Bits:
     return whole_of(state)
 
 
-def test_an_export_is_that_of_a_state_without_a_tier(ranks: Callable[..., Any], tmp_path: Path) -> None:
-    tiers = ("none", *TIERS)
-    whole = [ranks(2).run(exported, tier, str(tmp_path))[0] for tier in tiers]
-    files = [load_file(tmp_path / tier / "model.safetensors") for tier in tiers]
+@pytest.mark.parametrize("tiers", [TIERS[-1:], pytest.param(TIERS[:-1], marks=pytest.mark.long)])
+def test_an_export_is_that_of_a_state_without_a_tier(
+    tiers: tuple[str, ...], ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    whole = [ranks(2).run(exported, tier, str(tmp_path))[0] for tier in ("none", *tiers)]
+    files = [load_file(tmp_path / tier / "model.safetensors") for tier in ("none", *tiers)]
     for found, file in zip(whole, files, strict=True):
         assert same_bits(found, whole[0])
         assert same_bits(file, files[0])

@@ -154,7 +154,7 @@ def test_a_run_that_was_not_asked_to_go_on_begins_anew(ranks: Callable[..., Any]
     assert check(2, ranks, tmp_path) == 2
 
 
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), pytest.param(2, 1, marks=pytest.mark.long)])
 def test_files_of_another_number_of_ranks_make_room(
     before: int, after: int, ranks: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -226,19 +226,28 @@ def check(case: dict[str, Any], ranks: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.long if i % 2 else ()) for i, case in enumerate(pairwise())],
+    [
+        pytest.param(case, marks=() if i % 6 in (0, 2) else pytest.mark.long)
+        for i, case in enumerate(pairwise())
+    ],
     ids=name_of,
 )
 def test_sharded_run_equals_unsharded_run(case: dict[str, Any], ranks: Callable[..., Any]) -> None:
     check(case, ranks)
 
 
+WITHIN = ("prefetch", "units")  # thousands of tests would cost seconds wherever tests are collected
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("case", list(all_cases()), ids=name_of)
+@pytest.mark.parametrize(
+    "case", [case for case in all_cases() if all(case[axis] == AXES[axis][0] for axis in WITHIN)], ids=name_of
+)
 def test_sharded_run_equals_unsharded_run_in_the_full_cross(
     case: dict[str, Any], ranks: Callable[..., Any]
 ) -> None:
-    check(case, ranks)
+    for values in itertools.product(*(AXES[axis] for axis in WITHIN)):
+        check(case | dict(zip(WITHIN, values, strict=True)), ranks)
 
 
 @pytest.mark.long
