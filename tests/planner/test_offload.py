@@ -1,6 +1,7 @@
 """Tiers: what they free on the device, and what a step then waits for."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +23,7 @@ from tests.fakes.hardware import cpu_of, hardware_of
 from tests.fakes.specs import LLAMA_8B, Shape, decoder_spec, run_for
 from tests.planner.test_search import prediction_of
 
+SMALL = Shape(layers=5, d_model=512, d_ff=1024, vocabulary=4096, sequence=256)
 STRATEGIES = (
     ("sharding.strategy=full_shard",),
     ("sharding.strategy=full_shard", "sharding.reshard_to=2"),
@@ -44,8 +46,12 @@ def with_host(hardware: Hardware, *, copy: float = 5e10, disk: float = 3e9, adam
     return hardware.model_copy(update=dict(zip(RATES, (copy, disk, adam), strict=True)))
 
 
-def tiered(plan: Plan, tier: Tier) -> Plan:
-    offload = plan.run.offload.model_copy(update={"tier": tier})
+Where = Literal["host", "device"]
+UPDATES: st.SearchStrategy[Where] = st.sampled_from(["host", "device"])
+
+
+def tiered(plan: Plan, tier: Tier, update: Where = "host") -> Plan:
+    offload = plan.run.offload.model_copy(update={"tier": tier, "update": update})
     return plan.model_copy(update={"run": plan.run.model_copy(update={"offload": offload})})
 
 
@@ -74,14 +80,16 @@ def offload_of(plan: Plan, hardware: Hardware, shape: Shape) -> OffloadTerms:
 @given(st.data())
 def test_no_tier_needs_more_of_the_device_than_none(data: st.DataObject):
     shape = data.draw(SHAPES)
-    plan, spec = data.draw(plans(shape)), decoder_spec(shape)
-    none, *others = (peak_bytes(spec, tiered(plan, tier)) for tier in TIERS)
+    plan, spec, update = data.draw(plans(shape)), decoder_spec(shape), data.draw(UPDATES)
+    none, *others = (peak_bytes(spec, tiered(plan, tier, update)) for tier in TIERS)
     assert max(one.total for one in others) <= none.total
     assert max(sum(one.stream_pools) for one in others) <= sum(none.stream_pools)  # what is reserved
     # Units whose shards are read in are gathered from copies: beside those in flight it is never more.
     optimizer, parameters = (
         terms.total - terms.units_in_flight
-        for terms in (peak_bytes(spec, tiered(plan, t)) for t in ("optimizer:cpu", "params+optimizer:cpu"))
+        for terms in (
+            peak_bytes(spec, tiered(plan, t, update)) for t in ("optimizer:cpu", "params+optimizer:cpu")
+        )
     )
     assert parameters <= optimizer
 
@@ -90,7 +98,7 @@ def test_no_tier_needs_more_of_the_device_than_none(data: st.DataObject):
 @given(st.data())
 def test_a_slower_host_or_drive_is_never_a_shorter_step(data: st.DataObject):
     shape, tier = data.draw(SHAPES), data.draw(st.sampled_from(TIERS[1:]))
-    plan, part = tiered(data.draw(plans(shape)), tier), data.draw(st.floats(0.001, 1.0))
+    plan, part = tiered(data.draw(plans(shape)), tier, data.draw(UPDATES)), data.draw(st.floats(0.001, 1.0))
     hardware = with_host(hardware_of(1, 8, scale=data.draw(st.sampled_from([0.01, 1.0]))))
     name, spec = data.draw(st.sampled_from(RATES)), decoder_spec(shape)
     slower = hardware.model_copy(update={name: getattr(hardware, name) * part})
@@ -106,7 +114,11 @@ def test_a_step_is_no_shorter_than_drive_update_and_copies_take(data: st.DataObj
     hardware = with_host(hardware_of(1, 8), disk=data.draw(st.sampled_from([1e7, 1e9, 1e12])))
     device = data.draw(st.sampled_from(["cuda", "cpu"]))
     hardware = hardware.model_copy(update={"device": device})
-    plan, timer = tiered(data.draw(plans(shape)), tier), StepTimer(decoder_spec(shape), hardware)
+    hardware = hardware.model_copy(
+        update={"host_bytes_per_second": data.draw(st.sampled_from([1e8, 5e10, 1e13]))}
+    )
+    plan = tiered(data.draw(plans(shape)), tier, data.draw(UPDATES))
+    timer = StepTimer(decoder_spec(shape), hardware)
     terms, total = offload_of(plan, hardware, shape), timer.seconds(plan).total
     assert max(terms.disk_seconds, terms.update_seconds, terms.copy_seconds) <= total * (1 + 1e-9)
     bound = timer.least_seconds(
@@ -121,7 +133,7 @@ def test_skipping_what_repeats_gives_what_walking_gives_with_tiers(data: st.Data
     shape, tier = data.draw(SHAPES), data.draw(st.sampled_from(TIERS[1:]))
     hardware = with_host(hardware_of(1, 8), disk=data.draw(st.sampled_from([1e8, 1e10])))
     hardware = hardware.model_copy(update={"device": data.draw(st.sampled_from(["cuda", "cpu"]))})
-    plan = tiered(data.draw(plans(shape)), tier)
+    plan = tiered(data.draw(plans(shape)), tier, data.draw(UPDATES))
     whole = decoder_spec(replace(shape, compressed=False))
     skipped = StepTimer(decoder_spec(shape), hardware).seconds(plan)
     assert skipped == StepTimer(whole, hardware, skips=False).seconds(plan)
@@ -132,7 +144,7 @@ def test_skipping_what_repeats_gives_what_walking_gives_with_tiers(data: st.Data
 @given(st.data())
 def test_the_bound_on_memory_holds_with_tiers(data: st.DataObject):
     shape, tier = data.draw(SHAPES), data.draw(st.sampled_from(TIERS[1:]))
-    plan, spec = tiered(data.draw(plans(shape)), tier), decoder_spec(shape)
+    plan, spec = tiered(data.draw(plans(shape)), tier, data.draw(UPDATES)), decoder_spec(shape)
     habits = Habits(
         accumulates=plan.accumulation > 1,
         syncs=plan.sync_each_microbatch,
@@ -182,6 +194,49 @@ def test_a_drive_that_binds_reads_and_writes_twelve_bytes_a_parameter():
     assert terms.disk_seconds < total < 1.2 * terms.disk_seconds
 
 
+def test_an_update_on_the_device_is_copies_and_two_pieces_of_its_memory():
+    """In go state, gradients, and what was updated in the dtype computed in: 12 + 4 + 2 bytes a parameter."""
+    hardware, spec = with_host(hardware_of(1, 8), copy=1e10), decoder_spec(LLAMA_8B)
+    p = spec.numel / 8
+    for moments, state in (("fp32", 12), ("bf16", 8)):
+        plan = plan_8b("optimizer:cpu", "offload.update=device", f"offload.moments={moments}")
+        terms = offload_of(plan, hardware, LLAMA_8B)
+        assert terms.binds == "copies"
+        assert terms.copy_seconds == pytest.approx((state + 4 + 2) * p / 1e10, rel=1e-3)
+        # One of 64 million parameters is cut in sixteen, whole vectors each.
+        piece = 64_000_000 // 1024 * 1024 // 16 // 1024 * 1024
+        rounding = 31 * piece if moments == "bf16" else 0
+        assert peak_bytes(spec, plan).optimizer_state == 2 * (state + 4) * piece + rounding
+    host, device = (
+        offload_of(plan_8b("optimizer:cpu", f"offload.update={where}"), hardware, LLAMA_8B)
+        for where in ("host", "device")
+    )
+    assert device.update_seconds < host.update_seconds
+    assert (device.host_bytes, device.disk_bytes) == (host.host_bytes, host.disk_bytes)
+
+
+@pytest.mark.parametrize("tier", ["params+optimizer:cpu", "optimizer:nvme"])
+def test_what_is_updated_where_it_is_faster(tier: Tier):
+    """16 bytes a parameter at 5e10 a second are 3.1e9 parameters a second, without the update itself."""
+    spec, run = decoder_spec(LLAMA_8B), run_for(LLAMA_8B, "train.global_batch=8", f"offload.tier={tier}")
+    for adam, expected in ((5e8, "device"), (2.5e9, "device"), (3.5e9, "host"), (1e11, "host")):
+        hardware = with_host(hardware_of(1, 8), adam=adam, disk=1e12)
+        found = plan_best(spec, hardware, run)
+        assert found.run.offload.update == expected
+        other = found.run.offload.model_copy(update={"update": "host" if expected == "device" else "device"})
+        slower = found.model_copy(update={"run": found.run.model_copy(update={"offload": other})})
+        if adam in (5e8, 1e11):
+            assert prediction_of(found).time.total < step_seconds(spec, slower, hardware).total
+        pinned = run_for(LLAMA_8B, "train.global_batch=8", f"offload.tier={tier}", "offload.update=host")
+        assert plan_best(spec, hardware, pinned).run.offload.update == "host"
+
+
+def test_without_a_gpu_the_host_updates():
+    spec, run = decoder_spec(SMALL), run_for(SMALL, "train.global_batch=8", "offload.tier=optimizer:cpu")
+    assert plan_best(spec, with_host(cpu_of(4), adam=1.0), run).run.offload.update == "host"
+    assert Plan.laid_out(run, world_size=4, device="cuda").run.offload.update == "host"
+
+
 def test_a_host_without_limits_costs_nothing_but_the_devices_own_update():
     endless = with_host(hardware_of(1, 8), copy=1e30, disk=1e30, adam=1e30)
     spec = decoder_spec(LLAMA_8B)
@@ -192,9 +247,6 @@ def test_a_host_without_limits_costs_nothing_but_the_devices_own_update():
     # Shards are in the dtype computed in, and need no cast.
     assert tier.total <= none.total
     assert tier.compute == none.compute
-
-
-SMALL = Shape(layers=5, d_model=512, d_ff=1024, vocabulary=4096, sequence=256)
 
 
 @settings(max_examples=4, deadline=None)

@@ -11,15 +11,33 @@ from fullshard.training.loss import next_token_loss
 from tests.fakes.hardware import cpu_of
 from tests.planner.measured import measured, meta_model, plan_of
 
+QUICK = {
+    ("optimizer:cpu", "fp32", "host"),
+    ("optimizer:cpu", "bf16", "device"),
+    ("params+optimizer:nvme", "bf16", "host"),
+}
 
-@pytest.mark.parametrize("tier", TIERS[1:])
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
-def test_bytes_of_a_tier_are_as_planned(ranks, tier: str, precision: str, tmp_path: Path):
+
+@pytest.mark.parametrize(
+    ("tier", "precision", "update"),
+    [
+        pytest.param(
+            tier, precision, update, marks=[] if (tier, precision, update) in QUICK else pytest.mark.long
+        )
+        for tier in TIERS[1:]
+        for precision in ("fp32", "bf16")
+        for update in ("host", "device")
+    ],
+)
+def test_bytes_of_a_tier_are_as_planned(  # signature: pytest's
+    ranks, tier: str, precision: str, update: str, tmp_path: Path
+):
     plan = plan_of(
         2,
         "sharding.strategy=full_shard",
         f"precision.mode={precision}",
         f"offload.tier={tier}",
+        f"offload.update={update}",
         "offload.group_parameters=100000",
         f"run.dir={tmp_path}",
     )

@@ -136,16 +136,17 @@ HYBRID = ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2")
 FEWER = ("sharding.strategy=full_shard", "sharding.reshard_to=2")
 EACH, LAST = "train.accumulate_sync=each", "train.accumulate_sync=last"
 PURE = "precision.mode=bf16_pure"
+ON_DEVICE = "offload.update=device"
 SAMPLE = {
     1: [Case("odd", ("offload.order=alternate", "train.microbatch=6", LAST))],
     2: [
         Case("odd", ("precision.mode=bf16", "sharding.strategy=shard_grad_op", "train.microbatch=3", LAST)),
-        Case("spoilt", ("precision.mode=bf16_reduce", "offload.paranoid=true")),
-        Case("regression", ("sharding.strategy=no_shard", "recompute.mode=full")),
+        Case("spoilt", ("precision.mode=bf16_reduce", "offload.paranoid=true", ON_DEVICE), WHOLE),
+        Case("regression", ("sharding.strategy=no_shard", "recompute.mode=full", ON_DEVICE)),
     ],
     3: [
         Case("odd", (PURE, "offload.order=alternate"), WHOLE),
-        Case("odd", ("sharding.strategy=zero1", "train.microbatch=2", EACH)),
+        Case("odd", ("sharding.strategy=zero1", "train.microbatch=2", EACH, ON_DEVICE), WHOLE),
     ],
     4: [
         Case("odd", ("precision.mode=bf16", "offload.order=alternate", *FEWER)),
@@ -154,7 +155,7 @@ SAMPLE = {
 }
 
 
-FEW_STEPS = "train.steps=8"
+FEW_STEPS = "train.steps=5"
 
 
 @pytest.mark.parametrize("n", SAMPLE)

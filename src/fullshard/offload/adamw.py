@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.offload.gradients import Gradients
+from fullshard.offload.on_device import OnDevice, Piece
 from fullshard.offload.rounding import AdamOptions, adamw_rounded, round_stochastically, shard_index
 from fullshard.offload.shards import Copies
 from fullshard.offload.state import OffloadedState
@@ -31,7 +32,7 @@ class _Job:
 
 
 class StreamingAdamW(torch.optim.Optimizer):
-    """AdamW with decoupled decay (arXiv:1711.05101), fused on the CPU; bit for bit `torch.optim.AdamW`.
+    """AdamW with decoupled decay (arXiv:1711.05101), fused; bit for bit `torch.optim.AdamW`.
 
     `offloaded` has the masters and moments, `gradients` what they are updated with; parameters that it does
     not have (scalars) are updated where they are. `step` may return before all is updated: what is gathered
@@ -39,7 +40,9 @@ class StreamingAdamW(torch.optim.Optimizer):
     does.
 
     Masters in bf16 are rounded at random from `seed`, as `fullshard.training.stochastic` does, and so are
-    bf16 moments of fp32 masters.
+    bf16 moments of fp32 masters. `on_device`: what state passes through to be updated in the device's memory;
+    None: the host updates it where it is. What is drawn to round by depends on where groups, and pieces of
+    them there, begin in a parameter.
     """
 
     def __init__(
@@ -50,10 +53,12 @@ class StreamingAdamW(torch.optim.Optimizer):
         gradients: Gradients,
         defaults: AdamOptions,
         seed: int = 0,
+        on_device: OnDevice | None = None,
     ) -> None:
         lr, *betas, eps, decay = defaults
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": decay})
         self.offloaded, self.gradients, self.seed, self.gradient_factor = offloaded, gradients, seed, 1.0
+        self._on_device = on_device
 
     @property
     def saved_as(self) -> str:
@@ -66,6 +71,11 @@ class StreamingAdamW(torch.optim.Optimizer):
         """Of the shards, on the device, where the masters are not."""
         shards = self.offloaded.shards
         return shards.tensors.values() if isinstance(shards, Copies) else ()
+
+    @property
+    def passing(self) -> Iterable[Tensor]:
+        """The device's memory that state passes through."""
+        return self._on_device.buffers if self._on_device is not None else ()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -94,7 +104,10 @@ class StreamingAdamW(torch.optim.Optimizer):
         def release(name: str) -> None:
             jobs.pop(name, None)
 
-        self.offloaded.update(partial(_update, jobs, factor=factor), release=release)
+        update = partial(_update, jobs, factor=factor)
+        if self._on_device is not None:
+            update = partial(_update_there, jobs, on_device=self._on_device, factor=factor)
+        self.offloaded.update(update, release=release)
         return loss
 
     def settle(self) -> None:
@@ -161,31 +174,56 @@ class StreamingAdamW(torch.optim.Optimizer):
         if parameter.dtype is torch.bfloat16:
             _rounded(job, job.gradient, state=(own[0], own[1], own[2]), begin=0)
         else:
-            step = job.step.to(parameter.device)  # the fused kernel wants it there
-            _fused([[one] for one in own], [job.gradient], steps=[step], options=job.options)
+            steps = [_step(job, parameter.device)]
+            _fused([[one] for one in own], [job.gradient], steps=steps, options=job.options)
+
+
+def _update_there(  # signature: as `_update`
+    jobs: Mapping[str, _Job], group: Group, parts: Parts, *, on_device: OnDevice, factor: float
+) -> None:
+    def change(piece: Piece) -> None:
+        _update(jobs, piece.group, piece.state, factor=factor, gradient=piece.gradient)
+
+    own = {one.name: job.gradient for one in group.segments if (job := jobs.get(one.name)) is not None}
+    on_device.update(group, parts, gradients=own, change=change)
 
 
 def _update(  # signature: what is bound, and what `OffloadedState.update` calls it with
-    jobs: Mapping[str, _Job], group: Group, parts: Parts, *, factor: float
+    jobs: Mapping[str, _Job], group: Group, parts: Parts, *, factor: float, gradient: Tensor | None = None
 ) -> None:
+    """`gradient`: of the group, laid out as its parts; None: of each job its own."""
     alike: dict[AdamOptions, list[tuple[_Job, Segment]]] = defaultdict(list)
     for segment in group.segments:
         job = jobs.get(segment.name)
         if job is not None:
             alike[job.options].append((job, segment))
     for options, own in alike.items():
-        gradients = [job.gradient[one.begin : one.end] for job, one in own]
+        gradients = [
+            job.gradient[one.begin : one.end] if gradient is None else _of(one, gradient) for job, one in own
+        ]
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage]
-        cut = [[part[s.offset : s.offset + s.numel] for _, s in own] for part in parts]
+        cut = [[_of(one, part) for _, one in own] for part in parts]
         if parts.master.dtype is not torch.float32:
-            for (job, one), gradient, *state in zip(own, gradients, *cut, strict=True):
-                _rounded(job, gradient, state=tuple(state), begin=one.begin)
+            for (job, one), g, *state in zip(own, gradients, *cut, strict=True):
+                _rounded(job, g, state=tuple(state), begin=one.begin)
         elif parts.exp_avg.dtype is not torch.float32:
-            for (job, one), gradient, *state in zip(own, gradients, *cut, strict=True):
-                _with_rounded_moments(job, gradient, state=tuple(state), begin=one.begin)
+            for (job, one), g, *state in zip(own, gradients, *cut, strict=True):
+                _with_rounded_moments(job, g, state=tuple(state), begin=one.begin)
         else:
-            _fused(cut, gradients, steps=[job.step for job, _ in own], options=options)
+            steps = [_step(job, parts.master.device) for job, _ in own]
+            _fused(cut, gradients, steps=steps, options=options)
+
+
+def _of(segment: Segment, part: Tensor) -> Tensor:
+    return part[segment.offset : segment.offset + segment.numel]
+
+
+def _step(job: _Job, device: torch.device) -> Tensor:
+    """Where the fused kernel wants it. To a GPU it is filled in: the host would wait for a copy."""
+    if job.step.device == device:
+        return job.step
+    return torch.full((), job.step.item(), dtype=torch.float32, device=device)
 
 
 def _fused(
@@ -220,11 +258,11 @@ def _rounded(job: _Job, gradient: Tensor, *, state: tuple[Tensor, ...], begin: i
 
 def _with_rounded_moments(job: _Job, gradient: Tensor, *, state: tuple[Tensor, ...], begin: int) -> None:
     """The fused update of an fp32 master; the moments are in fp32 a chunk at a time."""
-    generator = _generator(job, begin, device=gradient.device)
+    generator, step = _generator(job, begin, device=gradient.device), _step(job, gradient.device)
     for at in range(0, gradient.numel(), _CHUNK):
         value, first, second, g = (one[at : at + _CHUNK] for one in (*state, gradient))
         exact = first.float(), second.float()
-        _fused([[value], [exact[0]], [exact[1]]], [g], steps=[job.step], options=job.options)
+        _fused([[value], [exact[0]], [exact[1]]], [g], steps=[step], options=job.options)
         for target, moment in zip((first, second), exact, strict=True):
             round_stochastically(moment, out=target, generator=generator)
 

@@ -8,6 +8,7 @@ and explicit, nothing recomputed before something, not compiled before compiled,
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from fullshard.planner.offload import faster_update
 from fullshard.planner.tensor import check_split
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
@@ -147,12 +148,16 @@ def to_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
             "run": run.run.model_copy(update={"compile": candidate.compiled}),
         }
     )
-    return Plan.laid_out(
+    plan = Plan.laid_out(
         settled,
         world_size=hardware.world_size,
         device=hardware.device,
         bf16_hardware=hardware.device == "cuda" and "bf16" in hardware.chip.flops_per_second,
     )
+    if run.offload.update != "auto":
+        return plan
+    offload = plan.run.offload.model_copy(update={"update": faster_update(plan, hardware)})
+    return plan.model_copy(update={"run": plan.run.model_copy(update={"offload": offload})})
 
 
 def _pinned(run: Run, mesh: Mesh) -> Run:

@@ -14,8 +14,9 @@ def bring(streams: Streams, cost: UnitCost, *, updates: bool) -> int:
         streams.disk += cost.update_disk
         if streams.serial:  # only the drive works beside
             streams.wait(streams.disk, "host")
-            return _spend(streams, cost.update + cost.back + cost.fetch)
-        ready = streams.updating = max(streams.updating, streams.disk) + cost.update
+            passing = cost.update_in + cost.update_out
+            return _spend(streams, passing + cost.update + cost.back + cost.fetch)
+        ready = _update(streams, cost)
         if cost.back:
             ready = streams.host_in = max(streams.host_in, ready) + cost.back
     elif cost.fetch_disk:
@@ -27,6 +28,19 @@ def bring(streams: Streams, cost: UnitCost, *, updates: bool) -> int:
         return _spend(streams, cost.fetch)
     streams.host_in = max(streams.host_in, ready, streams.fetched) + cost.fetch
     return streams.host_in
+
+
+def _update(streams: Streams, cost: UnitCost) -> int:
+    """Of state that is in the host's memory; returns when it is there again."""
+    if not cost.update_in:
+        streams.updating = max(streams.updating, streams.disk) + cost.update
+        return streams.updating
+    # Pieces go out beside others that come in: when the last is in, hardly more than that is left to go out.
+    # Gradients have left before; activations that leave meanwhile are planned as if they did not meet them.
+    into = streams.host_in = max(streams.host_in, streams.disk) + cost.update_in
+    busy = streams.updating + max(cost.update, cost.update_out)
+    streams.updating = max(busy, into + cost.update)
+    return streams.updating
 
 
 def leave(streams: Streams, cost: UnitCost, *, adds: bool) -> None:

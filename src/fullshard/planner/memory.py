@@ -27,6 +27,7 @@ Not counted: the random state that recompute keeps for each block (5,056 bytes o
 from fullshard.errors import PlanError
 from fullshard.planner.beats import Beat, Live, score
 from fullshard.planner.engine import Gathering, Ledger, Reducing
+from fullshard.planner.offload import update_bytes
 from fullshard.planner.tensor import check_split
 from fullshard.planner.unit_bytes import UnitBytes, optimizer_bytes, unit_bytes, update_temporaries
 from fullshard.spec.memory import MemoryTerms
@@ -95,6 +96,7 @@ class _Replay:
             by_position=sorted(range(len(units)), key=lambda i: spec.units[units[i]].position),
         )
         self.reducing = Reducing(sizes, self.ledger, plan=plan)
+        self.passing = update_bytes(spec, plan, rank=rank)
 
     def microbatch(self, number: int, *, last: bool, accumulating: bool) -> None:
         """`number`: counted from 1. `accumulating`: on top of whole gradients."""
@@ -127,7 +129,7 @@ class _Replay:
         optimizer = {kind: optimizer_bytes(size, self.plan) for kind, size in sizes.items()}
         lasting = {
             "parameter_shards": sum(sizes[kind].shards for kind in kinds),
-            "optimizer_state": sum(optimizer[kind] for kind in kinds),
+            "optimizer_state": sum(optimizer[kind] for kind in kinds) + self.passing,
             "buffers": self.spec.buffer_bytes,
             "batch": round(self.trace.batch_bytes.at(self.plan.microbatch)),
         }

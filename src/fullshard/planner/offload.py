@@ -28,19 +28,27 @@ with read, update and copy beside each other. So it takes at least
 where the drive's rate is that of reads and writes together. Groups are taken in the order of forward, so that
 the next step's forward begins when its first unit is there; each unit's first all-gather waits for its own
 update. Reads are ahead of it, see `slots_hold`. (Reversing the order each step saves reading three groups,
-and costs that overlap, which is planned as if it were there.) An update in device memory, where that is
-faster, is not planned.
+and costs that overlap, which is planned as if it were there.)
+
+With `update = "device"` state and gradients (m a parameter) pass through two buffers there, in pieces, beside
+each other in both directions, changed in between at the rate of the device's own update:
+
+    read 3 m, copy 3 m and m in, update, copy 3 m out, write 3 m, copy c to the device
+
+It takes two pieces of state and gradients of the device's memory, and what rounding at random needs for one.
+On GPUs `auto` is the device where the longer direction of the copies (in) and the update there, one after the
+other, take less than the host's update: see `faster_update`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.planner.roofline import memory_seconds
 from fullshard.planner.unit_bytes import UnitBytes, padded_numel, shard_numel
 from fullshard.planner.unit_costs import TICKS, UnitCost, ticks
-from fullshard.spec.groups import Group, Held, cut, part_bytes
+from fullshard.spec.groups import Group, Held, cut, part_bytes, piece_elements
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec, Trace
 from fullshard.spec.plan import ITEMSIZE, Plan
@@ -59,11 +67,15 @@ _SLOTS = 3
 _PAYLOAD = 16 << 20  # allocated beside each generation
 _SUM = 4  # gradients are summed in fp32
 _ADAM_TOUCHES = 7  # value, gradient and two moments are read, all but the gradient written
+_ROUNDING_TOUCHES = 86  # where values are rounded at random: see `step_time`
+_ROUNDING_BYTES = 31  # an element of a piece, meanwhile: see `unit_bytes.update_temporaries`
 _NO_COST = {
     "leave": 0,
     "add": 0,
     "update_disk": 0,
+    "update_in": 0,
     "update": 0,
+    "update_out": 0,
     "back": 0,
     "fetch_disk": 0,
     "fetch": 0,
@@ -71,11 +83,13 @@ _NO_COST = {
 
 
 class HostRates(NamedTuple):
-    """Seconds of a byte to or from the host and the drive, and of a parameter's update."""
+    """Seconds of a byte to or from the host and the drive, and of a parameter's update: by the host, and in
+    the device's memory."""
 
     copy: float
     disk: float
     adam: float
+    on_device: float
 
 
 def host_rates(plan: Plan, hardware: Hardware) -> HostRates:
@@ -88,15 +102,31 @@ def host_rates(plan: Plan, hardware: Hardware) -> HostRates:
             fix='optimizer.name = "adamw"',
         )
     copy, disk = hardware.host_bytes_per_second, hardware.disk_bytes_per_second
+    exact = section.moments == "fp32" and not plan.precision.stochastic_rounding
+    touches = _ADAM_TOUCHES if exact else _ROUNDING_TOUCHES
+    on_device = memory_seconds(touches * 4e8, hardware.rates.optimizer) / 1e8
     if hardware.device == "cpu":  # the device is the host's memory: a copy reads and writes it
         whole = memory_seconds(2e8, hardware.rates.memory) / 1e8
         update = memory_seconds(_ADAM_TOUCHES * 4e8, hardware.rates.optimizer) / 1e8
-        return HostRates(whole, _per(disk, hardware, section=section), update)
+        return HostRates(whole, _per(disk, hardware, section=section), update, update)
     return HostRates(
         _per(copy, hardware, section=section, what="host_bytes_per_second"),
         _per(disk, hardware, section=section),
         1 / hardware.adam_per_second,
+        on_device,
     )
+
+
+def faster_update(plan: Plan, hardware: Hardware) -> Literal["host", "device"]:
+    """Where the state of the plan's tier is updated sooner: what `offload.update = "auto"` is. The host,
+    where the device's memory is the host's, or nothing is known of the way there. See [Note: tiers]."""
+    section, copy = plan.run.offload, hardware.host_bytes_per_second
+    if not section.takes_optimizer or hardware.device == "cpu" or copy is None:
+        return "host"
+    rates = host_rates(plan, hardware)
+    into, out = _passing(plan, ITEMSIZE[plan.precision.master])
+    there = rates.copy * max(into, out) + rates.on_device
+    return "device" if there < rates.adam else "host"
 
 
 def _per(
@@ -126,17 +156,26 @@ def with_host(cost: UnitCost, size: UnitBytes, *, plan: Plan, rates: HostRates) 
     state = _state_bytes(plan, size.master_itemsize) * size.trained
     moved = size.trained * compute
     on_disk, shards = section.on_disk, section.takes_parameters
+    update = rates.adam * size.trained
+    if section.update == "device":
+        into, out = _passing(plan, size.master_itemsize)
+        cost = replace(
+            cost,
+            update_in=ticks(rates.copy * into * size.trained),
+            update=ticks(rates.on_device * size.trained),
+            update_out=ticks(rates.copy * out * size.trained),
+        )
+    else:
+        cost = replace(cost, update=ticks(update))
     if plan.device == "cpu" and not on_disk:
-        return replace(cost, update=ticks(rates.adam * size.trained))
+        return cost
     stays = not plan.gradients_leave
     written = state + (moved if shards else 0)
-    update = rates.adam * size.trained
     return replace(
         cost,
         leave=0 if stays else ticks(rates.copy * size.reduce_output),
         add=0 if stays else ticks(update * 3 / _ADAM_TOUCHES),
         update_disk=ticks(rates.disk * (state + written)) if on_disk else 0,
-        update=ticks(update),
         back=0 if shards else ticks(rates.copy * moved),
         fetch_disk=ticks(rates.disk * size.own_shards) if on_disk and shards else 0,
         fetch=ticks(rates.copy * size.own_shards) if shards else 0,
@@ -185,8 +224,8 @@ def busy_of(costs: Iterable[tuple[UnitCost, int, int]], *, reductions: int, norm
     for cost, count, gathers in costs:
         disk += count * cost.update_disk + max(0, gathers - count) * cost.fetch_disk
         update += count * (cost.update + (reductions - 1) * cost.add)
-        into += count * cost.back + gathers * cost.fetch
-        out += count * reductions * cost.leave
+        into += count * (cost.update_in + cost.back) + gathers * cost.fetch
+        out += count * (cost.update_out + reductions * cost.leave)
     return Busy(max(0, disk - spared), update + norm, into, out)
 
 
@@ -210,8 +249,29 @@ def slots_hold(plan: Plan, records: Sequence[int]) -> Slots:
     return Slots(kept, ahead, sum(records[: _SLOTS - 1]))
 
 
+def update_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
+    """Of the device's memory, for the update of a tier's state there: see [Note: tiers]."""
+    section = plan.run.offload
+    if not (section.takes_optimizer and section.update == "device"):
+        return 0
+    groups = list(_groups_of(spec, plan, rank=rank))
+    if not groups:
+        return 0
+    largest = max(master + sum(_moment_sizes(plan, master)) + master for _, master in groups)
+    exact = section.moments == "fp32" and not plan.precision.stochastic_rounding
+    return (2 * largest + (0 if exact else _ROUNDING_BYTES)) * piece_elements(group for group, _ in groups)
+
+
 def records_of(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
     """Bytes of each group's state on rank 0."""
+    return tuple(
+        sum(part_bytes(group.numel, size) for size in (master, *_moment_sizes(plan, master)))
+        for group, master in _groups_of(spec, plan, rank=0)
+    )
+
+
+def _groups_of(spec: ModelSpec, plan: Plan, *, rank: int) -> Iterator[tuple[Group, int]]:
+    """A rank's groups, and bytes of an element of their masters."""
     held: list[Held] = []
     itemsizes: dict[str, int] = {}
     for unit in sorted(spec.units, key=lambda unit: unit.position):
@@ -220,15 +280,11 @@ def records_of(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
         itemsizes[master] = ITEMSIZE[master]
         for index, parameter in enumerate(unit.parameters):
             if parameter.requires_grad and parameter.shape:
-                numel = shard_numel(parameter.shape, degree, rank=0)
+                numel = shard_numel(parameter.shape, degree, rank=rank % degree)
                 most = padded_numel(parameter.shape, degree) // degree
                 held.append(Held(f"{unit.position}.{index}", numel=numel, most=most, dtype=master))
-
-    def bytes_of(group: Group) -> int:
-        own = itemsizes[group.dtype]
-        return sum(part_bytes(group.numel, size) for size in (own, *_moment_sizes(plan, own)))
-
-    return tuple(bytes_of(g) for g in cut(held, group_parameters=plan.run.offload.group_parameters))
+    for group in cut(held, group_parameters=plan.run.offload.group_parameters):
+        yield group, itemsizes[group.dtype]
 
 
 def _moment_sizes(plan: Plan, master: int) -> tuple[int, int]:
@@ -239,6 +295,12 @@ def _moment_sizes(plan: Plan, master: int) -> tuple[int, int]:
 def _state_bytes(plan: Plan, master: int) -> int:
     """Of an element: its master and both moments."""
     return master + sum(_moment_sizes(plan, master))
+
+
+def _passing(plan: Plan, master: int) -> tuple[int, int]:
+    """Bytes of an element that come to the device to be updated, its gradient too, and that leave it."""
+    state = _state_bytes(plan, master)
+    return state + master, state
 
 
 def offload_terms(

@@ -31,6 +31,7 @@ class UnitCost:
     Of a tier (see [Note: tiers] in `planner.offload`):
     leave, add                  the reduced chunk to the host; and added there to an earlier one
     update_disk, update, back   the group's state read and written, its update, its parameters to the device
+    update_in, update_out       with an update there: state and gradients to the device, and state from it
     fetch_disk, fetch           the own shard from the drive, and from the host, before an all-gather
     """
 
@@ -59,7 +60,9 @@ class UnitCost:
     leave: int = 0
     add: int = 0
     update_disk: int = 0
+    update_in: int = 0
     update: int = 0
+    update_out: int = 0
     back: int = 0
     fetch_disk: int = 0
     fetch: int = 0

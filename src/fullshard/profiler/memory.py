@@ -188,7 +188,10 @@ class _Holdings:
 
     def optimizer_state(self) -> dict[int, int]:
         states = self.optimizer.state.values() if self.optimizer is not None else []
-        return _storages(t for state in states for t in state.values() if isinstance(t, Tensor))
+        own = _storages(t for state in states for t in state.values() if isinstance(t, Tensor))
+        # Of one whose state passes through the device's memory: what of it does.
+        passing: Iterable[Tensor] = getattr(self.optimizer, "passing", ())
+        return own | _storages(passing)
 
     def buffers(self) -> dict[int, int]:
         return _storages(self.model.buffers()) if self.model is not None else {}

@@ -147,7 +147,8 @@ def _settings(plan: Plan, asked: Run) -> Iterator[tuple[str, str]]:
             f"matmuls over {_times(plan.tensor_parallel, 'rank')}, and the sequence between",
         )
     if run.offload.tier != "none":
-        yield "offload", run.offload.tier
+        there = ", updated in the device's memory" if run.offload.update == "device" else ""
+        yield "offload", run.offload.tier + there
     sequences = plan.data_parallel * plan.microbatch * plan.accumulation
     batch = f"microbatch {plan.microbatch}"
     if plan.accumulation > 1:

@@ -8,6 +8,7 @@ from itertools import pairwise
 # are those of an update of the whole.
 CUT_ELEMENTS = 1024
 PAGE_BYTES = 4096  # each part of a group's state begins at one
+_PIECE_ELEMENTS = 1 << 22  # 64 MiB of fp32 state and gradients: long enough a copy for the full rate
 _BEGIN_ELEMENTS = 64  # segments begin at multiples of it: full vectors from their first element on
 
 
@@ -50,6 +51,13 @@ class Group:
     def numel(self) -> int:
         """Elements from the first to behind the last, gaps counted."""
         return self.segments[-1].offset + self.segments[-1].numel if self.segments else 0
+
+
+def piece_elements(groups: Iterable[Group]) -> int:
+    """How many elements of a group are copied into the device's memory at once, where it is updated there: a
+    sixteenth of the largest group, so that what does not overlap at its ends is little; at most 4 Mi."""
+    largest = max((group.numel for group in groups), default=0)
+    return max(CUT_ELEMENTS, min(_PIECE_ELEMENTS, largest // 16) // CUT_ELEMENTS * CUT_ELEMENTS)
 
 
 def part_bytes(numel: int, itemsize: int) -> int:

@@ -11,7 +11,8 @@ class MemoryTerms(Value):
 
     parameter_shards     P · master / N
     gradients            P · master / N once all units are reduced; fewer while backward is on its way
-    optimizer_state      what the optimizer keeps for the own shards: 2 · P · master / N for AdamW
+    optimizer_state      what the optimizer keeps for the own shards: 2 · P · master / N for AdamW; of a tier
+                         that is updated on the device, what state passes through
     buffers              the module's buffers, whole on every rank
     batch                the microbatch itself
     units_in_flight      gathered parameters, and the buffers of all-gather, reduce-scatter and all-reduce

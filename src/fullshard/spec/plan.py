@@ -202,6 +202,8 @@ def _settled(run: Run) -> Run:
     offload = run.offload
     if offload.tier == "auto":
         offload = offload.model_copy(update={"tier": "none"})
+    if offload.update == "auto":
+        offload = offload.model_copy(update={"update": "host"})
     settled = {"run": place, "sharding": sharding, "recompute": recompute, "prefetch": prefetch}
     return run.model_copy(update=settled | {"offload": offload})
 

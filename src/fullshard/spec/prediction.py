@@ -50,6 +50,8 @@ class TimeTerms(Value):
 class OffloadTerms(Value):
     """What a tier takes of one rank's host and drive. Bytes that are held there, bytes of one step, and the
     seconds of one step that each of the three is busy at least; the step is no shorter than the longest.
+    `update_seconds`: of the host, or, of an update in the device's memory, of the device; what passes there
+    and back is among the copies.
 
     `disk_read_bytes`, `disk_written_bytes`: of one step; what is written wears the drive.
     `host_capacity_bytes`: a rank's share of the host's memory; None: not known.

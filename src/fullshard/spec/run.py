@@ -248,7 +248,9 @@ class OffloadSection(Value):
     `path`: the directory on the drive, below `run.dir` unless it is absolute. `group_parameters`: the update
     goes group by group of so many of a rank's parameters, three of which are in memory at once where they
     come from the drive. `host_bytes`: what one rank may take of the host's memory; unset, its share.
-    `moments`: the dtype that AdamW's moments are kept in; bf16 are rounded at random. `order`: of the groups
+    `moments`: the dtype that AdamW's moments are kept in; bf16 are rounded at random. `update`: by the host's
+    processor, or in the device's memory, through which state and gradients pass; `auto`: on GPUs whichever is
+    faster by the planner's rates, else, and where nothing was planned, the host. `order`: of the groups
     in an update: as the next forward needs them, or `alternate`, to and fro, which reads three groups less
     and lets the next forward wait for all. `paranoid`: whatever is read from the drive is held against its
     digest each time, not only when a run goes on from it.
@@ -259,6 +261,7 @@ class OffloadSection(Value):
     group_parameters: PositiveInt = 64_000_000
     host_bytes: PositiveInt | None = None
     moments: Literal["fp32", "bf16"] = "fp32"
+    update: Literal["auto", "host", "device"] = "auto"
     order: Literal["forward", "alternate"] = "forward"
     paranoid: bool = False
 
@@ -416,7 +419,7 @@ class Run(Value):
             ),
             f'offload.tier = "{self.offload.tier}"': (
                 self.offload.takes_optimizer,
-                "a tier updates on the host, and its gradients leave the device anyway",
+                "a tier updates group by group, and its gradients leave the device anyway",
             ),
         }
         for setting, (is_set, why) in wants.items():

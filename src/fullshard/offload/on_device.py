@@ -1,0 +1,198 @@
+"""An update in the device's memory of state that lies in the host's: it passes through, piece by piece.
+
+[Note: two buffers] A piece is copied into one of two buffers, changed there, and copied back, each by a lane
+of its own (on a GPU a stream), so that a piece comes in while the one before is changed and goes out. A
+buffer is filled again once what it held is out. All of a group is put on the lanes at once, and the host
+waits where the group ends: then its state is whole in the host's memory, and may be written to the drive.
+
+The host's memory is registered with the GPU, or else each copy would wait. A piece need not respect segments.
+It begins at a multiple of CUT_ELEMENTS of its group, and segments at full vectors, so that on a CPU the
+numbers are those of an update of the whole.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fullshard.offload.store import Parts, dtypes_of
+from fullshard.spec.groups import Group, Segment, piece_elements
+
+_BUFFERS = 2
+
+
+class Piece(NamedTuple):
+    """Of a group, on the device. `group`: what it has of each segment, as a group of its own; `gradient`:
+    laid out as the parts of its `state`."""
+
+    group: Group
+    state: Parts
+    gradient: Tensor
+
+
+class Lane(Protocol):
+    """Does what is put on it in order, while the host goes on."""
+
+    def put(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
+        """Has `act` done after what other lanes' `put` returned for; returns what stands for its end."""
+        ...
+
+    def use(self, memory: Tensor) -> None:
+        """What is put on this lane uses `memory`, which was just allocated."""
+        ...
+
+    def settle(self) -> None:
+        """Returns when all is done."""
+        ...
+
+
+class Lanes(NamedTuple):
+    """Copies in, changes, copies out."""
+
+    into: Lane
+    change: Lane
+    out: Lane
+
+
+class AtOnce:
+    """No CUDA: what is put is done when `put` returns."""
+
+    def put(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
+        act()
+
+    def use(self, memory: Tensor) -> None: ...
+
+    def settle(self) -> None: ...
+
+
+class OnStream:
+    """A stream of the GPU `device`. Any thread may put acts on it: the current device is a thread's own, and
+    is set while an act is put."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def put(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
+        for event in after:
+            self._stream.wait_event(event)
+        with torch.cuda.stream(self._stream):
+            act()
+            return self._stream.record_event()
+
+    def use(self, memory: Tensor) -> None:
+        # The block may be used to its end by what was put on the current stream before; and when it is freed,
+        # the allocator must not give it away before this stream is through with it.
+        self._stream.wait_stream(torch.cuda.current_stream(memory.device))
+        memory.record_stream(self._stream)
+
+    def settle(self) -> None:
+        self._stream.synchronize()
+
+
+class OnDevice:
+    """The buffers for `groups` on `device`, allocated here. `moments`: their dtype; None: the masters'.
+
+    `lanes`: what works on them; unset, streams of a GPU, or else the calling thread.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        *,
+        device: torch.device,
+        moments: torch.dtype | None,
+        lanes: Lanes | None = None,
+    ) -> None:
+        self._elements, self._moments = piece_elements(groups), moments
+        on_gpu = device.type == "cuda"
+        self._lanes = lanes or Lanes(*((OnStream(device) if on_gpu else AtOnce()) for _ in Lanes._fields))
+        size = max((_itemsize(_dtypes(group, moments)) for group in groups), default=0) * self._elements
+        self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(_BUFFERS)]
+        for lane in self._lanes:
+            for buffer in self.buffers:
+                lane.use(buffer)
+
+    def update(
+        self,
+        group: Group,
+        parts: Parts,
+        *,
+        gradients: Mapping[str, Tensor],
+        change: Callable[[Piece], None],
+    ) -> None:
+        """Has `change` called with each piece of the group. Returns when `parts` are what it has made of
+        them.
+
+        `gradients`: flat, of this rank's shards, in the host's memory, in the masters' dtype. Of what is not
+        among them nothing is to be changed.
+        """
+        lanes, free = self._lanes, [list[Any]() for _ in self.buffers]
+        dtypes = _dtypes(group, self._moments)
+        try:
+            for turn, (begin, piece) in enumerate(_with(gradients, pieces(group, self._elements))):
+                at = turn % _BUFFERS
+                *state, gradient = self._views(self.buffers[at], dtypes, numel=piece.numel)
+                there = [part[begin : begin + piece.numel] for part in parts]
+                come = partial(_copy_in, there, state, gradients=gradients, piece=piece, into=gradient)
+                arrived = lanes.into.put(come, after=free[at])
+                whole = Piece(piece, Parts(*state), gradient)
+                changed = lanes.change.put(partial(change, whole), after=[arrived])
+                free[at] = [lanes.out.put(partial(_copy, state, there), after=[changed])]
+        finally:
+            for lane in lanes:
+                lane.settle()
+
+    def _views(self, buffer: Tensor, dtypes: Sequence[torch.dtype], *, numel: int) -> Iterator[Tensor]:
+        begin = 0
+        for dtype in dtypes:
+            yield buffer[begin : begin + numel * dtype.itemsize].view(dtype)
+            begin += self._elements * dtype.itemsize
+
+
+def pieces(group: Group, elements: int) -> Iterator[tuple[int, Group]]:
+    """Where each of the pieces of `elements` begins that have something of a segment, and what they have, as
+    a group of its own."""
+    for begin in range(0, group.numel, elements):
+        segments = tuple(
+            Segment(one.name, one.begin + first - one.offset, one.begin + last - one.offset, first - begin)
+            for one in group.segments
+            if (first := max(begin, one.offset)) < (last := min(begin + elements, one.offset + one.numel))
+        )
+        if segments:
+            yield begin, Group(group.index, group.dtype, tuple(one.name for one in segments), segments)
+
+
+def _with(gradients: Mapping[str, Tensor], found: Iterable[tuple[int, Group]]) -> Iterator[tuple[int, Group]]:
+    """Those of which something has a gradient."""
+    return ((begin, piece) for begin, piece in found if any(name in gradients for name in piece.names))
+
+
+def _copy_in(
+    there: Sequence[Tensor],
+    state: Sequence[Tensor],
+    *,
+    gradients: Mapping[str, Tensor],
+    piece: Group,
+    into: Tensor,
+) -> None:
+    _copy(there, state)
+    for one in piece.segments:
+        if (gradient := gradients.get(one.name)) is not None:
+            into[one.offset : one.offset + one.numel].copy_(gradient[one.begin : one.end], non_blocking=True)
+
+
+def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+    for one, other in zip(source, target, strict=True):
+        other.copy_(one, non_blocking=True)
+
+
+def _dtypes(group: Group, moments: torch.dtype | None) -> tuple[torch.dtype, ...]:
+    """Of the state, and of the gradients."""
+    state = dtypes_of(group.dtype, moments)
+    return *state, state[0]
+
+
+def _itemsize(dtypes: Iterable[torch.dtype]) -> int:
+    return sum(dtype.itemsize for dtype in dtypes)

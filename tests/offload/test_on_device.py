@@ -1,0 +1,230 @@
+"""State that passes through the device's memory: updated as on the host, in whatever order lanes allow."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fullshard.offload.adamw import StreamingAdamW
+from fullshard.offload.on_device import Lanes, OnDevice, Piece, pieces
+from fullshard.offload.store import HostStore
+from fullshard.spec.groups import CUT_ELEMENTS, Held, cut, piece_elements
+from tests.offload.test_adamw import (
+    BF16,
+    OPTIONS,
+    give_gradients,
+    groups_of,
+    parameters_of,
+    reference,
+    same_as,
+    streaming,
+)
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Pending:
+    """An act that was put, and what must be done before it."""
+
+    act: Callable[[], None]
+    before: list["Pending"]
+    done: bool = False
+
+    @property
+    def is_free(self) -> bool:
+        return not self.done and all(one.done for one in self.before)
+
+
+@dataclass
+class Device:
+    """Does what was put on its lanes once the host waits: in any order that lanes and events allow, and all
+    of it, since the host's work may be as late as it likes."""
+
+    seed: int
+    put: list[Pending] = field(default_factory=list[Pending])
+
+    def settle(self) -> None:
+        chance = random.Random(self.seed)
+        while free := [one for one in self.put if one.is_free]:
+            chosen = chance.choice(free)
+            chosen.act()
+            chosen.done = True
+        assert all(one.done for one in self.put)
+        self.put.clear()
+
+
+@dataclass
+class LateLane:
+    device: Device
+    last: list[Pending] = field(default_factory=list[Pending])
+    memory: list[Tensor] = field(default_factory=list[Tensor])
+
+    def put(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
+        pending = Pending(act, [*self.last, *after])
+        self.last = [pending]
+        self.device.put.append(pending)
+        return pending
+
+    def use(self, memory: Tensor) -> None:
+        self.memory.append(memory)
+
+    def settle(self) -> None:
+        self.device.settle()
+
+
+def late_lanes(seed: int) -> Lanes:
+    device = Device(seed)
+    return Lanes(LateLane(device), LateLane(device), LateLane(device))
+
+
+def passing(
+    parameters: dict[str, nn.Parameter],
+    *,
+    group_parameters: int,
+    moments: torch.dtype | None = None,
+    seed: int = 0,
+    order: int = 0,
+) -> StreamingAdamW:
+    """`streaming`, of which state passes through a device that is late. `order`: of what it does."""
+    plain = streaming(parameters, moments=moments, group_parameters=group_parameters)
+    through = OnDevice(plain.offloaded.groups, device=CPU, moments=moments, lanes=late_lanes(order))
+    return StreamingAdamW(
+        groups_of(parameters),
+        plain.offloaded,
+        gradients=plain.gradients,
+        defaults=OPTIONS,
+        seed=seed,
+        on_device=through,
+    )
+
+
+@pytest.mark.parametrize("group_parameters", [1, 2048, 10**6])
+@pytest.mark.parametrize("order", range(3))
+def test_it_is_torchs_own_bit_for_bit(group_parameters: int, order: int) -> None:
+    """With groups of other options, gradients that are scaled, and parameters without a gradient."""
+    ours, theirs = parameters_of(0), parameters_of(0)
+    streamed = passing(ours, group_parameters=group_parameters, order=order)
+    other = reference(theirs)
+    for step in range(6):
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        if step % 2:
+            streamed.gradient_factor = 0.37
+            for one in theirs.values():
+                if one.grad is not None:
+                    one.grad.mul_(0.37)
+        streamed.step()
+        other.step()
+        assert same_as(streamed, other)
+
+
+@pytest.mark.parametrize("masters", [torch.float32, BF16])
+def test_what_is_rounded_at_random_is_as_on_the_host_where_no_piece_is_cut(masters: torch.dtype) -> None:
+    """Groups of one piece each, which begin where the host's do."""
+    ours, others = parameters_of(0, masters), parameters_of(0, masters)
+    streams = [
+        streaming(ours, moments=BF16, group_parameters=1, seed=7),
+        passing(others, moments=BF16, group_parameters=1, seed=7),
+    ]
+    for step in range(4):
+        for parameters, optimizer in zip((ours, others), streams, strict=True):
+            give_gradients(parameters, step)
+            optimizer.step()
+        for name in ours:
+            one, other = (optimizer.offloaded.tensors(name) for optimizer in streams)
+            assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_pieces_of_a_parameter_are_rounded_by_bits_of_their_own() -> None:
+    """Of elements that are alike in all but their place."""
+    parameter = nn.Parameter(torch.zeros(3 * CUT_ELEMENTS))
+    optimizer = passing({"a": parameter}, moments=BF16, group_parameters=10**6)
+    parameter.grad = torch.full((3 * CUT_ELEMENTS,), 0.1)
+    optimizer.step()
+    first, second, third = optimizer.offloaded.tensors("a")["exp_avg_sq"].view(3, -1)
+    assert not torch.equal(first, second)
+    assert not torch.equal(second, third)
+
+
+# How groups are cut, and what is kept
+
+
+HELD = st.lists(st.integers(1, 6000), min_size=1, max_size=6)
+
+
+@given(HELD, st.sampled_from([1, 4096, 20_000]), st.sampled_from([1024, 2048]))
+@settings(max_examples=60, deadline=None)
+def test_pieces_have_every_element_once_at_its_place(
+    sizes: list[int], group_parameters: int, elements: int
+) -> None:
+    held = [Held(str(i), size, size, "float32") for i, size in enumerate(sizes)]
+    for group in cut(held, group_parameters=group_parameters):
+        found = {one.name: list[tuple[int, int]]() for one in group.segments}
+        offsets = {one.name: one.offset - one.begin for one in group.segments}
+        for begin, piece in pieces(group, elements):
+            assert begin % CUT_ELEMENTS == 0
+            assert 0 < piece.numel <= elements
+            for one in piece.segments:
+                assert begin + one.offset == offsets[one.name] + one.begin
+                found[one.name] += [(one.begin, one.end)]
+        for one in group.segments:
+            begins, ends = zip(*found[one.name], strict=True)
+            assert (begins[0], ends[-1]) == (one.begin, one.end)
+            assert begins[1:] == ends[:-1]
+
+
+def test_two_buffers_hold_a_piece_each_of_state_and_gradients() -> None:
+    """16 bytes an element of fp32, 12 with moments in bf16; every lane knows of both."""
+    groups = cut([Held("a", 10**6, 10**6, "float32")], group_parameters=10**6)
+    for moments, itemsize in ((None, 16), (BF16, 12)):
+        device = Device(0)
+        lanes = [LateLane(device) for _ in Lanes._fields]
+        through = OnDevice(groups, device=CPU, moments=moments, lanes=Lanes(*lanes))
+        assert sum(one.nbytes for one in through.buffers) == 2 * itemsize * piece_elements(groups)
+        assert all(lane.memory == through.buffers for lane in lanes)
+    assert piece_elements(groups) == 61 * CUT_ELEMENTS
+
+
+def test_a_piece_of_what_has_no_gradient_does_not_pass() -> None:
+    groups = cut([Held(name, 2048, 2048, "float32") for name in "ab"], group_parameters=4096)
+    store, seen = HostStore(groups, moments=None, pinned=False), list[str]()
+    through = OnDevice(groups, device=CPU, moments=None)
+
+    def change(piece: Piece) -> None:
+        seen.extend(piece.group.names)
+        piece.state.master.copy_(piece.gradient)
+
+    for group, parts in store.stream(groups):
+        through.update(group, parts, gradients={"b": torch.ones(2048)}, change=change)
+    assert seen == ["b", "b"]
+    whole = [store.whole(name) for name in "ab"]
+    assert [one is not None and one.master.unique().tolist() for one in whole] == [[0.0], [1.0]]
+
+
+class Full(LateLane):
+    """Has no room for the third piece's change."""
+
+    def put(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
+        if len(self.device.put) == 7:
+            raise MemoryError("no room")
+        return super().put(act, after=after)
+
+
+def test_what_fails_is_raised_when_the_lanes_are_idle() -> None:
+    """Or copies would go on in memory that is somebody else's by then."""
+    device = Device(0)
+    groups = cut([Held("a", 8192, 8192, "float32")], group_parameters=8192)
+    store = HostStore(groups, moments=None, pinned=False)
+    lanes = Lanes(LateLane(device), Full(device), LateLane(device))
+    through = OnDevice(groups, device=CPU, moments=None, lanes=lanes)
+    for group, parts in store.stream(groups):
+        with pytest.raises(MemoryError):
+            through.update(group, parts, gradients={"a": torch.ones(8192)}, change=lambda _: None)
+    assert not device.put
