@@ -11,7 +11,7 @@ FullshardError          1   never raised itself
 ├── LaunchError         7   ranks that could not be started, or died
 ├── TrainError          8   a run that stopped itself (non-finite losses, a missing loss)
 └── OffloadError        9   state on a drive that cannot be kept there: full, failing, held by another process
-    ├── DamagedOffloadError       a file of it is not what was written; the other generation may be whole
+    ├── DamagedOffloadError       a file of it is not what was written; the next start does without it
     └── ForeignOffloadError       what lies there is of another run, or of other ranks or shapes
 
 Exit code 75 (`EX_TEMPFAIL`: try again later) is no error: the run was interrupted, and saved itself.
@@ -92,7 +92,10 @@ class OffloadError(FullshardError):
 
 
 class DamagedOffloadError(OffloadError):
-    """A file is missing, cut off, or holds other bytes than were written."""
+    """A file is missing, cut off, cannot be read, or holds other bytes than were written.
+
+    The one OffloadError after which another attempt helps: a start drops what is damaged.
+    """
 
 
 class ForeignOffloadError(OffloadError):

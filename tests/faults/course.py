@@ -1,46 +1,74 @@
-"""A training that saves after every step, is ended in mid-course, and must go on as if nothing had been.
+"""A training that saves every few steps, is ended in mid-course, and must go on as if nothing had been.
 
 What it leaves beside the checkpoints, each line down to the disk before the next step begins:
 `acknowledged` (steps whose save was told to be through), `curve` (step and loss, bit for bit), `starts`.
+Of each rank: `committed-<rank>` (steps whose state is told to be whole on its drive), and `killed-<rank>`
+(what it was doing).
 """
 
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from fullshard.checkpoint.agreement import everyone
 from fullshard.checkpoint.background import BackgroundSaver
-from fullshard.checkpoint.load import load
 from fullshard.checkpoint.place import LocalPlace
 from fullshard.checkpoint.save import Saving, take_snapshot
 from fullshard.errors import CheckpointError
+from fullshard.offload.drive import SYSTEM, System
+from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
+from fullshard.training.offloaded import let_go, offloaded_of, shard
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.start import start_from
 from fullshard.training.state import TrainState
-from tests.training.runs import mean_square, run_of, sharded
+from fullshard.training.whereabouts import Phase, Whereabouts
+from tests.training.runs import WIDTH, Pairs, Regression, mean_square, meta, run_of, sharded
 
 Mode = Literal["sync", "async"]
 STEPS = 100_000  # never reached: a fault or `until` ends it
+GROUPS = "offload.group_parameters=1"  # of 1,024 elements: more of them than are in memory at once
+
+
+class Wide(nn.Module):
+    """x (batch, 5) -> (batch, 2), of four units and ten groups a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (WIDTH, 700, WIDTH, 700, 2)
+        self.layers = nn.ModuleList(map(nn.Linear, widths, widths[1:]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
 
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL of these ranks, after their first step and save and `steps` (a fraction, too) times as long."""
+    """SIGKILL of these ranks: after their first steps and a save, and `steps` (a fraction, too) times as long
+    as a step takes. `starting_seconds`: not then, but so long after they begin to start."""
 
     victims: tuple[int, ...]
     steps: float
+    starting_seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class Course:
-    """`directory`: of checkpoints. `record`: where the lines go, which no fault touches."""
+    """`directory`: of checkpoints. `record`: where the lines go, which no fault touches. `every`: steps from
+    a save to the next. `settings`: of the run, besides its own; `tier`: which of its state is where."""
 
     directory: Path
     record: Path
@@ -48,41 +76,66 @@ class Course:
     until: int = STEPS
     kill: Kill | None = None
     largest_disk: bool = False  # the space check is passed over, so that the disk itself must refuse
+    every: int = 1
+    tier: str = "none"
+    settings: tuple[str, ...] = ()
+    drive: Callable[[], System] | None = None  # what rank 1 reaches it by; of the others it is well
 
 
 def go_on(course: Course) -> int:
-    """Loads what there is and trains to step `until`, saving after every step. Returns where it began."""
-    run = run_of(f"train.steps={STEPS}", "sharding.strategy=full_shard", "schedule.kind=constant")
-    state, plan = sharded(run)
-    load(state, course.directory, missing_ok=True)
+    """Starts from what there is and trains to step `until`, saving after every step, or few. Returns where it
+    began."""
+    victim = _Victim(course)
+    state, plan = _begun(course)
+    state.where = victim.where
+    start_from(state, plan, weights=None, saved=course.directory, must_resume=False)
     started_at = state.step
     note(course, "starts", f"{started_at}")
     free = (lambda path: 1 << 50) if course.largest_disk else None
     place = LocalPlace(course.directory) if free is None else LocalPlace(course.directory, free_bytes=free)
-    saving = Saving(place, keep=2, plan=plan)
-    with BackgroundSaver(place, keep=2, plan=plan) if course.mode == "async" else nullcontext() as saver:
+    with ExitStack() as stack:
+        saving = Saving(place, keep=2, plan=plan)
+        if course.mode == "async":
+            victim.saver = stack.enter_context(BackgroundSaver(place, keep=2, plan=plan))
         steps = train(state, plan, loss=mean_square)
         while state.step < course.until:
-            began = time.monotonic()
+            victim.look(steps_done=state.step - started_at)
             step = next(steps)
             note(course, "curve", f"{step.index} {step.loss.hex()}")
-            if saver is None:
-                save_now(saving, state)
-                note(course, "acknowledged", f"{state.step}")
-            else:
-                saver.save(state)
-                told(course, saver)
-            if (
-                course.kill is not None
-                and dist.get_rank() in course.kill.victims
-                and state.step == started_at + 2
-            ):
-                seconds = course.kill.steps * (time.monotonic() - began)
-                threading.Thread(target=_die, args=(seconds,), daemon=True).start()
-        if saver is not None:
-            saver.wait()
-            told(course, saver)
+            _note_commit(course, state)
+            if state.step % course.every == 0:
+                state.where.enter(Phase.SAVING)
+                _save(course, state, saving=victim.saver or saving)
+        if victim.saver is not None:
+            victim.saver.wait()
+            told(course, victim.saver)
+    let_go(state.model, plan=plan, finished=False)
     return started_at
+
+
+def _begun(course: Course) -> tuple[TrainState, Plan]:
+    run = run_of(
+        f"train.steps={STEPS}",
+        "sharding.strategy=full_shard",
+        "schedule.kind=constant",
+        f"offload.tier={course.tier}",
+        f"run.dir={course.record.parent / 'run'}",
+        GROUPS,
+        *course.settings,
+    )
+    plan = Plan.from_run(run, world_size=dist.get_world_size())
+    system = course.drive() if course.drive and dist.get_rank() == 1 else SYSTEM
+    model = shard(meta(Regression if course.tier == "none" else Wide), plan, system=system)
+    return TrainState(model, build_optimizer(model, plan), data=Pairs()), plan
+
+
+def _save(course: Course, state: TrainState, *, saving: Saving | BackgroundSaver) -> None:
+    if isinstance(saving, Saving):
+        save_now(saving, state)
+        note(course, "acknowledged", f"{state.step}")
+    else:
+        saving.save(state)
+        told(course, saving)
 
 
 def save_now(saving: Saving, state: TrainState) -> None:
@@ -98,21 +151,61 @@ def told(course: Course, saver: BackgroundSaver) -> None:
 
 def note(course: Course, name: str, line: str) -> None:
     if dist.get_rank() == 0:
-        with (course.record / name).open("a") as file:
-            file.write(f"{line}\n")
-            file.flush()
-            os.fsync(file.fileno())
+        _note_own(course, name, line)
 
 
-def _die(after_seconds: float) -> None:
-    time.sleep(after_seconds)
-    os.kill(os.getpid(), signal.SIGKILL)
+def _note_own(course: Course, name: str, line: str) -> None:
+    with (course.record / name).open("a") as file:
+        file.write(f"{line}\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def undisturbed(until: int) -> dict[int, float]:
-    """The losses of a run that nothing befalls, by step."""
+def _note_commit(course: Course, state: TrainState) -> None:
+    """Once this step's state is whole on this rank's drive, beside whatever training does then."""
+    offloaded = offloaded_of(state.model)
+    if offloaded is not None and offloaded.settings.on_drive is not None:
+        line = partial(_note_own, course, f"committed-{dist.get_rank()}", f"{state.step}")
+        offloaded.updates.then(line)
+
+
+class _Victim:
+    """Ends this rank when it is due, if it is to be ended at all."""
+
+    def __init__(self, course: Course) -> None:
+        self.where = Whereabouts()
+        self.saver: BackgroundSaver | None = None
+        self._course, self._rank = course, dist.get_rank()
+        self._began = 0.0
+        kill = course.kill
+        self._kill = kill if kill is not None and self._rank in kill.victims else None
+        if self._kill is not None and self._kill.starting_seconds is not None:
+            self._die_after(self._kill.starting_seconds)
+            self._kill = None
+
+    def look(self, *, steps_done: int) -> None:
+        """Between two steps. The first is none to measure by."""
+        measured = self._course.every
+        if steps_done == 1:
+            self._began = time.monotonic()
+        if self._kill is not None and steps_done == 1 + measured:
+            self._die_after(self._kill.steps * (time.monotonic() - self._began) / measured)
+
+    def _die_after(self, seconds: float) -> None:
+        threading.Thread(target=self._die, args=(seconds,), daemon=True).start()
+
+    def _die(self, after_seconds: float) -> None:
+        time.sleep(after_seconds)
+        beside = " beside a save" if self.saver is not None and not self.saver.done else ""
+        with (self._course.record / f"killed-{self._rank}").open("a") as file:
+            file.write(f"{self.where.phase}{beside}\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def undisturbed(until: int, tier: str = "none") -> dict[int, float]:
+    """The losses of a run that nothing befalls, by step. `tier`: of the model alone; there is none here."""
     run = run_of(f"train.steps={STEPS}", "sharding.strategy=full_shard", "schedule.kind=constant")
-    state, plan = sharded(run)
+    state, plan = sharded(run, model=Regression if tier == "none" else Wide)
     return {step.index: step.loss for step in _first(until, train(state, plan, loss=mean_square))}
 
 
@@ -130,19 +223,26 @@ def last_acknowledged(record: Path) -> int:
     return max((int(line) for line in lines(record, "acknowledged")), default=0)
 
 
-def assert_the_curve_is_undisturbed(ranks, record: Path, *, world_size: int = 2) -> None:
+def last_committed(record: Path, *, world_size: int = 2) -> int:
+    """The newest step that all ranks have told to be whole on their drives."""
+    told = [[int(line) for line in lines(record, f"committed-{rank}")] for rank in range(world_size)]
+    return min(max(own, default=0) for own in told)
+
+
+def assert_the_curve_is_undisturbed(ranks, record: Path, *, world_size: int = 2, tier: str = "none") -> None:
     """Every loss of every attempt, bit for bit."""
     curve = [line.split() for line in lines(record, "curve")]
-    (expected, *_) = ranks(world_size).run(undisturbed, max(int(step) for step, _ in curve))
+    (expected, *_) = ranks(world_size).run(undisturbed, max(int(step) for step, _ in curve), tier)
     for step, loss in curve:
         assert float.fromhex(loss) == expected[int(step)], f"step {step}"
 
 
 def next_start(ranks, course: Course, *, world_size: int = 2) -> str:
-    """What the next start does: `resumed at step …`, or the error that it stops with."""
+    """What the next start does, on a drive that is well: `resumed at step …`, or what it stops with."""
     until = max((int(line.split()[0]) for line in lines(course.record, "curve")), default=0) + 2
     try:
-        (started_at, *_) = ranks(world_size).run(go_on, Course(course.directory, course.record, until=until))
+        well = replace(course, mode="sync", kill=None, drive=None, until=until)
+        (started_at, *_) = ranks(world_size).run(go_on, well)
     except CheckpointError as error:
         return f"stopped: {error.what}"
     return f"resumed at step {started_at}"

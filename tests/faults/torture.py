@@ -1,6 +1,6 @@
 """`make torture`: every fault many times over, and the table of what came of it (docs/faults.md).
 
-python -m tests.faults.torture [--trials 300] [--page docs/faults.md]
+python -m tests.faults.torture [--trials 300] [--page docs/faults.md] [--only offload]
 """
 
 import argparse
@@ -8,7 +8,7 @@ import platform
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from tests.checkpoint.states import saved_sharded
 from tests.faults.damage import ACTS, FILES, damaged_start
 from tests.faults.test_disks import DISK_FAULTS, cut_while_training, disk_fault
 from tests.faults.test_kills import VICTIMS, kill_again_and_again
+from tests.faults.test_offloaded_kills import EVERY, kill_offloaded
 from tests.ranks import Workers
 
 HEAD = """# Faults, and what came of them
@@ -32,6 +33,21 @@ run stops at it.
 | fault | saving | times | what the next start did |
 |---|---|---|---|
 """
+
+OFFLOAD = "## State on the host or a drive"
+OFFLOAD_HEAD = f"""{OFFLOAD}
+
+Made by `python -m tests.faults.torture --only offload --trials {{trials}}`, {{day}}, torch {{torch}},
+{{machine}}. The same with state kept outside of the device: ten groups and four units a rank, a generation
+committed after every step and a checkpoint every {EVERY}. Ranks are killed while they start, or at a random
+moment of some {2 * EVERY} steps. Each start goes on from no older step than the newest that all ranks have
+told to be whole on their drives, nor than the newest checkpoint; from exactly that with state in host memory,
+which dies with its process.
+
+| fault | saving | times | what it hit: what the next start went on from |
+|---|---|---|---|
+"""
+TIERS = ("optimizer:nvme", "params+optimizer:nvme", "optimizer:cpu")
 
 
 def kills(ranks: Callable, trials: int) -> Iterator[tuple[str, str, Counter[str]]]:
@@ -88,6 +104,18 @@ def damages(ranks: Callable, trials: int) -> Iterator[tuple[str, str, Counter[st
                 yield f"{act}: `{files}`", "", counted
 
 
+def offloaded_kills(ranks: Callable, trials: int) -> Iterator[tuple[str, str, Counter[str]]]:
+    each = -(-trials // (2 * len(VICTIMS) * len(TIERS)))
+    for tier in TIERS:
+        for mode in ("sync", "async"):
+            for victims in VICTIMS:
+                with tempfile.TemporaryDirectory() as name:
+                    came = kill_offloaded(
+                        ranks, Path(name), tier=tier, mode=mode, victims=victims, times=each
+                    )
+                yield f"SIGKILL of {victims}, `{tier}`", mode, came
+
+
 def _short(outcome: str) -> str:
     return "resumed" if outcome.startswith("resumed") else outcome
 
@@ -96,21 +124,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=300)
     parser.add_argument("--page", type=Path, default=Path("docs/faults.md"))
+    parser.add_argument("--only", choices=["checkpoints", "offload"])  # the page's other section stays
     asked = parser.parse_args()
-    workers, rows = Workers(), list[str]()
-    for part in (kills, power_cuts, disks, damages):
+    before, found, after = (asked.page.read_text() if asked.page.exists() else "").partition(OFFLOAD)
+    sections = {"checkpoints": before.rstrip("\n"), "offload": (found + after).rstrip("\n")}
+    parts = {
+        "checkpoints": (HEAD, (kills, power_cuts, disks, damages)),
+        "offload": (OFFLOAD_HEAD, (offloaded_kills,)),
+    }
+    workers = Workers()
+    for section, (head, own) in parts.items():
+        if asked.only in (None, section):
+            said = {"day": date.today(), "torch": torch.__version__, "machine": platform.system()}
+            head = head.format(trials=asked.trials, **said)  # noqa: PLW2901
+            sections[section] = head + "\n".join(_rows(workers.pool, own, trials=asked.trials))
+    workers.close()
+    asked.page.write_text("\n\n".join(text for text in sections.values() if text) + "\n")
+
+
+def _rows(ranks: Callable, parts: Sequence[Callable], *, trials: int) -> list[str]:
+    rows: list[str] = []
+    for part in parts:
         try:
-            for fault, saving, outcomes in part(workers.pool, asked.trials):
+            for fault, saving, outcomes in part(ranks, trials):
                 came = ", ".join(f"{outcome} ({count})" for outcome, count in sorted(outcomes.items()))
                 rows.append(f"| {fault} | {saving} | {outcomes.total()} | {came} |")
                 print(rows[-1], flush=True)
         except _pytest.outcomes.Skipped as skipped:  # no root
             rows.append(f"| {part.__name__.replace('_', ' ')} | | 0 | not tried: {skipped} |")
-    workers.close()
-    head = HEAD.format(
-        trials=asked.trials, day=date.today(), torch=torch.__version__, machine=platform.system()
-    )
-    asked.page.write_text(head + "\n".join(rows) + "\n")
+    return rows
 
 
 if __name__ == "__main__":

@@ -7,8 +7,11 @@ import pytest
 from fullshard.errors import (
     INTERRUPTED_EXIT_CODE,
     CheckpointError,
+    DamagedOffloadError,
     DataError,
+    ForeignOffloadError,
     LaunchError,
+    OffloadError,
     PlanError,
     ShardError,
     SpecError,
@@ -43,6 +46,7 @@ def killed(number: signal.Signals) -> list[Ended]:
         killed(signal.SIGKILL)[:1],  # nobody saw the rank that was killed: the peer's word alone
         ended(ZeroDivisionError("by zero")),
         ended(TrainError("not finite.")),
+        ended(DamagedOffloadError("it is truncated.")),  # the next start does without it
         ended(SystemExit(86)),
     ],
 )
@@ -56,7 +60,10 @@ def test_ranks_that_died_are_started_again_as_often_as_asked(ranks: list[Ended])
     assert "2 times" in third.said[-1]
 
 
-@pytest.mark.parametrize("error", [SpecError, PlanError, ShardError, DataError, CheckpointError])
+@pytest.mark.parametrize(
+    "error",
+    [SpecError, PlanError, ShardError, DataError, CheckpointError, OffloadError, ForeignOffloadError],
+)
 def test_what_would_fail_again_is_not_started_again(error: type[SpecError]) -> None:
     conclusion = Attempts(restarts=3).conclude(ended(error("no.")))
     assert conclusion.exit_code == error.exit_code

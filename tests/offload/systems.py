@@ -2,11 +2,15 @@
 
 import errno
 import fcntl
+import itertools
 import os
 import random
+import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from fullshard.offload.drive import DIRECT, SYSTEM, System
 
@@ -79,6 +83,39 @@ def failing(name: str, number: int) -> System:
         raise OSError(number, os.strerror(number))
 
     return replace(SYSTEM, **{name: fail})
+
+
+def turning_bad(  # signature: what a test says of a fault
+    call: str, number: int | None, *, file: str, after: int, times: int = 1 << 30
+) -> System:
+    """All is well until `after` generations are committed; then calls of this name on files whose name has
+    `file` in it fail with `number`, so many `times`; or, for None, a bit of what they read is another."""
+    names: dict[int, str] = {}
+    committed, failed = itertools.count(1), itertools.count()
+    ill = threading.Event()
+
+    def open_(path: Path, flags: int, mode: int) -> int:
+        descriptor = os.open(path, flags, mode)
+        names[descriptor] = path.name
+        return descriptor
+
+    def pwritev(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        own = bad if call == "pwritev" else os.pwritev
+        count = own(descriptor, buffers, offset)
+        if re.search(r"state-.\.json", names.get(descriptor, "")) and next(committed) == after:
+            ill.set()
+        return count
+
+    def bad(descriptor: int, *arguments: Any) -> Any:
+        if not ill.is_set() or file not in names.get(descriptor, "") or next(failed) >= times:
+            return getattr(SYSTEM, call)(descriptor, *arguments)
+        if number is not None:
+            raise OSError(number, os.strerror(number))
+        count = getattr(SYSTEM, call)(descriptor, *arguments)
+        arguments[0][0].cast("B")[count // 2] ^= 1
+        return count
+
+    return replace(SYSTEM, **{"open": open_, call: bad, "pwritev": pwritev})
 
 
 @dataclass

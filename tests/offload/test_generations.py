@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.errors import ForeignOffloadError, OffloadError
+from fullshard.errors import DamagedOffloadError, ForeignOffloadError, OffloadError
 from fullshard.offload.directories import LOCK, leftovers, rank_directory
 from fullshard.offload.drive import SYSTEM
 from fullshard.offload.generations import discard
@@ -130,6 +130,22 @@ def test_a_part_of_a_record_is_that_part(directory: Path) -> None:
             generations.read_part("group 1", memoryview(bytearray(2)), slot=slot, offset=65_535)
 
 
+def test_a_part_is_held_against_the_digest_of_its_record_once_where_all_is(directory: Path) -> None:
+    target = memoryview(bytearray(10))
+    for check, refused in (("asked", False), ("always", True)):
+        with opened(directory, check=check) as generations:
+            slot = put(generations, 1 + 2 * refused).slot
+            path, at = directory / f"state-{slot}.data", 102_400 + 60_000
+            data = bytearray(path.read_bytes())
+            data[at] ^= 1
+            path.write_bytes(data)
+            if refused:
+                with pytest.raises(DamagedOffloadError, match="group 1"):
+                    generations.read_part("group 1", target, slot=slot, offset=0)
+                slot = put(generations, 2 + 2 * refused).slot  # what is written anew is well
+            generations.read_part("group 1", target, slot=slot, offset=0)
+
+
 def test_a_rank_without_any_record_keeps_its_payload(directory: Path) -> None:
     with opened(directory, records=[]) as generations:
         put(generations, 1)
@@ -204,14 +220,33 @@ def test_files_of_another_identity_are_named_and_left_alone(directory: Path, fie
 
 
 @pytest.mark.parametrize("damage", ["gone", "flipped"])
-def test_files_of_nobody_are_foreign(directory: Path, damage: str) -> None:
+def test_files_that_do_not_say_whose_they_are_are_those_of_their_manifests(
+    directory: Path, damage: str
+) -> None:
     with opened(directory) as generations:
         put(generations, 1)
-    path = directory / "identity.json"
+    path, other = directory / "identity.json", IDENTITY.model_copy(update={"rank": 2})
     text = path.read_bytes()
     path.unlink() if damage == "gone" else path.write_bytes(text.replace(b"run_id", b"run_ie"))
     with pytest.raises(ForeignOffloadError, match="no identity.json that can be read"):
+        opened(directory, identity=other)
+    assert usable(directory) == [1]
+    assert path.read_bytes() == text
+    path.unlink()
+    (directory / "state-0.json").unlink()
+    with pytest.raises(ForeignOffloadError, match="no identity.json that can be read"):
         opened(directory)
+
+
+@pytest.mark.parametrize("kind", ["payload", "json"])
+def test_a_generation_that_cannot_be_read_leaves_the_other(directory: Path, kind: str) -> None:
+    with opened(directory) as generations:
+        put(generations, 1)
+        slot = put(generations, 2).slot
+    path = directory / f"state-{slot}.{kind}"
+    path.unlink()
+    path.mkdir()  # to be read as a file, the system refuses it
+    assert usable(directory) == [1]
 
 
 def test_a_second_process_is_refused_and_the_first_is_named(directory: Path, tmp_path: Path) -> None:

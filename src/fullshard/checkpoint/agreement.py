@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fullshard.checkpoint.disk import os_error
-from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError
+from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError, OffloadError
 
 T = TypeVar("T")
 Group: TypeAlias = dist.ProcessGroup | None
@@ -69,14 +69,16 @@ def everyone(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
     """`act()` on every rank; returns this rank's result once no rank failed. Collective.
 
     Raises CheckpointError on all ranks that names the first rank that failed, and its reason; a
-    DamagedCheckpointError where every rank that failed did so for that.
+    DamagedCheckpointError where every rank that failed did so for that. Its cause is this rank's own, or the
+    OffloadError of the one that is named.
     """
     attempt, results = Attempt(), list[T]()
     with attempt:
         results.append(act())
     failures = [one for one in gathered(_failure(attempt, doing), group=group) if one is not None]
     if failures:
-        raise _first_of(failures) from attempt.error
+        named = _first_of(failures)
+        raise named.as_error() from attempt.error or named.offload
     return results[0]
 
 
@@ -119,19 +121,21 @@ class _Failure:
     why: str | None
     fix: str | None
     damaged: bool
+    offload: OffloadError | None = None
 
     def as_error(self) -> CheckpointError:
         kind = DamagedCheckpointError if self.damaged else CheckpointError
         return kind(self.what, got=self.got, why=self.why, fix=self.fix)
 
 
-def _first_of(failures: Sequence[_Failure]) -> CheckpointError:
+def _first_of(failures: Sequence[_Failure]) -> _Failure:
     """What the lowest rank says; the rank is left out where all ranks say the same."""
     # Another checkpoint helps against damage alone.
     first, *_ = sorted(failures, key=lambda one: (one.damaged, one.rank))
-    if len(failures) == world_size() and all(replace(one, rank=first.rank) == first for one in failures):
-        return first.as_error()
-    return replace(first, what=f"rank {first.rank}: {first.what}").as_error()
+    alike = (replace(one, rank=first.rank, offload=first.offload) == first for one in failures)
+    if len(failures) == world_size() and all(alike):
+        return first
+    return replace(first, what=f"rank {first.rank}: {first.what}")
 
 
 def _failure(attempt: Attempt, doing: str) -> _Failure | None:
@@ -141,11 +145,12 @@ def _failure(attempt: Attempt, doing: str) -> _Failure | None:
         failed_rank, (error, _) = min(error.failures.items(), key=lambda item: item[0])
     if error is None:
         return None
+    offload = error if isinstance(error, OffloadError) else None
     if not isinstance(error, CheckpointError):
         error = _as_checkpoint_error(error, doing)
     got = None if error.got is None else str(error.got)
     damaged = isinstance(error, DamagedCheckpointError)
-    return _Failure(failed_rank, error.what, got, error.why, error.fix, damaged)
+    return _Failure(failed_rank, error.what, got, error.why, error.fix, damaged, offload)
 
 
 def _as_checkpoint_error(error: BaseException, doing: str) -> CheckpointError:

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from fullshard.errors import (
     INTERRUPTED_EXIT_CODE,
     CheckpointError,
+    DamagedOffloadError,
     DataError,
+    OffloadError,
     PlanError,
     ShardError,
     SpecError,
@@ -14,8 +16,11 @@ from fullshard.errors import (
 from fullshard.launch.ending import CTRL_C_EXIT_CODE, Failure
 from fullshard.launch.verdict import Ended, first_failure
 
-# The same run, plan, data and checkpoints would fail in the same way.
-_SAME_AGAIN = {error.exit_code for error in (SpecError, PlanError, ShardError, DataError, CheckpointError)}
+# The same run, plan, data, checkpoints and drive would fail in the same way.
+_WRONG = (SpecError, PlanError, ShardError, DataError, CheckpointError, OffloadError)
+_SAME_AGAIN = {error.exit_code for error in _WRONG}
+# But the next attempt drops a generation that is damaged.
+_MENDED = {DamagedOffloadError.__name__}
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,8 @@ class Attempts:
 def restart_helps(failure: Failure) -> bool:
     """Whether another attempt may do better.
 
-    Not where the run, the plan, the data or the checkpoints are wrong. But a rank that was killed makes its
-    peers fail at whatever they did, saving for example, and that says nothing about the checkpoints.
+    Not where the run, the plan, the data or the checkpoints are wrong, or a drive is full or fails to write.
+    But a rank that was killed makes its peers fail at whatever they did, saving for example, and that says
+    nothing about the checkpoints; and of state that is damaged an older generation or a checkpoint is whole.
     """
-    return failure.peer_lost or failure.exit_code not in _SAME_AGAIN
+    return failure.peer_lost or failure.name in _MENDED or failure.exit_code not in _SAME_AGAIN

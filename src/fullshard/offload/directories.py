@@ -116,7 +116,10 @@ def overwrite(path: Path, data: bytes, *, system: System) -> None:
     try:
         left, offset = memoryview(data), 0
         while left.nbytes:
-            count = system.pwritev(descriptor, [left], offset)
+            try:
+                count = system.pwritev(descriptor, [left], offset)
+            except InterruptedError:
+                continue
             if not count:
                 raise OSError(errno.EIO, "the drive took nothing")
             left, offset = left[count:], offset + count

@@ -46,8 +46,13 @@ _REASONS: dict[int, tuple[str, str]] = {
     errno.EACCES: ("this user may not write there", "offload.path = a directory that can be written"),
     errno.EPERM: ("this user may not write there", "offload.path = a directory that can be written"),
     errno.ENOTDIR: ("a part of the path is a file, not a directory", "another offload.path"),
+    errno.ENODATA: (
+        "the drive cannot read what it was given to keep",
+        "another drive for offload.path, and a look at the system's log",
+    ),
     errno.ESTALE: ("the network file system lost it", "offload.path = a directory on a local drive"),
 }
+_UNREADABLE = (errno.EIO, errno.ENODATA)  # linux/block: errors of a transfer, and of the medium
 
 
 def _free_bytes(directory: Path) -> int:
@@ -76,14 +81,14 @@ class System:
 SYSTEM = System()
 
 
-def os_error(what: str, error: OSError, *, where: str = "") -> OffloadError:
+def os_error(
+    what: str, error: OSError, *, where: str = "", kind: type[OffloadError] = OffloadError
+) -> OffloadError:
     """The OffloadError for an OSError: its words, `where` it happened, why, and what to do."""
     why, fix = _REASONS.get(error.errno or 0, (None, None))
     name = errno.errorcode.get(error.errno or 0, "no errno")
     where = where or str(error.filename or "")
-    return OffloadError(
-        what, got=f"{error.strerror or error} ({name}){where and f', {where}'}", why=why, fix=fix
-    )
+    return kind(what, got=f"{error.strerror or error} ({name}){where and f', {where}'}", why=why, fix=fix)
 
 
 def rounded_up(count: int) -> int:
@@ -97,7 +102,7 @@ class DriveFile:
     `read` and `write` transfer all or raise, and let other threads run. Calls from several threads are safe
     where they touch different blocks of 4 KiB. They are quick where address, offset and length are multiples
     of 4096, and right anyway. See [Note: past the page cache]. Every error is an OffloadError that names the
-    file and the offset.
+    file and the offset; a DamagedOffloadError where the drive has lost what was written.
     """
 
     def __init__(self, path: Path, size_bytes: int, *, descriptor: int, system: System = SYSTEM) -> None:
@@ -183,9 +188,12 @@ class DriveFile:
                 if direct and error.errno == errno.EINVAL:  # the file system took the flag, but not this
                     self._leave_direct()
                     continue
-                doing = "read" if some == self._read_some else "written"
+                reading = some == self._read_some
+                what = f"{self.path} cannot be {'read' if reading else 'written'}."
                 where = f"{format_bytes(left.nbytes)} at offset {offset}"
-                raise os_error(f"{self.path} cannot be {doing}.", error, where=where) from error
+                lost = reading and error.errno in _UNREADABLE
+                kind = DamagedOffloadError if lost else OffloadError
+                raise os_error(what, error, where=where, kind=kind) from error
             left, offset = left[count:], offset + count
         if not self.direct:
             _let_go(self._descriptor, begin, length=data.nbytes)

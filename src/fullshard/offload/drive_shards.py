@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.offload.drive import DriveFile
+from fullshard.offload.drive import SYSTEM, DriveFile, System
 from fullshard.offload.engine import own_shape, padded_shape
+from fullshard.offload.manifest import digest, other_bytes
 from fullshard.offload.shards import computed_in
 from fullshard.offload.slabs import bytes_of, slab
 from fullshard.spec.groups import part_bytes
@@ -27,12 +28,13 @@ SLOTS = 3
 
 @dataclass(eq=False)
 class _Unit:
-    """Its bytes in the file, and what of them an update has still to publish."""
+    """Its bytes in the file, what of them an update has still to publish, and the digest of its bytes."""
 
     offset: int
     size_bytes: int
     elements: int
     missing: int = 0
+    digest: str | None = None
 
 
 @dataclass(eq=False)
@@ -56,14 +58,23 @@ class _Buffer:
 class DriveShards:
     """`Shards` in one file. `units`: of each parameter, which unit gathers it, counted from 0.
 
+    `verify`: what is read is held against the digest of what was written.
+
     One thread publishes, unit after unit, while another gives; of a unit that is being published nothing is
-    given.
+    given. Nothing in the file outlives the process that wrote it: all is published anew at a start.
     """
 
     def __init__(
-        self, engine: Mapping[str, Any], units: Mapping[str, int], *, path: Path, device: torch.device
+        self,
+        engine: Mapping[str, Any],
+        units: Mapping[str, int],
+        *,
+        path: Path,
+        device: torch.device,
+        verify: bool = False,
+        system: System = SYSTEM,
     ) -> None:
-        self._engine, self._unit_of, self._device = engine, units, device
+        self._engine, self._unit_of, self._device, self._verify = engine, units, device, verify
         self._begins: dict[str, int] = {}
         self._units: dict[int, _Unit] = {}
         end = 0
@@ -76,7 +87,10 @@ class DriveShards:
             self._units[unit] = _Unit(end, part_bytes(max(size, 1), 1), elements)
             end += self._units[unit].size_bytes
         largest = max((unit.size_bytes for unit in self._units.values()), default=1)
-        self._file = DriveFile.create(path, max(end, part_bytes(1, 1)))
+        size = max(end, part_bytes(1, 1))
+        if path.exists() and path.stat().st_size != size:
+            path.unlink()
+        self._file = DriveFile.create(path, size, system=system)
         pinned = device.type == "cuda"
         count = min(SLOTS, len(self._units)) or 1
         self._buffers = [_Buffer(slab(largest, pinned=pinned)) for _ in range(count)]  # the last used last
@@ -172,13 +186,15 @@ class DriveShards:
                 idle[0].reading = self._reader.submit(self._read, idle[0], self._units[number])
 
     def _free(self, number: int) -> _Buffer:
-        """The buffer that is idle for the longest, now the unit's. Waits until there is one."""
+        """The buffer that is idle for the longest, now the unit's. Waits until there is one. Raises what was
+        done with it last, if that failed: nobody else may come to ask."""
         while (buffer := next((one for one in self._buffers if self._is_idle(one)), None)) is None:
             busy = next((one for one in self._buffers if self._is_busy(one)), None)
             if busy is None:
                 self._lock.wait()
             else:
                 busy.wait()
+        buffer.wait()
         buffer.unit = number
         return buffer
 
@@ -192,7 +208,12 @@ class DriveShards:
         return buffer.unit != self._in_use and buffer.is_busy
 
     def _read(self, buffer: _Buffer, unit: _Unit) -> None:
-        self._file.read(bytes_of(buffer.memory[: unit.size_bytes]), unit.offset)
+        data = bytes_of(buffer.memory[: unit.size_bytes])
+        self._file.read(data, unit.offset)
+        if unit.digest is not None and digest(data) != unit.digest:
+            raise other_bytes(self._file.path, f"bytes {unit.offset} to {unit.offset + unit.size_bytes}")
 
     def _write(self, buffer: _Buffer, unit: _Unit) -> None:
-        self._file.write(bytes_of(buffer.memory[: unit.size_bytes]), unit.offset)
+        data = bytes_of(buffer.memory[: unit.size_bytes])
+        unit.digest = digest(data) if self._verify else None
+        self._file.write(data, unit.offset)

@@ -91,6 +91,7 @@ class Generations:
         self._system, self._files, self._resources = system, tuple(files), resources
         self._whole: dict[int, Manifest] = {}
         self._digests: tuple[dict[str, str | None], ...] = ({}, {})  # of what each slot's records hold
+        self._verified: tuple[set[str], ...] = (set(), set())  # of these: since they were written
         self._begun: int | None = None  # the slot
         # One for a thread that reads, one for another that writes; each is at it while its bytes move.
         self._hashing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="digest")
@@ -193,6 +194,7 @@ class Generations:
         assert slot is not None, "no generation was begun"
         assert data.nbytes == record.length_bytes, "a record is written whole"
         self._digests[slot].pop(name, None)
+        self._verified[slot].discard(name)
         taking = None if self.check == "never" else self._hashing.submit(digest, data)
         try:
             self._files[slot].write(data, record.offset_bytes)
@@ -218,23 +220,21 @@ class Generations:
             raise _other_record(file.path, record)
 
     def read_part(self, name: str, target: memoryview, *, slot: int, offset: int) -> None:
-        """Bytes of the record `name` from `offset` of it on; they are held against no digest."""
+        """Bytes of the record `name` from `offset` of it on. Where all reads are held against digests, the
+        whole record is, once since it was written."""
         record = self.records[name]
         assert name in self._digests[slot], f"{name} was not written to slot {slot}"
         assert offset + target.nbytes <= record.length_bytes, "the bytes are the record's"
+        if self.check == "always" and name not in self._verified[slot]:
+            _verify(self._files[slot], record, expected=self._digests[slot][name], hashing=self._hashing)
+            self._verified[slot].add(name)
         self._files[slot].read(target, record.offset_bytes + offset)
 
     def verify(self, generation: Generation) -> None:
         """Reads every record. Raises DamagedOffloadError for the first that is not what was written."""
-        scratch = memoryview(mmap.mmap(-1, 2 * _PIECE_BYTES))
-        halves = (scratch[:_PIECE_BYTES], scratch[_PIECE_BYTES:])
-        file = self._files[generation.slot]
+        file, digests = self._files[generation.slot], self._digests[generation.slot]
         for name, record in self.records.items():
-            begins = range(0, record.length_bytes, _PIECE_BYTES)
-            pieces = (halves[i % 2][: record.length_bytes - begin] for i, begin in enumerate(begins))
-            found = _digested(file, record, pieces=pieces, hashing=self._hashing)
-            if self._digests[generation.slot][name] not in (None, found):
-                raise _other_record(file.path, record)
+            _verify(file, record, expected=digests[name], hashing=self._hashing)
 
     def commit(self, step: int, payload: bytes) -> Generation:
         """Makes the generation that was begun whole, as the state after `step` steps, and the newest one.
@@ -268,6 +268,7 @@ class Generations:
     def _forget(self, slot: int) -> None:
         self._whole.pop(slot, None)
         self._digests[slot].clear()
+        self._verified[slot].clear()
         try:
             remove(manifest_path(self.directory, slot), system=self._system)
         except OSError as error:
@@ -280,7 +281,7 @@ def _found(directory: Path, records: Sequence[Record], *, identity: Identity) ->
     for slot in SLOTS:
         try:
             manifest = read_manifest(directory, slot, identity=identity, records=records)
-        except DamagedOffloadError as error:
+        except (DamagedOffloadError, OSError) as error:  # also where the drive cannot read it
             logger.warning("a generation of optimizer state cannot be used: %s", error)
         else:
             found |= {} if manifest is None else {slot: manifest}
@@ -340,6 +341,16 @@ def _is_there(directory: Path, slot: int, *, size_bytes: int) -> bool:
     remove(manifest)
     remove(path)
     return False
+
+
+def _verify(file: DriveFile, record: Record, *, expected: str | None, hashing: ThreadPoolExecutor) -> None:
+    """Reads all of a record. Raises DamagedOffloadError where its digest is not what is `expected`."""
+    scratch = memoryview(mmap.mmap(-1, 2 * _PIECE_BYTES))
+    halves = (scratch[:_PIECE_BYTES], scratch[_PIECE_BYTES:])
+    begins = range(0, record.length_bytes, _PIECE_BYTES)
+    pieces = (halves[i % 2][: record.length_bytes - begin] for i, begin in enumerate(begins))
+    if expected not in (None, _digested(file, record, pieces=pieces, hashing=hashing)):
+        raise _other_record(file.path, record)
 
 
 def _digested(

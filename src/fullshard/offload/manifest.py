@@ -10,6 +10,7 @@ Each JSON file ends with a digest of itself, so that a flipped bit is never take
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -98,7 +99,10 @@ def sealed(value: Value) -> bytes:
 
 
 def claim(directory: Path, identity: Identity, *, system: System) -> None:
-    """Makes an empty `directory` that of `identity`. Raises ForeignOffloadError where it is another's."""
+    """Makes an empty `directory` that of `identity`. Raises ForeignOffloadError where it is another's.
+
+    Where what it says of itself is damaged, its manifests say whose it is.
+    """
     text, path = sealed(identity), directory / IDENTITY
     if not path.exists() and not any(os.path.lexists(data_path(directory, slot)) for slot in SLOTS):
         replace(path, text, system=system)
@@ -109,6 +113,9 @@ def claim(directory: Path, identity: Identity, *, system: System) -> None:
     try:
         other = Identity.model_validate_json(_unsealed(found, path))
     except (ValidationError, DamagedOffloadError):
+        if identity in _told_by_manifests(directory):
+            replace(path, text, system=system)
+            return
         got = f"no {IDENTITY} that can be read"
     else:
         differ = [name for name in Identity.model_fields if getattr(other, name) != getattr(identity, name)]
@@ -130,6 +137,15 @@ def read_world_size(directory: Path) -> int | None:
         return Identity.model_validate_json(_unsealed(path.read_bytes(), path)).world_size
     except (OSError, ValidationError, DamagedOffloadError):
         return None
+
+
+def _told_by_manifests(directory: Path) -> list[Identity]:
+    found: list[Identity] = []
+    for slot in SLOTS:
+        path = manifest_path(directory, slot)
+        with suppress(OSError, ValidationError, DamagedOffloadError):
+            found.append(Manifest.model_validate_json(_unsealed(path.read_bytes(), path)).identity)
+    return found
 
 
 def read_manifest(

@@ -16,6 +16,7 @@ from fullshard.errors import OffloadError
 class Updates:
     """One thread, which does one thing after the other; after one that failed, nothing.
 
+    What failed is raised as it is, and an OffloadError with what it means for the run.
     `settle`: what must be done besides until all is where it stays.
     """
 
@@ -68,10 +69,16 @@ class Updates:
                 event.set()
 
     def _raise(self) -> None:
-        if self._error is not None:
-            raise OffloadError(
-                "the optimizer's state could not be updated.",
-                got=str(self._error).partition("\n")[0],
-                why="what is left of it in memory belongs to no step",
-                fix="start again with --resume: it goes on from the newest whole state",
-            ) from self._error
+        error = self._error
+        if error is None:
+            return
+        if not isinstance(error, OffloadError):
+            raise error
+        got, why = (f" {part}" if part else "" for part in (error.got, error.why and f"{error.why}, and"))
+        fix = f"{error.fix}; then " if error.fix else ""
+        raise type(error)(
+            "the optimizer's state could not be updated.",
+            got=f"{error.what.removesuffix('.')}:{got}" if got else error.what,
+            why=f"{why} what is left of it in memory belongs to no step".strip(),
+            fix=f"{fix}start again with --resume: it goes on from the newest whole state",
+        ) from error

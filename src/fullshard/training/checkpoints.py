@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from fullshard.checkpoint import BackgroundSaver, NodeDisks, save
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, OffloadError
 from fullshard.quantities import format_seconds
 from fullshard.spec.plan import Plan
 from fullshard.training.state import TrainState
@@ -44,7 +44,11 @@ class Checkpoints:
             self._background.__exit__(kind, error, trace)
 
     def save(self, state: TrainState) -> None:
-        """Between two steps. In the background it returns when the copy may go on beside the next step."""
+        """Between two steps. In the background it returns when the copy may go on beside the next step.
+
+        Raises OffloadError where the last update has failed: without it there is no state to train on.
+        """
+        state.settle()
         try:
             if self._background is not None:
                 self._background.save(state)
@@ -54,9 +58,17 @@ class Checkpoints:
             self._not_written(error, step=state.step)
 
     def save_last(self, state: TrainState) -> None:
-        """Before the run ends: returns when it is written. Raises CheckpointError where it is not."""
+        """Before the run ends: returns when it is written. Raises CheckpointError where it is not, and
+        OffloadError where that is because a drive cannot give the state."""
+        state.settle()
         self.wait()
-        self._written(self._save_now(state), step=state.step)
+        try:
+            path = self._save_now(state)
+        except CheckpointError as error:
+            if isinstance(cause := error.__cause__, OffloadError):
+                raise type(cause)(error.what, got=error.got, why=error.why, fix=error.fix) from error
+            raise
+        self._written(path, step=state.step)
 
     def tell(self) -> None:
         """Of saves that have ended since the last call."""

@@ -3,23 +3,27 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
-from fullshard.checkpoint.agreement import everyone, gathered, rank
+from fullshard.checkpoint.agreement import gathered, rank
 from fullshard.errors import ForeignOffloadError, OffloadError, ShardError
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.offload.directories import leftovers, rank_directory
+from fullshard.offload.drive import SYSTEM, System
 from fullshard.offload.drive_shards import DriveShards
 from fullshard.offload.drive_store import DriveStore
 from fullshard.offload.generations import Generation, Generations, discard
 from fullshard.offload.gradients import Gradients, OnHost, OnParameters
+from fullshard.offload.malloc import give_back_what_is_freed
 from fullshard.offload.manifest import Identity, Record, read_world_size
+from fullshard.offload.on_device import OnDevice
 from fullshard.offload.rounding import AdamOptions
 from fullshard.offload.state import OffloadedState, Settings
 from fullshard.offload.store import Record as GroupRecord
@@ -32,6 +36,7 @@ from fullshard.spec.plan import Plan
 
 logger = logging.getLogger("fullshard")
 
+T = TypeVar("T")
 _MOMENTS = {"fp32": None, "bf16": torch.bfloat16}
 _KEPT = "_fullshard_offloaded"  # the attribute of the model
 
@@ -44,12 +49,16 @@ def shard(
     init: Initialise | None = None,
     methods: Sequence[str] = (),
     values: Literal["initialised", "unset"] = "initialised",
+    system: System = SYSTEM,
 ) -> nn.Module:
     """`fullshard.sharding.apply.shard`, and what the plan's tier keeps outside of the device.
 
-    Raises OffloadError where host or drive have no room for it, before the model has values.
+    `system`: the calls that reach its drive. Raises OffloadError on all ranks where the drive of any has no
+    room for it, before the model has values.
     """
-    keeper = OffloadedState(_settings(plan)) if plan.run.offload.takes_optimizer else None
+    if plan.run.offload.on_disk and plan.run.offload.host_bytes and plan.device == "cpu":
+        give_back_what_is_freed()
+    keeper = OffloadedState(_settings(plan, system)) if plan.run.offload.takes_optimizer else None
     apply.shard(model, plan, units=units, init=init, methods=methods, values=values, keeper=keeper)
     if keeper is not None:
         setattr(model, _KEPT, keeper)
@@ -77,6 +86,7 @@ def streaming_adamw(model: nn.Module, groups: list[dict[str, Any]], *, plan: Pla
         gradients=_gradients(offloaded),
         defaults=AdamOptions(section.learning_rate, *section.betas, section.eps, 0.0),
         seed=plan.run.run.seed,
+        on_device=_on_device(offloaded) if plan.run.offload.update == "device" else None,
     )
 
 
@@ -122,7 +132,7 @@ def leftovers_of(plan: Plan, *, aside: Path | None) -> Iterator[str]:
             yield f"{left} holds {format_bytes(size)} of optimizer state of a run that is over"
 
 
-def _settings(plan: Plan) -> Settings:
+def _settings(plan: Plan, system: System) -> Settings:
     section = plan.run.offload
     return Settings(
         device=_device(plan),
@@ -130,16 +140,22 @@ def _settings(plan: Plan) -> Settings:
         shards_outside=section.takes_parameters,
         moments=_MOMENTS[section.moments],
         alternate=section.order == "alternate",
-        on_drive=partial(_on_drive, plan) if section.on_disk else None,
-        shards_on_drive=partial(_shards, plan) if section.on_disk and section.takes_parameters else None,
+        on_drive=partial(_on_drive, plan, system=system) if section.on_disk else None,
+        shards_on_drive=(
+            partial(_shards, plan, system=system) if section.on_disk and section.takes_parameters else None
+        ),
     )
 
 
 def _shards(  # signature: what is bound, and what `Settings.shards_on_drive` is called with
-    plan: Plan, engine: Mapping[str, Any], units: Mapping[str, int]
+    plan: Plan, engine: Mapping[str, Any], units: Mapping[str, int], *, system: System
 ) -> DriveShards:
     path = directory_of(plan, rank=rank()) / "parameters.data"
-    return DriveShards(engine, units, path=path, device=_device(plan))
+    check, device = plan.run.offload.paranoid, _device(plan)
+    return _opened_by_all(
+        lambda: DriveShards(engine, units, path=path, device=device, verify=check, system=system),
+        close=lambda one: one.closing()(),
+    )
 
 
 def _device(plan: Plan) -> torch.device:
@@ -147,7 +163,7 @@ def _device(plan: Plan) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def _on_drive(plan: Plan, groups: Sequence[Group]) -> DriveStore:
+def _on_drive(plan: Plan, groups: Sequence[Group], *, system: System) -> DriveStore:
     moments = _MOMENTS[plan.run.offload.moments]
     records: list[Record] = []
     end = 0
@@ -167,18 +183,40 @@ def _on_drive(plan: Plan, groups: Sequence[Group]) -> DriveStore:
 
     def opened() -> Generations:
         try:
-            return Generations.open(directory, records, identity=identity, check=check)
+            return Generations.open(directory, records, identity=identity, check=check, system=system)
         except ForeignOffloadError as error:
             if read_world_size(directory) in (None, plan.world_size):
                 raise
             # Nodes have left or come: what this rank has are parts for other ranks. The checkpoint has all.
             logger.warning("%s: it was kept by another number of ranks, and is removed", error.what)
             discard(directory)
-            return Generations.open(directory, records, identity=identity, check=check)
+            return Generations.open(directory, records, identity=identity, check=check, system=system)
 
-    generations = everyone(opened, doing=f"making room for optimizer state in {directory}")
+    generations = _opened_by_all(opened, close=Generations.close)
     _agree(generations)
     return DriveStore(groups, generations, moments=moments, pinned=plan.device == "cuda")
+
+
+def _opened_by_all(opened: Callable[[], T], *, close: Callable[[T], None]) -> T:
+    """What `opened` gives, once no rank's has failed. Collective.
+
+    Raises OffloadError: each rank's own, and the first one's on ranks that have none.
+    """
+    own: OffloadError | None = None
+    with ExitStack() as stack:
+        found: list[T] = []
+        try:
+            found.append(opened())
+            stack.callback(close, found[0])
+        except OffloadError as error:
+            own = error
+        failed = [(i, one) for i, one in enumerate(gathered(own)) if one is not None]
+        if own is not None:
+            raise own
+        for i, one in failed:
+            raise type(one)(f"rank {i}: {one.what}", got=one.got, why=one.why, fix=one.fix)
+        stack.pop_all()
+    return found[0]
 
 
 def _agree(generations: Generations) -> None:
@@ -202,6 +240,11 @@ def _is_undamaged(generations: Generations, one: Generation) -> bool:
         logger.warning("the state after step %d cannot be used: %s", one.step, error)
         return False
     return True
+
+
+def _on_device(offloaded: OffloadedState) -> OnDevice:
+    settings = offloaded.settings
+    return OnDevice(offloaded.groups, device=settings.device, moments=settings.moments)
 
 
 def _gradients(offloaded: OffloadedState) -> Gradients:

@@ -1,0 +1,92 @@
+"""Drives that fail under a run: a clear error, nothing else damaged, and the next start goes on."""
+
+import errno
+import re
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from fullshard.checkpoint.inspection import damages
+from fullshard.errors import DamagedOffloadError, OffloadError
+from tests.faults.course import (
+    Course,
+    assert_the_curve_is_undisturbed,
+    go_on,
+    last_acknowledged,
+    last_committed,
+    next_start,
+)
+from tests.offload.systems import turning_bad, with_short_transfers
+
+STATE, SHARDS = "optimizer:nvme", "params+optimizer:nvme"
+EVERY = 3  # steps from a checkpoint to the next
+AFTER = EVERY + 2  # generations: a step's after that checkpoint, for one is the state as it began
+FOR_GOOD = 1 << 30
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`call` on files with `file` in their names fails with `number`, so many `times`; None: it gives other
+    bits, and that is looked for. `said`: of it."""
+
+    call: str
+    number: int | None
+    file: str
+    said: str
+    times: int = FOR_GOOD
+    tier: str = STATE
+
+    @property
+    def damages(self) -> bool:
+        """What was kept is lost, which another attempt does without."""
+        return self.call == "preadv"
+
+
+IO, FULL = errno.EIO, errno.ENOSPC
+OTHER = "other bytes than were written"
+FAULTS = {
+    "read error": Fault("preadv", IO, "state-", "cannot be read: .*EIO"),
+    "write error": Fault("pwritev", IO, "data", "cannot be written: .*EIO"),
+    "one write error": Fault("pwritev", IO, "data", "cannot be written: .*EIO", times=1),
+    "flush error": Fault("fdatasync", IO, "data", "cannot be flushed to its drive: .*EIO"),
+    "drive full": Fault("pwritev", FULL, "json", "cannot be kept in .*ENOSPC(.|\n)*drive is full"),
+    "other bits": Fault("preadv", None, "data", OTHER, times=1),
+    "shards, a write error": Fault("pwritev", IO, "param", "be written: .*EIO", times=1, tier=SHARDS),
+    "shards, read error": Fault("preadv", IO, "param", "be read(.|\n)*EIO", tier=SHARDS),
+    "shards, other bits": Fault("preadv", None, "param", OTHER, times=1, tier=SHARDS),
+}
+
+
+@pytest.mark.parametrize("name", list(FAULTS))
+def test_a_drive_that_fails_is_told_and_the_next_start_goes_on(ranks, tmp_path: Path, name: str) -> None:
+    """On one rank of two. Nothing that came after the fault is in a checkpoint or a generation."""
+    fault = FAULTS[name]
+    record, checkpoints = tmp_path / "record", tmp_path / "checkpoints"
+    record.mkdir()
+    drive = partial(turning_bad, fault.call, fault.number, file=fault.file, after=AFTER, times=fault.times)
+    settings = ("offload.paranoid=true",) if fault.number is None else ()
+    course = Course(checkpoints, record, every=EVERY, tier=fault.tier, settings=settings)
+    with pytest.raises(OffloadError) as caught:
+        ranks(2).run(go_on, replace(course, drive=drive, until=30))
+    assert re.search(fault.said, str(caught.value)), caught.value
+    assert caught.value.fix
+    assert isinstance(caught.value, DamagedOffloadError) == fault.damages
+    for one in checkpoints.glob("step-*"):
+        assert not list(damages(one))
+    whole, saved = last_committed(record), last_acknowledged(record)
+    assert saved, "it came after a checkpoint"
+    started = next_start(ranks, course)
+    assert started.startswith("resumed"), started
+    assert int(started.split()[-1]) >= max(whole, saved)
+    assert_the_curve_is_undisturbed(ranks, record, tier=fault.tier)
+
+
+def test_short_transfers_change_nothing(ranks, tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    record.mkdir()
+    course = Course(tmp_path / "checkpoints", record, every=EVERY, tier=SHARDS)
+    ranks(2).run(go_on, replace(course, drive=partial(with_short_transfers, 0), until=5))
+    assert next_start(ranks, course) == "resumed at step 5"
+    assert_the_curve_is_undisturbed(ranks, record, tier=SHARDS)

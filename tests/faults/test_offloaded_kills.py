@@ -1,0 +1,87 @@
+"""Ranks that keep state outside of the device and are killed: what all of them had whole is not lost."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fullshard.checkpoint.place import newest_step
+from tests.faults.course import (
+    Course,
+    Kill,
+    Mode,
+    assert_the_curve_is_undisturbed,
+    go_on,
+    last_acknowledged,
+    last_committed,
+    lines,
+)
+from tests.faults.test_kills import VICTIMS
+from tests.ranks import RankFailed
+
+EVERY = 3  # steps from a checkpoint to the next
+STARTING = 0.2  # of all kills
+STARTING_SECONDS = 0.2
+KILLS_HERE = 2  # of each tier and mode below, in `make test`; many more by `make torture`
+HERE = [
+    ("optimizer:nvme", "sync", "one rank"),
+    ("optimizer:nvme", "async", "all ranks"),
+    ("params+optimizer:nvme", "async", "the rank that commits"),
+    ("optimizer:cpu", "sync", "one rank"),
+]
+
+
+def kill_offloaded(
+    ranks: Callable, directory: Path, *, tier: str, mode: Mode, victims: str, times: int
+) -> Counter[str]:
+    """Each attempt goes on from where the one before was killed. What was hit, and what the next start that
+    was not itself hit went on from."""
+    rng = random.Random(f"{tier} {mode} {victims}")
+    record, checkpoints = directory / "record", directory / "checkpoints"
+    record.mkdir()
+    came: Counter[str] = Counter()
+    hits: list[str] = []
+    for i in range(times + 1):
+        whole, saved = last_committed(record), newest_step(checkpoints) or 0
+        assert saved >= last_acknowledged(record)
+        starts = len(lines(record, "starts"))
+        course = Course(checkpoints, record, mode=mode, every=EVERY, tier=tier)
+        if i < times:
+            killed = replace(course, kill=_kill(rng, victims))
+            with pytest.raises((RankFailed, RuntimeError)):  # the killed one, or one that lost it
+                ranks(2).run(go_on, killed)
+        else:
+            ranks(2).run(go_on, replace(course, until=max(whole, saved) + 4))
+        for start in lines(record, "starts")[starts:]:
+            assert int(start) >= max(whole, saved), "what all ranks had whole was lost"
+            assert tier.endswith("nvme") or int(start) == saved
+            source = "a generation" if int(start) > saved else "the newest checkpoint" if saved else "nothing"
+            came.update(f"{hit}: {source}" for hit in hits)
+            hits.clear()
+        hits += _hits(record)
+    assert_the_curve_is_undisturbed(ranks, record, tier=tier)
+    return came
+
+
+def _kill(rng: random.Random, victims: str) -> Kill:
+    early = rng.uniform(0, STARTING_SECONDS) if rng.random() < STARTING else None
+    return Kill(VICTIMS[victims], rng.uniform(0, 2 * EVERY), starting_seconds=early)
+
+
+def _hits(record: Path) -> list[str]:
+    """What this kill came in the middle of. Where all ranks were killed, one of them was first."""
+    doing: list[str] = []
+    for path in sorted(record.glob("killed-*")):
+        doing += path.read_text().splitlines()
+        path.unlink()
+    phases = {"starting": "starting", "saving": "a save"}
+    return [phases.get(one, "a step beside a save" if "beside" in one else "a step") for one in doing[:1]]
+
+
+@pytest.mark.parametrize(("tier", "mode", "victims"), HERE)
+def test_no_kill_loses_what_all_ranks_had_whole_or_changes_a_loss(ranks, tmp_path, tier, mode, victims):
+    came = kill_offloaded(ranks, tmp_path, tier=tier, mode=mode, victims=victims, times=KILLS_HERE)
+    assert came.total() == KILLS_HERE

@@ -1,0 +1,148 @@
+"""`fullshard train` with state on a drive that is full, fails or is damaged: exit codes, and what follows."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fullshard.checkpoint.inspection import damages
+from fullshard.errors import OffloadError
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.training.job import run_job
+from tests.faults.disks import powerless_disk, small_disk
+from tests.launch.jobs import SMALL
+
+STEPS = 40
+SETTINGS = (
+    *SMALL,
+    f"train.steps={STEPS}",
+    "run.ranks=2",
+    "schedule.kind=constant",
+    "checkpoint.every=5",
+    "offload.group_parameters=1",
+)
+PATIENCE_SECONDS = 150.0
+
+
+def settings(directory: Path, *more: str) -> list[str]:
+    return [*SETTINGS, f"run.dir={directory}", *more]
+
+
+def trained(directory: str, more: tuple[str, ...], resume: bool) -> None:
+    """What the ranks of the command do, in those of a pool: quicker to start."""
+    run = Run.load(overrides=settings(Path(directory), *more))
+    run_job(run, resume=resume, plan=Plan.from_run(run, world_size=2), command_started=time.time())
+
+
+def losses(directory: Path) -> list[tuple[int, float]]:
+    path = directory / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [(line["step"], line["loss"]) for line in map(json.loads, text.splitlines()[: text.count("\n")])]
+
+
+class Command:
+    """`fullshard train` as a process, in `directory`; what it says is in a file beside it."""
+
+    def __init__(self, directory: Path, *more: str, resume: bool = False) -> None:
+        self.directory, self._said = directory, directory.with_name(f"said-{time.monotonic_ns()}")
+        sets = [part for one in settings(directory, *more) for part in ("--set", one)]
+        command = [sys.executable, "-m", "fullshard", "train", *sets, *(["--resume"] if resume else [])]
+        with self._said.open("wb") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=file)
+
+    @property
+    def said(self) -> str:
+        return self._said.read_text(errors="replace")
+
+    def until(self, happened: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not happened():
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.002)
+
+    def ended(self) -> int:
+        try:
+            return self.process.wait(PATIENCE_SECONDS)
+        finally:
+            self.process.kill()
+
+
+@pytest.fixture
+def curve(ranks: Callable[..., Any], tmp_path: Path) -> list[tuple[int, float]]:
+    ranks(2).run(trained, str(tmp_path / "undisturbed"), (), False)
+    return losses(tmp_path / "undisturbed")
+
+
+def test_a_full_drive_is_told_with_its_exit_code_and_costs_nothing(ranks, tmp_path: Path, curve: Any) -> None:
+    """The second rank's files do not fit. What had been saved serves elsewhere."""
+    run, tier = tmp_path / "run", ("offload.tier=optimizer:nvme",)
+    ranks(2).run(trained, str(run), ("train.steps=5",), False)
+    with small_disk(tmp_path / "nvme", size_bytes=48 << 20) as place:
+        full = Command(run, *tier, f"offload.path={place}", "run.restarts=2", resume=True)
+        assert full.ended() == OffloadError.exit_code, full.said
+    for word in (
+        "rank 1: ",
+        "OffloadError: ",
+        "not enough space",
+        "got: ",
+        "why: ",
+        "try: ",
+        "would fail again",
+    ):
+        assert word in full.said
+    assert "restart 1" not in full.said
+    assert [list(damages(one)) for one in (run / "checkpoints").glob("step-*")] == [[]]
+    ranks(2).run(trained, str(run), tier, True)
+    assert losses(run) == curve
+
+
+@pytest.mark.long
+def test_state_that_is_changed_under_a_run_is_not_trained_on_and_a_restart_mends_it(
+    tmp_path: Path, curve: Any
+) -> None:
+    run = tmp_path / "run"
+    hit = Command(run, "offload.tier=optimizer:nvme", "offload.paranoid=true", "run.restarts=1")
+    hit.until(lambda: len(losses(run)) >= 7)
+    while "DamagedOffloadError" not in hit.said:  # until it is read: what is changed may be written over
+        known = len(losses(run))
+        for path in (run / "offload" / "state" / "rank-00001").glob("state-*.data"):
+            change_each_block(path)
+        hit.until(lambda known=known: len(losses(run)) > known or "DamagedOffloadError" in hit.said)
+    assert hit.ended() == 0, hit.said
+    assert "other bytes than were written" in hit.said
+    assert "restart 1 of 1" in hit.said
+    assert losses(run) == curve
+
+
+def change_each_block(path: Path) -> None:
+    with path.open("r+b") as file:
+        for at in range(20, path.stat().st_size, 4096):
+            byte = os.pread(file.fileno(), 1, at)[0]
+            os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
+        os.fsync(file.fileno())
+
+
+@pytest.mark.long
+def test_a_drive_that_goes_away_is_told_with_its_exit_code_and_serves_when_it_is_back(
+    ranks, tmp_path: Path, curve: Any
+) -> None:
+    run = tmp_path / "run"
+    with powerless_disk(tmp_path) as disk:
+        tier = ("offload.tier=params+optimizer:nvme", f"offload.path={disk.mounted_at}/nvme")
+        hit = Command(run, *tier)
+        hit.until(lambda: len(losses(run)) >= 7)
+        disk.cut()
+        assert hit.ended() == OffloadError.exit_code, hit.said
+        for word in ("OffloadError: ", "(EIO)", "the drive reports an error", "try: "):
+            assert word in hit.said
+        disk.restart()
+        ranks(2).run(trained, str(run), tier, True)
+    assert losses(run) == curve

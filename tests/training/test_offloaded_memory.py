@@ -1,0 +1,57 @@
+"""What is resident in a CPU rank with its state on a drive is what is planned, and a limit near it holds."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.resident import limit_of
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(sys.platform != "linux", reason="what is resident is read from /proc"),
+]
+
+
+@pytest.mark.parametrize("tier", ["optimizer:nvme", "params+optimizer:nvme"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_resident_memory_is_as_planned(ranks: int, tier: str, tmp_path: Path):
+    """Of 969 MB of state, of which a rank holds no more than its gradients and what passes through."""
+    ended = start("measured", tmp_path, ranks=ranks, tier=tier)
+    assert ended.returncode == 0, ended.stderr
+    for rank in range(ranks):
+        found = left(tmp_path, rank)
+        assert found["peak"] == pytest.approx(found["planned"], rel=0.1)
+
+
+def test_a_run_under_a_hard_limit_finishes_with_the_tier_and_ends_without(tmp_path: Path):
+    """The whole of `fullshard train`: data, the memory meter, validation, checkpoint."""
+    limit = limit_of("params+optimizer:nvme", ranks=1)
+    kept = start("limited", tmp_path / "kept", ranks=1, tier="params+optimizer:nvme", limit=limit)
+    assert kept.returncode == 0, kept.stderr
+    assert left(tmp_path / "kept", 0)["space"] <= limit
+    there = start("limited", tmp_path / "there", ranks=1, tier="none", limit=limit)
+    assert there.returncode != 0
+    assert "memory" in there.stderr
+
+
+def start(
+    job: str, directory: Path, *, ranks: int, tier: str, limit: int | None = None
+) -> "subprocess.CompletedProcess[str]":
+    directory.mkdir(exist_ok=True)
+    settings = [f"run.ranks={ranks}", f"train.global_batch={ranks}", f"offload.tier={tier}"]
+    if job == "limited":
+        settings += ["train.steps=4", "train.validate_every=0", "train.validate_sequences=4"]
+        settings += ["log.sample_tokens=0", "log.profile_steps=0"]
+    # Address space, unlike memory, is also what each thread's arena would reserve.
+    own = os.environ | {"MALLOC_ARENA_MAX": "1"} | ({} if limit is None else {"RESIDENT_LIMIT": str(limit)})
+    command = [sys.executable, "-m", "tests.training.resident", job, str(directory / "run"), *settings]
+    return subprocess.run(command, capture_output=True, text=True, env=own, timeout=180)
+
+
+def left(directory: Path, rank: int) -> dict[str, Any]:
+    return json.loads((directory / f"run-{rank}.json").read_text())
