@@ -73,7 +73,8 @@ def main(path: str, measured: str, hardware_path: str | None = None) -> None:
         middle, worst = statistics.median(errors_reserved), max(errors_reserved)
         print(f"reserved: median {middle:.1f} %, worst {worst:.1f} %")
     sizes = [100 * abs(error) for error in errors]
-    print(f"{len(errors)} settings: median {statistics.median(sizes):.2f} %, worst {max(sizes):.2f} %")
+    if sizes:
+        print(f"{len(errors)} settings: median {statistics.median(sizes):.2f} %, worst {max(sizes):.2f} %")
 
 
 if __name__ == "__main__":
