@@ -36,7 +36,8 @@ from fullshard.training.state import TrainState
 from fullshard.training.whereabouts import Phase, Whereabouts
 from tests.training.runs import WIDTH, Pairs, Regression, mean_square, meta, run_of, sharded
 
-Mode = Literal["sync", "async"]
+# live: steps so long that a save in the background is written from the shards themselves
+Mode = Literal["sync", "async", "live"]
 STEPS = 100_000  # never reached: a fault or `until` ends it
 GROUPS = "offload.group_parameters=1"  # of 1,024 elements: more of them than are in memory at once
 
@@ -95,9 +96,9 @@ def go_on(course: Course) -> int:
     place = LocalPlace(course.directory) if free is None else LocalPlace(course.directory, free_bytes=free)
     with ExitStack() as stack:
         saving = Saving(place, keep=2, plan=plan)
-        if course.mode == "async":
+        if course.mode != "sync":
             victim.saver = stack.enter_context(BackgroundSaver(place, keep=2, plan=plan))
-        steps = train(state, plan, loss=mean_square)
+        steps = train(state, plan, loss=slowly if course.mode == "live" else mean_square)
         while state.step < course.until:
             victim.look(steps_done=state.step - started_at)
             step = next(steps)
@@ -136,6 +137,12 @@ def _save(course: Course, state: TrainState, *, saving: Saving | BackgroundSaver
     else:
         saving.save(state)
         told(course, saving)
+
+
+def slowly(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A forward that takes longer than a save."""
+    time.sleep(0.4)
+    return mean_square(model, batch)
 
 
 def save_now(saving: Saving, state: TrainState) -> None:

@@ -39,7 +39,7 @@ def kill_again_and_again(ranks: Callable, directory: Path, *, mode: Mode, victim
     return last
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["sync", "async", pytest.param("live", marks=pytest.mark.long)])
 @pytest.mark.parametrize("victims", list(VICTIMS))
 def test_no_kill_loses_a_save_or_changes_a_loss(ranks, tmp_path, mode, victims):
     assert kill_again_and_again(ranks, tmp_path, mode=mode, victims=victims, times=KILLS_HERE) > 0

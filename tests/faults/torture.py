@@ -51,8 +51,8 @@ TIERS = ("optimizer:nvme", "params+optimizer:nvme", "optimizer:cpu")
 
 
 def kills(ranks: Callable, trials: int) -> Iterator[tuple[str, str, Counter[str]]]:
-    each = -(-trials // (2 * len(VICTIMS)))
-    for mode in ("sync", "async"):
+    each = -(-trials // (3 * len(VICTIMS)))
+    for mode in ("sync", "async", "live"):
         for victims in VICTIMS:
             with tempfile.TemporaryDirectory() as name:
                 kill_again_and_again(ranks, Path(name), mode=mode, victims=victims, times=each)
