@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from typing import Any
 
 from fullshard.launch.ending import Ending
 from fullshard.launch.request import Request
@@ -15,8 +16,12 @@ def main(job: str, directory: str, *settings: str) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     overrides = [f"run.dir={directory}", "run.device=cpu", "run.ranks=2", "train.steps=7"]
     run = Run.load(overrides=[*SMALL, *overrides, *settings] if settings else overrides)
+    return performed({"run": run, "resume": not settings, "job": f"tests.launch.jobs:{job}"})
+
+
+def performed(request: dict[str, Any]) -> int:
+    """Its exit code, as `fullshard train` has it; what went wrong is told."""
     with Ending() as ending:
-        request = {"run": run, "resume": not settings, "job": f"tests.launch.jobs:{job}"}
         sys.exit(start(Request.parse(request, source="this test")))
     if ending.failure is not None:
         print(ending.failure.text(), file=sys.stderr)

@@ -14,11 +14,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from fullshard.launch.ending import Ending
-from fullshard.launch.request import Request
-from fullshard.launch.start import start
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from tests.launch.command import performed
 
 # Of 20 equal blocks of 3 million parameters, of a few tokens: the state is all there is.
 MANY_LAYERS = (
@@ -138,12 +136,7 @@ def leave(run: Run, rank: int, **seen: int) -> None:
 
 def main(job: str, directory: str, *settings: str) -> int:
     run = Run.load(overrides=[*MANY_LAYERS, f"run.dir={directory}", *settings])
-    with Ending() as ending:
-        request = {"run": run, "job": f"tests.training.resident:{job}"}
-        sys.exit(start(Request.parse(request, source="this test")))
-    if ending.failure is not None:
-        print(ending.failure.text(), file=sys.stderr)
-    return ending.exit_code
+    return performed({"run": run, "job": f"tests.training.resident:{job}"})
 
 
 if __name__ == "__main__":

@@ -151,13 +151,12 @@ class DriveStore:
         if slot.holds == group.index:
             return
         slot.holds = None
-        record = self._records[group.index]
         if source is not None:
             self.generations.read(
                 str(group.index), self._bytes(slot, group), slot=source, verify=self._verify
             )
         else:
-            slot.buffer[: record.size_bytes].zero_()
+            slot.buffer[: self._records[group.index].size_bytes].zero_()
         slot.holds = group.index
 
     def _bytes(self, slot: Slot, group: Group) -> memoryview:

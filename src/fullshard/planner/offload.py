@@ -102,8 +102,7 @@ def host_rates(plan: Plan, hardware: Hardware) -> HostRates:
             fix='optimizer.name = "adamw"',
         )
     copy, disk = hardware.host_bytes_per_second, hardware.disk_bytes_per_second
-    exact = section.moments == "fp32" and not plan.precision.stochastic_rounding
-    touches = _ADAM_TOUCHES if exact else _ROUNDING_TOUCHES
+    touches = _ROUNDING_TOUCHES if _rounds(plan) else _ADAM_TOUCHES
     on_device = memory_seconds(touches * 4e8, hardware.rates.optimizer) / 1e8
     if hardware.device == "cpu":  # the device is the host's memory: a copy reads and writes it
         whole = memory_seconds(2e8, hardware.rates.memory) / 1e8
@@ -258,8 +257,9 @@ def update_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
     if not groups:
         return 0
     largest = max(master + sum(_moment_sizes(plan, master)) + master for _, master in groups)
-    exact = section.moments == "fp32" and not plan.precision.stochastic_rounding
-    return (2 * largest + (0 if exact else _ROUNDING_BYTES)) * piece_elements(group for group, _ in groups)
+    return (2 * largest + (_ROUNDING_BYTES if _rounds(plan) else 0)) * piece_elements(
+        group for group, _ in groups
+    )
 
 
 def records_of(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
@@ -285,6 +285,11 @@ def _groups_of(spec: ModelSpec, plan: Plan, *, rank: int) -> Iterator[tuple[Grou
                 held.append(Held(f"{unit.position}.{index}", numel=numel, most=most, dtype=master))
     for group in cut(held, group_parameters=plan.run.offload.group_parameters):
         yield group, itemsizes[group.dtype]
+
+
+def _rounds(plan: Plan) -> bool:
+    """An update rounds masters or moments at random."""
+    return plan.run.offload.moments != "fp32" or plan.precision.stochastic_rounding
 
 
 def _moment_sizes(plan: Plan, master: int) -> tuple[int, int]:

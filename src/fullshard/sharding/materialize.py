@@ -99,7 +99,7 @@ def fill(
     See [Note: the same values at any rank count]. `values` is emptied as it is used, so that rank 0 lets go
     of what it has given. Raises ShardError for what nothing initialises.
     """
-    filler = _Filler(model, _device_of(plan), seed=plan.run.run.seed, init=init)
+    filler = _Filler(model, device_of(plan), seed=plan.run.run.seed, init=init)
     filler.hang(filler.stand_ins)
     try:
         for unit in units:
@@ -116,7 +116,7 @@ def allocate(
     model: nn.Module, units: Sequence[Unit], *, values: Values, plan: Plan, keep: Keep | None = None
 ) -> None:
     """As `fill`, but parameters that `values` lacks are NaN: somebody else sets them."""
-    filler = _Filler(model, _device_of(plan), seed=plan.run.run.seed, init=None)
+    filler = _Filler(model, device_of(plan), seed=plan.run.run.seed, init=None)
     for unit in units:
         for name in [name for name in filler.names_in(unit) if name not in values.tensors]:
             with torch.no_grad():
@@ -137,7 +137,7 @@ def initialise(model: nn.Module, names: Iterable[str], *, plan: Plan, init: Init
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    filler = _Filler(model, _device_of(plan), seed=plan.run.run.seed, init=init)
+    filler = _Filler(model, device_of(plan), seed=plan.run.run.seed, init=init)
     holders: dict[str, list[str]] = defaultdict(list)
     for name in names:
         if name not in filler.parameters:
@@ -379,7 +379,8 @@ def _local(tensor: Tensor) -> Tensor:
     return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _device_of(plan: Plan) -> torch.device:
+def device_of(plan: Plan) -> torch.device:
+    """The one that this rank of the plan computes on."""
     on_cuda = plan.device == "cuda"
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 

@@ -29,7 +29,7 @@ from fullshard.offload.state import OffloadedState, Settings
 from fullshard.offload.store import Record as GroupRecord
 from fullshard.quantities import format_bytes
 from fullshard.sharding import apply
-from fullshard.sharding.materialize import Initialise
+from fullshard.sharding.materialize import Initialise, device_of
 from fullshard.sharding.units import Predicate
 from fullshard.spec.groups import Group
 from fullshard.spec.plan import Plan
@@ -135,7 +135,7 @@ def leftovers_of(plan: Plan, *, aside: Path | None) -> Iterator[str]:
 def _settings(plan: Plan, system: System) -> Settings:
     section = plan.run.offload
     return Settings(
-        device=_device(plan),
+        device=device_of(plan),
         group_parameters=section.group_parameters,
         shards_outside=section.takes_parameters,
         moments=_MOMENTS[section.moments],
@@ -151,16 +151,11 @@ def _shards(  # signature: what is bound, and what `Settings.shards_on_drive` is
     plan: Plan, engine: Mapping[str, Any], units: Mapping[str, int], *, system: System
 ) -> DriveShards:
     path = directory_of(plan, rank=rank()) / "parameters.data"
-    check, device = plan.run.offload.paranoid, _device(plan)
+    check, device = plan.run.offload.paranoid, device_of(plan)
     return _opened_by_all(
         lambda: DriveShards(engine, units, path=path, device=device, verify=check, system=system),
         close=lambda one: one.closing()(),
     )
-
-
-def _device(plan: Plan) -> torch.device:
-    on_gpu = plan.device == "cuda"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def _on_drive(plan: Plan, groups: Sequence[Group], *, system: System) -> DriveStore:
