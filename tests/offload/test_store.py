@@ -4,10 +4,11 @@ import errno
 import os
 import random
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -329,16 +330,22 @@ def test_steps_read_what_is_planned(order: str, count: int, tmp_path: Path) -> N
             assert counted.read_bytes == 2 * each + 2 * (sum(sizes) - sum(sizes[:3]))
 
 
-def test_what_cannot_be_read_ahead_is_told_when_it_is_needed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("verify", [False, True], ids=["an update", "a checkpoint"])
+def test_what_failed_when_it_was_read_ahead_is_told_to_who_needs_it(verify: bool, tmp_path: Path) -> None:
+    """Though it could be read by then."""
     drive = Breaking("preadv")
     with drive_store(tmp_path, system=drive.system()) as store:
         put(store, GROUPS, time_=1, fresh=True)
-        store.settle()
+        store.commit(1, b"")
         drive.broken = True
         store.read_ahead(GROUPS)
-        store.settle()
+        assert drive.refused.wait(20)
+        drive.broken = False
         with pytest.raises(OffloadError, match="cannot be read"):
-            put(store, GROUPS, time_=2, before=1)
+            if verify:
+                list(store.look(GROUPS, verify=True))
+            else:
+                put(store, GROUPS, time_=2, before=1)
 
 
 # What fails
@@ -350,12 +357,14 @@ class Breaking:
 
     name: str
     broken: bool = False
+    refused: threading.Event = field(default_factory=threading.Event)
 
     def system(self) -> System:
         return replace(SYSTEM, **{self.name: self._call})
 
     def _call(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         if self.broken:
+            self.refused.set()
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return getattr(SYSTEM, self.name)(descriptor, buffers, offset)
 

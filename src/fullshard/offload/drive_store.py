@@ -42,6 +42,7 @@ class DriveStore:
         self._committed = True
         sizes = [one.size_bytes for one in self._records.values()]
         self._slots = Slots(min(SLOTS, len(sizes)), max(sizes, default=0), pinned=pinned)
+        self._ahead: dict[int, Future[None]] = {}  # reads of groups that nobody has asked for yet
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-read")
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-write")
 
@@ -53,11 +54,13 @@ class DriveStore:
         """The state is what the file of this number holds, a whole generation."""
         self._newest, self._committed = file, True
         self._forget()
+        self._ahead.clear()
 
     def stream(self, order: Sequence[Group], *, fresh: bool = False) -> Iterator[tuple[Group, Parts]]:
         self.settle()
         if fresh:
             self._forget()
+            self._ahead.clear()
         elif not self._committed:  # or it would be written over while it is read
             self.commit(None, b"")
         target = self.generations.begin()
@@ -76,8 +79,7 @@ class DriveStore:
     def read_ahead(self, order: Sequence[Group]) -> None:
         soon = {group.index for group in order[:SLOTS]}
         for slot, group in [(self._slots.take(group.index, keep=soon), group) for group in order[:SLOTS]]:
-            # What fails is tried again by who needs it, and fails there.
-            self._reader.submit(self._read, slot, group, source=self._newest)
+            self._ahead[group.index] = self._reader.submit(self._fill, slot, group, source=self._newest)
             self._slots.give_back(slot)
 
     def whole(self, name: str) -> Parts | None:
@@ -146,6 +148,12 @@ class DriveStore:
                 self._slots.give_back(slot)
 
     def _read(self, slot: Slot, group: Group, *, source: int | None) -> None:
+        """Raises what failed when it was read ahead, too: a drive that does better at the next try is ill."""
+        if ahead := self._ahead.pop(group.index, None):
+            ahead.result()
+        self._fill(slot, group, source=source)
+
+    def _fill(self, slot: Slot, group: Group, *, source: int | None) -> None:
         if slot.writing is not None:
             slot.writing.result()
         if slot.holds == group.index:
