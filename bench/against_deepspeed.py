@@ -5,9 +5,9 @@ python bench/against_deepspeed.py --deepspeed-python PATH [--tier nvme|cpu|none]
 The reference decoder in fp32 over gloo ranks of this machine, with the same values, batches, AdamW and
 clipping on both sides, the update in groups of the same size, and the state in the same directory. Each turn
 one side trains and then the other, in the other order the next turn; a side is a torchrun of its own. Of
-each: the median step, the mean until all is on the drive, the peak of a rank's memory in steps over what it
-had after its imports (VmHWM, which Linux lets a process reset), and bytes to and from the drive
-(/proc/self/io).
+each: the median step, the mean until all is on the drive, the processor time of all ranks (what else the
+host does disturbs it less than the step), the peak of a rank's memory in steps over what it had after its
+imports (VmHWM, which Linux lets a process reset), and bytes to and from the drive (/proc/self/io).
 
 DeepSpeed wants an environment of its own: a Python with torch, deepspeed, xxhash and what this package
 depends on, whose PATH is given here; and for `nvme` libaio's headers and library where g++ and the loader
@@ -158,7 +158,8 @@ def medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def told(name: str, row: dict[str, Any]) -> str:
     return (
         f"{name}: step {row['seconds']:.3f} s ({row['compute']:.3f} forward and backward, "
-        f"{row['update']:.3f} update), {row['whole']:.3f} s each until all is through; peak "
+        f"{row['update']:.3f} update), {row['whole']:.3f} s each until all is through, "
+        f"{row['processor']:.2f} s of processors; peak "
         f"{row['peak'] / 1e6:.0f} MB a rank over its imports (whole model {row['state'] / 1e6:.0f} MB of "
         f"parameters and state); {row['read'] / 1e6:.0f} MB read, {row['written'] / 1e6:.0f} MB written "
         f"a step by all ranks; losses {row['losses'][0]:.4f} … {row['losses'][-1]:.4f}"
@@ -312,7 +313,7 @@ class Measured:
         losses = [step()[0] for _ in range(self.asked.warmup)]
         settle()
         dist.barrier()
-        moved = transferred()
+        moved, worked = transferred(), time.process_time()
         times: list[tuple[float, float]] = []
         started = time.perf_counter()
         with profiled(self.asked):
@@ -324,13 +325,14 @@ class Measured:
             settle()
         dist.barrier()
         ended = time.perf_counter()
-        after = transferred()
+        after, worked = transferred(), time.process_time() - worked
         steps = self.asked.steps
         self.seen = {
             "seconds": statistics.median(sum(one) for one in times),
             "compute": statistics.median(one for one, _ in times),
             "update": statistics.median(other for _, other in times),
             "whole": (ended - started) / steps,
+            "processor": worked / steps,
             "peak": memory("VmHWM") - self.imported,
             "read": (after[0] - moved[0]) / steps,
             "written": (after[1] - moved[1]) / steps,
@@ -342,7 +344,7 @@ class Measured:
         dist.all_gather_object(rows, self.seen)
         if dist.get_rank() == 0:
             worst = {key: max(row[key] for row in rows) for key in ("seconds", "peak", "whole")}
-            total = {key: sum(row[key] for row in rows) for key in ("read", "written")}
+            total = {key: sum(row[key] for row in rows) for key in ("read", "written", "processor")}
             found = rows[0] | worst | total | {"state": parameters * 16}
             self.asked.out.write_text(json.dumps(found))
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.sharding.apply import shard
-from fullshard.sharding.collectives import InPlaceReduceScatter
+from fullshard.sharding.collectives import DirectReduceScatter
 from tests.fakes.architectures import WIDTH, Block
 from tests.fakes.plans import plan_of
 
@@ -33,7 +33,7 @@ class Buffered(Block):
         return super().forward(x) + self.table.to(x.dtype)
 
 
-class WatchedReduction(InPlaceReduceScatter):
+class WatchedReduction(DirectReduceScatter):
     def __init__(self, seen: dict[str, torch.dtype]) -> None:
         self.seen = seen
 

@@ -3,7 +3,6 @@
 Each is a range of its own in a profiler's trace, by which `fullshard.profiler.trace` tells the kinds apart.
 """
 
-import time
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -13,26 +12,44 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
+_REDUCTION = 1  # the tag of its messages: a gather ahead of time may be on its way between the same ranks
 
-class InPlaceReduceScatter:
-    """Reduce-scatter for gloo: all-reduces the input where it stands, and copies the own chunk out.
 
-    gloo's own reduce-scatter clones its input, all-reduces the clone and frees it late. In place it took 0.4×
-    the time for 16 MB over two ranks, and the peak is what the shapes say.
+class DirectReduceScatter:
+    """Reduce-scatter for gloo: every rank sends every other its chunk, and adds up what it gets of its own.
+
+    gloo's own all-reduces a copy of its input: twice the bytes that have to go anywhere. This took 0.5× the
+    time of an all-reduce in place for 26 MB over two ranks, 0.6× over three and four, and needs no memory:
+    the first chunk arrives in the output, each other where one was that is sent. The sum is of one rank after
+    the other, from the own one backwards, in the dtype reduced in.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(  # the engine's signature
+    def __call__(  # the engine's signature; the input is used up
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
+        assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
+        ranks, own = dist.get_world_size(group), dist.get_rank(group)
+        chunks = input_tensor.view(ranks, output_tensor.numel())
+        arriving = output_tensor
         with record_function("fullshard::reduce_scatter"):
-            holders = _holders(input_tensor)
-            dist.all_reduce(input_tensor, op=op, group=group)
-            _await_release(input_tensor, holders)
-            own = output_tensor.numel() * dist.get_rank(group)
-            output_tensor.copy_(input_tensor.narrow(0, own, output_tensor.numel()))
+            if ranks == 1:
+                output_tensor.copy_(chunks[own])
+            for step in range(1, ranks):
+                target, source = (own + step) % ranks, (own - step) % ranks
+                works = [
+                    dist.irecv(arriving, group=group, group_src=source, tag=_REDUCTION),
+                    dist.isend(chunks[target], group=group, group_dst=target, tag=_REDUCTION),
+                ]
+                for work in works:
+                    if work is not None:
+                        work.wait()
+                output_tensor.add_(chunks[own] if step == 1 else arriving)
+                arriving = chunks[target]
+            if op == dist.ReduceOp.AVG:
+                output_tensor.div_(ranks)
 
 
 class DirectAllGather:
@@ -64,24 +81,7 @@ class DirectAllGather:
         return last
 
 
-def _holders(tensor: Tensor) -> int:
-    """How many references there are to `tensor` besides Python's one; 0 on a torch that does not tell."""
-    count = getattr(tensor, "_use_count", None)
-    return 0 if count is None else count()
-
-
-def _await_release(tensor: Tensor, holders: int, *, seconds: float = 0.5) -> None:
-    """Waits until gloo's thread has let go of `tensor`.
-
-    On a busy machine it may hold it for milliseconds after the work is done, so that what the engine frees
-    would stay, and go at last on a thread that no profiler sees.
-    """
-    deadline = time.monotonic() + seconds
-    while _holders(tensor) > holders and time.monotonic() < deadline:
-        time.sleep(2e-5)  # gives away the core, and the interpreter's lock, which that thread may need
-
-
 def use_gloo_collectives(unit: FSDPModule) -> None:
     """For a unit on a CPU mesh."""
     unit.set_custom_all_gather(cast(Any, DirectAllGather()))
-    unit.set_custom_reduce_scatter(cast(Any, InPlaceReduceScatter()))
+    unit.set_custom_reduce_scatter(cast(Any, DirectReduceScatter()))

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fullshard.profiler.fit import Sample, fit_collective
-from fullshard.sharding.collectives import DirectAllGather, InPlaceReduceScatter
+from fullshard.sharding.collectives import DirectAllGather, DirectReduceScatter
 from fullshard.spec.hardware import CollectiveRate, Link
 
 _SIZES = {
@@ -57,7 +57,7 @@ def measure_link(mesh: DeviceMesh, *, name: str, seconds: float) -> tuple[Link, 
 def _collectives(mesh: DeviceMesh) -> dict[str, Collective]:
     """What the engine calls, each on a whole tensor of which this rank's chunk is a part."""
     group, own, ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
-    gather, scatter = DirectAllGather(), InPlaceReduceScatter()
+    gather, scatter = DirectAllGather(), DirectReduceScatter()
     # torch 2.13 gave both a new name, and deprecates the old one.
     functions = vars(dist)
     nccl_gather = functions.get("all_gather_single") or functions["all_gather_into_tensor"]
