@@ -86,10 +86,10 @@ def limited(run: Run, *, resume: bool, plan: Plan | None, command_started: float
     )
 
 
-def limit_of(tier: str, *, ranks: int) -> int:
+def limit_of(tier: str, *sizes: str, ranks: int) -> int:
     """Bytes of address space over those after the imports in which the whole command must find room."""
     settings = [f"offload.tier={tier}", f"train.global_batch={ranks}"]
-    plan = Plan.from_run(Run.load(overrides=[*MANY_LAYERS, *settings]), world_size=ranks)
+    plan = Plan.from_run(Run.load(overrides=[*MANY_LAYERS, *sizes, *settings]), world_size=ranks)
     return int(1.1 * planned_bytes(plan)) + BESIDE_BYTES
 
 

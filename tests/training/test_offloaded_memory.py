@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ pytestmark = [
 ]
 
 
+WIDE = ("model.d_model=768", "model.d_ff=2304", "model.layers=40")
+
+
 @pytest.mark.parametrize("tier", ["optimizer:nvme", "params+optimizer:nvme"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_resident_memory_is_as_planned(ranks: int, tier: str, tmp_path: Path):
@@ -28,29 +33,49 @@ def test_resident_memory_is_as_planned(ranks: int, tier: str, tmp_path: Path):
         assert found["peak"] == pytest.approx(found["planned"], rel=0.1)
 
 
-def test_a_run_under_a_hard_limit_finishes_with_the_tier_and_ends_without(tmp_path: Path):
+def test_state_of_eight_times_a_budget_is_trained_in_what_is_planned(tmp_path: Path):
+    """4.3 GB over four ranks. Over fewer, gradients alone are more than an eighth: 4 of 16 bytes."""
+    ended = start("measured", tmp_path, ranks=4, tier="params+optimizer:nvme", settings=WIDE)
+    assert ended.returncode == 0, ended.stderr
+    for rank in range(4):
+        found = left(tmp_path, rank)
+        assert found["state"] > 8 * found["peak"]
+        assert found["peak"] == pytest.approx(found["planned"], rel=0.1)
+
+
+@pytest.mark.parametrize(("ranks", "settings"), [(1, ()), (4, WIDE)], ids=["1", "4, eight times"])
+def test_a_run_under_a_hard_limit_finishes_with_the_tier_and_ends_without(
+    ranks: int, settings: tuple[str, ...], tmp_path: Path
+):
     """The whole of `fullshard train`: data, the memory meter, validation, checkpoint."""
-    limit = limit_of("params+optimizer:nvme", ranks=1)
-    kept = start("limited", tmp_path / "kept", ranks=1, tier="params+optimizer:nvme", limit=limit)
+    limit = limit_of("params+optimizer:nvme", *settings, ranks=ranks)
+    tiered = partial(start, "limited", ranks=ranks, settings=settings, limit=limit)
+    kept = tiered(tmp_path / "kept", tier="params+optimizer:nvme")
     assert kept.returncode == 0, kept.stderr
-    assert left(tmp_path / "kept", 0)["space"] <= limit
-    there = start("limited", tmp_path / "there", ranks=1, tier="none", limit=limit)
+    assert all(left(tmp_path / "kept", rank)["space"] <= limit for rank in range(ranks))
+    there = tiered(tmp_path / "there", tier="none")
     assert there.returncode != 0
     assert "memory" in there.stderr
 
 
 def start(
-    job: str, directory: Path, *, ranks: int, tier: str, limit: int | None = None
+    job: str,
+    directory: Path,
+    *,
+    ranks: int,
+    tier: str,
+    settings: Sequence[str] = (),
+    limit: int | None = None,
 ) -> "subprocess.CompletedProcess[str]":
     directory.mkdir(exist_ok=True)
-    settings = [f"run.ranks={ranks}", f"train.global_batch={ranks}", f"offload.tier={tier}"]
+    settings = [f"run.ranks={ranks}", f"train.global_batch={ranks}", f"offload.tier={tier}", *settings]
     if job == "limited":
         settings += ["train.steps=4", "train.validate_every=0", "train.validate_sequences=4"]
         settings += ["log.sample_tokens=0", "log.profile_steps=0"]
     # Address space, unlike memory, is also what each thread's arena would reserve.
     own = os.environ | {"MALLOC_ARENA_MAX": "1"} | ({} if limit is None else {"RESIDENT_LIMIT": str(limit)})
     command = [sys.executable, "-m", "tests.training.resident", job, str(directory / "run"), *settings]
-    return subprocess.run(command, capture_output=True, text=True, env=own, timeout=180)
+    return subprocess.run(command, capture_output=True, text=True, env=own, timeout=400)
 
 
 def left(directory: Path, rank: int) -> dict[str, Any]:
