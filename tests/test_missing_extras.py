@@ -11,48 +11,54 @@ from tests.fakes.architectures_hf import write_config
 
 PROGRAM = """
 import json, sys
-sys.modules.update(dict.fromkeys(sys.argv[2].split(",")))  # as if they were not there
 from fullshard.errors import MissingExtraError
 from fullshard.models.build import build_model
 from fullshard.spec.run import Run
 from fullshard.training.data import build_data
 from fullshard.training.low_bit import eight_bit_adamw
 
-run = Run.load(overrides=json.loads(sys.argv[3]))
-try:
-    made_by = {"model": build_model, "data": build_data, "optimizer": lambda _: eight_bit_adamw()}
-    made_by[sys.argv[1]](run)
-except MissingExtraError as error:
-    print(error)
+made_by = {"model": build_model, "data": build_data, "optimizer": lambda _: eight_bit_adamw()}
+for what, absent, settings in json.loads(sys.argv[1]):
+    sys.modules[absent] = None  # as if it were not there
+    try:
+        made_by[what](Run.load(overrides=settings))
+    except MissingExtraError as error:
+        print(str(error).replace("\\n", " "))
+    else:
+        print("nothing was missed")
 """
 
+TOKENIZED = ["data.source=text", 'data.paths=["DIRECTORY/config.json"]', "data.tokenizer=DIRECTORY"]
 
+
+# Several in one process, which takes its seconds to begin: none of them may import what another goes without.
 @pytest.mark.parametrize(
-    ("what", "absent", "settings", "extra"),
+    "cases",
     [
-        ("model", "transformers", ["model.hf=DIRECTORY"], "hf"),
-        pytest.param("model", "peft", ["adapter.rank=2"], "hf", marks=pytest.mark.long),
+        [
+            ("model", "transformers", ["model.hf=DIRECTORY"], "hf"),
+            ("optimizer", "torchao", ["optimizer.name=adamw8bit"], "lowbit"),
+            ("data", "pyarrow", ["data.source=parquet", 'data.paths=["DIRECTORY/config.json"]'], "data"),
+        ],
+        pytest.param([("model", "peft", ["adapter.rank=2"], "hf")], marks=pytest.mark.long),
+        pytest.param([("data", "tokenizers", TOKENIZED, "hf")], marks=pytest.mark.long),
         pytest.param(
-            "data",
-            "tokenizers",
-            ["data.source=text", 'data.paths=["DIRECTORY/config.json"]', "data.tokenizer=DIRECTORY"],
-            "hf",
-            marks=pytest.mark.long,
-        ),
-        ("optimizer", "torchao", ["optimizer.name=adamw8bit"], "lowbit"),
-        ("data", "pyarrow", ["data.source=parquet", 'data.paths=["DIRECTORY/config.json"]'], "data"),
-        pytest.param(
-            "data", "datasets", ["data.source=datasets", "data.name=x"], "data", marks=pytest.mark.long
+            [("data", "datasets", ["data.source=datasets", "data.name=x"], "data")], marks=pytest.mark.long
         ),
     ],
+    ids=lambda cases: ", ".join(absent for _, absent, *_ in cases),
 )
-def test_a_missing_extra_is_named(
-    what: str, absent: str, settings: list[str], extra: str, tmp_path: Path
-) -> None:
+def test_a_missing_extra_is_named(cases: list[tuple[str, str, list[str], str]], tmp_path: Path) -> None:
     write_config("llama", tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    given = json.dumps([one.replace("DIRECTORY", str(tmp_path)) for one in settings])
-    argv = [sys.executable, "-c", PROGRAM, what, absent, given]
+    given = [
+        (what, absent, [one.replace("DIRECTORY", str(tmp_path)) for one in settings])
+        for what, absent, settings, _ in cases
+    ]
+    argv = [sys.executable, "-c", PROGRAM, json.dumps(given)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert f"fullshard[{extra}]" in done.stdout, done.stderr
-    assert absent in done.stdout
+    said = done.stdout.splitlines()
+    assert len(said) == len(cases), done.stderr
+    for line, (_, absent, _, extra) in zip(said, cases, strict=True):
+        assert f"fullshard[{extra}]" in line
+        assert absent in line

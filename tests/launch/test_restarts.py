@@ -37,6 +37,7 @@ def test_a_run_whose_rank_was_killed_ends_like_an_undisturbed_one(ranks, tmp_pat
 
     assert ended.returncode == 0, ended.stderr
     assert losses(hit) == losses(straight)
+    assert "rank 0: " not in ended.stderr, "which lost its peer"
     told = ended.stderr[ended.stderr.index("rank 1 was killed by SIGKILL") :]
     assert "restart 1 of 1" in told
     assert "restarted on 2 ranks: goes on after step 4 of 12" in told

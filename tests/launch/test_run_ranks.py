@@ -72,6 +72,7 @@ def test_a_rank_that_raises_ends_all_and_its_message_is_the_only_one(start: Star
     assert (process.returncode, out) == (DataError.exit_code, "")
 
 
+@pytest.mark.long  # tests/launch/test_restarts.py has it within a run, test_verdict.py every order of it
 def test_a_killed_rank_is_named_and_not_those_that_lost_it(start: Start) -> None:
     process = start("lose_a_peer")
     _, err = process.communicate(timeout=TIMEOUT)

@@ -47,9 +47,20 @@ def brute_force(
     ]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.data())
 def test_the_search_equals_brute_force(data: st.DataObject):
+    assert_the_search_equals_brute_force(data)
+
+
+@pytest.mark.long
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_the_search_equals_brute_force_many_times(data: st.DataObject):
+    assert_the_search_equals_brute_force(data)
+
+
+def assert_the_search_equals_brute_force(data: st.DataObject) -> None:
     nodes, ranks = data.draw(st.sampled_from([(1, 1), (1, 4), (2, 2), (1, 8)]))
     spread, pins = data.draw(st.floats(0, 1)), data.draw(st.sampled_from(PINS))
     scale = data.draw(st.sampled_from([0.02, 1.0, 20.0]))

@@ -25,6 +25,7 @@ from tests.ranks.worker import Call, Failure
 PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "torch.distributed.tensor.debug",  # which every call uses, and which brings torch._dynamo
     "fullshard.checkpoint.background",
     "fullshard.training.loop",
     "fullshard.training.optimizer",

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -428,6 +429,7 @@ def live_objects(more: tuple[str, ...]) -> list[tuple[int, int]]:
     counts = []
     for step in train(state, plan, loss=mean_square):
         if step.index in (10, 60):
+            time.sleep(0.5)  # gloo's thread may let go of a tensor last
             gc.collect()
             everything = gc.get_objects()
             counts.append((len(everything), sum(issubclass(type(one), Tensor) for one in everything)))
