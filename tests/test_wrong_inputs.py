@@ -77,6 +77,12 @@ BEFORE_ANY_RANK = [
     spec("unknown tracker", 'log.trackers=["excel"]', says=("log.trackers", "tensorboard")),
     spec("names without names", "sharding.units.policy=names", says=("names",)),
     spec("unknown precision", "precision.mode=fp8", says=("precision.mode", "bf16")),
+    spec(
+        "tier without its part",
+        "offload.tier=nvme",
+        says=("it is one of none, optimizer:cpu,", "try: optimizer:nvme or params+optimizer:nvme"),
+    ),
+    spec("misspelled tier", "offload.tier=optimizer:nvm", says=("try: optimizer:nvme",)),
     spec("unknown schedule", "schedule.kind=cyclic", says=("schedule.kind", "cosine")),
     spec("value for a section", "train=5", says=("--set takes section.key=value",)),
     spec("no equals sign", "train.steps", says=("--set takes section.key=value", "got: train.steps")),

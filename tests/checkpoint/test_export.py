@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from fullshard.checkpoint.export import export, full_state
 from fullshard.checkpoint.save import save
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, SpecError
 from tests.checkpoint.states import State, assert_same, numbers, ones_own, saved, saved_sharded, sharded
 
 EVERY_DTYPE = {
@@ -147,6 +147,14 @@ def everything(mesh_shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
 def test_ranks_stream_the_whole_state(ranks):
     for rank, whole in enumerate(ranks(3).run(everything, (3,))):
         assert_same(whole, numbers(2) | {f"random.rank{rank}": ones_own(2, rank)})
+
+
+def test_a_model_is_no_state():
+    """Told at the call, not when it is first asked for a tensor."""
+    with pytest.raises(
+        SpecError, match=r"(?s)got: Linear.*full_state\(fullshard.TrainState\(model, optimizer\)\)"
+    ):
+        full_state(torch.nn.Linear(2, 2))
 
 
 def test_parts_of_ranks_are_refused(tmp_path):

@@ -1,5 +1,6 @@
 """What every verb has in common: quick help, exit codes, one message for one mistake."""
 
+import re
 import resource
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import sys
 import pytest
 
 from fullshard.cli.main import main
-from fullshard.errors import PlanError, SpecError
+from fullshard.errors import FullshardError, PlanError, SpecError
 
 VERBS = [
     [],
@@ -108,3 +109,10 @@ def test_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
     assert (first, [line.split()[0] for line in rest]) == (rest[0], ["fullshard", "torch", "python"])
+
+
+def test_help_names_every_exit_code_of_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for kind in FullshardError.__subclasses__():
+        assert re.search(rf"\b{kind.exit_code} [a-z]", said), kind.__name__

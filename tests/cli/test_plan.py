@@ -168,3 +168,19 @@ def test_the_fewest_gpus_are_done_in_time(spec_path: Path, capsys: pytest.Captur
     assert few["budget"]["seconds"] <= 86400 * seconds / 2e5  # type: ignore[index]
     assert few["hardware"]["ranks"] > 1  # type: ignore[index]
     assert main(["plan", *arguments[:3], "--fewest-gpus-in-days", "3"]) == SpecError.exit_code
+
+
+def test_the_rate_of_a_drive_can_be_given_with_hardware_that_nobody_has_yet(
+    spec_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(spec_path), "--on", "2xH100", "--set", "offload.tier=optimizer:nvme"]
+    assert main(["plan", *arguments]) == 3
+    assert "--drive-rate" in capsys.readouterr().err
+    slow, fast = (planned(capsys, *arguments, "--drive-rate", rate) for rate in ("1e6", "2M"))
+    seconds = [
+        Plan.parse(one["best"], source="--json").prediction.offload.disk_seconds  # type: ignore[arg-type,union-attr]
+        for one in (slow, fast)
+    ]
+    assert seconds[0] == pytest.approx(2 * seconds[1], rel=1e-4)  # type: ignore[operator]
+    for wrong in ("0", "fast", "-1e9", "inf"):
+        assert main(["plan", *arguments, f"--drive-rate={wrong}"]) == 2

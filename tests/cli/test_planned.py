@@ -93,3 +93,35 @@ def test_what_cannot_be_run_yet_is_refused_before_ranks_start() -> None:
     what_if = Plan.laid_out(request(pin).run, world_size=2, device="cpu")
     with pytest.raises(PlanError, match="not yet run"):
         with_plan(request().model_copy(update={"plan": what_if}))
+
+
+def test_a_tier_on_a_drive_that_nobody_measured_is_planned_without_its_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = planned("offload.tier=optimizer:nvme")
+    assert plan.run.offload.tier == "optimizer:nvme"
+    assert plan.prediction is not None
+    assert not plan.prediction.is_timed
+    said = capsys.readouterr().err
+    assert said.startswith("note: how fast the drive is is not known")
+    assert "try: fullshard calibrate --drive" in said
+
+
+@pytest.mark.parametrize("tier", ["optimizer:cpu", "optimizer:nvme", "params+optimizer:nvme"])
+def test_a_limit_of_the_host_holds_also_where_nothing_was_calibrated(tier: str) -> None:
+    with pytest.raises(PlanError, match="no plan fits 1000 B of host memory per rank"):
+        with_plan(request(f"offload.tier={tier}", "offload.host_bytes=1000"))
+
+
+def test_a_limit_that_cannot_be_held_to_is_no_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken.toml").write_text("ranks_per_node = 0", encoding="utf-8")
+    monkeypatch.setenv("FULLSHARD_HARDWARE", str(tmp_path / "broken.toml"))
+    assert with_plan(request("offload.tier=optimizer:cpu")).plan is None
+    with pytest.raises(PlanError, match="cannot be held to"):
+        with_plan(request("offload.tier=optimizer:cpu", "offload.host_bytes=100_000_000"))
+
+
+def test_a_tier_of_another_optimizer_is_refused_before_ranks_start() -> None:
+    for name in ("sgd", "torch.optim.Adagrad"):
+        with pytest.raises(PlanError, match="only AdamW's state is kept outside"):
+            with_plan(request("offload.tier=optimizer:cpu", f"optimizer.name={name}"))

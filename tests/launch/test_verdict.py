@@ -74,3 +74,10 @@ def test_a_rank_that_leaves_early_is_a_failure(left: Ended) -> None:
     found = first_failure([left, ended(1)])
     assert found is not None
     assert "exit code 3" in found[1].message
+
+
+def test_a_killed_rank_is_told_with_the_way_to_go_on() -> None:
+    found = first_failure([killed(0, signal.SIGKILL)])
+    assert found is not None
+    assert "  try: fewer ranks on this machine" in found[1].message
+    assert "--resume goes on from the newest whole step" in found[1].message

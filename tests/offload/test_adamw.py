@@ -53,11 +53,13 @@ class InMemory:
         for name in self.names:
             release(name)
 
-    def refill(self) -> Iterator[dict[str, dict[str, Tensor]]]:
+    living = tensors
+
+    def refill(self, *, keep: bool) -> Iterator[dict[str, dict[str, Tensor]]]:
         for name in self.names:
             yield {name: self.tensors(name)}
 
-    def settle(self) -> None: ...
+    def settle(self, *, to_load: bool = False) -> None: ...
 
 
 def parameters_of(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:

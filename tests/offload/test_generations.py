@@ -1,10 +1,12 @@
 """A rank's state on its drive: one generation is whole at any moment, and no other is taken for one."""
 
+import errno
 import fcntl
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -323,6 +325,33 @@ def test_leftovers_are_those_of_runs_that_are_over(tmp_path: Path) -> None:
     assert found[0][1] >= 2 * 2 * (file_bytes(RECORDS) + PAYLOAD_BYTES)
     assert [one for one, _ in leftovers(path)][0] == path / "over"
     assert len(leftovers(path)) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "why"), [("/proc/nope", "ENOENT"), ("/dev/null", "ENOTDIR"), ("/dev/null/x", "ENOTDIR")]
+)
+def test_a_path_that_cannot_be_made_is_named_as_it_was_given(path: str, why: str) -> None:
+    with pytest.raises(OffloadError) as caught:
+        opened(rank_directory(Path(path), run_id="run-1a2b", rank=0))
+    assert caught.value.what.startswith(f"offload.path = {path} ")
+    assert str(caught.value.got).endswith(f"({why}), {path}")
+    assert "run-1a2b" not in str(caught.value)
+    assert caught.value.why
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENXIO, None])
+@pytest.mark.parametrize("name", ["open", "fsync", "fdatasync", "posix_fallocate", "free_bytes"])
+def test_what_cannot_be_opened_says_why_and_what_to_do(
+    name: str, number: int | None, directory: Path
+) -> None:
+    def fails(*_: object) -> NoReturn:
+        raise OSError(number, os.strerror(number)) if number else OSError("no number")
+
+    with pytest.raises(OffloadError) as caught:
+        opened(directory, system=replace(SYSTEM, **{name: fails}))
+    assert caught.value.why
+    assert caught.value.fix
 
 
 def test_discarding_what_is_not_there_does_nothing(directory: Path) -> None:

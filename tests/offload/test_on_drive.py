@@ -1,5 +1,7 @@
 """A tensor on a drive: read when it is used, kept by nobody, changed by nothing."""
 
+import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -75,6 +77,14 @@ def test_to_the_cpu_it_is_read_once_and_is_the_callers() -> None:
     one = on_drive(torch.Size([3]), torch.float32, read=read)
     assert one.cpu().data_ptr() == given[0].data_ptr()
     assert len(given) == 1
+
+
+def test_a_copy_and_a_file_hold_what_was_read() -> None:
+    file = File()
+    one = file.tensor().view(3, 4)
+    for kept in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+        assert type(kept) is Tensor
+        assert torch.equal(kept, file.numbers.view(3, 4))
 
 
 CHANGES: dict[str, Callable[[Tensor], object]] = {

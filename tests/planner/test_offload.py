@@ -11,7 +11,7 @@ from fullshard.errors import PlanError
 from fullshard.planner.candidates import WhatIf, candidates, to_plan
 from fullshard.planner.memory import peak_bytes
 from fullshard.planner.memory_bound import Habits, held_of, least_bytes, relief_of
-from fullshard.planner.offload import TIERS
+from fullshard.planner.offload import TIERS, with_untimed_drive
 from fullshard.planner.search import plan as plan_best
 from fullshard.planner.search import predict, search
 from fullshard.planner.step_time import StepTimer, step_seconds
@@ -318,3 +318,40 @@ def test_a_drive_that_nobody_measured_is_asked_for():
     spec, hardware = decoder_spec(LLAMA_8B), hardware_of(1, 8)
     with pytest.raises(PlanError, match="disk_bytes_per_second"):
         predict(spec, plan_8b("optimizer:nvme"), hardware.model_copy(update={"host_bytes_per_second": 5e10}))
+
+
+def test_a_drive_that_nobody_measured_leaves_out_its_time_and_nothing_else():
+    spec, hardware, plan = decoder_spec(LLAMA_8B), with_host(hardware_of(1, 8)), plan_8b("optimizer:nvme")
+    timed = prediction_of(predict(spec, plan, hardware))
+    without = prediction_of(predict(spec, plan, with_untimed_drive(hardware)))
+    assert (timed.is_timed, without.is_timed) == (True, False)
+    assert without.memory == timed.memory
+    assert timed.offload is not None
+    assert without.offload == timed.offload.model_copy(update={"disk_seconds": None})
+    assert without.time.total <= timed.time.total
+    held = prediction_of(predict(spec, plan_8b("optimizer:cpu"), with_untimed_drive(hardware)))
+    assert held.is_timed  # it has nothing on the drive
+
+
+def test_what_the_host_has_no_room_for_says_what_would_have_some():
+    """What it names fits; one byte less of the host, and groups of twice the size, do not."""
+    hardware, spec = with_host(hardware_of(1, 8)), decoder_spec(LLAMA_8B)
+    settings = ("train.global_batch=8", "offload.tier=optimizer:nvme", "offload.group_parameters=256_000_000")
+    with pytest.raises(PlanError, match="of host memory per rank") as error:
+        plan_best(spec, hardware, run_for(LLAMA_8B, *settings, "offload.host_bytes=7_000_000_000"))
+    fix = error.value.fix or ""
+    least, size = (
+        int(fix.partition(f"{key} = ")[2].split()[0].strip(";"))
+        for key in ("offload.host_bytes", "offload.group_parameters")
+    )
+    for host_bytes, group, fits in (
+        (least, 256_000_000, True),
+        (least - 1, 256_000_000, False),
+        (7_000_000_000, size, True),
+        (7_000_000_000, 2 * size, False),
+    ):
+        own = (*settings, f"offload.host_bytes={host_bytes}", f"offload.group_parameters={group}")
+        assert (search(spec, hardware, run_for(LLAMA_8B, *own)).best is not None) == fits
+    with pytest.raises(PlanError) as error:  # gradients alone are more
+        plan_best(spec, hardware, run_for(LLAMA_8B, *settings, "offload.host_bytes=1000"))
+    assert "group_parameters" not in (error.value.fix or "")

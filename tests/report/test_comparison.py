@@ -9,7 +9,7 @@ from fullshard.report.comparison import Compared, compare, comparison_rows
 from fullshard.report.table import measurement_rows, show_measurement
 from fullshard.spec.measurement import Measurement, PeakBytes, StepSeconds
 from fullshard.spec.memory import MemoryTerms
-from fullshard.spec.prediction import Prediction, TimeTerms
+from fullshard.spec.prediction import OffloadTerms, Prediction, TimeTerms
 from tests.spec.test_measurement import measurement, pace
 
 MEMORY = MemoryTerms(
@@ -132,3 +132,49 @@ def test_what_was_not_measured_is_not_compared():
     bare = compare(prediction(), measured(peak_bytes=None, step_seconds=None, pace=pace(2)))
     assert bare.memory == bare.step == bare.speed == ()
     assert json.loads(compare(prediction(), measured()).model_dump_json())["step"][0]["term"] == "compute"
+
+
+def with_tier(**terms: object) -> Prediction:
+    offload = OffloadTerms.model_validate({"host_bytes": 300, "disk_bytes": 900, "disk_seconds": 0.1} | terms)
+    time = TIME.model_copy(update={"optimizer": 0.0, "offload": 0.03})
+    return prediction().model_copy(update={"offload": offload, "time": time})
+
+
+def measured_with_tier() -> Measurement:
+    peak = measured().peak_bytes
+    assert peak is not None
+    return measured(peak_bytes=peak.model_copy(update={"host": 200}), offload="optimizer:nvme in drive")
+
+
+def test_a_tier_is_told_with_what_it_has_of_host_and_drive():
+    made, told = measured_with_tier(), with_tier(disk_read_bytes=2, disk_written_bytes=4)
+    rows = {row[0].strip(): row[1:] for row in comparison_rows(compare(told, made))}
+    assert rows["host memory, beside"] == ("300 B", "200 B", "+50.0 %")
+    assert rows["optimizer"] == ("30.0 ms", "50.0 ms", "-40.0 %")
+    out = io.StringIO()
+    show_measurement(made, prediction=told, file=out)
+    said = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    assert "offload optimizer:nvme in drive" in said
+    assert "predicted: 900 B of the drive a rank" in said
+    assert "a step reads 2 B and writes 4 B" in said
+    assert max(map(len, out.getvalue().splitlines())) <= 100
+    assert dict(measurement_rows(made))["host memory"] == "200 B a rank beside, for its tier"
+
+
+def test_what_a_drive_of_unknown_rate_takes_is_not_predicted():
+    rows = {
+        row[0].strip(): row[1] for row in comparison_rows(compare(with_tier(disk_seconds=None), measured()))
+    }
+    for term in ("optimizer", "tokens/s", "MFU"):
+        assert rows[term] == "-"
+    assert [line.predicted for line in compare(with_tier(disk_seconds=None), measured()).step][-1] is None
+    assert rows["compute, host"] != "-"
+
+
+def test_crumbs_of_memory_have_no_line():
+    peak = PeakBytes(
+        parameter_shards=156, gradients=0, optimizer_state=300, buffers=0, units_in_flight=0, rest=20_000_000
+    )
+    rows = [row[0].strip() for row in comparison_rows(compare(prediction(), measured(peak_bytes=peak)))]
+    assert "parameter shards" not in rows
+    assert "optimizer state" in rows

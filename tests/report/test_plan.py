@@ -22,6 +22,10 @@ def rows(plan: Plan, *, budget: Budget | None = None) -> dict[str, str]:
     return {label.strip(): text for label, text in plan_rows(page(plan, budget=budget)) if label}
 
 
+def lines(plan: Plan) -> list[str]:
+    return [text for _, text in plan_rows(page(plan))]
+
+
 def test_every_term_has_words():
     prediction = predicted().prediction
     assert prediction is not None
@@ -143,6 +147,16 @@ def test_a_tier_says_what_it_takes_and_what_binds():
     assert said["host memory"] == "64.00 GiB of 32.00 GiB a rank: TOO MUCH"
     assert said["drive"] == "96.00 GiB a rank"
     assert said["at least"] == "disk 30.0 s, update 2.0 s, beside each other: disk binds"
+    # 48 GiB every 2 seconds; each day has 86,400.
+    assert "a step reads 48.00 GiB and writes 48.00 GiB" in lines(plan)
+    assert "what is written wears it by 2.23PB a day for each rank" in lines(plan)
+    known = terms.model_copy(update={"disk_seconds": None, "disk_read_bytes": 0})
+    assert plan.prediction is not None
+    untimed = plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"offload": known})})
+    still = "a step reads 0 B (the state that an update needs is still in memory) and writes 48.00 GiB"
+    assert {still, "what is written wears it"} <= set(lines(untimed))
+    assert rows(untimed)["step"] == "2.0 s, without its drive"
+    assert "the drive's time is not known: fullshard calibrate --drive DIRECTORY" in lines(untimed)
     assert plan.prediction is not None
     assert not plan.prediction.fits
 

@@ -1,8 +1,10 @@
 """A run whose state is on drives dies: what it goes on from, which is bit for bit the run that did not."""
 
+import errno
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fullshard.errors import OffloadError
+from fullshard.offload.drive import SYSTEM
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
+from fullshard.training.offloaded import let_go, shard
 from fullshard.training.state import TrainState
 from tests.ranks import RankFailed
-from tests.training.runs import local_bits, mean_square, run_of, same_bits, sharded
+from tests.training.runs import Regression, local_bits, mean_square, meta, run_of, same_bits, sharded
 
 TIER = "optimizer:nvme"
 STEPS = 6
@@ -162,3 +167,25 @@ def test_files_of_another_number_of_ranks_make_room(
     ranks(before).run(until, 1, str(tmp_path))
     ranks(after).run(until, 2, str(tmp_path))
     assert [manifests(tmp_path, rank).keys() for rank in range(after)] == [{1, 2}] * after
+
+
+def opened_after_a_failure(directory: str) -> None:
+    """In one process: first the drive has no room for what is gathered, on rank 0, then it has."""
+    plan = Plan.from_run(
+        run_of(*settings(directory, "params+optimizer:nvme")), world_size=torch.distributed.get_world_size()
+    )
+
+    def full(path: Path, flags: int, mode: int) -> int:
+        if "parameters.data" in path.name and torch.distributed.get_rank() == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.open(path, flags, mode)
+
+    with pytest.raises(OffloadError, match="parameters.data"):
+        shard(meta(Regression), plan, system=replace(SYSTEM, open=full))
+    let_go(shard(meta(Regression), plan), plan=plan, finished=True)
+
+
+def test_what_cannot_be_opened_whole_is_let_go_on_all_ranks(
+    ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    ranks(2).run(opened_after_a_failure, str(tmp_path))

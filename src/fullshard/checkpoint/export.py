@@ -22,7 +22,7 @@ from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
 from fullshard.checkpoint.place import Place
 from fullshard.checkpoint.pretrained_files import INDEX, ONE_FILE
 from fullshard.checkpoint.protocol import Checkpointable
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.weight_map import Naming, Part, Shape, WeightMap, whole
 
@@ -118,8 +118,20 @@ def export_pretrained(
 def full_state(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor on the host) of everything that `state` saves, one after the other. Collective.
 
-    Every rank must take them all. Each holds one whole tensor at a time, and no more.
+    Every rank must take them all. Each holds one whole tensor at a time, and no more. Raises SpecError for
+    what is no state, as a model alone is not.
     """
+    if not callable(getattr(state, "tensors", None)):
+        raise SpecError(
+            "fullshard.full_state is of a training state.",
+            got=type(state).__name__,
+            why="names and tensors are those that a checkpoint of it has, the optimizer's among them",
+            fix="fullshard.full_state(fullshard.TrainState(model, optimizer))",
+        )
+    return _full_tensors(state)
+
+
+def _full_tensors(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in state.tensors().items():
         whole_one = tensor.detach()
         if isinstance(whole_one, DTensor):

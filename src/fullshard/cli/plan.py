@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -34,6 +35,14 @@ On = Annotated[
     ),
 ]
 Ranks = Annotated[int | None, typer.Option("--ranks", min=1, help="So many ranks of that hardware.")]
+DriveRate = Annotated[
+    str | None,
+    typer.Option(
+        "--drive-rate",
+        metavar="BYTES/S",
+        help="Of the hardware's drive: what one rank reads and writes together while all do: 3.5G.",
+    ),
+]
 Length = Annotated[int | None, typer.Option("--sequence-length", min=1, metavar="TOKENS")]
 Tokens = Annotated[
     str | None,
@@ -86,6 +95,7 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     model: Model = None,
     on: On = None,
     ranks: Ranks = None,
+    drive_rate: DriveRate = None,
     sequence_length: Length = None,
     tokens_per_step: Tokens = None,
     precision: PrecisionOption = None,
@@ -111,6 +121,8 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     question = _question(
         model, pinned, on=on, ranks=ranks, tokens=tokens, any_ranks=fewest_gpus_in_days is not None
     )
+    if drive_rate is not None:
+        question = replace(question, hardware=_with_drive(question.hardware, drive_rate))
     if save_spec is not None:
         _write(question.spec, save_spec)
     spend = _budget(budget, price=price, hardware=question.hardware)
@@ -168,6 +180,23 @@ def _question(
     for text in subject.differs:
         _note(f"planned as the reference decoder: {text}")
     return Question(subject, asked, hardware, spec=subject.described(asked, hardware))
+
+
+def _with_drive(hardware: "Hardware", text: str) -> "Hardware":
+    """The hardware, each of whose ranks has so many bytes/s of a drive: `6e9`, `3.5G`."""
+    from fullshard.errors import SpecError
+    from fullshard.quantities import format_count, parse_count
+
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = float(parse_count(text))
+    if not 0 < rate < float("inf"):
+        raise SpecError(
+            "a drive has some bytes a second.", got=f"--drive-rate {text}", fix="--drive-rate 3.5G"
+        )
+    source = f"{hardware.source}; drive: {format_count(rate)}B/s a rank, as asked"
+    return hardware.model_copy(update={"disk_bytes_per_second": rate, "source": source})
 
 
 def _sets(key: str, overrides: Sequence[str]) -> bool:

@@ -37,6 +37,11 @@ def with_plan(request: "Request") -> "Request":
         # What is plainly wrong is found here, before torch is imported (if nothing has asked for it).
         Plan.from_run(request.run, world_size=ranks, device=device)
     plan = _planned(request, ranks=ranks, device=device)
+    if plan is not None and plan.prediction is not None and not plan.prediction.is_timed:
+        _note(
+            "how fast the drive is is not known: bytes are planned, and the step's time is predicted without "
+            "it\n  try: fullshard calibrate --drive DIRECTORY, one on that drive"
+        )
     return request if plan is None else request.model_copy(update={"run": plan.run, "plan": plan})
 
 
@@ -59,6 +64,7 @@ def _planned(request: "Request", *, ranks: int, device: "DeviceType") -> "Plan |
     from fullshard.errors import PlanError, SpecError
     from fullshard.models.build import build_model
     from fullshard.models.limits import check_positions
+    from fullshard.planner.offload import with_untimed_drive
     from fullshard.planner.search import nothing_fits, predict, search
     from fullshard.profiler.detect import detect_hardware
     from fullshard.training.loss import loss_of
@@ -70,6 +76,8 @@ def _planned(request: "Request", *, ranks: int, device: "DeviceType") -> "Plan |
     try:
         # Under torchrun it finds by itself how the ranks lie on nodes.
         hardware = detect_hardware(device, ranks=None if under_torchrun() else ranks)
+        if run.offload.on_disk and hardware.disk_bytes_per_second is None:
+            hardware = with_untimed_drive(hardware)
         if request.plan is not None:
             return predict(described(request.plan, device, model=model), request.plan, hardware)
         quick = _without_recompute(run, hardware, model=model)
@@ -78,12 +86,26 @@ def _planned(request: "Request", *, ranks: int, device: "DeviceType") -> "Plan |
         spec = described(run, device, model=model)
         found = search(spec, hardware, run)
     except (PlanError, SpecError) as error:
-        _note(f"not planned, so with plain defaults: {error.what}")
+        if run.offload.host_bytes is not None and _uses_the_host(run):
+            raise PlanError(
+                "offload.host_bytes cannot be held to: this run cannot be planned.",
+                got=f"offload.host_bytes = {run.offload.host_bytes}",
+                why=error.what,
+                fix=error.fix or "offload.host_bytes left out",
+            ) from error
+        _note(
+            f"not planned, so with plain defaults: {error.what}"
+            + (f"\n  try: {error.fix}" if error.fix else "")
+        )
         return None
     if found.best is None:
         assert found.closest is not None, "a search that considered something has a best plan or a closest"
         raise nothing_fits(found.closest, spec=spec, hardware=hardware, run=run)
     return found.best
+
+
+def _uses_the_host(run: "Run") -> bool:
+    return run.offload.takes_optimizer or run.recompute.mode == "offload"
 
 
 def _without_recompute(run: "Run", hardware: "Hardware", *, model: "Module") -> "Plan | None":

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fullshard.errors import SpecError
 from fullshard.offload.gradients import Gradients
 from fullshard.offload.on_device import OnDevice, Piece
+from fullshard.offload.on_drive import OnDrive
 from fullshard.offload.rounding import AdamOptions, adamw_rounded, round_stochastically, shard_index
 from fullshard.offload.shards import Copies
 from fullshard.offload.state import OffloadedState
@@ -128,35 +131,54 @@ class StreamingAdamW(torch.optim.Optimizer):
         return own
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim.AdamW` has it, with moments as they are now: of a drive each is read when it is
-        used. The master of a parameter stands beside them."""
+        """As `torch.optim.AdamW` has it; the master of a parameter stands beside its moments.
+
+        As torch's, its tensors are the optimizer's own: later steps change them. Of a drive each is read when
+        it is used, and what is there then counts. A deep copy, or a file, holds what is there now, all of it
+        in memory."""
         self.settle()
         found = super().state_dict()
         for index, (parameter, _) in enumerate(self._parameters()):
             name = self.offloaded.names_of.get(parameter)
             if index in found["state"] and name is not None:
-                found["state"][index] = found["state"][index] | self.offloaded.tensors(name)
+                found["state"][index] = found["state"][index] | self.offloaded.living(name)
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What `state_dict` gave, of the same parameters on the same ranks; also `torch.optim.AdamW`'s, which
-        leaves masters as they are."""
-        self.settle()
+        leaves masters as they are. Nothing of it is kept; a portion of groups is in memory at once.
+
+        Raises SpecError for shards of other shapes, and changes nothing; OffloadError where a drive fails.
+        After an error half-way there is no state until one is loaded whole.
+        """
+        self.offloaded.settle(to_load=True)
         index = {self.offloaded.names_of.get(p): i for i, (p, _) in enumerate(self._parameters())}
-        saved: dict[str, dict[str, Any]] = {}
+        saved: dict[str, dict[str, Tensor]] = {}
         rest: dict[int, dict[str, Any]] = dict(state_dict["state"])
         for name in self.offloaded.names:
-            own = rest.pop(index[name], {})
-            now = {"master": self.offloaded.tensors(name)["master"]}
-            saved[name] = now | {key: value for key, value in own.items() if key in Parts._fields}
+            own, now = rest.pop(index[name], {}), self.offloaded.living(name)
+            new = {key: own[key] for key in Parts._fields if key in own}
+            _require_same_shards(name, new, now=now)
+            saved[name] = {"master": now["master"]} | new
             if "step" in own:
                 rest[index[name]] = {"step": own["step"]}
-        super().load_state_dict(state_dict | {"state": rest})
-        for portion in self.offloaded.refill():
-            for name, new in portion.items():
-                for key, tensor in new.items():
-                    found = saved[name].get(key)
-                    _local(tensor).zero_() if found is None else _local(tensor).copy_(_local(found))
+        self._take_over(state_dict | {"state": rest})
+        with closing(self.offloaded.refill(keep=True)) as portions:
+            for portion in portions:
+                for name, new in portion.items():
+                    for key, tensor in new.items():
+                        one = saved[name].get(key)
+                        _local(tensor).zero_() if one is None else _local(tensor).copy_(_local(one))
+
+    def _take_over(self, state_dict: dict[str, Any]) -> None:
+        """What is not outside. Tensors stay those that an earlier `state_dict` has, as outside they do."""
+        before = {parameter: dict(state) for parameter, state in self.state.items()}
+        super().load_state_dict(state_dict)
+        for parameter, state in self.state.items():
+            for key, new in state.items():
+                if isinstance(new, Tensor):
+                    own = before.get(parameter, {}).get(key)
+                    state[key] = new.clone() if own is None else own.copy_(new)
 
     def _parameters(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         for group in self.param_groups:
@@ -270,6 +292,20 @@ def _with_rounded_moments(job: _Job, gradient: Tensor, *, state: tuple[Tensor, .
 def _generator(job: _Job, begin: int, *, device: torch.device) -> torch.Generator:
     seed = job.seed if begin == 0 else hash((job.seed, begin))
     return torch.Generator(device).manual_seed(seed & (2**63 - 1))
+
+
+def _require_same_shards(name: str, new: Mapping[str, Any], *, now: Mapping[str, Tensor]) -> None:
+    for key, tensor in new.items():
+        own, found = _local(now[key]), _local(tensor) if isinstance(tensor, Tensor) else None
+        read = isinstance(found, OnDrive) or (found is not None and not found.is_meta)
+        if found is None or found.shape != own.shape or not read:
+            got = f"{tuple(found.shape)} on {found.device}" if found is not None else type(tensor).__name__
+            raise SpecError(
+                f"the state_dict is not of this rank's shards: {key} of {name}.",
+                got=f"{got}, {tuple(own.shape)} expected",
+                why="a state_dict is for the same parameters on the same ranks",
+                fix="fullshard.save and fullshard.load, whose checkpoints are for any number of ranks",
+            )
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from fullshard.quantities import format_bytes
 
 IDENTITY = "identity.json"
 LOCK = "lock"
+RANKS, FIRST_RANK = "rank-*", "rank-00000"
 _PATIENCE_SECONDS, _TURN_SECONDS = 1.0, 0.05
 # What a killed rank had started may hold its lock for as long as it needs to see that its parent is gone.
 _DYING_SECONDS = 10.0
@@ -29,18 +30,24 @@ def rank_directory(path: Path, *, run_id: str, rank: int) -> Path:
     return path / run_id / f"rank-{rank:05d}"
 
 
-def leftovers(path: Path, *, alive_run_id: str | None = None) -> list[tuple[Path, int]]:
+def leftovers(
+    path: Path, *, alive_run_id: str | None = None, alive_ranks: int | None = None
+) -> list[tuple[Path, int]]:
     """Directories of runs that are over, with the bytes they take on the drive, the largest first.
 
-    Of `path` (`offload.path`), without the run `alive_run_id`, and without those a process of which still
-    holds its lock. A directory that is none of ours, or that this user cannot read, is left out.
+    Of `path` (`offload.path`), and without those a process of which still holds its lock. Of the run
+    `alive_run_id` no more than those of ranks past its `alive_ranks`, which it had once. A directory that is
+    none of ours, or that this user cannot read, is left out.
     """
     found: list[tuple[Path, int]] = []
     with suppress(OSError):
         for run in sorted(path.iterdir()):
-            ranks = [identity.parent for identity in run.glob(f"rank-*/{IDENTITY}")]
-            if run.name != alive_run_id and ranks and not any(_is_held(one / LOCK) for one in ranks):
-                found.append((run, sum(_taken_bytes(one) for one in ranks)))
+            ranks = sorted(identity.parent for identity in run.glob(f"{RANKS}/{IDENTITY}"))
+            if run.name == alive_run_id:
+                past = [] if alive_ranks is None else [one for one in ranks if _number(one) >= alive_ranks]
+                found += [(one, taken_bytes(one)) for one in past if not _is_held(one / LOCK)]
+            elif ranks and not any(_is_held(one / LOCK) for one in ranks):
+                found.append((run, sum(taken_bytes(one) for one in ranks)))
     return sorted(found, key=lambda one: -one[1])
 
 
@@ -65,7 +72,7 @@ def locked(directory: Path) -> Generator[None]:
         make_directory(directory)
         descriptor = _lock(directory)
     except OSError as error:
-        raise os_error(f"{directory} cannot be used.", error) from error
+        raise _unusable(directory, error) from error
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -83,6 +90,16 @@ def make_directory(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for one in missing:
         flush_directory(one.parent)
+
+
+def remove_empty(rank_directory: Path, *, up_to: Path) -> None:
+    """Removes the directories above a rank's, below `up_to`, as far as they are empty: for the last rank
+    to leave, all of them. What cannot be removed stays."""
+    with suppress(OSError):
+        for one in rank_directory.parents:
+            if one == up_to or up_to not in one.parents:
+                break
+            one.rmdir()
 
 
 def flush_directory(directory: Path, *, system: System = SYSTEM) -> None:
@@ -126,6 +143,14 @@ def overwrite(path: Path, data: bytes, *, system: System) -> None:
         system.fdatasync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _unusable(directory: Path, error: OSError) -> OffloadError:
+    """Names what a person has named, where it is that which cannot be made: `offload.path`, and not ours."""
+    path = directory.parent.parent
+    if os.path.isdir(path):  # `Path.is_dir` raises where what is above it cannot be read
+        return os_error(f"{directory} cannot be used.", error)
+    return os_error(f"offload.path = {path} is no directory, and cannot be made one.", error, where=str(path))
 
 
 def _lock(directory: Path) -> int:
@@ -198,5 +223,12 @@ def _is_held(lock: Path) -> bool:
     return False
 
 
-def _taken_bytes(directory: Path) -> int:
+def _number(rank: Path) -> int:
+    """`rank-00003` -> 3; -1 for what is named otherwise."""
+    digits = rank.name.rpartition("-")[2]
+    return int(digits) if digits.isdecimal() else -1
+
+
+def taken_bytes(directory: Path) -> int:
+    """Of the files of a rank, on the drive. Raises OSError."""
     return sum(one.lstat().st_blocks * 512 for one in directory.iterdir())

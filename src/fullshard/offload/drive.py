@@ -34,24 +34,24 @@ _CACHED_BYTES = 256 << 10
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 _ROOM = "free some space there, or offload.path = a directory on a drive with room"
+_WRITABLE = "offload.path = a directory that can be written"
+_LOOK = "another drive for offload.path, and a look at the system's log"
 _REASONS: dict[int, tuple[str, str]] = {
     errno.ENOSPC: ("the drive is full", _ROOM),
     errno.EDQUOT: ("the disk quota is used up", _ROOM),
     errno.EFBIG: ("a file may not grow so large there", "ulimit -f unlimited, or another file system"),
-    errno.EIO: (
-        "the drive reports an error",
-        "another drive for offload.path, and a look at the system's log",
-    ),
-    errno.EROFS: ("the file system is read-only", "offload.path = a directory that can be written"),
-    errno.EACCES: ("this user may not write there", "offload.path = a directory that can be written"),
-    errno.EPERM: ("this user may not write there", "offload.path = a directory that can be written"),
+    errno.EIO: ("the drive reports an error", _LOOK),
+    errno.EROFS: ("the file system is read-only", _WRITABLE),
+    errno.EACCES: ("this user may not write there", _WRITABLE),
+    errno.EPERM: ("this user may not write there", _WRITABLE),
     errno.ENOTDIR: ("a part of the path is a file, not a directory", "another offload.path"),
-    errno.ENODATA: (
-        "the drive cannot read what it was given to keep",
-        "another drive for offload.path, and a look at the system's log",
-    ),
+    errno.ENODATA: ("the drive cannot read what it was given to keep", _LOOK),
+    errno.ENOENT: ("it is not there, and the file system does not make it", _WRITABLE),
+    errno.ELOOP: ("a link in the path leads back to itself", "another offload.path"),
+    errno.ENAMETOOLONG: ("the file system has no names so long", "a shorter offload.path"),
     errno.ESTALE: ("the network file system lost it", "offload.path = a directory on a local drive"),
 }
+_START_AGAIN = "--resume, which leaves out what is damaged, and goes on from the newest step that is whole"
 _UNREADABLE = (errno.EIO, errno.ENODATA)  # linux/block: errors of a transfer, and of the medium
 
 
@@ -85,7 +85,7 @@ def os_error(
     what: str, error: OSError, *, where: str = "", kind: type[OffloadError] = OffloadError
 ) -> OffloadError:
     """The OffloadError for an OSError: its words, `where` it happened, why, and what to do."""
-    why, fix = _REASONS.get(error.errno or 0, (None, None))
+    why, fix = _REASONS.get(error.errno or 0, ("the operating system says no more", _LOOK))
     name = errno.errorcode.get(error.errno or 0, "no errno")
     where = where or str(error.filename or "")
     return kind(what, got=f"{error.strerror or error} ({name}){where and f', {where}'}", why=why, fix=fix)
@@ -137,7 +137,9 @@ class DriveFile:
         try:
             descriptor = _opened(path, system=system)
         except FileNotFoundError as error:
-            raise DamagedOffloadError(f"{path} is missing.") from error
+            raise DamagedOffloadError(
+                f"{path} is missing.", why="something else removed it", fix=_START_AGAIN
+            ) from error
         except OSError as error:
             raise os_error(f"{path} cannot be opened.", error) from error
         found = os.fstat(descriptor).st_size
@@ -333,6 +335,7 @@ def _wrong_size(path: Path, *, found: int, expected: int, offset: int | None = N
         f"{path} is truncated." if found < expected else f"{path} is not of the size that was planned.",
         got=f"{found} bytes, {expected} expected{where}",
         why="its size never changes: something else wrote it, or its file system was damaged",
+        fix=_START_AGAIN,
     )
 
 

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from fullshard.errors import OffloadError
 from fullshard.offload.generations import Generations
 from fullshard.offload.places import Places
 from fullshard.offload.slabs import bytes_of
@@ -53,28 +54,38 @@ class DriveStore:
     def start_from(self, file: int) -> None:
         """The state is what the file of this number holds, a whole generation."""
         self._newest, self._committed = file, True
-        self._forget()
+        _forget(self._slots, reader=self._reader)
         self._ahead.clear()
 
     def stream(self, order: Sequence[Group], *, fresh: bool = False) -> Iterator[tuple[Group, Parts]]:
         self.settle()
         if fresh:
-            self._forget()
+            _forget(self._slots, reader=self._reader)
             self._ahead.clear()
-        elif not self._committed:  # or it would be written over while it is read
-            self.commit(None, b"")
-        target = self.generations.begin()
-        source, self._newest, self._committed = self._newest, target, False
-        yield from self._through(order, source=None if fresh else source, target=target)
+        else:
+            self.keep()
+        source, target = self._newest, self.generations.begin()
+        if source == target:  # what was never committed is written over
+            self._newest = None
+        try:
+            yield from self._through(order, source=None if fresh else source, target=target)
+            self._newest, self._committed = target, False
+        finally:
+            if self._newest != target:  # what is in memory is of nothing whole
+                self._slots.forget()
 
     def look(self, order: Sequence[Group], *, verify: bool = False) -> Iterator[tuple[Group, Parts]]:
         if verify:
-            self._forget()
+            _forget(self._slots, reader=self._reader)
         self._verify = verify
         try:
             yield from self._through(order, source=self._newest, target=None)
         finally:
             self._verify = False
+
+    def keep(self) -> None:
+        if not self._committed:  # the next generation would take its file
+            self.commit(None, b"")
 
     def read_ahead(self, order: Sequence[Group]) -> None:
         soon = {group.index for group in order[:SLOTS]}
@@ -83,9 +94,7 @@ class DriveStore:
             self._slots.give_back(slot)
 
     def whole(self, name: str) -> Parts | None:
-        slot = self._newest
-        assert slot is not None, "there is state"
-        return self._places.whole(name, read=partial(self.generations.read_part, slot=slot))
+        return self._places.whole(name, read=partial(_read_part, self.generations, slot=self._newest))
 
     def room(self, name: str) -> Parts | None:
         return self._places.room(name)
@@ -136,7 +145,7 @@ class DriveStore:
                 ahead.popleft()
                 if target is not None:
                     slot.writing = self._writer.submit(
-                        self.generations.write, str(group.index), self._bytes(slot, group)
+                        self.generations.write, str(group.index), _bytes(slot, self._records[group.index])
                     )
                 self._slots.give_back(slot)
                 read_next()
@@ -161,16 +170,29 @@ class DriveStore:
         slot.holds = None
         if source is not None:
             self.generations.read(
-                str(group.index), self._bytes(slot, group), slot=source, verify=self._verify
+                str(group.index), _bytes(slot, self._records[group.index]), slot=source, verify=self._verify
             )
         else:
             slot.buffer[: self._records[group.index].size_bytes].zero_()
         slot.holds = group.index
 
-    def _bytes(self, slot: Slot, group: Group) -> memoryview:
-        return bytes_of(slot.buffer[: self._records[group.index].size_bytes])
 
-    def _forget(self) -> None:
-        self._reader.submit(lambda: None).result()  # what was read ahead is through
-        for slot in self._slots.all:
-            slot.forget()
+def _forget(slots: Slots, *, reader: ThreadPoolExecutor) -> None:
+    reader.submit(lambda: None).result()  # what was read ahead is through
+    slots.forget()
+
+
+def _bytes(slot: Slot, record: Record) -> memoryview:
+    return bytes_of(slot.buffer[: record.size_bytes])
+
+
+def _read_part(  # signature: what is bound, and what `Places.whole` calls it with
+    generations: Generations, name: str, target: memoryview, *, offset: int, slot: int | None
+) -> None:
+    if slot is None:
+        raise OffloadError(
+            "there is no optimizer state on the drive.",
+            why="what was there was written over by one that was not loaded to its end",
+            fix="load a whole state, or start again from a checkpoint",
+        )
+    generations.read_part(name, target, slot=slot, offset=offset)

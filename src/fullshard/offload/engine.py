@@ -73,11 +73,21 @@ def elsewhere(engine_parameter: Any, source: Source, *, local: Tensor | None) ->
 
 
 def as_shard(engine_parameter: Any, local: Tensor) -> DTensor:
-    """A DTensor placed as the parameter is, whose local part is `local`, wherever it lies."""
+    """A DTensor placed as the parameter is, whose local part is `local`, wherever it lies. A deep copy of it,
+    and what a file holds of it, is a DTensor of memory of its own: torch's are none of a tensor on a drive,
+    and fail for a piece of a slab."""
     spec = engine_parameter.sharded_param._spec
     meta = type(spec.tensor_meta)(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
     changed = type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
-    return cast(Any, DTensor)(local.view(own_shape(engine_parameter)), changed, requires_grad=False)
+    local = local.view(own_shape(engine_parameter))
+
+    def copied() -> DTensor:
+        return cast(Any, DTensor)(local.to("cpu", copy=True), changed, requires_grad=False)
+
+    shard = cast(Any, DTensor)(local, changed, requires_grad=False)
+    shard.__deepcopy__ = lambda _memo: copied()
+    shard.__reduce_ex__ = lambda protocol: copied().__reduce_ex__(protocol)
+    return shard
 
 
 @cache

@@ -11,9 +11,10 @@ they agree on one that all have, and each drops what is newer.
 
 import logging
 import mmap
+import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -290,7 +291,7 @@ def _found(directory: Path, records: Sequence[Record], *, identity: Identity) ->
 
 def discard(directory: Path) -> None:
     """Removes a rank's directory, whatever it holds. Raises OffloadError where a process uses it."""
-    if not directory.exists():
+    if not os.path.exists(directory):  # nor where nothing can be seen: `locked` says so
         return
     with locked(directory):
         try:
@@ -301,7 +302,8 @@ def discard(directory: Path) -> None:
                     path.unlink()
             (directory / LOCK).unlink()
             directory.rmdir()
-            flush_directory(directory.parent)
+            with suppress(FileNotFoundError):  # another rank was the last to leave: see `remove_empty`
+                flush_directory(directory.parent)
         except OSError as error:
             raise os_error(f"{directory} cannot be removed.", error) from error
 

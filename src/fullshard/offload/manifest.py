@@ -113,7 +113,7 @@ def claim(directory: Path, identity: Identity, *, system: System) -> None:
     try:
         other = Identity.model_validate_json(_unsealed(found, path))
     except (ValidationError, DamagedOffloadError):
-        if identity in _told_by_manifests(directory):
+        if any(one.identity == identity for one in sound_manifests(directory)):
             replace(path, text, system=system)
             return
         got = f"no {IDENTITY} that can be read"
@@ -139,12 +139,13 @@ def read_world_size(directory: Path) -> int | None:
         return None
 
 
-def _told_by_manifests(directory: Path) -> list[Identity]:
-    found: list[Identity] = []
+def sound_manifests(directory: Path) -> list[Manifest]:
+    """Those of a rank's directory that can be read, whosever they are."""
+    found: list[Manifest] = []
     for slot in SLOTS:
         path = manifest_path(directory, slot)
         with suppress(OSError, ValidationError, DamagedOffloadError):
-            found.append(Manifest.model_validate_json(_unsealed(path.read_bytes(), path)).identity)
+            found.append(Manifest.model_validate_json(_unsealed(path.read_bytes(), path)))
     return found
 
 

@@ -24,6 +24,14 @@ class OnDrive(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"OnDrive({tuple(self.shape)}, {self.dtype})"
 
+    # Torch would copy nothing of a tensor on meta, nor keep any of it in a file.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.cpu()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.cpu().__reduce_ex__(protocol)
+
     @classmethod
     def __torch_dispatch__(  # signature: torch's
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

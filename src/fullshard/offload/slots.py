@@ -52,6 +52,11 @@ class Slots:
     def give_back(self, slot: Slot) -> None:
         self._idle.append(slot)
 
+    def forget(self) -> None:
+        """Whatever any of them holds is of nothing that is read again."""
+        for slot in self.all:
+            slot.forget()
+
     def settle(self) -> None:
         """Returns when all are written. Raises what failed, each time."""
         for slot in self.all:

@@ -1,8 +1,9 @@
 """What a rank keeps outside of the device: masters and moments of its trained shards, on host or drive."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fullshard.errors import OffloadError
 from fullshard.offload.engine import as_shard, elsewhere, engine_parameters, own_shape, padded_shape
+from fullshard.offload.on_drive import on_drive
 from fullshard.offload.shards import Copies, FromMasters, Shards
 from fullshard.offload.store import HostStore, Parts, Store, dtypes_of
 from fullshard.offload.updates import Updates
@@ -126,57 +129,74 @@ class OffloadedState:
         if self.settings.on_drive is None and not self.settings.on_gpu:
             self.settle()  # nothing to wait for but the processor, which the caller wants too
 
-    def settle(self) -> None:
-        """Returns when no update goes on. Raises OffloadError for what failed, now and ever after."""
+    def settle(self, *, to_load: bool = False) -> None:
+        """Returns when no update goes on. Raises OffloadError for what failed, now and ever after, and where
+        a load was broken off, unless it is `to_load` again."""
         try:
-            self.updates.settle()
+            self.updates.settle(to_load=to_load)
         finally:
             for name in self.names:
                 self._release(name)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """`master`, `exp_avg`, `exp_avg_sq` of a parameter, placed as it is; not to be changed. Of state on
-        a drive each is read when it is used, and what is there then counts."""
-        return self._placed(name, self.store.whole(name))
+        a drive each is read when it is used: until the update after the next one it is what it is now."""
+        return _placed(self.engine[name], self.store.whole(name), moments=self.settings.moments)
 
-    def refill(self) -> Iterator[dict[str, dict[str, Tensor]]]:
+    def living(self, name: str) -> dict[str, Tensor]:
+        """The same, but always what the last update has left, as the host's memory has it: of state on a
+        drive each is read when it is used, and what is there then counts. During `refill` that is what was
+        there before. Reading raises OffloadError where the state is let go, or cannot be read."""
+        parts = self.store.whole(name)
+        if parts is not None and self.settings.on_drive is not None:
+            # A state dict that somebody keeps does not keep the model, and the lock of its directory.
+            me: weakref.ref[OffloadedState] = weakref.ref(self)
+            reads = [partial(_now, me, name, part=part) for part in range(len(parts))]
+            pairs = zip(parts, reads, strict=True)
+            parts = Parts(*(on_drive(one.shape, one.dtype, read=read) for one, read in pairs))
+        return _placed(self.engine[name], parts, moments=self.settings.moments)
+
+    def refill(self, *, keep: bool = False) -> Generator[dict[str, dict[str, Tensor]]]:
         """Gives new values to all state, in portions: yields name -> key -> a tensor to be filled, placed as
         the parameter; what stands in them when the next portion is asked for is taken over. On every rank
-        there are as many portions, of the same names."""
-        self.settle()
+        there are as many portions, of the same names.
+
+        Where it is broken off, nothing can be done with the state but to fill it again. `keep`: what is
+        `living` can be read for the new values.
+        """
+        self.settle(to_load=True)
+        if keep:
+            self.store.keep()
+        self.updates.half_loaded = True
         stream = self.store.stream(self._own, fresh=True)
         for portion in portions(self.groups):
             names = dict.fromkeys(name for group in portion for name in group.names)
             new = {name: self.store.room(name) for name in names}
-            yield {name: self._placed(name, parts) for name, parts in new.items()}
+            moments = self.settings.moments
+            yield {n: _placed(self.engine[n], parts, moments=moments) for n, parts in new.items()}
             for _ in filter(lambda group: group.segments, portion):
                 group, parts = next(stream)
                 for segment in group.segments:
                     _copy(new[segment.name], parts, segment=segment)
                 self._publish(group, parts)
         next(stream, None)
-        self.updates.settle()
+        self.updates.settle(to_load=True)
+        self.updates.half_loaded = False
 
     def publish_all(self, *, verify: bool) -> None:
         """What is gathered follows the masters anew; `verify`: all that is read is held against digests."""
         for group, parts in self.store.look(self._own, verify=verify):
             self._publish(group, parts)
+        self.updates.half_loaded = False
 
     def close(self) -> None:
         """Lets go of the drive, when what goes on is through. Without it that is done with the last
         reference."""
-        self._closing()
+        self.closing()
 
     def _order(self) -> tuple[Group, ...]:
         """Of the next update."""
         return self._own[::-1] if self._backwards else self._own
-
-    def _placed(self, name: str, parts: Parts | None) -> dict[str, Tensor]:
-        one = self.engine[name]
-        if parts is None:
-            dtype = str(one.sharded_param.dtype).removeprefix("torch.")
-            parts = Parts(*(torch.empty(0, dtype=own) for own in dtypes_of(dtype, self.settings.moments)))
-        return {key: as_shard(one, part) for key, part in parts._asdict().items()}
 
     def _make(self) -> None:
         settings, engine = self.settings, self.engine
@@ -194,16 +214,19 @@ class OffloadedState:
                 self.masters[name] = none if whole is None else whole.master
         home = torch.device("cpu") if settings.shards_outside else settings.device
         pinned = settings.on_gpu and settings.shards_outside
-        if on_device:
-            self.shards: Shards = FromMasters(self.masters, engine)
-        elif settings.shards_on_drive is not None:
-            self.shards = settings.shards_on_drive(engine, self._units)
-        else:
-            self.shards = Copies(engine, home=home, device=settings.device, pinned=pinned)
+        with ExitStack() as unless_whole:
+            unless_whole.callback(self.store.close)  # else its lock stays held as long as the process lives
+            if on_device:
+                self.shards: Shards = FromMasters(self.masters, engine)
+            elif settings.shards_on_drive is not None:
+                self.shards = settings.shards_on_drive(engine, self._units)
+            else:
+                self.shards = Copies(engine, home=home, device=settings.device, pinned=pinned)
+            unless_whole.pop_all()
         self.updates = Updates(partial(_settle, self.store, self.shards))
         # Nothing that knows the model: it knows this, and neither would ever be let go.
         close = self.shards.closing()
-        self._closing = weakref.finalize(self, _close, self.updates.thread, self.store, shards=close)
+        self.closing = weakref.finalize(self, _close, self.updates.thread, self.store, shards=close)
 
     def _publish(self, group: Group, parts: Parts) -> None:
         for segment in group.segments:
@@ -236,6 +259,29 @@ def presented(offloaded: OffloadedState) -> Iterator[set[Tensor]]:
         yield set(own.values())
         for name, local in stands.items():
             own[name]._local_tensor = local
+
+
+def _placed(one: Any, parts: Parts | None, *, moments: torch.dtype | None) -> dict[str, Tensor]:
+    """As the engine's parameter `one` is. None: it has no row here."""
+    if parts is None:
+        dtype = str(one.sharded_param.dtype).removeprefix("torch.")
+        parts = Parts(*(torch.empty(0, dtype=own) for own in dtypes_of(dtype, moments)))
+    return {key: as_shard(one, part) for key, part in parts._asdict().items()}
+
+
+def _now(of: "weakref.ref[OffloadedState]", name: str, *, part: int) -> Tensor:
+    """This part of a parameter's state, read."""
+    state = of()
+    if state is None or not state.closing.alive:
+        raise OffloadError(
+            f"the state of {name} is no longer on its drive.",
+            why="the model that it was of is let go, and each tensor of a state_dict is read when it is used",
+            fix="copy.deepcopy(optimizer.state_dict()) while the model is there, or a checkpoint",
+        )
+    state.updates.settle(to_load=True)
+    found = state.store.whole(name)
+    assert found is not None, "the rank has rows of it"
+    return found[part].cpu()
 
 
 def _settle(store: Store, shards: Shards) -> None:

@@ -63,6 +63,11 @@ class Store(Protocol):
         """The next `stream` is of this order: its first groups may be read now. Called when one has ended."""
         ...
 
+    def keep(self) -> None:
+        """What is there now can be read, by `whole`, while the next `stream` goes on, and after one that was
+        broken off."""
+        ...
+
     def look(self, order: Sequence[Group], *, verify: bool = False) -> Iterator[tuple[Group, Parts]]:
         """The same for some groups, which are not changed. `verify`: held against digests, if there are."""
         ...
@@ -114,6 +119,9 @@ class HostStore:
             yield group, self._parts[group.index]
 
     def read_ahead(self, order: Sequence[Group]) -> None: ...
+
+    def keep(self) -> None:
+        """Each group stays as it is until it is the caller's."""
 
     def look(self, order: Sequence[Group], *, verify: bool = False) -> Iterator[tuple[Group, Parts]]:
         yield from self.stream(order)

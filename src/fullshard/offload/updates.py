@@ -17,11 +17,12 @@ class Updates:
     """One thread, which does one thing after the other; after one that failed, nothing.
 
     What failed is raised as it is, and an OffloadError with what it means for the run.
-    `settle`: what must be done besides until all is where it stays.
+    `settle`: what must be done besides until all is where it stays. `half_loaded`: a load has begun, and is
+    not at its end: what there is is of two states.
     """
 
     def __init__(self, settle: Callable[[], None]) -> None:
-        self._settle = settle
+        self._settle, self.half_loaded = settle, False
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-update")
         self._running: list[Future[None]] = []
         self._pending: dict[int, threading.Event] = {}
@@ -49,8 +50,9 @@ class Updates:
                 event.wait()
         self._raise()
 
-    def settle(self) -> None:
-        """Returns when nothing goes on. Raises OffloadError for what failed, now and ever after."""
+    def settle(self, *, to_load: bool = False) -> None:
+        """Returns when nothing goes on. Raises OffloadError for what failed, now and ever after, and for what
+        is half loaded, unless it is `to_load` the rest of it, or another."""
         running, self._running = self._running, []
         for future in running:
             future.exception()  # waits; what it is `_ended` has kept
@@ -59,7 +61,7 @@ class Updates:
                 self._settle()
             except OffloadError as error:
                 self._error = error
-        self._raise()
+        self._raise(to_load=to_load)
 
     def _ended(self, future: "Future[None]") -> None:
         error = future.exception()
@@ -68,8 +70,14 @@ class Updates:
             for event in self._pending.values():
                 event.set()
 
-    def _raise(self) -> None:
+    def _raise(self, *, to_load: bool = False) -> None:
         error = self._error
+        if error is None and self.half_loaded and not to_load:
+            raise OffloadError(
+                "the optimizer's state was loaded in part.",
+                why="the load was broken off by an error, and what is there now is of two states",
+                fix="load a whole state, or start again from a checkpoint",
+            )
         if error is None:
             return
         if not isinstance(error, OffloadError):

@@ -40,6 +40,7 @@ On GPUs `auto` is the device where the longer direction of the copies (in) and t
 other, take less than the host's update: see `faster_update`.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
@@ -51,7 +52,7 @@ from fullshard.planner.unit_costs import TICKS, UnitCost, ticks
 from fullshard.spec.groups import Group, Held, cut, part_bytes, piece_elements
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec, Trace
-from fullshard.spec.plan import ITEMSIZE, Plan
+from fullshard.spec.plan import ITEMSIZE, Plan, check_tier
 from fullshard.spec.prediction import OffloadTerms
 from fullshard.spec.run import OffloadSection, Tier
 from fullshard.spec.unit import UnitSettings
@@ -95,12 +96,7 @@ class HostRates(NamedTuple):
 def host_rates(plan: Plan, hardware: Hardware) -> HostRates:
     """Raises PlanError where `hardware` does not say what the plan's tier needs."""
     section = plan.run.offload
-    if plan.run.optimizer.name.lower() != "adamw":
-        raise PlanError(
-            "only AdamW's state is kept outside the device.",
-            got=f'optimizer.name = "{plan.run.optimizer.name}", offload.tier = "{section.tier}"',
-            fix='optimizer.name = "adamw"',
-        )
+    check_tier(plan.run)
     copy, disk = hardware.host_bytes_per_second, hardware.disk_bytes_per_second
     touches = _ROUNDING_TOUCHES if _rounds(plan) else _ADAM_TOUCHES
     on_device = memory_seconds(touches * 4e8, hardware.rates.optimizer) / 1e8
@@ -139,11 +135,20 @@ def _per(
         return 1 / rate
     if what.startswith("disk") and not section.on_disk:
         return 0.0
+    of_drive = what.startswith("disk")
+    measures = " --drive DIRECTORY" if of_drive else ""
+    given = ", or fullshard plan --drive-rate BYTES/S" if of_drive else ""
     raise PlanError(
-        f"{hardware.name}: how fast its {'drive' if what.startswith('disk') else 'host'} is is not known.",
+        f"{hardware.name}: how fast its {'drive' if of_drive else 'host'} is is not known.",
         got=f'offload.tier = "{section.tier}", no {what}',
-        fix=f"fullshard calibrate there, or a hardware.toml with {what}",
+        fix=f"fullshard calibrate{measures} there, or a hardware.toml with {what}{given}",
     )
+
+
+def with_untimed_drive(hardware: Hardware) -> Hardware:
+    """The same hardware where nobody has measured the drive: for plans of all that does not need its rate. In
+    them it takes no time, and what is predicted says so: see `OffloadTerms.disk_seconds`."""
+    return hardware.model_copy(update={"disk_bytes_per_second": math.inf})
 
 
 def with_host(cost: UnitCost, size: UnitBytes, *, plan: Plan, rates: HostRates) -> UnitCost:
@@ -325,6 +330,7 @@ def offload_terms(
     shards = sum(size.own_shards * count for size, count, _ in units) if section.takes_parameters else 0
     largest = max((size.own_shards for size, *_ in units), default=0)
     segment = min(section.group_parameters, max((size.largest_trained for size, *_ in units), default=0))
+    is_untimed = section.on_disk and hardware.disk_bytes_per_second == math.inf
     host, disk, read, written = 0, 0, 0, 0
     if not on_cpu:
         host = _SUM * trained + (0 if shards else segment * compute)
@@ -342,7 +348,7 @@ def offload_terms(
         disk_bytes=disk,
         disk_read_bytes=read,
         disk_written_bytes=written,
-        disk_seconds=busy.disk / TICKS,
+        disk_seconds=None if is_untimed else busy.disk / TICKS,
         update_seconds=busy.update / TICKS,
         copy_seconds=max(busy.in_, busy.out) / TICKS,
         host_capacity_bytes=section.host_bytes or (None if on_cpu else hardware.host_memory_bytes),

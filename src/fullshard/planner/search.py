@@ -21,6 +21,7 @@ from pydantic import NonNegativeInt
 
 from fullshard.errors import PlanError
 from fullshard.planner.candidates import Candidate, WhatIf, candidates, to_plan
+from fullshard.planner.host_room import ways_into_the_host
 from fullshard.planner.memory import peak_bytes
 from fullshard.planner.memory_bound import Habits, Held, Relief, held_of, least_bytes, relief_of
 from fullshard.planner.offload import TIERS
@@ -145,9 +146,7 @@ def nothing_fits(closest: Plan, *, spec: ModelSpec, hardware: Hardware, run: Run
     over = prediction.needed_bytes - prediction.capacity_bytes
     outside = prediction.offload or prediction.activations
     if outside is not None and over <= 0:
-        ways = ['offload.tier = "none" or another, or more ranks'] if prediction.offload is not None else []
-        if prediction.activations is not None:
-            ways.append('recompute.mode = "full", recompute.every = 2 or more, or a smaller train.microbatch')
+        ways = ways_into_the_host(closest, spec, hardware=hardware)
         return PlanError(
             f"no plan fits {format_bytes(outside.host_capacity_bytes or 0)} of host memory per rank.",
             got=f"closest: {describe_plan(closest)} -> {format_bytes(prediction.host_bytes)}",
@@ -255,8 +254,8 @@ def _divides(run: Run, ranks: int) -> bool:
 def _cost_of(plan: Plan) -> str:
     prediction = plan.prediction
     assert prediction is not None, "plans of a search are predicted"
-    seconds = format_seconds(prediction.time.total)
-    return f"{describe_plan(plan)} -> {format_bytes(prediction.needed_bytes)}, {seconds} a step"
+    seconds = f", {format_seconds(prediction.time.total)} a step" if prediction.is_timed else ""
+    return f"{describe_plan(plan)} -> {format_bytes(prediction.needed_bytes)}{seconds}"
 
 
 def _predicted(plan: Plan, timer: StepTimer, *, memory: MemoryTerms) -> Plan:
@@ -345,7 +344,7 @@ class _Search:
                 kind.best = self._smallest(kind)
         best = self.ranked[0][1] if self.ranked else None
         by_kind = {name: kind.best for name, kind in self.kinds.items() if kind.best is not None}
-        closest = None if best else min(by_kind.values(), key=_by_bytes)[1]
+        closest = None if best else min(by_kind.values(), key=_by_lack)[1]
         assert self.fastest is not None, "something was considered"
         return Found(
             best=best,
@@ -454,7 +453,14 @@ class _Search:
         return least_bytes(self._relief[own], self._held[mesh], habits=habits)
 
 
-def _by_bytes(one: tuple[Order, Plan]) -> tuple[int, Order]:
+def _by_lack(one: tuple[Order, Plan]) -> tuple[int, int, int, Order]:
+    """By what is over the device's memory, then by what is over the host's, then by bytes."""
     prediction = one[1].prediction
     assert prediction is not None, "plans of a search are predicted"
-    return prediction.needed_bytes, one[0]
+    over = max(0, prediction.needed_bytes - prediction.capacity_bytes)
+    return (
+        over,
+        0 if host_fits(prediction.offload, prediction.activations) else prediction.host_bytes,
+        prediction.needed_bytes,
+        one[0],
+    )

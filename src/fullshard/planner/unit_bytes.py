@@ -149,11 +149,12 @@ def optimizer_bytes(size: UnitBytes, plan: Plan) -> int:
     step count of 4 bytes a parameter), 1 · numel for SGD with momentum, 0 for SGD without; about 2 bytes an
     element for AdamW in 8 bits.
 
-    Nothing on the device where a tier has it. Raises PlanError for an optimizer whose state is not known.
+    Nothing on the device where a tier has it, but the step counts on the CPU, where they always are.
+    Raises PlanError for an optimizer whose state is not known.
     """
     section = plan.run.optimizer
     if plan.run.offload.takes_optimizer:
-        return 0
+        return 4 * size.trained_parameters if plan.device == "cpu" else 0
     name = section.name.lower()
     if name == "adamw":
         return 2 * size.trained * size.master_itemsize + 4 * size.trained_parameters

@@ -7,7 +7,10 @@ bytes     The rest (batch, whole gradients, activations, loss, backward) is one 
           allocator does not tell what is alive at the peak: there gradients and units in flight are in it.
 seconds   Recompute is within computing, contention makes computing slower, and the gaps in which the device
           waits for the host are predicted as computing: all this stands beside what was measured as compute
-          and other. Stragglers are predicted apart, and measured within the waiting.
+          and other. Stragglers are predicted apart, and measured within the waiting. With a tier the update
+          is there: by how much host and drive are predicted to hold a step up stands beside what was measured
+          as the optimizer, though gathers may wait for some of it. Where the drive's rate was not known, what
+          needs it was not predicted.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +26,7 @@ from fullshard.spec.prediction import Prediction
 from fullshard.spec.value import Value
 
 HEADER = ("", "predicted", "measured", "error")
+CRUMB_BYTES = 1e-5  # the part of a rank's bytes below which a term gets no line of its own
 _LABELS = {
     **MEMORY_LABELS,
     **TIME_LABELS,
@@ -30,19 +34,14 @@ _LABELS = {
     "compute": "compute, host",
     "data": "waiting: data",
     "total": "in all",
+    "host": "host memory, beside",
     "reserved": "reserved",
     "tokens_per_second": "tokens/s",
     "mfu": "MFU",
 }
 _SAME_BYTES = ("parameter_shards", "gradients", "optimizer_state", "buffers", "units_in_flight")
 _NOT_TOLD_BY_CUDA = ("gradients", "units_in_flight")
-_SAME_SECONDS = (
-    "exposed_all_gather",
-    "exposed_reduce_scatter",
-    "exposed_all_reduce",
-    "engine",
-    "optimizer",
-)
+_SAME_SECONDS = ("exposed_all_gather", "exposed_reduce_scatter", "exposed_all_reduce", "engine")
 
 
 class Compared(Value):
@@ -86,11 +85,15 @@ def show_comparison(comparison: Comparison, *, file: TextIO | None = None) -> No
 
 
 def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """The cells, under a line for memory and one for the step. What is nothing in both has no line."""
+    """The cells, under a line for memory and one for the step. What is nothing in both has no line; of memory
+    also what is less than a hundred thousandth of the whole: a tier leaves an element of each parameter."""
     rows: list[tuple[str, ...]] = []
     if comparison.memory:
+        whole = max(line.measured or 0.0 for line in comparison.memory)
         rows.append(("memory", "", "", ""))
-        rows += _cells(comparison.memory, format_bytes)
+        rows += _cells(
+            [one for one in comparison.memory if _larger(one) >= CRUMB_BYTES * whole], format_bytes
+        )
     if comparison.step:
         rows.append(("step", "", "", ""))
         rows += _cells(comparison.step, format_seconds)
@@ -116,6 +119,8 @@ def _memory(prediction: Prediction, peak: PeakBytes) -> Iterable[Compared]:
     yield Compared(term="total", predicted=prediction.memory.total, measured=total)
     if peak.reserved is not None:
         yield Compared(term="reserved", predicted=prediction.reserved_bytes, measured=peak.reserved)
+    if prediction.offload is not None and peak.host is not None:
+        yield Compared(term="host", predicted=prediction.offload.host_bytes, measured=peak.host)
 
 
 def _step(prediction: Prediction, measurement: Measurement) -> Iterable[Compared]:
@@ -129,19 +134,24 @@ def _step(prediction: Prediction, measurement: Measurement) -> Iterable[Compared
         seen: Mapping[str, float] = step.terms()
         for name in _SAME_SECONDS:
             yield Compared(term=name, predicted=told.terms()[name], measured=seen[name])
+        update = told.optimizer + (told.offload if prediction.offload is not None else 0.0)
+        known = update if prediction.is_timed else None
+        yield Compared(term="optimizer", predicted=known, measured=seen["optimizer"])
         yield Compared(term="data", measured=step.data)
         yield Compared(term="stragglers", predicted=told.stragglers)
     seconds = measurement.pace.step_seconds
     if seconds is not None:
-        yield Compared(term="total", predicted=told.total, measured=seconds)
+        yield Compared(term="total", predicted=told.total if prediction.is_timed else None, measured=seconds)
 
 
 def _speed(prediction: Prediction, measurement: Measurement) -> Iterable[Compared]:
     rate = measurement.tokens_per_second
+    timed = prediction.is_timed
     if rate is not None:
-        yield Compared(term="tokens_per_second", predicted=prediction.tokens_per_second, measured=rate)
+        told = prediction.tokens_per_second if timed else None
+        yield Compared(term="tokens_per_second", predicted=told, measured=rate)
     if measurement.mfu is not None and prediction.mfu is not None:
-        yield Compared(term="mfu", predicted=prediction.mfu, measured=measurement.mfu)
+        yield Compared(term="mfu", predicted=prediction.mfu if timed else None, measured=measurement.mfu)
 
 
 def _cells(
@@ -156,6 +166,10 @@ def _cells(
                 "-" if line.measured is None else show(line.measured),
                 "" if error is None else f"{error:+,.{1 if abs(error) < 1000 else 0}f} %",
             )
+
+
+def _larger(line: Compared) -> float:
+    return max(line.predicted or 0.0, line.measured or 0.0)
 
 
 def _percent(part: float) -> str:

@@ -8,7 +8,7 @@ from pydantic import PositiveInt
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.report.grid import show_rows
 from fullshard.spec.plan import Plan
-from fullshard.spec.prediction import ActivationTerms, OffloadTerms, Prediction
+from fullshard.spec.prediction import ActivationTerms, Prediction
 from fullshard.spec.run import PositiveFloat, Run, Strategy
 from fullshard.spec.value import Value
 
@@ -99,7 +99,7 @@ def plan_rows(page: PlanPage) -> Iterator[tuple[str, str]]:
     if page.dry_run is not None:
         yield from _dry_run(page.dry_run, prediction)
     if prediction.offload is not None:
-        yield from _outside(prediction.offload)
+        yield from _outside(prediction, shards=plan.run.offload.takes_parameters)
     if prediction.activations is not None:
         yield from _on_host(prediction.activations, held=prediction.host_bytes)
     yield from _time(prediction)
@@ -188,22 +188,39 @@ def _memory(prediction: Prediction) -> Iterator[tuple[str, str]]:
     yield "  highest at", prediction.memory.moment
 
 
-def _outside(terms: OffloadTerms) -> Iterator[tuple[str, str]]:
+def traffic_lines(prediction: Prediction, *, shards: bool) -> Iterator[str]:
+    """What a step moves to and from the drive, and how fast that wears it, where the step's time is known.
+    `shards`: those are there too."""
+    terms = prediction.offload
+    assert terms is not None, "there is a tier"
+    all_there = "" if terms.disk_read_bytes else " (the state that an update needs is still in memory)"
+    written = format_bytes(terms.disk_written_bytes)
+    yield f"a step reads {format_bytes(terms.disk_read_bytes)}{all_there} and writes {written}"
+    if shards:
+        yield "besides, it reads shards that were updated well before their gather"
+    if prediction.is_timed:
+        a_day = terms.disk_written_bytes / prediction.time.total * 86_400
+        yield f"what is written wears it by {format_count(a_day)}B a day for each rank"
+    else:
+        yield "what is written wears it"
+
+
+def _outside(prediction: Prediction, *, shards: bool) -> Iterator[tuple[str, str]]:
     """What a tier has of the host and the drive."""
+    terms = prediction.offload
+    assert terms is not None, "there is a tier"
     capacity = terms.host_capacity_bytes
     of = f" of {format_bytes(capacity)}" if capacity is not None else ""
     room = "" if terms.fits else ": TOO MUCH"
     yield "host memory", f"{format_bytes(terms.host_bytes)}{of} a rank{room}"
     if terms.disk_bytes:
         yield "drive", f"{format_bytes(terms.disk_bytes)} a rank"
-        yield (
-            "",
-            f"a step reads {format_bytes(terms.disk_read_bytes)} and writes "
-            f"{format_bytes(terms.disk_written_bytes)}, which wears it",
-        )
+        yield from (("", line) for line in traffic_lines(prediction, shards=shards))
     seconds = {"disk": terms.disk_seconds, "update": terms.update_seconds, "copies": terms.copy_seconds}
     each = ", ".join(f"{name} {format_seconds(value)}" for name, value in seconds.items() if value)
     yield "  at least", f"{each}, beside each other: {terms.binds} binds"
+    if terms.disk_seconds is None:
+        yield "", "the drive's time is not known: fullshard calibrate --drive DIRECTORY"
 
 
 def _on_host(terms: ActivationTerms, *, held: int) -> Iterator[tuple[str, str]]:
@@ -238,7 +255,7 @@ def _dry_run(parts: Mapping[str, int], prediction: Prediction) -> Iterator[tuple
 
 def _time(prediction: Prediction) -> Iterator[tuple[str, str]]:
     total = prediction.time.total
-    yield "step", format_seconds(total)
+    yield "step", format_seconds(total) + ("" if prediction.is_timed else ", without its drive")
     terms = {TIME_LABELS.get(name, name): seconds for name, seconds in prediction.time.terms().items()}
     yield from _bars(terms, format_seconds, whole=total)
 

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
-from fullshard.report.comparison import compare, show_comparison
-from fullshard.report.plan import TIME_LABELS
+from fullshard.report.comparison import CRUMB_BYTES, compare, show_comparison
+from fullshard.report.plan import TIME_LABELS, traffic_lines
 from fullshard.spec.measurement import Measurement, PeakBytes, StepSeconds
 from fullshard.spec.prediction import Prediction
 
@@ -49,6 +49,13 @@ def measurement_rows(
         "run",
         f"{m.directory}: {m.strategy} on {m.world_size} rank{'s' if m.world_size > 1 else ''} ({m.device})",
     )
+    if m.offload is not None:
+        yield "offload", m.offload
+        if prediction is not None and prediction.offload is not None and prediction.offload.disk_bytes:
+            shards = m.offload.startswith("params")
+            held = format_bytes(prediction.offload.disk_bytes)
+            yield "", f"predicted: {held} of the drive a rank"
+            yield from (("", line) for line in traffic_lines(prediction, shards=shards))
     if not m.pace.steps:
         yield "steps", f"none: {m.last_step} were done before"
         return
@@ -117,8 +124,10 @@ def _memory(peak: PeakBytes) -> Iterator[tuple[str, str]]:
         ("activations, rest", peak.rest),
     ]
     for label, count in parts:
-        if count:
+        if count > CRUMB_BYTES * peak.total:
             yield f"  {label}", format_bytes(count)
+    if peak.host is not None:
+        yield "host memory", f"{format_bytes(peak.host)} a rank beside, for its tier"
     cuda = [("active", peak.active), ("allocated", peak.allocated), ("reserved", peak.reserved)]
     counted = [f"{label} {format_bytes(count)}" for label, count in cuda if count is not None]
     if counted:

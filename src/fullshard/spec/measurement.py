@@ -145,6 +145,9 @@ class PeakBytes(Value):
     `units_in_flight`: gathered parameters and the buffers of collectives, where the meter can tell them from
     the `rest` (activations, temporaries). On CUDA also what the allocator counted: `allocated` to tensors,
     `active` (with blocks that another stream may still read), `reserved` from the device.
+
+    `host`: beside these, what a tier has of the host's memory, on the rank that has most; on CPU ranks too,
+    where its masters are the shards that are gathered. None without a tier.
     """
 
     parameter_shards: NonNegativeInt
@@ -156,6 +159,7 @@ class PeakBytes(Value):
     active: NonNegativeInt | None = None
     allocated: NonNegativeInt | None = None
     reserved: NonNegativeInt | None = None
+    host: NonNegativeInt | None = None
 
     @property
     def total(self) -> int:
@@ -172,7 +176,8 @@ class Measurement(Value):
     too. `flops_per_token`: see `model_flops_per_token`. `sample`: text that
     the trained model generated. `step_seconds`: the mean timed step of `pace`, shared out as the least
     disturbed of a few profiled steps was on the slowest rank (the one that waited least for collectives);
-    None where no step was profiled or timed.
+    None where no step was profiled or timed. `offload`: the run's tier, and of one on a drive where; None
+    without.
 
     The rates are in the JSON for whoever reads it; `load` reckons them anew.
     """
@@ -181,6 +186,7 @@ class Measurement(Value):
     strategy: Strategy
     world_size: PositiveInt
     device: str
+    offload: str | None = None
     first_step: PositiveInt
     pace: Pace
     skipped_steps: NonNegativeInt = 0

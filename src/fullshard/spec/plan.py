@@ -166,6 +166,19 @@ def check_runs(run: Run) -> None:
             why="fullshard plan says what it would take; fullshard train has no such step yet",
             fix="sharding.tensor_parallel = 1",
         )
+    check_tier(run)
+
+
+def check_tier(run: Run) -> None:
+    """Raises PlanError for a tier of an optimizer whose state is kept nowhere but on the device."""
+    section = run.optimizer
+    if run.offload.takes_optimizer and (section.name.lower() != "adamw" or section.options):
+        options = ", with options" if section.options else ""
+        raise PlanError(
+            "only AdamW's state is kept outside the device.",
+            got=f'optimizer.name = "{section.name}"{options}, offload.tier = "{run.offload.tier}"',
+            fix='optimizer.name = "adamw" without options, or offload.tier = "none"',
+        )
 
 
 def _what_if(run: Run) -> list[str]:

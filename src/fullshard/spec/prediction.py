@@ -53,7 +53,9 @@ class OffloadTerms(Value):
     `update_seconds`: of the host, or, of an update in the device's memory, of the device; what passes there
     and back is among the copies.
 
-    `disk_read_bytes`, `disk_written_bytes`: of one step; what is written wears the drive.
+    `disk_read_bytes`, `disk_written_bytes`: of one step; what is written wears the drive. Shards that were
+    updated so long before their first gather that their memory is another unit's are read for it besides.
+    `disk_seconds` None: how fast the drive is is not known, and the step's seconds are those without it.
     `host_capacity_bytes`: a rank's share of the host's memory; None: not known.
     """
 
@@ -61,7 +63,7 @@ class OffloadTerms(Value):
     disk_bytes: NonNegativeInt = 0
     disk_read_bytes: NonNegativeInt = 0
     disk_written_bytes: NonNegativeInt = 0
-    disk_seconds: NonNegativeFloat = 0.0
+    disk_seconds: NonNegativeFloat | None = 0.0
     update_seconds: NonNegativeFloat = 0.0
     copy_seconds: NonNegativeFloat = 0.0
     host_capacity_bytes: PositiveInt | None = None
@@ -72,8 +74,8 @@ class OffloadTerms(Value):
 
     @property
     def binds(self) -> Literal["disk", "update", "copies"]:
-        """Which of the three bounds the step from below."""
-        longest = max(self.disk_seconds, self.update_seconds, self.copy_seconds)
+        """Which of the three bounds the step from below; of what is known."""
+        longest = max(self.disk_seconds or 0.0, self.update_seconds, self.copy_seconds)
         if self.disk_seconds == longest:
             return "disk"
         return "update" if self.update_seconds == longest else "copies"
@@ -120,6 +122,11 @@ class Prediction(Value):
     @property
     def needed_bytes(self) -> int:
         return self.reserved_bytes + self.context_bytes
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether `time` is all of a step's: with its drive."""
+        return self.offload is None or self.offload.disk_seconds is not None
 
     @property
     def host_bytes(self) -> int:

@@ -1,6 +1,7 @@
 """What every value of this room is: frozen, strict about its fields, readable from and writable to JSON."""
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Self, get_args
 
@@ -12,6 +13,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+_QUOTED = re.compile(r"'([^']*)'")
 
 
 class Value(BaseModel):
@@ -38,14 +40,28 @@ def _spec_error(cls: type[BaseModel], error: ValidationError, *, source: str) ->
         return _unknown_key(cls, [str(part) for part in first["loc"]], source=source, more=more)
     if first["type"] == "missing":
         return SpecError(f"{source}: {name} is missing{more}.", fix=f"set {name}")
-    reason = " or: ".join(
-        one["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list") for one in same
+    reason, fix = (
+        " or: ".join(
+            one["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list") for one in same
+        ),
+        None,
     )
+    if all(one["type"] == "literal_error" for one in same):
+        names = [text for one in same for text in _QUOTED.findall(one["ctx"]["expected"])]  # type: ignore
+        reason, fix = f"it is one of {', '.join(names)}", _nearest(str(first["input"]), names)
     return SpecError(
         f"{source}: {name or 'the whole'} is not valid{more}.",
         got=repr(first["input"]) if name else None,  # the whole says no more than the reason
         why=reason,
+        fix=fix,
     )
+
+
+def _nearest(text: str, names: Sequence[str]) -> str | None:
+    """Those that `text` is a part of; else what it is most like."""
+    key = text.lower()
+    near = [name for name in names if key and key in name.lower()]
+    return " or ".join(near or difflib.get_close_matches(key, names, n=3, cutoff=0.5)) or None
 
 
 def _name(cls: type[BaseModel], location: Sequence[str | int]) -> str:

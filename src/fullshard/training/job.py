@@ -18,8 +18,10 @@ from fullshard.models.build import build_model, flops_per_token
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.huggingface import is_causal_lm
 from fullshard.models.limits import check_positions, check_vocabulary
+from fullshard.offload.held import Held
+from fullshard.offload.state import OffloadedState, host_bytes_of
 from fullshard.profiler.clock import find_matmul_peak
-from fullshard.profiler.memory import MemoryParts, Peak, measure_peak
+from fullshard.profiler.memory import MemoryParts, Peak, live_bytes, local_tensor, measure_peak
 from fullshard.profiler.trace import trace_step
 from fullshard.quantities import format_count, format_seconds
 from fullshard.sharding.mesh import Ranks, process_group
@@ -38,9 +40,16 @@ from fullshard.training.directory import Opened, RunDirectory, opened
 from fullshard.training.evaluate import generate, validation_loss
 from fullshard.training.interrupt import Interrupt
 from fullshard.training.launched import Launch
+from fullshard.training.left_on_drive import leftovers_of, told_unused, unused
 from fullshard.training.loop import Step, train
 from fullshard.training.loss import Loss, loss_of, next_token_loss
-from fullshard.training.offloaded import discard_offloaded, leftovers_of, let_go, shard
+from fullshard.training.offloaded import (
+    directory_of,
+    discard_offloaded,
+    let_go,
+    offloaded_of,
+    shard,
+)
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.rollback import roll_back
 from fullshard.training.runlog import RunLog, open_run_log
@@ -130,6 +139,8 @@ def _begin(
     model, loss = _model(run, data)
     weights = weights_of(run)
     goes_on = resume or found.before is not None
+    saved = directory.checkpoints if goes_on else None
+    left = unused(plan, saved=saved, must_resume=resume)
     discard_offloaded(plan, unless=goes_on)
     shard(model, plan, values="initialised" if weights is None else "unset")
     ahead = stack.enter_context(made_ahead(data, steps=run.data.ahead_steps))
@@ -137,7 +148,6 @@ def _begin(
     state = TrainState(model, build_optimizer(model, plan), data=ahead, saved=saves)
     state.where = where
     torch.manual_seed(run.run.seed + ranks.rank)  # for dropout; a checkpoint's own state takes its place
-    saved = directory.checkpoints if goes_on else None
     read = start_from(state, plan, weights=weights, saved=saved, must_resume=resume)
     peak = find_matmul_peak(ranks.device, plan.precision.param)
     log = stack.enter_context(
@@ -150,7 +160,7 @@ def _begin(
             peak=peak,
         )
     )
-    for line in _left(plan, found):
+    for line in _earlier(plan, found, left=left, step=state.step):
         log.say(line)
     log.say(_headline(plan, data, model=model))
     if read is not None:
@@ -177,10 +187,14 @@ def _begin(
     )
 
 
-def _left(plan: Plan, found: Opened) -> Iterator[str]:
+def _earlier(plan: Plan, found: Opened, *, left: Held | None, step: int) -> Iterator[str]:
+    """What is told of earlier runs by one that goes on after `step`."""
     if found.aside:
         yield f"an earlier run in {found.directory.root} is kept as {found.aside}"
-    yield from leftovers_of(plan, aside=found.aside)
+    told = told_unused(plan, left, step=step) if left is not None else None
+    yield from leftovers_of(plan, aside=found.aside, told=left.directory if left and told else None)
+    if told is not None:
+        yield told
 
 
 def _model(run: Run, data: Data) -> tuple[nn.Module, Loss]:
@@ -244,7 +258,7 @@ def _train(job: _Job) -> bool:
         if index == metered:
             with measure_peak(job.ranks.device, model=job.state.model, optimizer=job.state.optimizer) as peak:
                 step = next(steps, None)
-            job.peak_bytes = _fullest(peak, job.ranks.device)
+            job.peak_bytes = _fullest(peak, job)
         elif index in profiled:
             with trace_step(job.ranks.device) as traced:
                 step = next(steps, None)
@@ -379,6 +393,7 @@ def _measurement(job: _Job) -> Measurement:
         strategy=job.plan.strategy,
         world_size=job.plan.world_size,
         device=job.matmul_peak.device,
+        offload=_tier(job.plan),
         first_step=job.first_step,
         pace=job.pace,
         skipped_steps=job.state.skipped - job.skipped_before,
@@ -415,15 +430,21 @@ def _slowest(own: StepSeconds, device: torch.device) -> StepSeconds:
     return min(steps, key=lambda step: step.waiting)
 
 
-def _fullest(peak: Peak, device: torch.device) -> PeakBytes | None:
+def _fullest(peak: Peak, job: _Job) -> PeakBytes | None:
     """The parts of the rank with the highest peak, on all ranks. Collective."""
     if peak.parts is None:
         return None
-    own = [peak.bytes, *_part_bytes(peak, peak.parts)]
+    device, offloaded = job.ranks.device, offloaded_of(job.state.model)
+    own = [peak.bytes, *_part_bytes(peak, peak.parts), 0]
+    if offloaded is not None:
+        own[-1] = _host_bytes(job.plan, offloaded)
+        masters = live_bytes(offloaded.masters.values())  # shards to the meter, and of the host to a plan
+        own[0], own[1] = own[0] - masters, own[1] - masters
     rows = [torch.zeros(len(own), dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, torch.tensor(own, device=device))
-    fullest = max((row.tolist() for row in rows), key=lambda row: row[0])
-    total, shards, gradients, optimizer, buffers, units, rest, active, reserved = fullest
+    every = [row.tolist() for row in rows]
+    fullest, host = max(every, key=lambda row: row[0]), max(row[-1] for row in every)
+    total, shards, gradients, optimizer, buffers, units, rest, active, reserved, _ = fullest
     on_cuda = device.type == "cuda"
     return PeakBytes(
         parameter_shards=shards,
@@ -435,7 +456,21 @@ def _fullest(peak: Peak, device: torch.device) -> PeakBytes | None:
         allocated=total if on_cuda else None,
         active=active if on_cuda else None,
         reserved=reserved if on_cuda else None,
+        host=None if offloaded is None else host,
     )
+
+
+def _host_bytes(plan: Plan, offloaded: OffloadedState) -> int:
+    """What a tier has of this rank's host: state or what passes, and gradients that leave the device."""
+    gradients = sum(local_tensor(p).numel() * p.element_size() for p in offloaded.names_of)
+    return host_bytes_of(offloaded) + (gradients if plan.gradients_leave else 0)
+
+
+def _tier(plan: Plan) -> str | None:
+    section = plan.run.offload
+    if not section.takes_optimizer:
+        return None
+    return section.tier + (f" in {directory_of(plan, rank=0).parent}" if section.on_disk else "")
 
 
 def _part_bytes(peak: Peak, parts: MemoryParts) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import nn
 from fullshard.checkpoint.agreement import gathered, rank
 from fullshard.errors import ForeignOffloadError, OffloadError, ShardError
 from fullshard.offload.adamw import StreamingAdamW
-from fullshard.offload.directories import leftovers, rank_directory
+from fullshard.offload.directories import rank_directory, remove_empty
 from fullshard.offload.drive import SYSTEM, System
 from fullshard.offload.drive_shards import DriveShards
 from fullshard.offload.drive_store import DriveStore
@@ -27,7 +27,6 @@ from fullshard.offload.on_device import OnDevice
 from fullshard.offload.rounding import AdamOptions
 from fullshard.offload.state import OffloadedState, Settings
 from fullshard.offload.store import Record as GroupRecord
-from fullshard.quantities import format_bytes
 from fullshard.sharding import apply
 from fullshard.sharding.materialize import Initialise, device_of
 from fullshard.sharding.units import Predicate
@@ -107,29 +106,22 @@ def discard_offloaded(plan: Plan, *, unless: bool = False) -> None:
 
 def let_go(model: nn.Module, *, plan: Plan, finished: bool) -> None:
     """At the end of a run, of which nothing is gathered any more: its files are removed if it is `finished`,
-    for its checkpoint has all of them; else they stay for a run that goes on."""
+    for its checkpoint has all of them, with the directories that are empty then; else they stay for a run
+    that goes on."""
     offloaded = offloaded_of(model)
     if offloaded is not None:
         offloaded.settle()
         offloaded.close()
         if finished:
             discard_offloaded(plan)
+            _remove_empty(plan)
 
 
-def leftovers_of(plan: Plan, *, aside: Path | None) -> Iterator[str]:
-    """What runs that are over have left on the drive, line by line. `aside`: where an earlier one was moved.
-
-    Nothing on ranks but the first."""
-    section = plan.run.offload
-    if not section.on_disk or rank() != 0:
-        return
-    path = Path(section.path)
-    places = [aside / path] if aside is not None and not path.is_absolute() else []
-    alive = directory_of(plan, rank=0).parent
-    for place in [*places, alive.parent]:
-        own = alive.name if place == alive.parent else None
-        for left, size in leftovers(place, alive_run_id=own):
-            yield f"{left} holds {format_bytes(size)} of optimizer state of a run that is over"
+def _remove_empty(plan: Plan) -> None:
+    """A relative path lies in the run's own directory; an absolute one is the person's, but what is in it."""
+    path, own = Path(plan.run.offload.path), directory_of(plan, rank=rank())
+    inside = not path.is_absolute() and ".." not in path.parts
+    remove_empty(own, up_to=Path(plan.run.run.dir).absolute() if inside else own.parent.parent)
 
 
 def _settings(plan: Plan, system: System) -> Settings:
@@ -183,13 +175,19 @@ def _on_drive(plan: Plan, groups: Sequence[Group], *, system: System) -> DriveSt
             if read_world_size(directory) in (None, plan.world_size):
                 raise
             # Nodes have left or come: what this rank has are parts for other ranks. The checkpoint has all.
-            logger.warning("%s: it was kept by another number of ranks, and is removed", error.what)
+            logger.warning(
+                "%s: it was kept by another number of ranks, and is removed", error.what.removesuffix(".")
+            )
             discard(directory)
             return Generations.open(directory, records, identity=identity, check=check, system=system)
 
     generations = _opened_by_all(opened, close=Generations.close)
-    _agree(generations)
-    return DriveStore(groups, generations, moments=moments, pinned=plan.device == "cuda")
+    with ExitStack() as unless_whole:
+        unless_whole.callback(generations.close)
+        _agree(generations)
+        store = DriveStore(groups, generations, moments=moments, pinned=plan.device == "cuda")
+        unless_whole.pop_all()
+    return store
 
 
 def _opened_by_all(opened: Callable[[], T], *, close: Callable[[T], None]) -> T:

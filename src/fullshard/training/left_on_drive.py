@@ -1,0 +1,84 @@
+"""What runs that are over have left on the drive, and what a run says that goes on without it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from fullshard.checkpoint.agreement import first, rank
+from fullshard.checkpoint.place import newest_step
+from fullshard.errors import CheckpointError
+from fullshard.offload.directories import leftovers
+from fullshard.offload.held import Held, held
+from fullshard.quantities import format_bytes
+from fullshard.spec.plan import Plan
+from fullshard.training.offloaded import directory_of
+
+
+def unused(plan: Plan, *, saved: Path | str | None, must_resume: bool) -> Held | None:
+    """What a run that goes on does not use of what its drive holds, for it has another tier or other ranks;
+    on all ranks, before any of its files is touched. Collective.
+
+    `saved`: where its checkpoints are; None for a run that begins anew. Raises CheckpointError where there is
+    none, and it must go on: what the drive holds is then all there is.
+    """
+    if saved is None:
+        return None
+
+    def look() -> Held | None:
+        found = held(directory_of(plan, rank=0).parent)
+        if found is None or _reason(plan, found) is None:
+            return None
+        if must_resume and newest_step(saved) is None:
+            raise CheckpointError(
+                f"there is no checkpoint in {saved}, and {found.directory} is of no use here.",
+                got=_described(found),
+                why=f"it is of {_ranks(found.world_size)} with an nvme tier, and {_reason(plan, found)}",
+                fix=f"--resume on {_ranks(found.world_size)} with an nvme tier; what is there stays",
+            )
+        return found
+
+    return first(look, doing="looking for state on the drive")
+
+
+def told_unused(plan: Plan, found: Held, *, step: int) -> str | None:
+    """What is said of it by a run that goes on after `step`; None where that is no earlier one."""
+    if found.step <= step:
+        return None
+    on = f"goes on from the checkpoint of step {step}" if step else "begins anew"
+    return (
+        f"{found.directory} holds {_described(found)}, which is not used, for {_reason(plan, found)}: "
+        f"the run {on}"
+    )
+
+
+def leftovers_of(plan: Plan, *, aside: Path | None, told: Path | None = None) -> Iterator[str]:
+    """What runs that are over have left on the drive, line by line, also where the plan has no tier there.
+
+    `aside`: where an earlier one was moved. `told`: a directory of which more is said. Nothing on ranks but
+    the first.
+    """
+    if rank() != 0:
+        return
+    path, own = Path(plan.run.offload.path), directory_of(plan, rank=0).parent
+    places = [aside / path] if aside is not None and not path.is_absolute() else []
+    for place in [*places, own.parent]:
+        alive = own.name if plan.run.offload.on_disk and place == own.parent else None
+        for left, size in leftovers(place, alive_run_id=alive, alive_ranks=plan.world_size):
+            if left != told:
+                yield f"{left} holds {format_bytes(size)} of optimizer state of a run that is over"
+
+
+def _reason(plan: Plan, found: Held) -> str | None:
+    """Why a plan has no use for it; None where it has."""
+    if not plan.run.offload.on_disk:
+        return f'offload.tier is now "{plan.run.offload.tier}"'
+    if found.world_size != plan.world_size:
+        return f"there are now {_ranks(plan.world_size)}"
+    return None
+
+
+def _described(found: Held) -> str:
+    return f"step {found.step} of {_ranks(found.world_size)} ({format_bytes(found.taken_bytes)})"
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"

@@ -1,0 +1,180 @@
+"""What earlier runs have left on the drive is named, and none of it is removed but what is empty and ours."""
+
+import io
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fullshard.checkpoint.place import newest_step
+from fullshard.errors import CheckpointError
+from fullshard.offload.directories import rank_directory
+from fullshard.offload.generations import Generations
+from fullshard.offload.held import held
+from fullshard.offload.manifest import Identity, Record
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+from fullshard.training.job import run_job
+from fullshard.training.left_on_drive import leftovers_of, told_unused, unused
+from fullshard.training.offloaded import directory_of
+from tests.training.runs import run_of
+from tests.training.test_job import TINY
+
+RECORDS = [Record(name="0", offset_bytes=0, length_bytes=4096)]
+
+
+def leave(directory: Path, *, steps: list[int], world_size: int, payload: bytes = b"beside") -> Path:
+    """What a run over so many ranks that died after these steps has in `directory`."""
+    for rank in range(world_size):
+        identity = Identity(run_id=directory.name, rank=rank, world_size=world_size, layout="its own")
+        own = rank_directory(directory.parent, run_id=directory.name, rank=rank)
+        with Generations.open(own, RECORDS, identity=identity, payload_bytes=4096) as generations:
+            for step in steps:
+                generations.begin()
+                generations.write("0", memoryview(bytes(4096)))
+                generations.commit(step, payload)
+    return directory
+
+
+def plan_of(directory: Path, tier: str, *, ranks: int, path: str = "offload") -> Plan:
+    run = run_of(f"run.dir={directory}", f"offload.tier={tier}", f"offload.path={path}")
+    return Plan.from_run(run, world_size=ranks)
+
+
+def ran(directory: str, steps: int, resume: bool, *settings: str) -> str:
+    """A whole run; what its first rank says."""
+    overrides = [*TINY, "train.global_batch=12", "log.profile_steps=0", f"train.steps={steps}"]
+    run = Run.load(overrides=[*overrides, f"run.dir={directory}", *settings])
+    said = io.StringIO()
+    with redirect_stderr(said):
+        run_job(run, resume=resume, plan=None, command_started=time.time())
+    return said.getvalue()
+
+
+# What the drive holds
+
+
+def test_the_newest_step_is_one_that_all_ranks_have(tmp_path: Path) -> None:
+    directory = leave(tmp_path / "state", steps=[7, 8], world_size=4)
+    found = held(directory)
+    assert found is not None
+    assert (found.step, found.world_size, found.directory) == (8, 4, directory)
+    assert found.taken_bytes >= 4 * 2 * 4096
+    for path in (directory / "rank-00002").glob("state-1.json"):  # of step 8: the second that was begun
+        path.unlink()
+    assert (found := held(directory)) is not None
+    assert found.step == 7
+
+
+def test_what_ranks_have_left_that_are_no_more_is_no_part_of_it(tmp_path: Path) -> None:
+    directory = leave(tmp_path / "state", steps=[8], world_size=4)
+    for rank in range(2):
+        for path in (directory / f"rank-{rank:05d}").iterdir():
+            path.unlink()
+    leave(directory, steps=[6], world_size=2)
+    assert (found := held(directory)) is not None
+    assert (found.step, found.world_size) == (6, 2)
+
+
+@pytest.mark.parametrize("what", ["nothing", "no step", "no payload", "no file of ours"])
+def test_nothing_is_held_where_no_run_can_go_on(what: str, tmp_path: Path) -> None:
+    directory = tmp_path / "state"
+    if what == "no file of ours":
+        (directory / "rank-00000").mkdir(parents=True)
+    elif what != "nothing":
+        steps = [] if what == "no step" else [3]
+        leave(directory, steps=steps, world_size=1, payload=b"")
+    assert held(directory) is None
+
+
+# What is said of it
+
+
+@pytest.mark.parametrize(
+    ("tier", "ranks", "why"),
+    [
+        ("none", 4, 'offload.tier is now "none"'),
+        ("optimizer:cpu", 2, 'offload.tier is now "optimizer:cpu"'),
+        ("optimizer:nvme", 2, "there are now 2 ranks"),
+        ("params+optimizer:nvme", 1, "there are now 1 rank"),
+        ("optimizer:nvme", 4, None),
+    ],
+)
+def test_a_run_says_why_it_does_not_use_what_the_drive_holds(
+    tier: str, ranks: int, why: str | None, tmp_path: Path
+) -> None:
+    directory = leave(tmp_path / "offload" / "state", steps=[8], world_size=4)
+    plan = plan_of(tmp_path, tier, ranks=ranks)
+    found = unused(plan, saved=tmp_path / "checkpoints", must_resume=False)
+    assert (found is not None) == (why is not None)
+    if found is not None:
+        said = told_unused(plan, found, step=5) or ""
+        assert said.startswith(f"{directory} holds step 8 of 4 ranks (")
+        assert said.endswith(f"which is not used, for {why}: the run goes on from the checkpoint of step 5")
+        assert (told_unused(plan, found, step=0) or "").endswith("the run begins anew")
+        assert told_unused(plan, found, step=8) is None, "the checkpoint is as new"
+    assert unused(plan, saved=None, must_resume=False) is None, "a new run goes on from nothing"
+
+
+def test_where_it_is_all_there_is_a_resume_stops_before_it_touches_it(tmp_path: Path) -> None:
+    leave(tmp_path / "offload" / "state", steps=[8], world_size=4)
+    plan = plan_of(tmp_path, "optimizer:nvme", ranks=2)
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint.*step 8 of 4 ranks.*try: --resume on 4"):
+        unused(plan, saved=tmp_path / "checkpoints", must_resume=True)
+
+
+@pytest.mark.parametrize("place", ["in run.dir", "elsewhere"])
+def test_leftovers_are_named_without_a_tier_too(place: str, tmp_path: Path) -> None:
+    root, path = tmp_path / "run", "offload" if place == "in run.dir" else str(tmp_path / "nvme")
+    without = plan_of(root, "none", ranks=2, path=path)
+    assert list(leftovers_of(without, aside=None)) == []
+    own = leave(directory_of(without, rank=0).parent, steps=[8], world_size=4)
+    (line,) = leftovers_of(without, aside=None)
+    assert line.startswith(f"{own} holds ")
+    assert list(leftovers_of(without, aside=None, told=own)) == []
+    # With the tier it is this run's, but for those of ranks that it does not have.
+    with_tier = plan_of(root, "optimizer:nvme", ranks=2, path=path)
+    lines = sorted(leftovers_of(with_tier, aside=None))
+    assert [line.split()[0] for line in lines] == [str(own / "rank-00002"), str(own / "rank-00003")]
+    if place == "in run.dir":
+        root.rename(aside := tmp_path / "run.1")
+        (line,) = leftovers_of(without, aside=aside)
+        assert line.startswith(f"{aside}/offload/state holds ")
+
+
+# Whole runs
+
+
+@pytest.mark.parametrize("tier", ["none", "optimizer:nvme"])
+def test_a_resume_tells_of_the_step_that_it_leaves(
+    tier: str, ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    ranks(2).run(ran, str(tmp_path), 2, False)
+    state = leave(tmp_path / "offload" / "state", steps=[8], world_size=4)
+    said = ranks(2).run(ran, str(tmp_path), 3, True, f"offload.tier={tier}")[0]
+    assert "resumed at step 2 of 3" in said
+    assert f"{state} holds step 8 of 4 ranks" in said
+    assert newest_step(tmp_path / "checkpoints") == 3
+    left = range(4) if tier == "none" else (2, 3)  # the ranks' own are in the way, and go at the end
+    assert sorted(one.name for one in state.iterdir()) == [f"rank-{rank:05d}" for rank in left]
+
+
+@pytest.mark.parametrize("what", ["a relative path", "a file of others", "an absolute path"])
+def test_a_run_that_is_through_leaves_no_empty_directory_of_its_own(
+    what: str, ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    root, nvme = tmp_path / "run", tmp_path / "nvme"
+    (root / "deep").mkdir(parents=True)
+    nvme.mkdir()
+    if what == "a file of others":
+        (root / "deep" / "mine").touch()
+    path = nvme if what == "an absolute path" else "deep/offload"
+    tier = ("offload.tier=optimizer:nvme", f"offload.path={path}")
+    ranks(2).run(ran, str(root), 2, False, *tier)
+    assert list(nvme.iterdir()) == [], "only that is ours which lies in it"
+    assert not (root / "deep" / "offload").exists()
+    assert [one.name for one in root.glob("deep/*")] == (["mine"] if what == "a file of others" else [])
+    assert (root / "deep").exists() == (what != "a relative path")
