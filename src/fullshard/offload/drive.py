@@ -35,17 +35,17 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 _ROOM = "free some space there, or offload.path = a directory on a drive with room"
 _WRITABLE = "offload.path = a directory that can be written"
-_LOOK = "another drive for offload.path, and a look at the system's log"
+LOOK = "another drive for offload.path, and a look at the system's log"
 _REASONS: dict[int, tuple[str, str]] = {
     errno.ENOSPC: ("the drive is full", _ROOM),
     errno.EDQUOT: ("the disk quota is used up", _ROOM),
     errno.EFBIG: ("a file may not grow so large there", "ulimit -f unlimited, or another file system"),
-    errno.EIO: ("the drive reports an error", _LOOK),
+    errno.EIO: ("the drive reports an error", LOOK),
     errno.EROFS: ("the file system is read-only", _WRITABLE),
     errno.EACCES: ("this user may not write there", _WRITABLE),
     errno.EPERM: ("this user may not write there", _WRITABLE),
     errno.ENOTDIR: ("a part of the path is a file, not a directory", "another offload.path"),
-    errno.ENODATA: ("the drive cannot read what it was given to keep", _LOOK),
+    errno.ENODATA: ("the drive cannot read what it was given to keep", LOOK),
     errno.ENOENT: ("it is not there, and the file system does not make it", _WRITABLE),
     errno.ELOOP: ("a link in the path leads back to itself", "another offload.path"),
     errno.ENAMETOOLONG: ("the file system has no names so long", "a shorter offload.path"),
@@ -85,7 +85,7 @@ def os_error(
     what: str, error: OSError, *, where: str = "", kind: type[OffloadError] = OffloadError
 ) -> OffloadError:
     """The OffloadError for an OSError: its words, `where` it happened, why, and what to do."""
-    why, fix = _REASONS.get(error.errno or 0, ("the operating system says no more", _LOOK))
+    why, fix = _REASONS.get(error.errno or 0, ("the operating system says no more", LOOK))
     name = errno.errorcode.get(error.errno or 0, "no errno")
     where = where or str(error.filename or "")
     return kind(what, got=f"{error.strerror or error} ({name}){where and f', {where}'}", why=why, fix=fix)

@@ -19,7 +19,7 @@ from pydantic import NonNegativeInt, PositiveInt, ValidationError
 
 from fullshard.errors import DamagedOffloadError, ForeignOffloadError
 from fullshard.offload.directories import IDENTITY, replace
-from fullshard.offload.drive import ALIGNMENT, System, rounded_up
+from fullshard.offload.drive import ALIGNMENT, LOOK, System, rounded_up
 from fullshard.spec.value import Value
 
 SLOTS = (0, 1)
@@ -193,7 +193,7 @@ def other_bytes(path: Path, what: str) -> DamagedOffloadError:
         f"{path} holds other bytes than were written.",
         got=f"{what}, whose digest is another",
         why="the drive, or something on the way to it, changed them",
-        fix="another drive for offload.path, and a look at the system's log",
+        fix=LOOK,
     )
 
 

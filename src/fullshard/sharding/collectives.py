@@ -43,9 +43,7 @@ class DirectReduceScatter:
                     dist.irecv(arriving, group=group, group_src=source, tag=_REDUCTION),
                     dist.isend(chunks[target], group=group, group_dst=target, tag=_REDUCTION),
                 ]
-                for work in works:
-                    if work is not None:
-                        work.wait()
+                _wait(works)
                 output_tensor.add_(chunks[own] if step == 1 else arriving)
                 arriving = chunks[target]
             if op == dist.ReduceOp.AVG:
@@ -75,10 +73,14 @@ class DirectAllGather:
                 works.append(dist.isend(input_tensor, group=group, group_dst=target))
             # The engine takes one thing to wait for, or none: all but the last are waited for here.
             last = works.pop() if async_op and works else None
-            for work in works:
-                if work is not None:
-                    work.wait()
+            _wait(works)
         return last
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()
 
 
 def use_gloo_collectives(unit: FSDPModule) -> None:
