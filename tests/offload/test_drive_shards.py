@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fullshard.errors import OffloadError
+from fullshard.offload import unit_buffers
 from fullshard.offload.drive import SYSTEM, System
-from fullshard.offload.drive_shards import SLOTS, DriveShards
+from fullshard.offload.drive_shards import DriveShards
+from fullshard.spec.groups import UNIT_BUFFERS
 
-UNITS = SLOTS + 2
+UNITS = UNIT_BUFFERS + 2
 ELEMENTS = 1024  # in fp32 a block of the drive
 UNIT_BYTES = 4 * ELEMENTS
 A_WHILE_SECONDS = 0.2  # code that is wrong needs far less; code that is right makes nobody fail by it
@@ -70,11 +72,11 @@ def test_memory_that_is_still_being_written_is_not_given_to_another_unit(tmp_pat
         return os.pwritev(descriptor, buffers, offset)
 
     with shards_on(tmp_path, replace(SYSTEM, pwritev=pwritev)) as shards:
-        for unit in range(SLOTS + 1):
+        for unit in range(UNIT_BUFFERS + 1):
             publish(shards, unit)
         all_published.set()
         shards.settle()
-        assert all(is_given(shards, unit) for unit in range(SLOTS + 1))
+        assert all(is_given(shards, unit) for unit in range(UNIT_BUFFERS + 1))
 
 
 @pytest.mark.parametrize("unit", [2, 3], ids=["the unit that is read", "another unit"])
@@ -104,19 +106,134 @@ def test_memory_that_is_still_being_read_into_is_not_published_in(unit: int, tmp
 
 
 def test_a_write_that_failed_is_told_before_its_memory_is_used_again(tmp_path: Path) -> None:
-    all_busy, failed = threading.Event(), threading.Event()
-
     def pwritev(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if offset == 0:
-            all_busy.wait(30)
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        failed.set()  # one thread writes: what was before is through
-        return os.pwritev(descriptor, buffers, offset)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with shards_on(tmp_path, replace(SYSTEM, pwritev=pwritev)) as shards:
-        for unit in range(SLOTS):
+        for unit in range(UNIT_BUFFERS):
             publish(shards, unit)
-        all_busy.set()
-        assert failed.wait(30)
         with pytest.raises(OffloadError, match="cannot be written"):
-            publish(shards, SLOTS)
+            publish(shards, UNIT_BUFFERS)
+
+
+class Reads:
+    """A drive that counts: of which units something is read."""
+
+    def __init__(self) -> None:
+        self.of: list[int] = []
+        self.system = replace(SYSTEM, preadv=self._preadv)
+
+    def _preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.of.append(offset // UNIT_BYTES)
+        return os.preadv(descriptor, buffers, offset)
+
+
+@dataclass
+class Update:
+    """All units are made in a thread of its own."""
+
+    shards: DriveShards
+    number: int
+    backwards: bool = False
+    made: tuple[threading.Event, ...] = field(
+        default_factory=lambda: tuple(threading.Event() for _ in range(UNITS))
+    )
+
+    def __post_init__(self) -> None:
+        self.shards.begin(backwards=self.backwards)
+        self.thread = threading.Thread(target=self._make)
+        self.thread.start()
+
+    def gather(self, order: Sequence[int]) -> None:
+        """As the engine does, each unit once it is made; what is given is of this update."""
+        for unit in order:
+            if not self.made[unit].is_set():
+                with self.shards.hurried(unit):
+                    assert self.made[unit].wait(30)
+            assert is_given(self.shards, unit, update=self.number)
+
+    def settle(self) -> None:
+        with self.shards.hurried(None):
+            self.thread.join(30)
+        assert not self.thread.is_alive()
+        self.shards.settle()
+
+    def _make(self) -> None:
+        for unit in reversed(range(UNITS)) if self.backwards else range(UNITS):
+            publish(self.shards, unit, update=self.number)
+            self.made[unit].set()
+
+
+FORWARD = list(range(UNITS))
+BACKWARD = FORWARD[1:-1][::-1]  # the root stays gathered after forward, and so does what was gathered last
+
+
+def read_by(order: Sequence[int], there: Sequence[int]) -> list[int]:
+    """What is not in memory when its turn comes, if those go that were used longest ago."""
+    there, read = list(there), list[int]()
+    for unit in order:
+        read += [] if unit in there else [unit]
+        there = [*(one for one in there if one != unit), unit][-UNIT_BUFFERS:]
+    return read
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, nobody is taken to have left."""
+    monkeypatch.setattr(unit_buffers, "HELD_SECONDS", 60.0)
+
+
+@pytest.mark.usefixtures("held")
+def test_an_update_waits_for_gathers_so_that_nothing_it_has_made_is_read(tmp_path: Path) -> None:
+    reads = Reads()
+    with shards_on(tmp_path, reads.system) as shards:
+        for number in range(3):
+            update = Update(shards, number)
+            update.thread.join(A_WHILE_SECONDS)
+            ahead = sum(one.is_set() for one in update.made)
+            assert ahead <= UNIT_BUFFERS, "it is ahead of forward by no more than there is memory for"
+            update.gather(FORWARD)
+            update.settle()
+            assert reads.of == []
+
+
+@pytest.mark.usefixtures("held")
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_what_is_read_is_what_was_used_longest_ago_and_nothing_that_an_update_makes_anew(
+    microbatches: int, backwards: bool, tmp_path: Path
+) -> None:
+    reads = Reads()
+    with shards_on(tmp_path, reads.system) as shards:
+        for number in range(3):
+            update = Update(shards, number, backwards)
+            update.gather(FORWARD)
+            again = (microbatches - 1) * [*BACKWARD, *FORWARD] + BACKWARD
+            update.gather(again)
+            update.settle()
+            # Nobody waits for an update that goes the other way: it leaves what it has made last.
+            first = FORWARD[UNIT_BUFFERS:] if backwards else []
+            if number:  # where the first step ends nobody knows before
+                assert reads.of == first + read_by(again, FORWARD)
+            reads.of.clear()
+
+
+@pytest.mark.usefixtures("held")
+def test_who_gathers_in_another_order_does_not_wait_for_ever(tmp_path: Path) -> None:
+    with shards_on(tmp_path, SYSTEM) as shards:
+        for number in range(2):
+            update = Update(shards, number)
+            update.gather([UNITS - 1, 0, 2, 1, *FORWARD])
+            update.settle()
+
+
+def test_an_update_that_nobody_gathers_after_goes_on_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unit_buffers, "HELD_SECONDS", 0.01)
+    with shards_on(tmp_path, SYSTEM) as shards:
+        update = Update(shards, 0)
+        update.thread.join(30)
+        assert all(one.is_set() for one in update.made)
+        update.gather(FORWARD)
+        update.settle()

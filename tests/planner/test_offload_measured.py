@@ -1,15 +1,25 @@
-"""Bytes of a tier are those that ranks take, on the device and on the host."""
+"""Bytes of a tier are those that ranks take on the device and on the host, and those that drives move."""
 
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
+from fullshard.offload.drive import SYSTEM
 from fullshard.planner.offload import TIERS
 from fullshard.planner.search import predict
 from fullshard.sharding.describe import describe
+from fullshard.spec.plan import Plan
+from fullshard.spec.prediction import OffloadTerms
 from fullshard.training.loss import next_token_loss
+from fullshard.training.offloaded import offloaded_of, shard
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.state import TrainState
+from fullshard.training.step import run_step
 from tests.fakes.hardware import cpu_of
-from tests.planner.measured import measured, meta_model, plan_of
+from tests.planner.measured import measured, meta_model, microbatches, plan_of
 
 QUICK = {
     ("optimizer:cpu", "fp32", "host"),
@@ -53,3 +63,98 @@ def test_bytes_of_a_tier_are_as_planned(  # signature: pytest's
         assert prediction.memory.total + prediction.offload.host_bytes == pytest.approx(
             sum(found.values()) + host, rel=0.02
         )
+
+
+@dataclass
+class Moved:
+    """Bytes that the drive has read and written so far."""
+
+    read: int = 0
+    written: int = 0
+    at_updates: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+    def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        count = os.preadv(descriptor, buffers, offset)
+        self.read += count
+        return count
+
+    def pwritev(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        count = os.pwritev(descriptor, buffers, offset)
+        self.written += count
+        return count
+
+    def of_steps(self) -> list[tuple[int, int]]:
+        """Read and written from each update to the next."""
+        pairs = zip(self.at_updates, self.at_updates[1:], strict=False)
+        return [(after[0] - before[0], after[1] - before[1]) for before, after in pairs]
+
+
+def moved(plan: Plan, frozen: str, warm: int, steps: int) -> list[tuple[int, int]]:
+    """On a rank: what the drive reads and writes in each of `steps`, after so many others."""
+    found = Moved()
+    system = replace(SYSTEM, preadv=found.preadv, pwritev=found.pwritev)
+    model = shard(meta_model(plan, frozen=frozen), plan, system=system)
+    state = TrainState(model, build_optimizer(model, plan))
+    offloaded = offloaded_of(model)
+    assert offloaded is not None, "the plan has a tier"
+
+    def look(*_: object) -> None:
+        offloaded.settle()  # as the update that begins now does first
+        found.at_updates.append((found.read, found.written))
+
+    state.optimizer.register_step_pre_hook(look)
+    for _ in range(warm + steps + 1):
+        run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss, learning_rate=1e-3)
+    state.settle()
+    offloaded.close()
+    return found.of_steps()[warm:]
+
+
+def planned(plan: Plan, frozen: str) -> OffloadTerms:
+    spec = describe(meta_model(plan, frozen=frozen), plan, loss=next_token_loss)
+    hardware = cpu_of(plan.world_size).model_copy(update={"disk_bytes_per_second": 1e9})
+    prediction = predict(spec, plan, hardware).prediction
+    assert prediction is not None
+    assert prediction.offload is not None
+    return prediction.offload
+
+
+SETTINGS: dict[str, tuple[int, int, str, tuple[str, ...]]] = {
+    "full_shard": (2, 1, "", ("sharding.strategy=full_shard",)),
+    "one group": (1, 1, "", ("sharding.strategy=full_shard", "offload.group_parameters=64000000")),
+    "accumulated": (2, 3, "", ("sharding.strategy=full_shard", "recompute.mode=full")),
+    "kept": (1, 2, "", ("sharding.strategy=shard_grad_op",)),
+    "kept over fewer": (4, 2, "", ("sharding.strategy=full_shard", "sharding.reshard_to=2")),
+    "replicas": (4, 2, "", ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2")),
+    "explicit": (2, 2, "", ("sharding.strategy=full_shard", "prefetch.mode=explicit", "prefetch.backward=2")),
+    "not prefetched": (2, 2, "", ("sharding.strategy=full_shard", "prefetch.mode=none")),
+    "frozen": (2, 2, "*.mlp.*", ("sharding.strategy=full_shard",)),
+    "few units": (2, 2, "", ("sharding.strategy=full_shard", "model.layers=2")),
+    "state alone": (2, 1, "", ("offload.tier=optimizer:nvme",)),
+    "alternate": (2, 2, "", ("offload.order=alternate",)),
+    "bf16": (2, 2, "", ("precision.mode=bf16", "offload.moments=bf16")),
+}
+QUICK_SETTINGS = {"one group", "accumulated", "alternate"}
+
+
+@pytest.mark.parametrize(
+    "setting", [pytest.param(s, marks=[] if s in QUICK_SETTINGS else pytest.mark.long) for s in SETTINGS]
+)
+def test_a_drive_moves_what_is_planned(ranks, setting: str, tmp_path: Path):
+    count, accumulation, frozen, overrides = SETTINGS[setting]
+    plan = plan_of(
+        count,
+        "offload.tier=params+optimizer:nvme",
+        "model.layers=7",
+        "offload.group_parameters=300000",
+        *overrides,
+        f"run.dir={tmp_path}",
+        accumulation=accumulation,
+    )
+    terms = planned(plan, frozen)
+    for steps in ranks(count).run(moved, plan, frozen, 2, 2):
+        reads, written = zip(*steps, strict=True)
+        if setting == "alternate":
+            reads = [max(reads)]  # the plan is of the step that reads more
+        assert reads == pytest.approx([terms.disk_read_bytes] * len(reads), rel=0.005)
+        assert written == pytest.approx([terms.disk_written_bytes] * len(written), rel=0.005)

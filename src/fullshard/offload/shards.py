@@ -1,6 +1,7 @@
 """What is gathered while the master is elsewhere: this rank's shards in the dtype computed in."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -17,12 +18,20 @@ class Shards(Protocol):
     @property
     def host_bytes(self) -> int: ...
 
+    def begin(self, *, backwards: bool) -> None:
+        """An update begins, which publishes all, in the order of gathers or `backwards`."""
+        ...
+
+    def hurried(self, unit: int | None) -> AbstractContextManager[None]:
+        """Meanwhile somebody waits until `unit` is published (None: all), which waits for no gather then."""
+        ...
+
     def publish(self, name: str, begin: int, *, values: Tensor) -> None:
         """The elements of the shard from `begin` on are `values` now, in the master's dtype."""
         ...
 
     def give(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The padded shard, on the device, in `dtype`. Called once all of it is published."""
+        """The padded shard, on the device, in `dtype`. Called once all of its unit is published."""
         ...
 
     def settle(self) -> None:
@@ -38,6 +47,11 @@ class _InMemory:
     """There is nothing to wait for."""
 
     host_bytes = 0
+
+    def begin(self, *, backwards: bool) -> None: ...
+
+    def hurried(self, unit: int | None) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def settle(self) -> None: ...
 

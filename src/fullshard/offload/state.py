@@ -1,6 +1,7 @@
 """What a rank keeps outside of the device: masters and moments of its trained shards, on host or drive."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -60,7 +61,6 @@ class OffloadedState:
         self.settings = settings
         self.groups: tuple[Group, ...] = ()
         self.engine: dict[str, Any] = {}
-        self._groups_of: dict[str, list[int]] = {}
         self._units: dict[str, int] = {}
         self.names: tuple[str, ...] = ()
         self.names_of: Mapping[Tensor, str] = {}
@@ -86,9 +86,6 @@ class OffloadedState:
         self.names_of = {one.sharded_param: name for name, one in self.engine.items()}
         self.groups = cut(held, group_parameters=self.settings.group_parameters)
         self._own = tuple(group for group in self.groups if group.segments)
-        for group in self._own:
-            for segment in group.segments:
-                self._groups_of.setdefault(segment.name, []).append(group.index)
         self._make()
         self._filling = _Filling(self.store.stream(self._own, fresh=True), self._publish)
 
@@ -114,18 +111,28 @@ class OffloadedState:
         self.settle()
         self._release = release
         order = self._order()
+        segments = [segment.name for group in order for segment in group.segments]
+        left = Counter(self._units[name] for name in segments)
+        backwards = self._backwards
+        self.shards.begin(backwards=backwards)
         self._backwards = self.settings.alternate and not self._backwards
         following = self._order()
+
+        def published(name: str) -> None:
+            unit = self._units[name]
+            left[unit] -= 1
+            if not left[unit]:
+                self.updates.done(unit)
 
         @torch.no_grad()
         def update() -> None:
             for group, parts in self.store.stream(order):
                 function(group, parts)
-                self._publish(group, parts)
-                self.updates.done(group.index)
+                for segment in _publishing(self.shards, group, parts=parts, backwards=backwards):
+                    published(segment.name)
             self.store.read_ahead(following)
 
-        self.updates.begin(update, groups=(group.index for group in order))
+        self.updates.begin(update, units=tuple(left))
         if self.settings.on_drive is None and not self.settings.on_gpu:
             self.settle()  # nothing to wait for but the processor, which the caller wants too
 
@@ -223,22 +230,29 @@ class OffloadedState:
             else:
                 self.shards = Copies(engine, home=home, device=settings.device, pinned=pinned)
             unless_whole.pop_all()
-        self.updates = Updates(partial(_settle, self.store, self.shards))
+        self.updates = Updates(partial(_settle, self.store, self.shards), hurried=self.shards.hurried)
         # Nothing that knows the model: it knows this, and neither would ever be let go.
         close = self.shards.closing()
         self.closing = weakref.finalize(self, _close, self.updates.thread, self.store, shards=close)
 
     def _publish(self, group: Group, parts: Parts) -> None:
-        for segment in group.segments:
-            values = parts.master[segment.offset : segment.offset + segment.numel]
-            self.shards.publish(segment.name, segment.begin, values=values)
+        for _ in _publishing(self.shards, group, parts=parts):
+            pass
 
     @torch.no_grad()
     def _give(self, name: str, dtype: torch.dtype) -> Tensor:
-        """This rank's shard, when it is updated. Called by the engine, when it gathers."""
-        self.updates.wait_for(self._groups_of.get(name, ()))
+        """This rank's shard, when its unit is updated. Called by the engine, when it gathers."""
+        self.updates.wait_for(self._units[name])
         self._release(name)
         return self.shards.give(name, dtype)
+
+
+def _publishing(shards: Shards, group: Group, *, parts: Parts, backwards: bool = False) -> Iterator[Segment]:
+    """Its segments, published; of a unit that goes on in another group none comes in between."""
+    for segment in reversed(group.segments) if backwards else group.segments:
+        values = parts.master[segment.offset : segment.offset + segment.numel]
+        shards.publish(segment.name, segment.begin, values=values)
+        yield segment
 
 
 def host_bytes_of(offloaded: OffloadedState) -> int:

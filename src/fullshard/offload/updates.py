@@ -1,14 +1,15 @@
 """What goes on beside training: the update of the groups, and what comes after it.
 
 [Note: the next forward need not wait] An update goes through the groups in the order in which units are
-gathered. Each gather waits for its own parameters' groups and no others, so that the tail of an update, and
-its writes, go on beside the next forward and backward. `settle` is where all of it must be through: before
+gathered. Each gather waits for its own unit and no others, so that the tail of an update, and its writes, go
+on beside the next forward and backward. `settle` is where all of it must be through: before
 the next update, and before anybody else looks.
 """
 
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 from fullshard.errors import OffloadError
 
@@ -17,20 +18,23 @@ class Updates:
     """One thread, which does one thing after the other; after one that failed, nothing.
 
     What failed is raised as it is, and an OffloadError with what it means for the run.
-    `settle`: what must be done besides until all is where it stays. `half_loaded`: a load has begun, and is
+    `settle`: what must be done besides until all is where it stays. `hurried`: while somebody waits for a
+    unit, or (None) for all, nothing that comes before it is put off. `half_loaded`: a load has begun, and is
     not at its end: what there is is of two states.
     """
 
-    def __init__(self, settle: Callable[[], None]) -> None:
-        self._settle, self.half_loaded = settle, False
+    def __init__(
+        self, settle: Callable[[], None], *, hurried: Callable[[int | None], AbstractContextManager[None]]
+    ) -> None:
+        self._settle, self._hurried, self.half_loaded = settle, hurried, False
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-update")
         self._running: list[Future[None]] = []
         self._pending: dict[int, threading.Event] = {}
         self._error: BaseException | None = None
 
-    def begin(self, act: Callable[[], None], *, groups: Iterable[int]) -> None:
-        """Has `act` called, which says of each of `groups` when it is `done`."""
-        self._pending = {group: threading.Event() for group in groups}
+    def begin(self, act: Callable[[], None], *, units: Iterable[int]) -> None:
+        """Has `act` called, which says of each of `units` when it is `done`."""
+        self._pending = {unit: threading.Event() for unit in units}
         self.then(act)
 
     def then(self, act: Callable[[], None]) -> None:
@@ -39,14 +43,15 @@ class Updates:
         future.add_done_callback(self._ended)
         self._running.append(future)
 
-    def done(self, group: int) -> None:
-        """The group is updated."""
-        self._pending[group].set()
+    def done(self, unit: int) -> None:
+        """The unit is updated."""
+        self._pending[unit].set()
 
-    def wait_for(self, groups: Iterable[int]) -> None:
-        """Returns when these are updated. Raises OffloadError where they never will be."""
-        for group in groups:
-            if (event := self._pending.get(group)) is not None:
+    def wait_for(self, unit: int) -> None:
+        """Returns when it is updated. Raises OffloadError where it never will be."""
+        event = self._pending.get(unit)
+        if event is not None and not event.is_set():
+            with self._hurried(unit):
                 event.wait()
         self._raise()
 
@@ -54,8 +59,9 @@ class Updates:
         """Returns when nothing goes on. Raises OffloadError for what failed, now and ever after, and for what
         is half loaded, unless it is `to_load` the rest of it, or another."""
         running, self._running = self._running, []
-        for future in running:
-            future.exception()  # waits; what it is `_ended` has kept
+        with self._hurried(None):
+            for future in running:
+                future.exception()  # waits; what it is `_ended` has kept
         if self._error is None:
             try:
                 self._settle()

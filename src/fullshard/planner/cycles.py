@@ -37,11 +37,13 @@ _SUMS = (
     "waited_host",
     "idle",
     "sent",
+    "shards_read",
 )
 
 
 class Mark(NamedTuple):
-    """The state at the end of a turn. `pending`: the units on their way, and when they will be there."""
+    """The state at the end of a turn. `pending`: the units on their way, and when they will be there;
+    `buffered`: those whose own shards the host has, the last used last."""
 
     compute: int
     host: int
@@ -49,6 +51,7 @@ class Mark(NamedTuple):
     reduces: tuple[int, ...]
     sums: tuple[int, ...]
     pending: dict[int, int]
+    buffered: tuple[int, ...]
     slack: int
 
 
@@ -70,7 +73,7 @@ def clamp(streams: Streams, clocks: Sequence[str]) -> None:
         setattr(streams, clock, max(getattr(streams, clock), streams.compute))
 
 
-def mark(streams: Streams, pending: Mapping[int, int]) -> Mark:
+def mark(streams: Streams, pending: Mapping[int, int], *, buffered: Sequence[int]) -> Mark:
     """The state now."""
     return Mark(
         streams.compute,
@@ -79,12 +82,21 @@ def mark(streams: Streams, pending: Mapping[int, int]) -> Mark:
         tuple(getattr(streams, clock) for clock in REDUCE_CLOCKS),
         tuple(getattr(streams, name) for name in _SUMS),
         dict(pending),
+        tuple(buffered),
         streams.slack,
     )
 
 
-def skip(streams: Streams, marks: Sequence[Mark], *, left: int, stride: int, pending: dict[int, int]) -> int:
-    """Adds as many of the `left` turns as can be told, to `streams` and `pending`; returns how many.
+def skip(  # signature: all that a turn changes
+    streams: Streams,
+    marks: Sequence[Mark],
+    *,
+    left: int,
+    stride: int,
+    pending: dict[int, int],
+    buffered: list[int],
+) -> int:
+    """Adds as many of the `left` turns as can be told, to `streams`, `pending` and `buffered`; says how many.
 
     `marks`: after each turn so far; `stride`: how many units further on the next turn acts.
     """
@@ -108,6 +120,8 @@ def skip(streams: Streams, marks: Sequence[Mark], *, left: int, stride: int, pen
     shift, grown = times * stride * cycle.turns, times * cycle.length
     pending.clear()
     pending.update({unit + shift: at + grown if at else 0 for unit, at in now.pending.items()})
+    if before.buffered != now.buffered:
+        buffered[:] = (unit + shift for unit in now.buffered)
     return times * cycle.turns
 
 
@@ -120,7 +134,9 @@ def _cycle(marks: Sequence[Mark], turns: int, *, stride: int) -> _Cycle | None:
     if any(new - old != length for old, new in zip(before.reduces, now.reduces, strict=True)):
         return None
     shift = stride * turns
-    if now.pending != {m + shift: t + length if t else 0 for m, t in before.pending.items()}:
+    pending = {unit + shift: at + length if at else 0 for unit, at in before.pending.items()}
+    buffered = tuple(unit + shift for unit in before.buffered)
+    if now.pending != pending or now.buffered not in (before.buffered, buffered):
         return None
     behind = (now.host - before.host) - length
     if behind == 0:

@@ -150,10 +150,11 @@ class Gathering:
             unit.pending = 0
             return
         unit.pending = size.gathered
-        own = size.shard_degree // size.reshard_degree if unit.resharded else 1  # shards' worth of input
-        self.ledger.buffers += size.gathered + own * size.cast_copy
+        kept = size.shard_degree // size.reshard_degree  # shards' worth of input
+        copied = kept * size.kept_copy if unit.resharded else size.cast_copy
+        self.ledger.buffers += size.gathered + copied
         self.ledger.observe(live)
-        self.ledger.buffers -= own * size.cast_copy
+        self.ledger.buffers -= copied
 
     def _unshard(self, index: int, live: Live, *, forward: bool) -> None:
         """Gathers a unit, and copies it out of the buffer into its parameters."""

@@ -2,25 +2,28 @@
 
 from fullshard.planner.streams import Streams
 from fullshard.planner.unit_costs import UnitCost
+from fullshard.spec.groups import UNIT_BUFFERS
 
 
-def bring(streams: Streams, cost: UnitCost, *, updates: bool) -> int:
+def bring(streams: Streams, cost: UnitCost, *, updates: bool, reads: bool) -> int:
     """What comes before a unit is gathered; returns when its own shard is on the device.
 
-    `updates`: it was not gathered yet in this step, so its group is updated first.
+    `updates`: it was not gathered yet in this step, so its group is updated first. `reads`: its own shard
+    is on the drive, and in no buffer.
     """
     ready = 0
     if updates and cost.update:
         streams.disk += cost.update_disk
         if streams.serial:  # only the drive works beside
             streams.wait(streams.disk, "host")
-            passing = cost.update_in + cost.update_out
-            return _spend(streams, passing + cost.update + cost.back + cost.fetch)
-        ready = _update(streams, cost)
-        if cost.back:
-            ready = streams.host_in = max(streams.host_in, ready) + cost.back
-    elif cost.fetch_disk:
-        ready = streams.disk = max(streams.disk, streams.fetched) + cost.fetch_disk
+            ready = _spend(streams, cost.update_in + cost.update_out + cost.update + cost.back)
+        else:
+            ready = _update(streams, cost)
+            if cost.back:
+                ready = streams.host_in = max(streams.host_in, ready) + cost.back
+    if reads:
+        streams.shards_read += cost.shards_on_disk
+        ready = streams.disk = max(streams.disk, streams.fetched, ready) + cost.fetch_disk
     if not cost.fetch:
         return ready
     if streams.serial:
@@ -28,6 +31,14 @@ def bring(streams: Streams, cost: UnitCost, *, updates: bool) -> int:
         return _spend(streams, cost.fetch)
     streams.host_in = max(streams.host_in, ready, streams.fetched) + cost.fetch
     return streams.host_in
+
+
+def took(unit: int, buffers: list[int]) -> bool:
+    """Whether the own shard of the unit that is gathered was in one of the host's `buffers`, where it is now
+    as the one used last. See [Note: units in memory] in `offload.unit_buffers`."""
+    was_there = unit in buffers
+    buffers[:] = [*(one for one in buffers if one != unit), unit][-UNIT_BUFFERS:]
+    return was_there
 
 
 def _update(streams: Streams, cost: UnitCost) -> int:

@@ -28,7 +28,9 @@ with read, update and copy beside each other. So it takes at least
 where the drive's rate is that of reads and writes together. Groups are taken in the order of forward, so that
 the next step's forward begins when its first unit is there; each unit's first all-gather waits for its own
 update. Reads are ahead of it, see `slots_hold`. (Reversing the order each step saves reading three groups,
-and costs that overlap, which is planned as if it were there.)
+and costs that overlap, which is planned as if it were there.) With params+optimizer:nvme the first gather of
+a unit finds in memory what its update has made; for others the drive reads what is in none of UNIT_BUFFERS,
+see [Note: units in memory] in `offload.unit_buffers`.
 
 With `update = "device"` state and gradients (m a parameter) pass through two buffers there, in pieces, beside
 each other in both directions, changed in between at the rate of the device's own update:
@@ -49,7 +51,7 @@ from fullshard.errors import PlanError
 from fullshard.planner.roofline import memory_seconds
 from fullshard.planner.unit_bytes import UnitBytes, padded_numel, shard_numel
 from fullshard.planner.unit_costs import TICKS, UnitCost, ticks
-from fullshard.spec.groups import Group, Held, cut, part_bytes, piece_elements
+from fullshard.spec.groups import UNIT_BUFFERS, Group, Held, cut, part_bytes, piece_elements
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec, Trace
 from fullshard.spec.plan import ITEMSIZE, Plan, check_tier
@@ -174,14 +176,15 @@ def with_host(cost: UnitCost, size: UnitBytes, *, plan: Plan, rates: HostRates) 
     if plan.device == "cpu" and not on_disk:
         return cost
     stays = not plan.gradients_leave
-    written = state + (moved if shards else 0)
+    written = state + (size.on_drive if shards else 0)
     return replace(
         cost,
         leave=0 if stays else ticks(rates.copy * size.reduce_output),
         add=0 if stays else ticks(update * 3 / _ADAM_TOUCHES),
         update_disk=ticks(rates.disk * (state + written)) if on_disk else 0,
         back=0 if shards else ticks(rates.copy * moved),
-        fetch_disk=ticks(rates.disk * size.own_shards) if on_disk and shards else 0,
+        fetch_disk=ticks(rates.disk * size.on_drive) if on_disk and shards else 0,
+        shards_on_disk=size.on_drive if on_disk and shards else 0,
         fetch=ticks(rates.copy * size.own_shards) if shards else 0,
     )
 
@@ -221,16 +224,27 @@ class Busy(NamedTuple):
     out: int
 
 
-def busy_of(costs: Iterable[tuple[UnitCost, int, int]], *, reductions: int, norm: int, spared: int) -> Busy:
+def busy_of(costs: Iterable[tuple[UnitCost, int, int]], *, reductions: int, norm: int, disk: int) -> Busy:
     """`costs`: of each unit, with how often it stands in the model and how often it is gathered a step.
-    `spared`: what the drive need not read."""
-    disk = update = into = out = 0
+    `disk`: of the drive besides updates; below 0 where it need not read all of their state."""
+    update = into = out = 0
     for cost, count, gathers in costs:
-        disk += count * cost.update_disk + max(0, gathers - count) * cost.fetch_disk
+        disk += count * cost.update_disk
         update += count * (cost.update + (reductions - 1) * cost.add)
         into += count * (cost.update_in + cost.back) + gathers * cost.fetch
         out += count * (cost.update_out + reductions * cost.leave)
-    return Busy(max(0, disk - spared), update + norm, into, out)
+    return Busy(max(0, disk), update + norm, into, out)
+
+
+def least_shards_read(
+    plan: Plan,
+    units: Sequence[tuple[UnitCost, int, int]],  # signature: as `busy_of` has them
+) -> int:
+    """Bytes of shards that the drive reads in a step at least: what is updated is gathered once before it is
+    read, and each way over the units begins with those that the way before has left in memory."""
+    largest = max((cost.shards_on_disk for cost, *_ in units), default=0)
+    again = sum(max(0, gathers - count) * cost.shards_on_disk for cost, count, gathers in units)
+    return max(0, again - 2 * plan.accumulation * UNIT_BUFFERS * largest)
 
 
 class Slots(NamedTuple):
@@ -313,34 +327,33 @@ def _passing(plan: Plan, master: int) -> tuple[int, int]:
     return state + master, state
 
 
-def offload_terms(
+def offload_terms(  # signature: what `step_time` knows of a tier
     plan: Plan,
-    sizes: Iterable[tuple[UnitBytes, int, int]],
+    units: Sequence[tuple[UnitBytes, int]],
     *,
     records: Sequence[int],
     busy: Busy,
+    shards_read: int,
     hardware: Hardware,
 ) -> OffloadTerms:
-    """Bytes and seconds of the plan's tier; `sizes`: of each unit, as `busy_of` has costs; `records`: of each
-    group's state."""
-    section, units = plan.run.offload, list(sizes)
+    """Bytes and seconds of the plan's tier; `units`: the sizes of each, and how often it stands in the model;
+    `records`: of each group's state; `shards_read`: bytes of a step."""
+    section = plan.run.offload
     compute = ITEMSIZE[plan.precision.param]
-    trained = sum(size.trained * count for size, count, _ in units)
+    trained = sum(size.trained * count for size, count in units)
     state, on_cpu = sum(records), plan.device == "cpu"
-    shards = sum(size.own_shards * count for size, count, _ in units) if section.takes_parameters else 0
-    largest = max((size.own_shards for size, *_ in units), default=0)
+    shards = sum(size.own_shards * count for size, count in units) if section.takes_parameters else 0
+    on_drive = [size.on_drive for size, count in units for _ in range(count) if size.on_drive and shards]
     segment = min(section.group_parameters, max((size.largest_trained for size, *_ in units), default=0))
     is_untimed = section.on_disk and hardware.disk_bytes_per_second == math.inf
     host, disk, read, written = 0, 0, 0, 0
     if not on_cpu:
         host = _SUM * trained + (0 if shards else segment * compute)
     if section.on_disk:
-        host += min(_SLOTS, len(records)) * max(records, default=0) + (_SLOTS * largest if shards else 0)
-        disk, written = 2 * (state + _PAYLOAD) + shards, state
-        read = state - slots_hold(plan, records).kept
-        if section.takes_parameters:
-            written += trained * compute
-            read += sum(size.own_shards * max(0, gathers - count) for size, count, gathers in units)
+        host += min(_SLOTS, len(records)) * max(records, default=0)
+        host += min(UNIT_BUFFERS, len(on_drive)) * max(on_drive, default=0)
+        disk, written = 2 * (state + _PAYLOAD) + sum(on_drive), state + sum(on_drive)
+        read = state - slots_hold(plan, records).kept + shards_read
     else:
         host += state + (0 if on_cpu else shards)
     return OffloadTerms(

@@ -28,6 +28,7 @@ from fullshard.planner.offload import (
     busy_of,
     gathers_of,
     host_rates,
+    least_shards_read,
     norm_ticks,
     offload_terms,
     records_of,
@@ -127,7 +128,8 @@ class StepTimer:
         streams = self._simulated(plan, trace, units=fast, moves_nothing=True)
         terms = self._terms(plan, streams, units=units, recompute=again)
         # However far ahead it reads, the drive has all of its own to do in every step.
-        end = max(slow.compute, _busy(plan, trace, units=units).disk)
+        busy = _busy(plan, trace, units=units, hardware=self.hardware, shards_read=slow.shards_read)
+        end = max(slow.compute, busy.disk)
         waits = max(0, end - streams.compute) / TICKS
         longer = terms.model_copy(update={"offload": waits, "stragglers": 0.0})
         return longer.model_copy(update={"stragglers": self.hardware.stragglers * longer.total})
@@ -138,10 +140,16 @@ class StepTimer:
         units = self.units(plan, trace)
         if units.norm is None:
             return None
-        gathers = gathers_of(plan, trace, costs=units.costs, counts=units.counts)
-        sizes = zip(units.sizes, units.counts, gathers, strict=True)
-        busy = _busy(plan, trace, units=units)
-        return offload_terms(plan, sizes, records=units.records, busy=busy, hardware=self.hardware)
+        reads = plan.run.offload.on_disk and plan.run.offload.takes_parameters
+        shards_read = self._simulated(plan, trace, units=units).shards_read if reads else 0
+        return offload_terms(
+            plan,
+            list(zip(units.sizes, units.counts, strict=True)),
+            records=units.records,
+            busy=_busy(plan, trace, units=units, hardware=self.hardware, shards_read=shards_read),
+            shards_read=shards_read,
+            hardware=self.hardware,
+        )
 
     def activations(self, plan: Plan) -> ActivationTerms | None:
         """What activations that are saved on the host take; None where none are."""
@@ -161,6 +169,7 @@ class StepTimer:
             place=self._place,
             act=ticks(self.hardware.rates.unit_seconds),
             norm=units.norm,
+            update_first=plan.run.offload.order == "alternate",
             skips=self.skips,
         )
         work, accumulating = self._works(plan, trace)
@@ -214,7 +223,7 @@ class StepTimer:
                     network += count * cost.all_reduce
                 else:
                     replicas += count * cost.all_reduce
-        host = max(_busy(plan, trace, units=units)) if units.norm is not None else 0
+        host = max(_busy(plan, trace, units=units, hardware=self.hardware)) if units.norm is not None else 0
         return Demand(copied, network, apart, replicas, inline, units.update + units.all_reduce, host)
 
     def computing(self, plan: Plan) -> Computing:
@@ -380,11 +389,16 @@ def _touched(plan: Plan) -> float:
     )
 
 
-def _busy(plan: Plan, trace: Trace, *, units: Units) -> Busy:
+def _busy(
+    plan: Plan, trace: Trace, *, units: Units, hardware: Hardware, shards_read: int | None = None
+) -> Busy:
+    """`shards_read`: bytes that the drive reads besides; None: at least what any order of acts reads."""
     reductions = plan.accumulation if plan.sync_each_microbatch and plan.replicate_degree == 1 else 1
     gathers = gathers_of(plan, trace, costs=units.costs, counts=units.counts)
-    each = zip(units.costs, units.counts, gathers, strict=True)
-    return busy_of(each, reductions=reductions, norm=units.norm or 0, spared=units.spared)
+    each = list(zip(units.costs, units.counts, gathers, strict=True))
+    read = least_shards_read(plan, each) if shards_read is None else shards_read
+    disk = ticks(host_rates(plan, hardware).disk * read) - units.spared
+    return busy_of(each, reductions=reductions, norm=units.norm or 0, disk=disk)
 
 
 def _device_ticks(work: Work, *, serial: bool) -> int:

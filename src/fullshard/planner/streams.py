@@ -45,7 +45,8 @@ class Streams:
     """Clocks in ticks: when each stream is done with all that was put on it; and where the time went.
 
     `compute` is always the sum of `computed` (with `idle`, the gaps in which it waited for the host),
-    `copied` and `waited_*`. `sent`: of all collectives. `slack`: by how much, at least, the host was ahead
+    `copied` and `waited_*`. `sent`: of all collectives. `shards_read`:
+    bytes that the drive reads to be gathered. `slack`: by how much, at least, the host was ahead
     since it was last reset; negative if it was waited for. `serial`: host and device are one. `blocking`:
     which part of a collective computing waits for in any case.
     """
@@ -79,6 +80,8 @@ class Streams:
     waited_host: int = 0
     idle: int = 0
     sent: int = 0
+    shards_read: int = 0
+    shards_read: int = 0  # bytes: by the drive
     slack: int = 0
 
     def work(self, length: int, *, issue: int) -> None:

@@ -5,14 +5,16 @@ See [Note: skipping] in `planner.cycles`, and [Note: the engine's order] in `pla
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from fullshard.planner.activations import Moved
 from fullshard.planner.cycles import GATHER_CLOCKS, NEVER, REDUCE_CLOCKS, Mark, clamp, mark, skip
-from fullshard.planner.host_streams import all_left, bring, leave
+from fullshard.planner.host_streams import all_left, bring, leave, took
 from fullshard.planner.program import Program, Segment, Step
 from fullshard.planner.streams import Streams
 from fullshard.planner.unit_costs import UnitCost
+from fullshard.spec.groups import UNIT_BUFFERS
 from fullshard.spec.model import Event
 from fullshard.spec.run import PrefetchSection
 
@@ -45,6 +47,7 @@ class Policy:
     place: Mapping[int, int]
     act: int  # ticks of the host for gathering a unit, or reducing its gradients
     norm: int | None = None  # ticks of the host for the norm of gradients that a tier has there
+    update_first: bool = False  # forward waits for all of a tier's update, which ends with the first units
     skips: bool = True
 
 
@@ -59,6 +62,7 @@ class Timeline:
     put_back: dict[int, int] = field(default_factory=dict[int, int])
     unsharded: set[int] = field(default_factory=set[int])
     uses: dict[int, int] = field(default_factory=dict[int, int])
+    in_buffers: list[int] = field(default_factory=list[int])  # units whose own shards the host has
     buffered: bool = False
     in_backward: bool = False
     updates: bool = False  # this is the step's first forward
@@ -67,6 +71,11 @@ class Timeline:
         """All microbatches of a step; `accumulating` are those after the first."""
         marks: list[Mark] = []
         index = 0
+        if self.policy.update_first:
+            traced = work.program.traced
+            own = (u for u in self.policy.by_position if self.costs[traced[u]].shards_on_disk)
+            for unit in [*islice(own, UNIT_BUFFERS)][::-1]:
+                took(unit, self.in_buffers)
         while index < accumulation:
             self.streams.slack = NEVER
             first, last = index == 0, index == accumulation - 1
@@ -75,7 +84,7 @@ class Timeline:
             # all.
             clamp(self.streams, (*GATHER_CLOCKS, *REDUCE_CLOCKS))
             if not first:
-                marks.append(mark(self.streams, self.pending))
+                marks.append(mark(self.streams, self.pending, buffered=self.in_buffers))
             index += 1
             index += self._skip(marks, left=accumulation - 1 - index, stride=0)
         if self.policy.norm is not None:
@@ -103,7 +112,7 @@ class Timeline:
             left = segment.times - behind - turn
             if left > 0 and self.policy.skips:
                 clamp(self.streams, REDUCE_CLOCKS)
-                marks.append(mark(self.streams, self.pending))
+                marks.append(mark(self.streams, self.pending, buffered=self.in_buffers))
                 skipped = self._skip(marks, left=left, stride=segment.stride)
                 self._copy_states(segment, turn, skipped=skipped)
                 turn += skipped
@@ -216,7 +225,10 @@ class Timeline:
         there = 0
         # What is kept over fewer ranks (hpZ) is on the device, and comes from there.
         if not (again and cost.resharded):
-            there = bring(self.streams, cost, updates=self.updates and not self.in_backward)
+            updates = self.updates and not self.in_backward
+            is_there = not cost.shards_on_disk or took(unit, self.in_buffers)
+            reads = not is_there and (self.policy.update_first or not updates)
+            there = bring(self.streams, cost, updates=updates, reads=reads)
         if not cost.is_sharded:
             self.pending[unit] = there
             return
@@ -248,7 +260,9 @@ class Timeline:
     def _skip(self, marks: Sequence[Mark], *, left: int, stride: int) -> int:
         if not self.policy.skips or left <= 0:
             return 0
-        return skip(self.streams, marks, left=left, stride=stride, pending=self.pending)
+        return skip(
+            self.streams, marks, left=left, stride=stride, pending=self.pending, buffered=self.in_buffers
+        )
 
     def _copy_states(self, segment: Segment, turn: int, *, skipped: int) -> None:
         """What was skipped is left as the last turn left its units."""

@@ -6,6 +6,7 @@ from math import prod
 
 from fullshard.errors import PlanError
 from fullshard.planner.tensor import split_shape
+from fullshard.spec.groups import part_bytes
 from fullshard.spec.model import ParamSpec, UnitSpec
 from fullshard.spec.plan import ITEMSIZE, Plan
 from fullshard.spec.unit import UnitSettings
@@ -17,9 +18,11 @@ class UnitBytes:
     that the ranks of a tensor-parallel axis share, this rank's part.
 
     shards          own shards in the master dtype, padded; with a tier: [Note: tiers] in `planner.offload`
-    own_shards      the same in the dtype computed in, be they kept here or not
+    own_shards      those that are trained, in the dtype computed in, be they kept here or not
+    on_drive        the same in a file, where each begins at a page
     gathered        all parameters in the dtype computed in, padded: the all-gather buffer, and again its copy
     cast_copy       own shards cast for the all-gather; 0 where no cast is needed
+    kept_copy       the same, of what is kept over fewer ranks after forward, for each own shard of it
     largest_cast    the same for the largest parameter alone: over one rank they are cast one by one
     whole           gradients as autograd leaves them; `last_whole`: of the last parameter
     whole_reduced   the same in the dtype that they are reduced in
@@ -36,8 +39,10 @@ class UnitBytes:
     reshard_degree: int
     shards: int
     own_shards: int
+    on_drive: int
     gathered: int
     cast_copy: int
+    kept_copy: int
     largest_cast: int
     whole: int
     whole_reduced: int
@@ -80,7 +85,7 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     def used_in(parameter: ParamSpec) -> int:
         return compute if parameter.is_floating else parameter.itemsize
 
-    shards, casts = _shards_and_casts(unit, plan, settings=settings)
+    shards, casts, again = _shards_and_casts(unit, plan, settings=settings)
     trained = [p for p in unit.parameters if p.requires_grad]
     wire = sum(padded(p) for p in trained)
     own = [shard_numel(p.shape, degree, rank=rank % degree) for p in trained]
@@ -90,9 +95,11 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         reshards=reshard is not False,
         reshard_degree=1 if isinstance(reshard, bool) else reshard,
         shards=shards,
-        own_shards=sum(padded(p) // degree * used_in(p) for p in unit.parameters),
+        own_shards=sum(padded(p) // degree * used_in(p) for p in trained),
+        on_drive=sum(part_bytes(padded(p) // degree, used_in(p)) for p in trained),
         gathered=sum(padded(p) * used_in(p) for p in unit.parameters),
         cast_copy=sum(casts),
+        kept_copy=sum(again),
         largest_cast=max(casts, default=0),
         whole=sum(p.numel * used_in(p) for p in trained),
         whole_reduced=sum(p.numel for p in trained) * reduced,
@@ -110,13 +117,16 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     )
 
 
-def _shards_and_casts(unit: UnitSpec, plan: Plan, *, settings: UnitSettings) -> tuple[int, list[int]]:
-    """Bytes of the own shards on the device, and of each shard that is cast or copied for an all-gather."""
+def _shards_and_casts(
+    unit: UnitSpec, plan: Plan, *, settings: UnitSettings
+) -> tuple[int, list[int], list[int]]:
+    """Bytes of the own shards on the device, of each shard that is cast or copied for an all-gather, and of
+    those of them that are so again where the gather is of what is kept after forward."""
     tier, on_cpu, degree = plan.run.offload, plan.device == "cpu", settings.shard_degree
     compute, master = ITEMSIZE[settings.precision.param], ITEMSIZE[settings.precision.master]
     # On the CPU a tier's host is the device: its masters are the shards, and copies only where these are not.
     is_master = not tier.takes_optimizer or (on_cpu and not tier.on_disk)
-    shards, casts = 0, list[int]()
+    shards, casts, again = 0, list[int](), list[int]()
     for parameter in unit.parameters:
         elements = padded_numel(parameter.shape, degree) // degree
         is_trained = parameter.requires_grad and parameter.is_floating
@@ -127,7 +137,9 @@ def _shards_and_casts(unit: UnitSpec, plan: Plan, *, settings: UnitSettings) -> 
         # One that is copied in from the host stands in the device's memory as one that is cast does.
         if used != kept or (is_elsewhere and not on_cpu):
             casts.append(elements * used)
-    return shards, casts
+            # What of a tier's is kept the engine sends as it is; the rest it copies before that.
+            again += [] if is_trained and tier.takes_optimizer else [elements * used]
+    return shards, casts, again
 
 
 def _eight_bits(numel: int, itemsize: int) -> int:

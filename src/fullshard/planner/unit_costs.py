@@ -32,7 +32,8 @@ class UnitCost:
     leave, add                  the reduced chunk to the host; and added there to an earlier one
     update_disk, update, back   the group's state read and written, its update, its parameters to the device
     update_in, update_out       with an update there: state and gradients to the device, and state from it
-    fetch_disk, fetch           the own shard from the drive, and from the host, before an all-gather
+    fetch_disk, fetch           the own shard from the drive, and from the host, before an all-gather;
+                                `shards_on_disk`: its bytes, if it is there
     """
 
     has_parameters: bool
@@ -66,6 +67,7 @@ class UnitCost:
     back: int = 0
     fetch_disk: int = 0
     fetch: int = 0
+    shards_on_disk: int = 0
 
 
 def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: int = 1) -> UnitCost:

@@ -99,7 +99,7 @@ def plan_rows(page: PlanPage) -> Iterator[tuple[str, str]]:
     if page.dry_run is not None:
         yield from _dry_run(page.dry_run, prediction)
     if prediction.offload is not None:
-        yield from _outside(prediction, shards=plan.run.offload.takes_parameters)
+        yield from _outside(prediction)
     if prediction.activations is not None:
         yield from _on_host(prediction.activations, held=prediction.host_bytes)
     yield from _time(prediction)
@@ -188,16 +188,13 @@ def _memory(prediction: Prediction) -> Iterator[tuple[str, str]]:
     yield "  highest at", prediction.memory.moment
 
 
-def traffic_lines(prediction: Prediction, *, shards: bool) -> Iterator[str]:
-    """What a step moves to and from the drive, and how fast that wears it, where the step's time is known.
-    `shards`: those are there too."""
+def traffic_lines(prediction: Prediction) -> Iterator[str]:
+    """What a step moves to and from the drive, and how fast that wears it, where the step's time is known."""
     terms = prediction.offload
     assert terms is not None, "there is a tier"
     all_there = "" if terms.disk_read_bytes else " (the state that an update needs is still in memory)"
     written = format_bytes(terms.disk_written_bytes)
     yield f"a step reads {format_bytes(terms.disk_read_bytes)}{all_there} and writes {written}"
-    if shards:
-        yield "besides, it reads shards that were updated well before their gather"
     if prediction.is_timed:
         a_day = terms.disk_written_bytes / prediction.time.total * 86_400
         yield f"what is written wears it by {format_count(a_day)}B a day for each rank"
@@ -205,7 +202,7 @@ def traffic_lines(prediction: Prediction, *, shards: bool) -> Iterator[str]:
         yield "what is written wears it"
 
 
-def _outside(prediction: Prediction, *, shards: bool) -> Iterator[tuple[str, str]]:
+def _outside(prediction: Prediction) -> Iterator[tuple[str, str]]:
     """What a tier has of the host and the drive."""
     terms = prediction.offload
     assert terms is not None, "there is a tier"
@@ -215,7 +212,7 @@ def _outside(prediction: Prediction, *, shards: bool) -> Iterator[tuple[str, str
     yield "host memory", f"{format_bytes(terms.host_bytes)}{of} a rank{room}"
     if terms.disk_bytes:
         yield "drive", f"{format_bytes(terms.disk_bytes)} a rank"
-        yield from (("", line) for line in traffic_lines(prediction, shards=shards))
+        yield from (("", line) for line in traffic_lines(prediction))
     seconds = {"disk": terms.disk_seconds, "update": terms.update_seconds, "copies": terms.copy_seconds}
     each = ", ".join(f"{name} {format_seconds(value)}" for name, value in seconds.items() if value)
     yield "  at least", f"{each}, beside each other: {terms.binds} binds"

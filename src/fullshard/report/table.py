@@ -52,10 +52,9 @@ def measurement_rows(
     if m.offload is not None:
         yield "offload", m.offload
         if prediction is not None and prediction.offload is not None and prediction.offload.disk_bytes:
-            shards = m.offload.startswith("params")
             held = format_bytes(prediction.offload.disk_bytes)
             yield "", f"predicted: {held} of the drive a rank"
-            yield from (("", line) for line in traffic_lines(prediction, shards=shards))
+            yield from (("", line) for line in traffic_lines(prediction))
     if not m.pace.steps:
         yield "steps", f"none: {m.last_step} were done before"
         return

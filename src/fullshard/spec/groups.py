@@ -8,6 +8,7 @@ from itertools import pairwise
 # are those of an update of the whole.
 CUT_ELEMENTS = 1024
 PAGE_BYTES = 4096  # each part of a group's state begins at one
+UNIT_BUFFERS = 3  # units whose own shards are in memory while all are on the drive
 _PIECE_ELEMENTS = 1 << 22  # 64 MiB of fp32 state and gradients: long enough a copy for the full rate
 _BEGIN_ELEMENTS = 64  # segments begin at multiples of it: full vectors from their first element on
 
@@ -61,7 +62,7 @@ def piece_elements(groups: Iterable[Group]) -> int:
 
 
 def part_bytes(numel: int, itemsize: int) -> int:
-    """Of one part of a group's state (masters, or one of the moments): whole pages."""
+    """Of one part of a group's state (masters, or one of the moments), or of one shard: whole pages."""
     return -(-numel * itemsize // PAGE_BYTES) * PAGE_BYTES
 
 

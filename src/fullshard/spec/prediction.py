@@ -53,8 +53,8 @@ class OffloadTerms(Value):
     `update_seconds`: of the host, or, of an update in the device's memory, of the device; what passes there
     and back is among the copies.
 
-    `disk_read_bytes`, `disk_written_bytes`: of one step; what is written wears the drive. Shards that were
-    updated so long before their first gather that their memory is another unit's are read for it besides.
+    `disk_read_bytes`, `disk_written_bytes`: of one step (with `offload.order = "alternate"` of the one of two
+    that reads more); what is written wears the drive.
     `disk_seconds` None: how fast the drive is is not known, and the step's seconds are those without it.
     `host_capacity_bytes`: a rank's share of the host's memory; None: not known.
     """
