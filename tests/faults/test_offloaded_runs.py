@@ -24,6 +24,7 @@ SETTINGS = (
     *SMALL,
     f"train.steps={STEPS}",
     "run.ranks=2",
+    "sharding.strategy=full_shard",  # the command plans what is left to it; the ranks of a pool do not
     "schedule.kind=constant",
     "checkpoint.every=5",
     "offload.group_parameters=1",
