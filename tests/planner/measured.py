@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from fullshard.planner.memory import peak_bytes
 from fullshard.profiler.memory import Peak, measure_peak
 from fullshard.sharding.describe import describe
 from fullshard.spec.memory import MemoryTerms
+from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loss import next_token_loss
@@ -41,8 +43,18 @@ def meta_model(plan: Plan, *, frozen: str = "") -> nn.Module:
     return model
 
 
+def described(plan: Plan, *, frozen: str = "") -> ModelSpec:
+    return _described(plan.model_dump_json(), frozen)
+
+
+@cache  # a second each
+def _described(plan_json: str, frozen: str) -> ModelSpec:
+    plan = Plan.model_validate_json(plan_json)
+    return describe(meta_model(plan, frozen=frozen), plan, loss=next_token_loss)
+
+
 def predicted(plan: Plan, *, frozen: str = "", rank: int = 0) -> MemoryTerms:
-    return peak_bytes(describe(meta_model(plan, frozen=frozen), plan, loss=next_token_loss), plan, rank=rank)
+    return peak_bytes(described(plan, frozen=frozen), plan, rank=rank)
 
 
 def microbatches(plan: Plan) -> Iterator[dict[str, Tensor]]:

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from fullshard.errors import PlanError
 from fullshard.planner.memory import peak_bytes
 from fullshard.planner.unit_bytes import padded_numel, shard_numel
-from fullshard.sharding.describe import describe
 from fullshard.spec.memory import MemoryTerms
-from fullshard.training.loss import next_token_loss
-from tests.planner.measured import measured, meta_model, plan_of, predicted
+from tests.planner.measured import described, measured, meta_model, plan_of, predicted
 
 STRATEGIES = {
     "no_shard": ["sharding.strategy=no_shard"],
@@ -134,7 +132,7 @@ def test_peak_with_the_optimizer_in_backward(ranks, strategy, precision, more):
     terms = check(plan, parts)
     assert terms.gradients == parts[0]["gradients"]
     # Of all units' gradients no more than those of the largest are there.
-    units = describe(meta_model(plan), plan, loss=next_token_loss).units
+    units = described(plan).units
     largest = max(sum(padded_numel(p.shape, plan.shard_degree) for p in unit.parameters) for unit in units)
     assert parts[0]["gradients"] <= 4 * largest // plan.shard_degree < 4 * parameters(plan) // n
 
@@ -192,7 +190,7 @@ def test_no_rank_holds_more_than_the_first_and_each_as_predicted(ranks):
 
 
 def test_what_lasts_is_sixteen_bytes_a_parameter_over_the_ranks():
-    spec = describe(meta_model(plan_of(1)), plan_of(1), loss=next_token_loss)
+    spec = described(plan_of(1))
     for n in (1, 2, 4):
         plan = plan_of(n)
         terms = peak_bytes(spec, plan)
@@ -213,7 +211,7 @@ def test_at_the_loss_only_the_unit_of_the_head_is_in_flight(mode, wire):
 
 def test_a_spec_of_other_settings_is_refused():
     plan = plan_of(2)
-    spec = describe(meta_model(plan), plan, loss=next_token_loss)
+    spec = described(plan)
     with pytest.raises(PlanError, match="recompute full, microbatch 2"):
         peak_bytes(spec, plan_of(2, "recompute.mode=full"))
     with pytest.raises(PlanError, match="sequence_length: 64 described, 32 planned"):

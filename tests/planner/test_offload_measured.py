@@ -1,16 +1,13 @@
 """Bytes of a tier are those that ranks take on the device and on the host, and those that drives move."""
 
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
-from fullshard.offload.drive import SYSTEM
 from fullshard.planner.offload import TIERS
 from fullshard.planner.search import predict
 from fullshard.sharding.describe import describe
+from fullshard.spec.measurement import DriveBytes
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import OffloadTerms
 from fullshard.training.loss import next_token_loss
@@ -65,49 +62,17 @@ def test_bytes_of_a_tier_are_as_planned(  # signature: pytest's
         )
 
 
-@dataclass
-class Moved:
-    """Bytes that the drive has read and written so far."""
-
-    read: int = 0
-    written: int = 0
-    at_updates: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-
-    def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        count = os.preadv(descriptor, buffers, offset)
-        self.read += count
-        return count
-
-    def pwritev(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        count = os.pwritev(descriptor, buffers, offset)
-        self.written += count
-        return count
-
-    def of_steps(self) -> list[tuple[int, int]]:
-        """Read and written from each update to the next."""
-        pairs = zip(self.at_updates, self.at_updates[1:], strict=False)
-        return [(after[0] - before[0], after[1] - before[1]) for before, after in pairs]
-
-
-def moved(plan: Plan, frozen: str, warm: int, steps: int) -> list[tuple[int, int]]:
+def moved(plan: Plan, frozen: str, warm: int, steps: int) -> list[DriveBytes]:
     """On a rank: what the drive reads and writes in each of `steps`, after so many others."""
-    found = Moved()
-    system = replace(SYSTEM, preadv=found.preadv, pwritev=found.pwritev)
-    model = shard(meta_model(plan, frozen=frozen), plan, system=system)
+    model = shard(meta_model(plan, frozen=frozen), plan)
     state = TrainState(model, build_optimizer(model, plan))
-    offloaded = offloaded_of(model)
-    assert offloaded is not None, "the plan has a tier"
-
-    def look(*_: object) -> None:
-        offloaded.settle()  # as the update that begins now does first
-        found.at_updates.append((found.read, found.written))
-
-    state.optimizer.register_step_pre_hook(look)
     for _ in range(warm + steps + 1):
         run_step(state, plan, microbatches=microbatches(plan), loss=next_token_loss, learning_rate=1e-3)
     state.settle()
+    offloaded = offloaded_of(model)
+    assert offloaded is not None, "the plan has a tier"
     offloaded.close()
-    return found.of_steps()[warm:]
+    return list(offloaded.settings.traffic.steps())[warm:]
 
 
 def planned(plan: Plan, frozen: str) -> OffloadTerms:
@@ -153,7 +118,7 @@ def test_a_drive_moves_what_is_planned(ranks, setting: str, tmp_path: Path):
     )
     terms = planned(plan, frozen)
     for steps in ranks(count).run(moved, plan, frozen, 2, 2):
-        reads, written = zip(*steps, strict=True)
+        reads, written = [one.read for one in steps], [one.written for one in steps]
         if setting == "alternate":
             reads = [max(reads)]  # the plan is of the step that reads more
         assert reads == pytest.approx([terms.disk_read_bytes] * len(reads), rel=0.005)

@@ -7,7 +7,7 @@ import pytest
 
 from fullshard.report.comparison import Compared, compare, comparison_rows
 from fullshard.report.table import measurement_rows, show_measurement
-from fullshard.spec.measurement import Measurement, PeakBytes, StepSeconds
+from fullshard.spec.measurement import DriveBytes, Measurement, PeakBytes, StepSeconds
 from fullshard.spec.memory import MemoryTerms
 from fullshard.spec.prediction import OffloadTerms, Prediction, TimeTerms
 from tests.spec.test_measurement import measurement, pace
@@ -143,7 +143,11 @@ def with_tier(**terms: object) -> Prediction:
 def measured_with_tier() -> Measurement:
     peak = measured().peak_bytes
     assert peak is not None
-    return measured(peak_bytes=peak.model_copy(update={"host": 200}), offload="optimizer:nvme in drive")
+    return measured(
+        peak_bytes=peak.model_copy(update={"host": 200}),
+        offload="optimizer:nvme in drive",
+        drive=DriveBytes(read=4, written=4),
+    )
 
 
 def test_a_tier_is_told_with_what_it_has_of_host_and_drive():
@@ -151,6 +155,8 @@ def test_a_tier_is_told_with_what_it_has_of_host_and_drive():
     rows = {row[0].strip(): row[1:] for row in comparison_rows(compare(told, made))}
     assert rows["host memory, beside"] == ("300 B", "200 B", "+50.0 %")
     assert rows["optimizer"] == ("30.0 ms", "50.0 ms", "-40.0 %")
+    assert rows["read in a step"] == ("2 B", "4 B", "-50.0 %")
+    assert rows["written in a step"] == ("4 B", "4 B", "+0.0 %")
     out = io.StringIO()
     show_measurement(made, prediction=told, file=out)
     said = [" ".join(line.split()) for line in out.getvalue().splitlines()]
@@ -158,6 +164,7 @@ def test_a_tier_is_told_with_what_it_has_of_host_and_drive():
     assert "predicted: 900 B of the drive a rank" in said
     assert "a step reads 2 B and writes 4 B" in said
     assert max(map(len, out.getvalue().splitlines())) <= 100
+    assert ("", "a step reads 4 B and writes 4 B of the drive, a rank") in measurement_rows(made)
     assert dict(measurement_rows(made))["host memory"] == "200 B a rank beside, for its tier"
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from fullshard.offload.engine import as_shard, elsewhere, engine_parameters, own
 from fullshard.offload.on_drive import on_drive
 from fullshard.offload.shards import Copies, FromMasters, Shards
 from fullshard.offload.store import HostStore, Parts, Store, dtypes_of
+from fullshard.offload.traffic import DriveTraffic
 from fullshard.offload.updates import Updates
 from fullshard.spec.groups import Group, Held, Segment, cut, portions
 
@@ -32,7 +33,8 @@ class Settings:
     `shards_outside`: the shards in the dtype computed in are not on the device either; `shards_on_drive`: but
     in what this makes, of the engine's parameters and the number of the unit that gathers each. `moments`:
     their dtype; None: the master's. `alternate`: every other update goes through the groups from the last to
-    the first: those that are still in memory need not be read, and the next forward waits for all.
+    the first: those that are still in memory need not be read, and the next forward waits for all. `traffic`:
+    counts what the drive moves.
     """
 
     device: torch.device
@@ -42,6 +44,7 @@ class Settings:
     alternate: bool = False
     on_drive: Callable[[Sequence[Group]], Store] | None = None
     shards_on_drive: Callable[[Mapping[str, Any], Mapping[str, int]], Shards] | None = None
+    traffic: DriveTraffic = field(default_factory=DriveTraffic)
 
     @property
     def on_gpu(self) -> bool:
@@ -109,6 +112,7 @@ class OffloadedState:
         `release`: called in the caller's thread once a parameter is updated; with all of them by the next
         `settle`."""
         self.settle()
+        self.settings.traffic.begin_update()
         self._release = release
         order = self._order()
         segments = [segment.name for group in order for segment in group.segments]

@@ -35,6 +35,8 @@ _LABELS = {
     "data": "waiting: data",
     "total": "in all",
     "host": "host memory, beside",
+    "read": "read in a step",
+    "written": "written in a step",
     "reserved": "reserved",
     "tokens_per_second": "tokens/s",
     "mfu": "MFU",
@@ -61,10 +63,12 @@ class Compared(Value):
 
 
 class Comparison(Value):
-    """`memory`: bytes at the peak of the fullest rank. `step`: seconds of one step. `speed`: tokens/s of all
-    ranks, and MFU. Each with `total` (and `reserved`) behind its terms; empty where nothing was measured."""
+    """`memory`: bytes at the peak of the fullest rank. `drive`: bytes that it moves for a tier in one step.
+    `step`: seconds of one step. `speed`: tokens/s of all ranks, and MFU. Memory and step have `total` (and
+    `reserved`) behind their terms. What was not measured is empty."""
 
     memory: tuple[Compared, ...] = ()
+    drive: tuple[Compared, ...] = ()
     step: tuple[Compared, ...] = ()
     speed: tuple[Compared, ...] = ()
 
@@ -74,6 +78,7 @@ def compare(prediction: Prediction, measurement: Measurement) -> Comparison:
     peak = measurement.peak_bytes
     return Comparison(
         memory=() if peak is None else tuple(_memory(prediction, peak)),
+        drive=tuple(_drive(prediction, measurement)),
         step=tuple(_step(prediction, measurement)),
         speed=tuple(_speed(prediction, measurement)),
     )
@@ -94,6 +99,9 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
         rows += _cells(
             [one for one in comparison.memory if _larger(one) >= CRUMB_BYTES * whole], format_bytes
         )
+    if comparison.drive:
+        rows.append(("drive", "", "", ""))
+        rows += _cells(comparison.drive, format_bytes)
     if comparison.step:
         rows.append(("step", "", "", ""))
         rows += _cells(comparison.step, format_seconds)
@@ -121,6 +129,13 @@ def _memory(prediction: Prediction, peak: PeakBytes) -> Iterable[Compared]:
         yield Compared(term="reserved", predicted=prediction.reserved_bytes, measured=peak.reserved)
     if prediction.offload is not None and peak.host is not None:
         yield Compared(term="host", predicted=prediction.offload.host_bytes, measured=peak.host)
+
+
+def _drive(prediction: Prediction, measurement: Measurement) -> Iterable[Compared]:
+    told, moved = prediction.offload, measurement.drive
+    if told is not None and moved is not None and told.disk_bytes:
+        yield Compared(term="read", predicted=told.disk_read_bytes, measured=moved.read)
+        yield Compared(term="written", predicted=told.disk_written_bytes, measured=moved.written)
 
 
 def _step(prediction: Prediction, measurement: Measurement) -> Iterable[Compared]:

@@ -55,6 +55,9 @@ def measurement_rows(
             held = format_bytes(prediction.offload.disk_bytes)
             yield "", f"predicted: {held} of the drive a rank"
             yield from (("", line) for line in traffic_lines(prediction))
+        elif m.drive is not None:
+            moved = f"reads {format_bytes(m.drive.read)} and writes {format_bytes(m.drive.written)}"
+            yield "", f"a step {moved} of the drive, a rank"
     if not m.pace.steps:
         yield "steps", f"none: {m.last_step} were done before"
         return

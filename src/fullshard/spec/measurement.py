@@ -167,6 +167,13 @@ class PeakBytes(Value):
         return held + self.units_in_flight + self.rest
 
 
+class DriveBytes(Value):
+    """Bytes that a rank reads from its drive, and writes to it, for a tier in one step."""
+
+    read: NonNegativeInt
+    written: NonNegativeInt
+
+
 class Measurement(Value):
     """What one command's part of a run was seen to do. Written to `<run.dir>/measurement.json`.
 
@@ -177,7 +184,7 @@ class Measurement(Value):
     the trained model generated. `step_seconds`: the mean timed step of `pace`, shared out as the least
     disturbed of a few profiled steps was on the slowest rank (the one that waited least for collectives);
     None where no step was profiled or timed. `offload`: the run's tier, and of one on a drive where; None
-    without.
+    without. `drive`: what rank 0's moved in the median step, from its update to the next.
 
     The rates are in the JSON for whoever reads it; `load` reckons them anew.
     """
@@ -187,6 +194,7 @@ class Measurement(Value):
     world_size: PositiveInt
     device: str
     offload: str | None = None
+    drive: DriveBytes | None = None
     first_step: PositiveInt
     pace: Pace
     skipped_steps: NonNegativeInt = 0

@@ -388,12 +388,14 @@ def _flops_per_token(plan: Plan, model: nn.Module) -> float | None:
 
 
 def _measurement(job: _Job) -> Measurement:
+    offloaded = offloaded_of(job.state.model)
     return Measurement(
         directory=str(job.directory.root),
         strategy=job.plan.strategy,
         world_size=job.plan.world_size,
         device=job.matmul_peak.device,
         offload=_tier(job.plan),
+        drive=None if offloaded is None else offloaded.settings.traffic.of_a_step(),
         first_step=job.first_step,
         pace=job.pace,
         skipped_steps=job.state.skipped - job.skipped_before,

@@ -27,6 +27,7 @@ from fullshard.offload.on_device import OnDevice
 from fullshard.offload.rounding import AdamOptions
 from fullshard.offload.state import OffloadedState, Settings
 from fullshard.offload.store import Record as GroupRecord
+from fullshard.offload.traffic import DriveTraffic
 from fullshard.sharding import apply
 from fullshard.sharding.materialize import Initialise, device_of
 from fullshard.sharding.units import Predicate
@@ -125,7 +126,8 @@ def _remove_empty(plan: Plan) -> None:
 
 
 def _settings(plan: Plan, system: System) -> Settings:
-    section = plan.run.offload
+    section, traffic = plan.run.offload, DriveTraffic()
+    system = traffic.over(system)
     return Settings(
         device=device_of(plan),
         group_parameters=section.group_parameters,
@@ -136,6 +138,7 @@ def _settings(plan: Plan, system: System) -> Settings:
         shards_on_drive=(
             partial(_shards, plan, system=system) if section.on_disk and section.takes_parameters else None
         ),
+        traffic=traffic,
     )
 
 
