@@ -1,4 +1,4 @@
-"""Shards on a drive: what is given is what was published last, whatever is read and written meanwhile."""
+"""Shards outside of the device: what is given is what was published last, whatever is read and written."""
 
 import errno
 import os
@@ -17,6 +17,7 @@ from fullshard.errors import OffloadError
 from fullshard.offload import unit_buffers
 from fullshard.offload.drive import SYSTEM, System
 from fullshard.offload.drive_shards import DriveShards
+from fullshard.offload.shards import Copies
 from fullshard.spec.groups import UNIT_BUFFERS
 
 UNITS = UNIT_BUFFERS + 2
@@ -61,6 +62,13 @@ def publish(shards: DriveShards, unit: int, *, update: int = 0) -> None:
 
 def is_given(shards: DriveShards, unit: int, *, update: int = 0) -> bool:
     return torch.equal(shards.give(str(unit), torch.float32), values(unit, update=update))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_copies_are_of_the_host_where_the_device_has_other_memory(device: str) -> None:
+    home = torch.device("cpu")
+    copies = Copies({"one": Parameter()}, home=home, device=torch.device(device), pinned=False)
+    assert copies.host_bytes == (UNIT_BYTES if device == "cuda" else 0)
 
 
 def test_memory_that_is_still_being_written_is_not_given_to_another_unit(tmp_path: Path) -> None:

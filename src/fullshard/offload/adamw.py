@@ -73,7 +73,7 @@ class StreamingAdamW(torch.optim.Optimizer):
     def copies(self) -> Iterable[Tensor]:
         """Of the shards, on the device, where the masters are not."""
         shards = self.offloaded.shards
-        return shards.tensors.values() if isinstance(shards, Copies) else ()
+        return shards.tensors.values() if isinstance(shards, Copies) and not shards.host_bytes else ()
 
     @property
     def passing(self) -> Iterable[Tensor]:

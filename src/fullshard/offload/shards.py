@@ -92,6 +92,8 @@ class Copies(_InMemory):
             )
             for name, one in engine.items()
         }
+        if home.type != device.type:
+            self.host_bytes = sum(one.nbytes for one in self.tensors.values())
         self._engine, self._device = engine, device
         self._stream = torch.cuda.Stream(device) if home.type == "cuda" else None
         self._events: dict[str, Any] = {}
