@@ -14,6 +14,7 @@ Of 40 fresh ones of every model the largest error of any parameter was 2.5 width
 import itertools
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -236,18 +237,20 @@ def all_cases() -> Iterator[dict[str, Any]]:
 def pairwise() -> list[dict[str, Any]]:
     """A small set of cases in which every possible pair of values of two axes occurs. Greedy."""
 
-    def pairs(case: dict[str, Any]) -> set[tuple[Any, ...]]:
-        return {(a, case[a], b, case[b]) for a, b in itertools.combinations(AXES, 2)}
-
-    cases = list(all_cases())
-    missing = set().union(*(pairs(case) for case in cases))
+    number: dict[tuple[Any, ...], int] = defaultdict(lambda: 1 << len(number))
+    # Sets as the bits of a number: every rank that imports this module does this.
+    cases = [
+        (case, sum(number[a, case[a], b, case[b]] for a, b in itertools.combinations(AXES, 2)))
+        for case in all_cases()
+    ]
+    missing = (1 << len(number)) - 1
     chosen: list[dict[str, Any]] = []
     while missing:
-        best = max(cases[len(chosen) % 7 :: 7], key=lambda case: len(pairs(case) & missing))
-        if not pairs(best) & missing:
-            best = max(cases, key=lambda case: len(pairs(case) & missing))
-        chosen.append(best)
-        missing -= pairs(best)
+        best = max(cases[len(chosen) % 7 :: 7], key=lambda one: (one[1] & missing).bit_count())
+        if not best[1] & missing:
+            best = max(cases, key=lambda one: (one[1] & missing).bit_count())
+        chosen.append(best[0])
+        missing &= ~best[1]
     return chosen
 
 

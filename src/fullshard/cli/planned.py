@@ -2,9 +2,11 @@
 
 import os
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from fullshard.launch.environment import from_slurm, quiet_logs, share_cores, under_srun, under_torchrun
+from fullshard.launch.garbage import importing, uncollected
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -36,7 +38,12 @@ def with_plan(request: "Request") -> "Request":
 
         # What is plainly wrong is found here, before torch is imported (if nothing has asked for it).
         Plan.from_run(request.run, world_size=ranks, device=device)
-    plan = _planned(request, ranks=ranks, device=device)
+    if "torch" not in sys.modules:
+        with importing():  # the user's own modules come after it
+            import_module("torch._dynamo")  # which fake tensors need
+            import_module("fullshard.sharding.describe")
+    with uncollected():
+        plan = _planned(request, ranks=ranks, device=device)
     if plan is not None and plan.prediction is not None and not plan.prediction.is_timed:
         _note(
             "how fast the drive is is not known: bytes are planned, and the step's time is predicted without "

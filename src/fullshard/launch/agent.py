@@ -17,6 +17,7 @@ from fullshard.errors import LaunchError
 from fullshard.launch.attempts import Attempts
 from fullshard.launch.ending import Ending
 from fullshard.launch.environment import quiet_logs
+from fullshard.launch.garbage import uncollected
 from fullshard.launch.request import Request
 from fullshard.launch.signals import Signals
 from fullshard.launch.verdict import Ended
@@ -62,11 +63,12 @@ def run_ranks(request: Request, *, ranks: int) -> int:
 
 
 def _local_agent(directory: Path, ranks: int, *, launch: str) -> "LocalElasticAgent":
-    from torch.distributed.elastic.agent.server.api import WorkerSpec  # costs a second
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+    with uncollected():
+        from torch.distributed.elastic.agent.server.api import WorkerSpec  # costs a second
+        from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+        from torch.distributed.elastic.rendezvous import RendezvousParameters
+        from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
     # Port 0 is any free one. The address is given, or torchelastic looks the machine's name up, which hangs
     # where DNS does.

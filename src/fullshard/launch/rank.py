@@ -11,6 +11,7 @@ from pathlib import Path
 from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
 from fullshard.launch.ending import Ending
 from fullshard.launch.environment import quiet_logs, share_cores
+from fullshard.launch.garbage import importing
 from fullshard.launch.request import Request
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -26,6 +27,8 @@ def main(argv: Sequence[str]) -> None:
     with Ending() as ending:
         request = Request.load(directory)
         with _off_standard_output(), _last_words(path):
+            with importing():
+                request.find_job()
             request.perform()
     ending.save(path)
     _leave(ending)
@@ -55,7 +58,8 @@ def perform_here(request: Request) -> int:
 @contextmanager
 def _last_words(path: Path) -> Generator[None]:
     """A watchdog ends the process at once; what it ended it for is told first, for the launcher to show."""
-    from fullshard.training.watchdog import last_words_to  # torch, after the environment
+    with importing():
+        from fullshard.training.watchdog import last_words_to  # torch, after the environment
 
     def tell(error: TrainError) -> None:
         with Ending() as ending:

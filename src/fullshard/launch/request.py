@@ -9,6 +9,7 @@ from typing import Self
 from pydantic import Field
 
 from fullshard.errors import LaunchError
+from fullshard.launch.garbage import uncollected
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.value import Value
@@ -41,9 +42,12 @@ class Request(Value):
 
     def perform(self) -> None:
         """Calls the job with what is asked. Raises LaunchError if there is no such function."""
-        self._find_job()(self.run, resume=self.resume, plan=self.plan, command_started=self.command_started)
+        with uncollected():
+            job = self.find_job()
+        job(self.run, resume=self.resume, plan=self.plan, command_started=self.command_started)
 
-    def _find_job(self) -> Callable[..., object]:
+    def find_job(self) -> Callable[..., object]:
+        """The function that `job` names. Raises LaunchError if there is none."""
         module, _, name = self.job.partition(":")
         job = getattr(importlib.import_module(module), name, None)
         if not callable(job):

@@ -1,0 +1,43 @@
+"""What is imported is not looked through for cycles again and again."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from fullshard.launch.garbage import uncollected
+
+CYCLE = """
+class Node:
+    def __del__(self):
+        print(self.name)
+
+def left(name):
+    node = Node()
+    node.itself, node.name = node, name
+
+from fullshard.launch.garbage import importing
+with importing():
+    left("within")
+left("after")
+"""
+
+
+def test_nothing_is_collected_within_and_again_after_it_whatever_happens() -> None:
+    assert gc.isenabled()
+    with uncollected():
+        assert not gc.isenabled()
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    with pytest.raises(ImportError), uncollected():
+        raise ImportError
+    assert gc.isenabled()
+
+
+def test_only_what_comes_after_the_imports_is_searched_at_the_end() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CYCLE], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "after\n"
