@@ -124,6 +124,18 @@ def test_a_write_that_failed_is_told_before_its_memory_is_used_again(tmp_path: P
             publish(shards, UNIT_BUFFERS)
 
 
+def test_what_a_load_that_was_broken_off_had_begun_is_made_anew(tmp_path: Path) -> None:
+    with shards_on(tmp_path, SYSTEM) as shards:
+        shards.publish("0", 0, values=values(0)[: ELEMENTS // 2])
+        shards.begin(backwards=True)
+        for unit in range(UNITS):
+            publish(shards, unit, update=1)
+        shards.settle()
+        assert all(is_given(shards, unit, update=1) for unit in (*range(1, UNITS), 0))
+    written = bytearray((tmp_path / "parameters.data").read_bytes())
+    assert torch.equal(torch.frombuffer(written, dtype=torch.float32)[:ELEMENTS], values(0, update=1))
+
+
 class Reads:
     """A drive that counts: of which units something is read."""
 

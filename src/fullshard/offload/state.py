@@ -179,6 +179,7 @@ class OffloadedState:
         if keep:
             self.store.keep()
         self.updates.half_loaded = True
+        self.shards.begin(backwards=True)  # nobody gathers meanwhile
         stream = self.store.stream(self._own, fresh=True)
         for portion in portions(self.groups):
             names = dict.fromkeys(name for group in portion for name in group.names)
@@ -196,6 +197,7 @@ class OffloadedState:
 
     def publish_all(self, *, verify: bool) -> None:
         """What is gathered follows the masters anew; `verify`: all that is read is held against digests."""
+        self.shards.begin(backwards=True)
         for group, parts in self.store.look(self._own, verify=verify):
             self._publish(group, parts)
         self.updates.half_loaded = False

@@ -65,8 +65,11 @@ class UnitBuffers:
         return sum(one.memory.nbytes for one in self._all)
 
     def begin(self, units: Iterable[int], *, backwards: bool) -> None:
-        """An update will make these; `backwards`: in the order opposite to that of gathers."""
+        """An update will make these; `backwards`: in the order opposite to that of gathers. What one before
+        has begun to make, and was broken off, is made anew."""
         with self._changed:
+            for one in (one for one in self._all if one.missing):
+                one.unit, one.missing = None, 0
             self._due, self._backwards, self._holds = set(units), backwards, not backwards
             self._made.clear()
 
