@@ -6,8 +6,8 @@ import pytest
 
 from fullshard.planner.offload import TIERS
 from fullshard.planner.search import predict
-from fullshard.sharding.describe import describe
 from fullshard.spec.measurement import DriveBytes
+from fullshard.spec.memory import MemoryTerms
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import OffloadTerms
 from fullshard.training.loss import next_token_loss
@@ -16,7 +16,7 @@ from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
 from tests.fakes.hardware import cpu_of
-from tests.planner.measured import measured, meta_model, microbatches, plan_of
+from tests.planner.measured import described, measured, meta_model, microbatches, plan_of
 
 QUICK = {
     ("optimizer:cpu", "fp32", "host"),
@@ -48,18 +48,12 @@ def test_bytes_of_a_tier_are_as_planned(  # signature: pytest's
         "offload.group_parameters=100000",
         f"run.dir={tmp_path}",
     )
-    spec = describe(meta_model(plan), plan, loss=next_token_loss)
-    hardware = cpu_of(2).model_copy(update={"disk_bytes_per_second": 1e9})
-    prediction = predict(spec, plan, hardware).prediction
-    assert prediction is not None
-    assert prediction.offload is not None
+    memory, offload = planned(plan)
     for found in ranks(2).run(measured, plan):
         host = found.pop("host")
-        assert prediction.offload.host_bytes == pytest.approx(host, rel=0.01)
-        assert prediction.memory.total == pytest.approx(sum(found.values()), rel=0.03)
-        assert prediction.memory.total + prediction.offload.host_bytes == pytest.approx(
-            sum(found.values()) + host, rel=0.02
-        )
+        assert offload.host_bytes == pytest.approx(host, rel=0.01)
+        assert memory.total == pytest.approx(sum(found.values()), rel=0.03)
+        assert memory.total + offload.host_bytes == pytest.approx(sum(found.values()) + host, rel=0.02)
 
 
 def moved(plan: Plan, frozen: str, warm: int, steps: int) -> list[DriveBytes]:
@@ -75,13 +69,12 @@ def moved(plan: Plan, frozen: str, warm: int, steps: int) -> list[DriveBytes]:
     return list(offloaded.settings.traffic.steps())[warm:]
 
 
-def planned(plan: Plan, frozen: str) -> OffloadTerms:
-    spec = describe(meta_model(plan, frozen=frozen), plan, loss=next_token_loss)
+def planned(plan: Plan, frozen: str = "") -> tuple[MemoryTerms, OffloadTerms]:
     hardware = cpu_of(plan.world_size).model_copy(update={"disk_bytes_per_second": 1e9})
-    prediction = predict(spec, plan, hardware).prediction
+    prediction = predict(described(plan, frozen=frozen), plan, hardware).prediction
     assert prediction is not None
     assert prediction.offload is not None
-    return prediction.offload
+    return prediction.memory, prediction.offload
 
 
 SETTINGS: dict[str, tuple[int, int, str, tuple[str, ...]]] = {
@@ -116,7 +109,7 @@ def test_a_drive_moves_what_is_planned(ranks, setting: str, tmp_path: Path):
         f"run.dir={tmp_path}",
         accumulation=accumulation,
     )
-    terms = planned(plan, frozen)
+    _, terms = planned(plan, frozen)
     for steps in ranks(count).run(moved, plan, frozen, 2, 2):
         reads, written = [one.read for one in steps], [one.written for one in steps]
         if setting == "alternate":
