@@ -28,7 +28,8 @@ MODES: tuple[RecomputeSection, ...] = tuple(
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder's sizes; `layers` at least 3, and `compressed` shows three of them in the trace."""
+    """A decoder's sizes; `layers` at least 3, and `compressed` shows three of them in the trace. `frozen`:
+    all is, but the norms."""
 
     layers: int = 6
     d_model: int = 64
@@ -37,6 +38,7 @@ class Shape:
     sequence: int = 128
     precision: PrecisionMode = "bf16"
     compressed: bool = True
+    frozen: bool = False
 
     @property
     def shown(self) -> int:
@@ -59,15 +61,15 @@ def decoder_spec(shape: Shape, *, modes: tuple[RecomputeSection, ...] = MODES) -
         "norms": (2 * d,),
     }
     units = [
-        UnitSpec(name="embedding", position=1, parameters=_parameters({"table": (v, d)})),
+        UnitSpec(name="embedding", position=1, parameters=_parameters({"table": (v, d)}, shape)),
         *(
-            UnitSpec(name=f"blocks.{i}", position=2 + i, parameters=_parameters(block), is_block=True)
+            UnitSpec(name=f"blocks.{i}", position=2 + i, parameters=_parameters(block, shape), is_block=True)
             for i in range(shape.layers)
         ),
         UnitSpec(
             name="head",
             position=2 + shape.layers,
-            parameters=_parameters({"norm": (d,), "head": (v, d)}),
+            parameters=_parameters({"norm": (d,), "head": (v, d)}, shape),
             kept=True,
         ),
         UnitSpec(name="root", position=0, parameters=(), kept=True),
@@ -103,8 +105,11 @@ def plan_for(shape: Shape, world_size: int, *overrides: str) -> Plan:
     return Plan.from_run(run_for(shape, *overrides), world_size=world_size, device="cuda")
 
 
-def _parameters(shapes: dict[str, tuple[int, ...]]) -> tuple[ParamSpec, ...]:
-    return tuple(ParamSpec(name=name, shape=shape) for name, shape in shapes.items())
+def _parameters(shapes: dict[str, tuple[int, ...]], shape: Shape) -> tuple[ParamSpec, ...]:
+    return tuple(
+        ParamSpec(name=name, shape=own, requires_grad=not shape.frozen or name.startswith("norm"))
+        for name, own in shapes.items()
+    )
 
 
 def _kernels(shape: Shape) -> tuple[Kernel, ...]:

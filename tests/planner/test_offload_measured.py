@@ -6,6 +6,7 @@ import pytest
 
 from fullshard.planner.offload import TIERS
 from fullshard.planner.search import predict
+from fullshard.spec.groups import PAGE_BYTES
 from fullshard.spec.measurement import DriveBytes
 from fullshard.spec.memory import MemoryTerms
 from fullshard.spec.plan import Plan
@@ -18,6 +19,7 @@ from fullshard.training.step import run_step
 from tests.fakes.hardware import cpu_of
 from tests.planner.measured import described, measured, meta_model, microbatches, plan_of
 
+BASE = "*[ndg].*"  # all but the norms
 QUICK = {
     ("optimizer:cpu", "fp32", "host"),
     ("optimizer:cpu", "bf16", "device"),
@@ -48,8 +50,21 @@ def test_bytes_of_a_tier_are_as_planned(  # signature: pytest's
         "offload.group_parameters=100000",
         f"run.dir={tmp_path}",
     )
-    memory, offload = planned(plan)
-    for found in ranks(2).run(measured, plan):
+    check_bytes(ranks, plan)
+
+
+@pytest.mark.parametrize(
+    "tier", ["params+optimizer:nvme", pytest.param("optimizer:nvme", marks=pytest.mark.long)]
+)
+def test_bytes_of_a_tier_beside_a_frozen_base_are_as_planned(ranks, tier: str, tmp_path: Path):
+    """Which is in fp32, and computed in bf16."""
+    shards = ("sharding.strategy=full_shard", "precision.mode=bf16", "offload.group_parameters=100000")
+    check_bytes(ranks, plan_of(2, *shards, f"offload.tier={tier}", f"run.dir={tmp_path}"), frozen=BASE)
+
+
+def check_bytes(ranks, plan: Plan, *, frozen: str = "") -> None:
+    memory, offload = planned(plan, frozen)
+    for found in ranks(2).run(measured, plan, frozen):
         host = found.pop("host")
         assert offload.host_bytes == pytest.approx(host, rel=0.01)
         assert memory.total == pytest.approx(sum(found.values()), rel=0.03)
@@ -86,13 +101,25 @@ SETTINGS: dict[str, tuple[int, int, str, tuple[str, ...]]] = {
     "replicas": (4, 2, "", ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2")),
     "explicit": (2, 2, "", ("sharding.strategy=full_shard", "prefetch.mode=explicit", "prefetch.backward=2")),
     "not prefetched": (2, 2, "", ("sharding.strategy=full_shard", "prefetch.mode=none")),
-    "frozen": (2, 2, "*.mlp.*", ("sharding.strategy=full_shard",)),
+    "frozen": (2, 2, "*.feed_forward.*", ("sharding.strategy=full_shard",)),
+    "frozen base": (2, 1, BASE, ("sharding.strategy=full_shard", "precision.mode=bf16")),
+    "frozen, kept": (2, 2, BASE, ("sharding.strategy=shard_grad_op",)),
+    "frozen, kept over fewer": (4, 2, "*[nd].*", ("sharding.strategy=full_shard", "sharding.reshard_to=2")),
+    "frozen, explicit": (1, 2, BASE, ("sharding.strategy=full_shard", "prefetch.mode=explicit")),
+    "frozen, not prefetched": (3, 1, BASE, ("sharding.strategy=full_shard", "prefetch.mode=none")),
+    "frozen, alternate": (
+        2,
+        1,
+        BASE,
+        ("sharding.strategy=full_shard", "offload.order=alternate", "recompute.mode=full"),
+    ),
+    "frozen, few units": (2, 2, BASE, ("sharding.strategy=full_shard", "model.layers=2")),
     "few units": (2, 2, "", ("sharding.strategy=full_shard", "model.layers=2")),
     "state alone": (2, 1, "", ("offload.tier=optimizer:nvme",)),
     "alternate": (2, 2, "", ("offload.order=alternate",)),
     "bf16": (2, 2, "", ("precision.mode=bf16", "offload.moments=bf16")),
 }
-QUICK_SETTINGS = {"one group", "accumulated", "alternate"}
+QUICK_SETTINGS = {"one group", "accumulated", "alternate", "frozen base"}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +139,8 @@ def test_a_drive_moves_what_is_planned(ranks, setting: str, tmp_path: Path):
     _, terms = planned(plan, frozen)
     for steps in ranks(count).run(moved, plan, frozen, 2, 2):
         reads, written = [one.read for one in steps], [one.written for one in steps]
-        if setting == "alternate":
+        if "alternate" in setting:
             reads = [max(reads)]  # the plan is of the step that reads more
         assert reads == pytest.approx([terms.disk_read_bytes] * len(reads), rel=0.005)
-        assert written == pytest.approx([terms.disk_written_bytes] * len(written), rel=0.005)
+        # Where little is trained, what is written beside it (a manifest) is more than that.
+        assert written == pytest.approx([terms.disk_written_bytes] * len(written), rel=0.005, abs=PAGE_BYTES)

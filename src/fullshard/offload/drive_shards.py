@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +12,30 @@ import torch
 from torch import Tensor
 
 from fullshard.offload.drive import SYSTEM, DriveFile, System
-from fullshard.offload.engine import own_shape, padded_shape
+from fullshard.offload.engine import computed_in, own_shape, padded_shape
 from fullshard.offload.manifest import digest, other_bytes
-from fullshard.offload.shards import computed_in
-from fullshard.offload.slabs import bytes_of
+from fullshard.offload.on_drive import on_drive
+from fullshard.offload.slabs import bytes_of, slab
 from fullshard.offload.unit_buffers import Buffer, UnitBuffers
 from fullshard.spec.groups import UNIT_BUFFERS, part_bytes
 
 
 @dataclass(eq=False)
 class _Unit:
-    """Its bytes in the file, how many elements are published, and the digest of its bytes."""
+    """Its bytes in the file, how many elements are published, and, by parameter, what part of the bytes each
+    has, and their digest."""
 
-    offset: int
-    size_bytes: int
-    elements: int
-    digest: str | None = None
+    offset: int = 0
+    size_bytes: int = 0
+    elements: int = 0
+    parts: dict[str, slice] = field(default_factory=dict[str, slice])
+    digests: dict[str, str] = field(default_factory=dict[str, str])
 
 
 class DriveShards:
     """`Shards` in one file. `units`: of each parameter, which unit gathers it, counted from 0.
 
-    `verify`: what is read is held against the digest of what was written.
+    `dtype_of`: of each in the file. `verify`: what is read is held against the digest of what was written.
 
     One thread publishes, unit after unit, while another gives. While a unit is gathered the one that came
     after it the last time is read: see [Note: units in memory] in `offload.unit_buffers`. Nothing in the file
@@ -46,21 +49,23 @@ class DriveShards:
         *,
         path: Path,
         device: torch.device,
+        dtype_of: Callable[[Any], torch.dtype] = computed_in,
         verify: bool = False,
         system: System = SYSTEM,
     ) -> None:
         self._engine, self._unit_of, self._device, self._verify = engine, units, device, verify
-        self._begins: dict[str, int] = {}
+        self._dtype_of = dtype_of
         self._units: dict[int, _Unit] = {}
+        for name, one in engine.items():
+            unit = self._units.setdefault(units[name], _Unit())
+            begin = unit.size_bytes
+            unit.size_bytes += part_bytes(padded_shape(one).numel(), dtype_of(one).itemsize)
+            unit.parts[name] = slice(begin, unit.size_bytes)
+            unit.elements += own_shape(one).numel()
         end = 0
-        for unit in dict.fromkeys(units.values()):
-            size = elements = 0
-            for name in (name for name, own in units.items() if own == unit):
-                self._begins[name] = size
-                size += part_bytes(padded_shape(engine[name]).numel(), computed_in(engine[name]).itemsize)
-                elements += own_shape(engine[name]).numel()
-            self._units[unit] = _Unit(end, part_bytes(max(size, 1), 1), elements)
-            end += self._units[unit].size_bytes
+        for unit in self._units.values():
+            unit.offset, unit.size_bytes = end, part_bytes(max(unit.size_bytes, 1), 1)
+            end += unit.size_bytes
         largest = max((unit.size_bytes for unit in self._units.values()), default=1)
         size = max(end, part_bytes(1, 1))
         if path.exists() and path.stat().st_size != size:
@@ -110,6 +115,12 @@ class DriveShards:
         shard = self._view(buffer, name)
         return (shard.to(self._device, non_blocking=True) if self._device.type == "cuda" else shard).to(dtype)
 
+    def whole(self, name: str) -> Tensor:
+        """See `KeptShards`. Raises OffloadError where it cannot be read."""
+        one = self._engine[name]
+        size = torch.Size([own_shape(one).numel()])
+        return on_drive(size, self._dtype_of(one), read=partial(self._read_one, name))
+
     def settle(self) -> None:
         """Returns when all that was published is on the drive. Raises OffloadError."""
         self._buffers.settle()
@@ -125,31 +136,43 @@ class DriveShards:
         return close
 
     def _view(self, buffer: Buffer, name: str) -> Tensor:
-        one = self._engine[name]
-        dtype, shape = computed_in(one), padded_shape(one)
-        begin = self._begins[name]
-        return buffer.memory[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        one, part = self._engine[name], self._units[self._unit_of[name]].parts[name]
+        dtype, shape = self._dtype_of(one), padded_shape(one)
+        return buffer.memory[part][: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
-    def _unit_in(self, buffer: Buffer) -> _Unit:
-        assert buffer.unit is not None, "what is read or written is a unit's"
-        return self._units[buffer.unit]
+    def _start_reading(self, buffer: Buffer, unit: int) -> Future[None]:
+        return self._reader.submit(self._read, buffer, self._units[unit])
 
-    def _start_reading(self, buffer: Buffer) -> Future[None]:
-        return self._reader.submit(self._read, buffer, self._unit_in(buffer))
-
-    def _start_writing(self, buffer: Buffer) -> Future[None]:
-        return self._writer.submit(self._write, buffer, self._unit_in(buffer))
+    def _start_writing(self, buffer: Buffer, unit: int) -> Future[None]:
+        return self._writer.submit(self._write, buffer, self._units[unit])
 
     def _read(self, buffer: Buffer, unit: _Unit) -> None:
         data = bytes_of(buffer.memory[: unit.size_bytes])
         self._file.read(data, unit.offset)
-        if unit.digest is not None and digest(data) != unit.digest:
-            raise other_bytes(self._file.path, f"bytes {unit.offset} to {unit.offset + unit.size_bytes}")
+        for name in unit.digests:
+            _check(self._file, unit, name=name, data=data[unit.parts[name]])
+
+    def _read_one(self, name: str) -> Tensor:
+        one, unit = self._engine[name], self._units[self._unit_of[name]]
+        part, dtype = unit.parts[name], self._dtype_of(one)
+        memory = slab(part.stop - part.start, pinned=False)
+        data = bytes_of(memory)[: part.stop - part.start]
+        self._file.read(data, unit.offset + part.start)
+        if name in unit.digests:
+            _check(self._file, unit, name=name, data=data)
+        return memory[: own_shape(one).numel() * dtype.itemsize].view(dtype)
 
     def _write(self, buffer: Buffer, unit: _Unit) -> None:
         data = bytes_of(buffer.memory[: unit.size_bytes])
-        unit.digest = digest(data) if self._verify else None
+        if self._verify:
+            unit.digests = {name: digest(data[part]) for name, part in unit.parts.items()}
         self._file.write(data, unit.offset)
+
+
+def _check(file: DriveFile, unit: _Unit, *, name: str, data: memoryview) -> None:
+    if digest(data) != unit.digests[name]:
+        begin = unit.offset + unit.parts[name].start
+        raise other_bytes(file.path, f"bytes {begin} to {begin + data.nbytes} ({name})")
 
 
 class Following:

@@ -14,7 +14,7 @@ the engine has no extension point for that, so such parameters get a subclass of
 the same in torch 2.11 to 2.13.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, cast
 
@@ -32,6 +32,15 @@ def engine_parameters(module: FSDPModule) -> list[Any]:
     return [] if group is None else list(group.fsdp_params)
 
 
+def gathered_parameters(model: nn.Module) -> Iterator[tuple[int, str, Any]]:
+    """Of each parameter that is sharded, in the order of use: the number of the unit that gathers it, its
+    name, the engine's object."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for unit, module in enumerate(m for m in model.modules() if isinstance(m, FSDPModule)):
+        for one in engine_parameters(module):
+            yield unit, names[id(one.sharded_param)], one
+
+
 def own_shape(engine_parameter: Any) -> torch.Size:
     """Of this rank's shard, without padding."""
     return engine_parameter.sharded_size
@@ -40,6 +49,17 @@ def own_shape(engine_parameter: Any) -> torch.Size:
 def padded_shape(engine_parameter: Any) -> torch.Size:
     """Of the shard as it is gathered."""
     return engine_parameter.padded_sharded_param_size
+
+
+def kept_in(engine_parameter: Any) -> torch.dtype:
+    """The dtype of the shard."""
+    return engine_parameter.sharded_param.dtype
+
+
+def computed_in(engine_parameter: Any) -> torch.dtype:
+    """The dtype that the parameter is gathered in: integers are never cast."""
+    kept = kept_in(engine_parameter)
+    return (engine_parameter.mp_policy.param_dtype if kept.is_floating_point else None) or kept
 
 
 def elsewhere(engine_parameter: Any, source: Source, *, local: Tensor | None) -> None:
@@ -57,7 +77,7 @@ def elsewhere(engine_parameter: Any, source: Source, *, local: Tensor | None) ->
     def before(
         mesh: object, size: torch.Size, stride: object, module: nn.Module, policy: Any
     ) -> tuple[tuple[Tensor], None]:  # signature: the engine's
-        return (source(policy.param_dtype or parameter.dtype),), None
+        return (source(computed_in(engine_parameter)),), None
 
     def after(  # signature: the engine's
         outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None

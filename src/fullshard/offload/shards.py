@@ -1,13 +1,13 @@
 """What is gathered while the master is elsewhere: this rank's shards in the dtype computed in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fullshard.offload.engine import own_shape, padded_shape
+from fullshard.offload.engine import computed_in, own_shape, padded_shape
 from fullshard.offload.slabs import slab
 
 
@@ -40,6 +40,15 @@ class Shards(Protocol):
 
     def closing(self) -> Callable[[], None]:
         """What lets go of files and threads, and holds nothing else."""
+        ...
+
+
+class KeptShards(Shards, Protocol):
+    """`Shards` that are the only ones there are of their parameters: what they are made with says in which
+    dtype."""
+
+    def whole(self, name: str) -> Tensor:
+        """The shard, flat, without padding; not to be changed. On a drive it is read when it is used."""
         ...
 
 
@@ -77,19 +86,23 @@ class FromMasters(_InMemory):
 
 
 class Copies(_InMemory):
-    """Copies in the dtype computed in: on the device, or in (pinned) host memory, from where each gather
-    copies them in.
+    """Copies in the dtype computed in (or what `dtype_of` says): on the device, or in (pinned) host memory,
+    from where each gather copies them in.
 
     On a GPU the copies of an update go on a stream of their own, and a gather waits for what it needs of it.
     """
 
     def __init__(
-        self, engine: dict[str, Any], *, home: torch.device, device: torch.device, pinned: bool
+        self,
+        engine: Mapping[str, Any],
+        *,
+        home: torch.device,
+        device: torch.device,
+        pinned: bool,
+        dtype_of: Callable[[Any], torch.dtype] = computed_in,
     ) -> None:
         self.tensors = {
-            name: torch.zeros(
-                padded_shape(one).numel(), dtype=computed_in(one), device=home, pin_memory=pinned
-            )
+            name: _zeros(padded_shape(one).numel(), dtype_of(one), device=home, pinned=pinned)
             for name, one in engine.items()
         }
         if home.type != device.type:
@@ -119,7 +132,13 @@ class Copies(_InMemory):
         shard = one.to(self._device, non_blocking=True) if one.device != self._device else one
         return shard.view(padded_shape(self._engine[name])).to(dtype)
 
+    def whole(self, name: str) -> Tensor:
+        return self.tensors[name][: own_shape(self._engine[name]).numel()]
 
-def computed_in(engine_parameter: Any) -> torch.dtype:
-    """The dtype that a parameter is gathered in."""
-    return engine_parameter.mp_policy.param_dtype or engine_parameter.sharded_param.dtype
+
+def _zeros(  # signature: a tensor's
+    numel: int, dtype: torch.dtype, *, device: torch.device, pinned: bool
+) -> Tensor:
+    if not pinned:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    return slab(numel * dtype.itemsize, pinned=True)[: numel * dtype.itemsize].view(dtype)

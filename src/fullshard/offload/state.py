@@ -1,23 +1,30 @@
-"""What a rank keeps outside of the device: masters and moments of its trained shards, on host or drive."""
+"""What a rank keeps outside of the device: masters and moments of its trained shards, and shards."""
 
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import OffloadError
-from fullshard.offload.engine import as_shard, elsewhere, engine_parameters, own_shape, padded_shape
+from fullshard.offload.engine import (
+    as_shard,
+    computed_in,
+    elsewhere,
+    gathered_parameters,
+    kept_in,
+    own_shape,
+    padded_shape,
+)
+from fullshard.offload.frozen import Frozen
 from fullshard.offload.on_drive import on_drive
-from fullshard.offload.shards import Copies, FromMasters, Shards
+from fullshard.offload.shards import Copies, FromMasters, KeptShards, Shards
 from fullshard.offload.store import HostStore, Parts, Store, dtypes_of
 from fullshard.offload.traffic import DriveTraffic
 from fullshard.offload.updates import Updates
@@ -26,12 +33,21 @@ from fullshard.spec.groups import Group, Held, Segment, cut, portions
 Update = Callable[[Group, Parts], None]
 
 
+class ShardsOnDrive(Protocol):
+    """Makes shards on a drive, of the engine's parameters and the number of the unit that gathers each, in
+    the dtype computed in, or, `frozen`, in their own."""
+
+    def __call__(
+        self, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool
+    ) -> KeptShards: ...
+
+
 @dataclass(frozen=True)
 class Settings:
     """How and where. `on_drive`: what makes the store of these groups; None: the host's memory.
 
-    `shards_outside`: the shards in the dtype computed in are not on the device either; `shards_on_drive`: but
-    in what this makes, of the engine's parameters and the number of the unit that gathers each. `moments`:
+    `shards_outside`: the shards in the dtype computed in, and those that are frozen, are not on the device
+    either; `shards_on_drive`: but in what this makes. `moments`:
     their dtype; None: the master's. `alternate`: every other update goes through the groups from the last to
     the first: those that are still in memory need not be read, and the next forward waits for all. `traffic`:
     counts what the drive moves.
@@ -43,12 +59,27 @@ class Settings:
     moments: torch.dtype | None = None
     alternate: bool = False
     on_drive: Callable[[Sequence[Group]], Store] | None = None
-    shards_on_drive: Callable[[Mapping[str, Any], Mapping[str, int]], Shards] | None = None
+    shards_on_drive: ShardsOnDrive | None = None
     traffic: DriveTraffic = field(default_factory=DriveTraffic)
 
     @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
+
+    @property
+    def is_device(self) -> bool:
+        """Where the state is: the host's memory is the device's."""
+        return self.on_drive is None and not self.on_gpu
+
+    def shards_of(
+        self, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool = False
+    ) -> KeptShards:
+        """What is gathered of these, as `ShardsOnDrive` has it."""
+        if self.shards_on_drive is not None and engine:
+            return self.shards_on_drive(engine, units, frozen=frozen)
+        home = torch.device("cpu") if self.shards_outside else self.device
+        pinned, dtype_of = self.on_gpu and self.shards_outside, kept_in if frozen else computed_in
+        return Copies(engine, home=home, device=self.device, pinned=pinned, dtype_of=dtype_of)
 
 
 class OffloadedState:
@@ -57,7 +88,8 @@ class OffloadedState:
     `names`: of the parameters whose state it has, in the order of use: those that are trained and sharded.
     `names_of`: the same, by the parameters. `engine`: the engine's object of each. `masters`: the master of
     each, where the engine's shards are the masters; elsewhere they stand for them, and are NaN.
-    `shards`: what the engine gathers. `updates`: what goes on beside training.
+    `shards`: what the engine gathers; `frozen`: what it gathers of those that are not trained, and are not on
+    the device, as `elsewhere` says of each. `updates`: what goes on beside training.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -74,35 +106,37 @@ class OffloadedState:
 
     def begin(self, model: nn.Module) -> None:
         """The engine has the parameters, without values."""
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
         held: list[Held] = []
-        for unit, module in enumerate(m for m in model.modules() if isinstance(m, FSDPModule)):
-            for one in engine_parameters(module):
-                parameter = cast(DTensor, one.sharded_param)
-                name = names[id(parameter)]
-                if parameter.requires_grad and name not in self.engine:
-                    self.engine[name], self._units[name] = one, unit
-                    dtype = str(parameter.dtype).removeprefix("torch.")
-                    most = padded_shape(one).numel()
-                    held.append(Held(name, numel=own_shape(one).numel(), most=most, dtype=dtype))
+        frozen: dict[str, Any] = {}
+        for unit, name, one in gathered_parameters(model):
+            if self._units.setdefault(name, unit) != unit:
+                continue
+            if not one.sharded_param.requires_grad:
+                frozen[name] = one
+                continue
+            self.engine[name] = one
+            dtype, most = str(kept_in(one)).removeprefix("torch."), padded_shape(one).numel()
+            held.append(Held(name, numel=own_shape(one).numel(), most=most, dtype=dtype))
         self.names = tuple(self.engine)
         self.names_of = {one.sharded_param: name for name, one in self.engine.items()}
         self.groups = cut(held, group_parameters=self.settings.group_parameters)
         self._own = tuple(group for group in self.groups if group.segments)
-        self._make()
+        self._make(frozen)
         self._filling = _Filling(self.store.stream(self._own, fresh=True), self._publish)
 
     def take(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """The values of one unit's parameters; the units come in the order of use. Their memory is let go."""
-        own = {name: _flat(p) for name, p in parameters.items() if name in self.engine}
+        engine = {**self.engine, **self.frozen.engine}
+        own = {name: _flat(p) for name, p in parameters.items() if name in engine}
         self._filling.offer(own)
+        self.frozen.put(own)
         for name in own:
-            seen = self.masters.get(name)
-            elsewhere(self.engine[name], partial(self._give, name), local=seen)
+            elsewhere(engine[name], partial(self._give, name), local=self.masters.get(name))
 
     def end(self) -> None:
         """Of all units."""
         self._filling.end()
+        self.frozen.shards.settle()
         self.updates.settle()
 
     # What an optimizer and a checkpoint ask for
@@ -137,7 +171,7 @@ class OffloadedState:
             self.store.read_ahead(following)
 
         self.updates.begin(update, units=tuple(left))
-        if self.settings.on_drive is None and not self.settings.on_gpu:
+        if self.settings.is_device:
             self.settle()  # nothing to wait for but the processor, which the caller wants too
 
     def settle(self, *, to_load: bool = False) -> None:
@@ -167,13 +201,13 @@ class OffloadedState:
             parts = Parts(*(on_drive(one.shape, one.dtype, read=read) for one, read in pairs))
         return _placed(self.engine[name], parts, moments=self.settings.moments)
 
-    def refill(self, *, keep: bool = False) -> Generator[dict[str, dict[str, Tensor]]]:
+    def refill(self, *, keep: bool = False, frozen: bool = False) -> Generator[dict[str, dict[str, Tensor]]]:
         """Gives new values to all state, in portions: yields name -> key -> a tensor to be filled, placed as
         the parameter; what stands in them when the next portion is asked for is taken over. On every rank
         there are as many portions, of the same names.
 
         Where it is broken off, nothing can be done with the state but to fill it again. `keep`: what is
-        `living` can be read for the new values.
+        `living` can be read for the new values. `frozen`: what is frozen gets new values, too.
         """
         self.settle(to_load=True)
         if keep:
@@ -192,6 +226,8 @@ class OffloadedState:
                     _copy(new[segment.name], parts, segment=segment)
                 self._publish(group, parts)
         next(stream, None)
+        for new in self.frozen.refill() if frozen else ():
+            yield {name: {"master": own} for name, own in new.items()}
         self.updates.settle(to_load=True)
         self.updates.half_loaded = False
 
@@ -211,35 +247,35 @@ class OffloadedState:
         """Of the next update."""
         return self._own[::-1] if self._backwards else self._own
 
-    def _make(self) -> None:
+    def _make(self, frozen: Mapping[str, Any]) -> None:
         settings, engine = self.settings, self.engine
         if settings.on_drive is None:
             host = HostStore(self._own, moments=settings.moments, pinned=settings.on_gpu)
             self.store: Store = host
         else:
             host, self.store = None, settings.on_drive(self._own)
-        on_device = host is not None and not settings.on_gpu
         self.masters: dict[str, Tensor] = {}
-        if host is not None and on_device:
+        if host is not None and settings.is_device:
             for name, one in engine.items():
                 whole = host.whole(name)
                 none = torch.empty(0, dtype=one.sharded_param.dtype)
                 self.masters[name] = none if whole is None else whole.master
-        home = torch.device("cpu") if settings.shards_outside else settings.device
-        pinned = settings.on_gpu and settings.shards_outside
-        with ExitStack() as unless_whole:
-            unless_whole.callback(self.store.close)  # else its lock stays held as long as the process lives
-            if on_device:
+        with ExitStack() as closing:
+            closing.callback(self.store.close)
+            if settings.is_device:
                 self.shards: Shards = FromMasters(self.masters, engine)
-            elif settings.shards_on_drive is not None:
-                self.shards = settings.shards_on_drive(engine, self._units)
             else:
-                self.shards = Copies(engine, home=home, device=settings.device, pinned=pinned)
-            unless_whole.pop_all()
-        self.updates = Updates(partial(_settle, self.store, self.shards), hurried=self.shards.hurried)
-        # Nothing that knows the model: it knows this, and neither would ever be let go.
-        close = self.shards.closing()
-        self.closing = weakref.finalize(self, _close, self.updates.thread, self.store, shards=close)
+                self.shards = settings.shards_of(engine, self._units)
+            closing.callback(self.shards.closing())
+            stays = settings.is_device or not settings.shards_outside
+            others = dict[str, Any]() if stays else frozen
+            kept = settings.shards_of(others, self._units, frozen=True)
+            self.frozen = Frozen(others, self._units, shards=kept)
+            closing.callback(self.frozen.shards.closing())
+            self.updates = Updates(partial(_settle, self.store, self.shards), hurried=self.shards.hurried)
+            closing.callback(self.updates.thread.shutdown)
+            # Nothing that knows the model: it knows this, and neither would ever be let go.
+            self.closing = weakref.finalize(self, closing.pop_all().close)
 
     def _publish(self, group: Group, parts: Parts) -> None:
         for _ in _publishing(self.shards, group, parts=parts):
@@ -249,6 +285,8 @@ class OffloadedState:
     def _give(self, name: str, dtype: torch.dtype) -> Tensor:
         """This rank's shard, when its unit is updated. Called by the engine, when it gathers."""
         self.updates.wait_for(self._units[name])
+        if name in self.frozen.engine:
+            return self.frozen.shards.give(name, dtype)
         self._release(name)
         return self.shards.give(name, dtype)
 
@@ -263,18 +301,25 @@ def _publishing(shards: Shards, group: Group, *, parts: Parts, backwards: bool =
 
 def host_bytes_of(offloaded: OffloadedState) -> int:
     """What it takes of the host's memory, gradients left out."""
-    return offloaded.store.host_bytes + offloaded.shards.host_bytes
+    return offloaded.store.host_bytes + offloaded.shards.host_bytes + offloaded.frozen.shards.host_bytes
+
+
+def elsewhere_of(offloaded: OffloadedState) -> set[Tensor]:
+    """The parameters whose values are not in the shards that the model has."""
+    trained = [] if offloaded.settings.is_device else offloaded.engine.values()
+    return {one.sharded_param for one in (*trained, *offloaded.frozen.engine.values())}
 
 
 def presented(offloaded: OffloadedState) -> Iterator[set[Tensor]]:
-    """As `OffloadedState.refill`, of the masters alone: they are the shards of the parameters that it yields
-    as long as that lasts; moments become zero."""
-    for portion in offloaded.refill():
-        own = {name: offloaded.engine[name].sharded_param for name in portion}
+    """As `OffloadedState.refill`, of the values alone, frozen ones too: they are the shards of the parameters
+    that it yields as long as that lasts; moments become zero."""
+    engine = {**offloaded.engine, **offloaded.frozen.engine}
+    for portion in offloaded.refill(frozen=True):
+        own = {name: engine[name].sharded_param for name in portion}
         stands = {name: parameter._local_tensor for name, parameter in own.items()}
         for name, new in portion.items():
             own[name]._local_tensor = cast(DTensor, new["master"]).to_local()
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in new.keys() - {"master"}:
                 cast(DTensor, new[key]).to_local().zero_()
         yield set(own.values())
         for name, local in stands.items():
@@ -307,12 +352,6 @@ def _now(of: "weakref.ref[OffloadedState]", name: str, *, part: int) -> Tensor:
 def _settle(store: Store, shards: Shards) -> None:
     store.settle()
     shards.settle()
-
-
-def _close(thread: ThreadPoolExecutor, store: Store, *, shards: Callable[[], None]) -> None:
-    thread.shutdown()
-    store.close()
-    shards()
 
 
 class _Filling:

@@ -45,7 +45,7 @@ class Buffer:
                 done.result()
 
 
-Transfer = Callable[[Buffer], Future[None]]
+Transfer = Callable[[Buffer, int], Future[None]]  # of this unit
 
 
 class UnitBuffers:
@@ -112,7 +112,7 @@ class UnitBuffers:
         """All of the unit is there, and is written behind it."""
         with self._changed:
             assert buffer.unit is not None, "it is made"
-            buffer.writing = _told(self._changed, write(buffer))
+            buffer.writing = _told(self._changed, write(buffer, buffer.unit))
             self._due.discard(buffer.unit)
             self._made.insert(0 if self._backwards else len(self._made), buffer.unit)
 
@@ -133,7 +133,7 @@ class UnitBuffers:
                 self._changed.wait()
             if buffer.unit != unit:
                 self._give_to(unit, buffer)
-                buffer.reading = _told(self._changed, read(buffer))
+                buffer.reading = _told(self._changed, read(buffer, unit))
             self._all.remove(buffer)
             self._all.append(buffer)
             return buffer
@@ -144,7 +144,7 @@ class UnitBuffers:
             idle = self._idle()
             if self._of(unit) is None and unit not in self._due and len(idle) > 1 and not idle[0].is_busy:
                 self._give_to(unit, idle[0])
-                idle[0].reading = _told(self._changed, read(idle[0]))
+                idle[0].reading = _told(self._changed, read(idle[0], unit))
 
     @property
     def _is_held(self) -> bool:

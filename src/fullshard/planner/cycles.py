@@ -12,6 +12,7 @@ of the turn has touched; and the host's, as long as it is ahead, and will be.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from fullshard.planner.host_streams import InBuffers
 from fullshard.planner.streams import Streams
 
 NEVER = 1 << 62
@@ -43,7 +44,7 @@ _SUMS = (
 
 class Mark(NamedTuple):
     """The state at the end of a turn. `pending`: the units on their way, and when they will be there;
-    `buffered`: those whose own shards the host has, the last used last."""
+    `buffered`: those in each kind of the host's buffers, the last used last."""
 
     compute: int
     host: int
@@ -51,7 +52,7 @@ class Mark(NamedTuple):
     reduces: tuple[int, ...]
     sums: tuple[int, ...]
     pending: dict[int, int]
-    buffered: tuple[int, ...]
+    buffered: tuple[tuple[int, ...], ...]
     slack: int
 
 
@@ -73,7 +74,7 @@ def clamp(streams: Streams, clocks: Sequence[str]) -> None:
         setattr(streams, clock, max(getattr(streams, clock), streams.compute))
 
 
-def mark(streams: Streams, pending: Mapping[int, int], *, buffered: Sequence[int]) -> Mark:
+def mark(streams: Streams, pending: Mapping[int, int], *, in_buffers: InBuffers) -> Mark:
     """The state now."""
     return Mark(
         streams.compute,
@@ -82,7 +83,7 @@ def mark(streams: Streams, pending: Mapping[int, int], *, buffered: Sequence[int
         tuple(getattr(streams, clock) for clock in REDUCE_CLOCKS),
         tuple(getattr(streams, name) for name in _SUMS),
         dict(pending),
-        tuple(buffered),
+        tuple(tuple(units) for units in in_buffers.kinds),
         streams.slack,
     )
 
@@ -94,9 +95,10 @@ def skip(  # signature: all that a turn changes
     left: int,
     stride: int,
     pending: dict[int, int],
-    buffered: list[int],
+    in_buffers: InBuffers,
 ) -> int:
-    """Adds as many of the `left` turns as can be told, to `streams`, `pending` and `buffered`; says how many.
+    """Adds as many of the `left` turns as can be told, to `streams`, `pending` and `in_buffers`; says how
+    many.
 
     `marks`: after each turn so far; `stride`: how many units further on the next turn acts.
     """
@@ -120,8 +122,8 @@ def skip(  # signature: all that a turn changes
     shift, grown = times * stride * cycle.turns, times * cycle.length
     pending.clear()
     pending.update({unit + shift: at + grown if at else 0 for unit, at in now.pending.items()})
-    if before.buffered != now.buffered:
-        buffered[:] = (unit + shift for unit in now.buffered)
+    for units, old, new in zip(in_buffers.kinds, before.buffered, now.buffered, strict=True):
+        units[:] = new if old == new else (unit + shift for unit in new)
     return times * cycle.turns
 
 
@@ -135,8 +137,9 @@ def _cycle(marks: Sequence[Mark], turns: int, *, stride: int) -> _Cycle | None:
         return None
     shift = stride * turns
     pending = {unit + shift: at + length if at else 0 for unit, at in before.pending.items()}
-    buffered = tuple(unit + shift for unit in before.buffered)
-    if now.pending != pending or now.buffered not in (before.buffered, buffered):
+    kinds = zip(before.buffered, now.buffered, strict=True)
+    follows = all(new in (old, tuple(unit + shift for unit in old)) for old, new in kinds)
+    if now.pending != pending or not follows:
         return None
     behind = (now.host - before.host) - length
     if behind == 0:

@@ -1,24 +1,42 @@
 """What a tier puts on the streams of the host and of its drive. See [Note: tiers] in `planner.offload`."""
 
+from dataclasses import dataclass, field
+
 from fullshard.planner.streams import Streams
 from fullshard.planner.unit_costs import UnitCost
 from fullshard.spec.groups import UNIT_BUFFERS
 
 
-def bring(streams: Streams, cost: UnitCost, *, updates: bool, reads: bool) -> int:
+@dataclass
+class InBuffers:
+    """The units whose own shards are in the host's buffers, the one used last last; and those of whom what is
+    frozen is in those of its own. See [Note: units in memory] in `offload.unit_buffers`."""
+
+    trained: list[int] = field(default_factory=list[int])
+    frozen: list[int] = field(default_factory=list[int])
+
+    @property
+    def kinds(self) -> tuple[list[int], list[int]]:
+        return self.trained, self.frozen
+
+
+def bring(streams: Streams, cost: UnitCost, *, updates: bool, reads: bool, reads_frozen: bool) -> int:
     """What comes before a unit is gathered; returns when its own shard is on the device.
 
     `updates`: it was not gathered yet in this step, so its group is updated first. `reads`: its own shard
-    is on the drive, and in no buffer.
+    is on the drive, and in no buffer; `reads_frozen`: what of it is frozen.
     """
     ready = 0
+    if reads_frozen:
+        streams.shards_read += cost.frozen_on_disk
+        ready = streams.disk = max(streams.disk, streams.fetched) + cost.fetch_frozen
     if updates and cost.update:
         streams.disk += cost.update_disk
         if streams.serial:  # only the drive works beside
             streams.wait(streams.disk, "host")
             ready = _spend(streams, cost.update_in + cost.update_out + cost.update + cost.back)
         else:
-            ready = _update(streams, cost)
+            ready = max(ready, _update(streams, cost))
             if cost.back:
                 ready = streams.host_in = max(streams.host_in, ready) + cost.back
     if reads:
@@ -34,8 +52,7 @@ def bring(streams: Streams, cost: UnitCost, *, updates: bool, reads: bool) -> in
 
 
 def took(unit: int, buffers: list[int]) -> bool:
-    """Whether the own shard of the unit that is gathered was in one of the host's `buffers`, where it is now
-    as the one used last. See [Note: units in memory] in `offload.unit_buffers`."""
+    """Whether what is gathered of the unit was in one of these `buffers`, where it is now as used last."""
     was_there = unit in buffers
     buffers[:] = [*(one for one in buffers if one != unit), unit][-UNIT_BUFFERS:]
     return was_there

@@ -2,17 +2,19 @@
 
 [Note: tiers]
 P: trained parameters of the own shards, c and m: bytes of one in the dtype computed in and in the master's.
+F: bytes of the own shards that are frozen, in their own dtype.
 
 device    optimizer:*    shards in the dtype computed in (c P): the master is where the moments are. A reduced
                          gradient leaves as it was reduced (a cast to c would round it); two units' are on
                          their way at once, and a third waits.
           params+*       no shards; of each all-gather the own shard, copied in, and freed when it is sent.
-host      *:cpu          master and moments (S) and gradients (4 P: fp32 sums), parameters c P (params+), and
+host      *:cpu          master and moments (S) and gradients (4 P: fp32 sums), parameters c P and F
+                         (params+), and
                          of updated parameters what is on its way to the device, a segment of a group
           *:nvme         gradients (they never go to the drive), that segment, three of the largest group's
-                         S, and with params+ three of the largest unit's shards
+                         S, and with params+ three of the largest unit's shards, and of its frozen ones
 drive     *:nvme         two generations (a crash leaves one whole) of S, room beside them for the rest of a
-                         run's state, and parameters (they can be made again from S: one generation)
+                         run's state, parameters (they can be made again from S: one generation), and F
 
 S: 3 m P; with `moments = "bf16"` (m + 4) P; each group's parts begin at a page. On the CPU the host is the
 device: masters of *:cpu are the shards, gradients stay where they are, and nothing is on its way.
@@ -30,7 +32,8 @@ the next step's forward begins when its first unit is there; each unit's first a
 update. Reads are ahead of it, see `slots_hold`. (Reversing the order each step saves reading three groups,
 and costs that overlap, which is planned as if it were there.) With params+optimizer:nvme the first gather of
 a unit finds in memory what its update has made; for others the drive reads what is in none of UNIT_BUFFERS,
-see [Note: units in memory] in `offload.unit_buffers`.
+see [Note: units in memory] in `offload.unit_buffers`. What is frozen has as many of its own, is written once
+before the first step, and stays there from step to step.
 
 With `update = "device"` state and gradients (m a parameter) pass through two buffers there, in pieces, beside
 each other in both directions, changed in between at the rate of the device's own update:
@@ -81,6 +84,7 @@ _NO_COST = {
     "update_out": 0,
     "back": 0,
     "fetch_disk": 0,
+    "fetch_frozen": 0,
     "fetch": 0,
 }
 
@@ -185,7 +189,9 @@ def with_host(cost: UnitCost, size: UnitBytes, *, plan: Plan, rates: HostRates) 
         back=0 if shards else ticks(rates.copy * moved),
         fetch_disk=ticks(rates.disk * size.on_drive) if on_disk and shards else 0,
         shards_on_disk=size.on_drive if on_disk and shards else 0,
-        fetch=ticks(rates.copy * size.own_shards) if shards else 0,
+        fetch_frozen=ticks(rates.disk * size.frozen_on_drive) if on_disk and shards else 0,
+        frozen_on_disk=size.frozen_on_drive if on_disk and shards else 0,
+        fetch=ticks(rates.copy * (size.own_shards + size.frozen)) if shards else 0,
     )
 
 
@@ -242,9 +248,13 @@ def least_shards_read(
 ) -> int:
     """Bytes of shards that the drive reads in a step at least: what is updated is gathered once before it is
     read, and each way over the units begins with those that the way before has left in memory."""
+    ways = 2 * plan.accumulation
     largest = max((cost.shards_on_disk for cost, *_ in units), default=0)
     again = sum(max(0, gathers - count) * cost.shards_on_disk for cost, count, gathers in units)
-    return max(0, again - 2 * plan.accumulation * UNIT_BUFFERS * largest)
+    largest_frozen = max((cost.frozen_on_disk for cost, *_ in units), default=0)
+    frozen = sum(gathers * cost.frozen_on_disk for cost, _, gathers in units)
+    there = ways * UNIT_BUFFERS
+    return max(0, again - there * largest) + max(0, frozen - there * largest_frozen)
 
 
 class Slots(NamedTuple):
@@ -342,8 +352,9 @@ def offload_terms(  # signature: what `step_time` knows of a tier
     compute = ITEMSIZE[plan.precision.param]
     trained = sum(size.trained * count for size, count in units)
     state, on_cpu = sum(records), plan.device == "cpu"
-    shards = sum(size.own_shards * count for size, count in units) if section.takes_parameters else 0
-    on_drive = [size.on_drive for size, count in units for _ in range(count) if size.on_drive and shards]
+    each = [size for size, count in units for _ in range(count)] if section.takes_parameters else []
+    shards = sum(size.own_shards + size.frozen for size in each)
+    on_drive, frozen = [size.on_drive for size in each], [size.frozen_on_drive for size in each]
     segment = min(section.group_parameters, max((size.largest_trained for size, *_ in units), default=0))
     is_untimed = section.on_disk and hardware.disk_bytes_per_second == math.inf
     host, disk, read, written = 0, 0, 0, 0
@@ -351,8 +362,8 @@ def offload_terms(  # signature: what `step_time` knows of a tier
         host = _SUM * trained + (0 if shards else segment * compute)
     if section.on_disk:
         host += min(_SLOTS, len(records)) * max(records, default=0)
-        host += min(UNIT_BUFFERS, len(on_drive)) * max(on_drive, default=0)
-        disk, written = 2 * (state + _PAYLOAD) + sum(on_drive), state + sum(on_drive)
+        host += _in_buffers(on_drive) + _in_buffers(frozen)
+        disk, written = 2 * (state + _PAYLOAD) + sum(on_drive) + sum(frozen), state + sum(on_drive)
         read = state - slots_hold(plan, records).kept + shards_read
     else:
         host += state + (0 if on_cpu else shards)
@@ -366,3 +377,8 @@ def offload_terms(  # signature: what `step_time` knows of a tier
         copy_seconds=max(busy.in_, busy.out) / TICKS,
         host_capacity_bytes=section.host_bytes or (None if on_cpu else hardware.host_memory_bytes),
     )
+
+
+def _in_buffers(units: Sequence[int]) -> int:
+    """Of what of each unit is on the drive."""
+    return min(UNIT_BUFFERS, sum(size > 0 for size in units)) * max(units, default=0)

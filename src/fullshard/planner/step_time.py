@@ -40,7 +40,7 @@ from fullshard.planner.program import program_of
 from fullshard.planner.roofline import memory_seconds, phase_costs
 from fullshard.planner.streams import Streams
 from fullshard.planner.tensor import axis_seconds
-from fullshard.planner.timeline import Policy, Timeline, Work
+from fullshard.planner.timeline import Policy, Work, one_of_many
 from fullshard.planner.unit_bytes import UnitBytes, unit_bytes
 from fullshard.planner.unit_costs import TICKS, UnitCost, ticks, unit_cost
 from fullshard.spec.hardware import Hardware
@@ -175,9 +175,7 @@ class StepTimer:
         work, accumulating = self._works(plan, trace)
         if moves_nothing:
             work, accumulating = work._replace(moved=()), accumulating._replace(moved=())
-        Timeline(streams, units.costs, policy).step(
-            work, accumulating=accumulating, accumulation=plan.accumulation
-        )
+        one_of_many(streams, units.costs, policy, works=(work, accumulating), accumulation=plan.accumulation)
         return streams
 
     def units(self, plan: Plan, trace: Trace) -> Units:

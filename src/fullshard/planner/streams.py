@@ -80,7 +80,6 @@ class Streams:
     waited_host: int = 0
     idle: int = 0
     sent: int = 0
-    shards_read: int = 0
     shards_read: int = 0  # bytes: by the drive
     slack: int = 0
 

@@ -4,13 +4,13 @@ See [Note: skipping] in `planner.cycles`, and [Note: the engine's order] in `pla
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
 from fullshard.planner.activations import Moved
 from fullshard.planner.cycles import GATHER_CLOCKS, NEVER, REDUCE_CLOCKS, Mark, clamp, mark, skip
-from fullshard.planner.host_streams import all_left, bring, leave, took
+from fullshard.planner.host_streams import InBuffers, all_left, bring, leave, took
 from fullshard.planner.program import Program, Segment, Step
 from fullshard.planner.streams import Streams
 from fullshard.planner.unit_costs import UnitCost
@@ -62,7 +62,7 @@ class Timeline:
     put_back: dict[int, int] = field(default_factory=dict[int, int])
     unsharded: set[int] = field(default_factory=set[int])
     uses: dict[int, int] = field(default_factory=dict[int, int])
-    in_buffers: list[int] = field(default_factory=list[int])  # units whose own shards the host has
+    in_buffers: InBuffers = field(default_factory=InBuffers)
     buffered: bool = False
     in_backward: bool = False
     updates: bool = False  # this is the step's first forward
@@ -75,7 +75,7 @@ class Timeline:
             traced = work.program.traced
             own = (u for u in self.policy.by_position if self.costs[traced[u]].shards_on_disk)
             for unit in [*islice(own, UNIT_BUFFERS)][::-1]:
-                took(unit, self.in_buffers)
+                took(unit, self.in_buffers.trained)
         while index < accumulation:
             self.streams.slack = NEVER
             first, last = index == 0, index == accumulation - 1
@@ -84,7 +84,7 @@ class Timeline:
             # all.
             clamp(self.streams, (*GATHER_CLOCKS, *REDUCE_CLOCKS))
             if not first:
-                marks.append(mark(self.streams, self.pending, buffered=self.in_buffers))
+                marks.append(mark(self.streams, self.pending, in_buffers=self.in_buffers))
             index += 1
             index += self._skip(marks, left=accumulation - 1 - index, stride=0)
         if self.policy.norm is not None:
@@ -112,7 +112,7 @@ class Timeline:
             left = segment.times - behind - turn
             if left > 0 and self.policy.skips:
                 clamp(self.streams, REDUCE_CLOCKS)
-                marks.append(mark(self.streams, self.pending, buffered=self.in_buffers))
+                marks.append(mark(self.streams, self.pending, in_buffers=self.in_buffers))
                 skipped = self._skip(marks, left=left, stride=segment.stride)
                 self._copy_states(segment, turn, skipped=skipped)
                 turn += skipped
@@ -226,9 +226,10 @@ class Timeline:
         # What is kept over fewer ranks (hpZ) is on the device, and comes from there.
         if not (again and cost.resharded):
             updates = self.updates and not self.in_backward
-            is_there = not cost.shards_on_disk or took(unit, self.in_buffers)
+            is_there = not cost.shards_on_disk or took(unit, self.in_buffers.trained)
             reads = not is_there and (self.policy.update_first or not updates)
-            there = bring(self.streams, cost, updates=updates, reads=reads)
+            frozen_too = bool(cost.frozen_on_disk) and not took(unit, self.in_buffers.frozen)
+            there = bring(self.streams, cost, updates=updates, reads=reads, reads_frozen=frozen_too)
         if not cost.is_sharded:
             self.pending[unit] = there
             return
@@ -261,7 +262,7 @@ class Timeline:
         if not self.policy.skips or left <= 0:
             return 0
         return skip(
-            self.streams, marks, left=left, stride=stride, pending=self.pending, buffered=self.in_buffers
+            self.streams, marks, left=left, stride=stride, pending=self.pending, in_buffers=self.in_buffers
         )
 
     def _copy_states(self, segment: Segment, turn: int, *, skipped: int) -> None:
@@ -278,3 +279,24 @@ class Timeline:
                 self.unsharded.update(gone)
             else:
                 self.unsharded.difference_update(gone)
+
+
+def one_of_many(  # signature: as `Timeline`
+    streams: Streams,
+    costs: Sequence[UnitCost],
+    policy: Policy,
+    *,
+    works: tuple[Work, Work],
+    accumulation: int,
+) -> None:
+    """A step that follows another like it, of which what is frozen is still in the host's buffers.
+
+    `works`: of the first microbatch, and of those after it.
+    """
+    found = InBuffers()
+    if any(cost.frozen_on_disk for cost in costs):
+        before = Timeline(replace(streams), costs, policy)
+        before.step(works[0], accumulating=works[1], accumulation=accumulation)
+        found.frozen += before.in_buffers.frozen
+    last = Timeline(streams, costs, policy, in_buffers=found)
+    last.step(works[0], accumulating=works[1], accumulation=accumulation)

@@ -20,6 +20,7 @@ class UnitBytes:
     shards          own shards in the master dtype, padded; with a tier: [Note: tiers] in `planner.offload`
     own_shards      those that are trained, in the dtype computed in, be they kept here or not
     on_drive        the same in a file, where each begins at a page
+    frozen          the others, in their own dtype, be they kept here or not; `frozen_on_drive`: in a file
     gathered        all parameters in the dtype computed in, padded: the all-gather buffer, and again its copy
     cast_copy       own shards cast for the all-gather; 0 where no cast is needed
     kept_copy       the same, of what is kept over fewer ranks after forward, for each own shard of it
@@ -40,6 +41,8 @@ class UnitBytes:
     shards: int
     own_shards: int
     on_drive: int
+    frozen: int
+    frozen_on_drive: int
     gathered: int
     cast_copy: int
     kept_copy: int
@@ -85,8 +88,9 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
     def used_in(parameter: ParamSpec) -> int:
         return compute if parameter.is_floating else parameter.itemsize
 
-    shards, casts, again = _shards_and_casts(unit, plan, settings=settings)
+    shards, casts, again, uncast = _shards_and_casts(unit, plan, settings=settings)
     trained = [p for p in unit.parameters if p.requires_grad]
+    frozen = [p for p in unit.parameters if not p.requires_grad]
     wire = sum(padded(p) for p in trained)
     own = [shard_numel(p.shape, degree, rank=rank % degree) for p in trained]
     return UnitBytes(
@@ -97,10 +101,12 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
         shards=shards,
         own_shards=sum(padded(p) // degree * used_in(p) for p in trained),
         on_drive=sum(part_bytes(padded(p) // degree, used_in(p)) for p in trained),
+        frozen=sum(padded(p) // degree * p.itemsize for p in frozen),
+        frozen_on_drive=sum(part_bytes(padded(p) // degree, p.itemsize) for p in frozen),
         gathered=sum(padded(p) * used_in(p) for p in unit.parameters),
-        cast_copy=sum(casts),
+        cast_copy=sum(casts) + uncast,
         kept_copy=sum(again),
-        largest_cast=max(casts, default=0),
+        largest_cast=max(casts, default=0) + uncast,
         whole=sum(p.numel * used_in(p) for p in trained),
         whole_reduced=sum(p.numel for p in trained) * reduced,
         largest_whole=max((p.numel * used_in(p) for p in trained), default=0),
@@ -119,27 +125,31 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
 
 def _shards_and_casts(
     unit: UnitSpec, plan: Plan, *, settings: UnitSettings
-) -> tuple[int, list[int], list[int]]:
-    """Bytes of the own shards on the device, of each shard that is cast or copied for an all-gather, and of
-    those of them that are so again where the gather is of what is kept after forward."""
+) -> tuple[int, list[int], list[int], int]:
+    """Bytes of the own shards on the device, of each shard that is cast or copied for an all-gather, of
+    those of them that are so again where the gather is of what is kept after forward, and of the largest that
+    is copied in and cast then."""
     tier, on_cpu, degree = plan.run.offload, plan.device == "cpu", settings.shard_degree
     compute, master = ITEMSIZE[settings.precision.param], ITEMSIZE[settings.precision.master]
     # On the CPU a tier's host is the device: its masters are the shards, and copies only where these are not.
     is_master = not tier.takes_optimizer or (on_cpu and not tier.on_disk)
-    shards, casts, again = 0, list[int](), list[int]()
+    shards, casts, again, uncast = 0, list[int](), list[int](), 0
     for parameter in unit.parameters:
         elements = padded_numel(parameter.shape, degree) // degree
         is_trained = parameter.requires_grad and parameter.is_floating
         kept = parameter.itemsize if not is_trained else master if is_master else compute
         used = compute if parameter.is_floating else parameter.itemsize
-        is_elsewhere = is_trained and tier.takes_optimizer and (tier.takes_parameters or is_master)
+        of_tier = tier.takes_optimizer if is_trained else tier.takes_parameters and not is_master
+        is_elsewhere = of_tier and (tier.takes_parameters or is_master)
         shards += 0 if is_elsewhere else elements * kept
         # One that is copied in from the host stands in the device's memory as one that is cast does.
         if used != kept or (is_elsewhere and not on_cpu):
             casts.append(elements * used)
             # What of a tier's is kept the engine sends as it is; the rest it copies before that.
-            again += [] if is_trained and tier.takes_optimizer else [elements * used]
-    return shards, casts, again
+            again += [] if of_tier else [elements * used]
+            if used != kept and is_elsewhere and not on_cpu:
+                uncast = max(uncast, elements * kept)
+    return shards, casts, again, uncast
 
 
 def _eight_bits(numel: int, itemsize: int) -> int:

@@ -34,6 +34,7 @@ class UnitCost:
     update_in, update_out       with an update there: state and gradients to the device, and state from it
     fetch_disk, fetch           the own shard from the drive, and from the host, before an all-gather;
                                 `shards_on_disk`: its bytes, if it is there
+    fetch_frozen                what of it is frozen from the drive; `frozen_on_disk`: its bytes
     """
 
     has_parameters: bool
@@ -68,6 +69,8 @@ class UnitCost:
     fetch_disk: int = 0
     fetch: int = 0
     shards_on_disk: int = 0
+    fetch_frozen: int = 0
+    frozen_on_disk: int = 0
 
 
 def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: int = 1) -> UnitCost:

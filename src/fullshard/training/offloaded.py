@@ -19,6 +19,7 @@ from fullshard.offload.directories import rank_directory, remove_empty
 from fullshard.offload.drive import SYSTEM, System
 from fullshard.offload.drive_shards import DriveShards
 from fullshard.offload.drive_store import DriveStore
+from fullshard.offload.engine import computed_in, kept_in
 from fullshard.offload.generations import Generation, Generations, discard
 from fullshard.offload.gradients import Gradients, OnHost, OnParameters
 from fullshard.offload.malloc import give_back_what_is_freed
@@ -143,12 +144,19 @@ def _settings(plan: Plan, system: System) -> Settings:
 
 
 def _shards(  # signature: what is bound, and what `Settings.shards_on_drive` is called with
-    plan: Plan, engine: Mapping[str, Any], units: Mapping[str, int], *, system: System
+    plan: Plan, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool, system: System
 ) -> DriveShards:
-    path = directory_of(plan, rank=rank()) / "parameters.data"
-    check, device = plan.run.offload.paranoid, device_of(plan)
+    path = directory_of(plan, rank=rank()) / ("frozen.data" if frozen else "parameters.data")
     return _opened_by_all(
-        lambda: DriveShards(engine, units, path=path, device=device, verify=check, system=system),
+        lambda: DriveShards(
+            engine,
+            units,
+            path=path,
+            device=device_of(plan),
+            dtype_of=kept_in if frozen else computed_in,
+            verify=plan.run.offload.paranoid,
+            system=system,
+        ),
         close=lambda one: one.closing()(),
     )
 

@@ -31,10 +31,10 @@ class Beside:
 
 class Outside:
     """Of one optimizer. Tensors are named as in a checkpoint: masters `model.<name>`, moments
-    `optimizer.<name>.<key>`."""
+    `optimizer.<name>.<key>`. `frozen`: checkpoints hold what is frozen, too."""
 
-    def __init__(self, optimizer: StreamingAdamW) -> None:
-        self._optimizer, self._offloaded = optimizer, optimizer.offloaded
+    def __init__(self, optimizer: StreamingAdamW, *, frozen: bool = True) -> None:
+        self._optimizer, self._offloaded, self._frozen = optimizer, optimizer.offloaded, frozen
 
     def settle(self) -> None:
         """Returns when no update goes on. Raises OffloadError for one that has failed."""
@@ -42,7 +42,8 @@ class Outside:
 
     @property
     def names(self) -> set[str]:
-        return {_saved_name(name, key) for name in self._offloaded.names for key in Parts._fields}
+        own = {_saved_name(name, key) for name in self._offloaded.names for key in Parts._fields}
+        return own | {_saved_name(name, "master") for name in self._offloaded.frozen.engine}
 
     def tensors(self) -> dict[str, Tensor]:
         """Moments only of what was updated once, as `torch.optim.AdamW` has them."""
@@ -52,11 +53,13 @@ class Outside:
             for key, tensor in self._offloaded.tensors(name).items():
                 if key == "master" or updated:
                     found[_saved_name(name, key)] = tensor
+        for name in self._offloaded.frozen.engine if self._frozen else ():
+            found[_saved_name(name, "master")] = self._offloaded.frozen.tensor(name)
         return found
 
     def portions(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
         """To be filled from a checkpoint, a portion at a time; what it lacks becomes zero."""
-        for portion in self._offloaded.refill():
+        for portion in self._offloaded.refill(frozen=self._frozen):
             receivers: dict[str, Tensor] = {}
             of_other_dtypes: list[tuple[Tensor, Tensor]] = []
             for name, new in portion.items():

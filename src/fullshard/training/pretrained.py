@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.pretrained import Loaded, read_pretrained
 from fullshard.errors import CheckpointError
 from fullshard.models.weight_names import model_names
-from fullshard.offload.state import presented
+from fullshard.offload.state import elsewhere_of, presented
 from fullshard.sharding.materialize import Initialise, initialise
 from fullshard.spec.plan import Plan
 from fullshard.training.offloaded import offloaded_of
@@ -34,7 +34,7 @@ def load_pretrained(
     """
     naming = partial(model_names, model)
     outside = offloaded_of(model)
-    elsewhere = set(outside.names_of) if outside is not None and not outside.masters else set[Tensor]()
+    elsewhere = elsewhere_of(outside) if outside is not None else set[Tensor]()
     loaded = read_pretrained(model, directory, naming=naming, wanted=lambda one: one not in elsewhere)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     missing = [name for name in loaded.missing if name in parameters]

@@ -52,19 +52,27 @@ def start_from(
     """Gives `state` its values: those of the newest checkpoint in `saved`, else those of `weights`, else it
     has them already. Collective. Returns what is to be told of weights that were read.
 
-    A checkpoint of adapters alone goes on top of the weights. Raises CheckpointError.
+    What was saved without what is frozen goes on top of the weights: a checkpoint of adapters alone, and what
+    a tier has kept on drives. Raises CheckpointError.
     """
-    on_top = plan.run.adapter.saved_alone
+    newest = 0
+    if saved is not None:
+        newest = first(lambda: newest_step(saved), doing=f"looking for a checkpoint in {saved}") or 0
+    kept = saved is not None and _has_kept(state, at_least=newest)
+    is_frozen = not all(parameter.requires_grad for parameter in state.model.parameters())
+    on_top = plan.run.adapter.saved_alone or (kept and is_frozen)
     read = load_pretrained(state.model, weights, plan=plan) if weights is not None and on_top else None
-    resumed = saved is not None and _resumed(state, plan, saved=saved, must_resume=must_resume)
+    # The newest step that a tier has kept, unless a checkpoint is newer.
+    resumed = kept and state.go_back(at_least=newest)
+    if saved is not None and not resumed:
+        resumed = load(state, place(saved, plan), missing_ok=not must_resume)
     if weights is not None and not on_top and not resumed:
         read = load_pretrained(state.model, weights, plan=plan)
     # Of what was missing there has been a warning, which says the rest too.
     return None if read is None or read.missing else read.describe()
 
 
-def _resumed(state: TrainState, plan: Plan, *, saved: str | Path, must_resume: bool) -> bool:
-    """From the newest step that a tier has kept on drives, unless a checkpoint is newer."""
-    newest = first(lambda: newest_step(saved), doing=f"looking for a checkpoint in {saved}")
-    kept = state.go_back(at_least=newest or 0)
-    return kept or load(state, place(saved, plan), missing_ok=not must_resume)
+def _has_kept(state: TrainState, *, at_least: int) -> bool:
+    """Whether all ranks' drives hold a step from `at_least` on. Collective."""
+    step = state.outside.newest_step() if state.outside else None
+    return step is not None and step >= at_least

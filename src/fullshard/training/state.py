@@ -60,7 +60,8 @@ class TrainState:
         self.where = Whereabouts()
         self.loss_scale = LossScale()
         self.in_backward = InBackward(model, optimizer)
-        self.outside = Outside(optimizer) if isinstance(optimizer, StreamingAdamW) else None
+        is_outside = isinstance(optimizer, StreamingAdamW)
+        self.outside = Outside(optimizer, frozen=saved == "all") if is_outside else None
         self._before_update: list[Callable[[], None]] = []
         optimizer.register_step_pre_hook(lambda *_: self.act_before_update())
         _free_gathered(model)
@@ -162,7 +163,8 @@ class TrainState:
             self.outside.keep(self.step, self._beside)
 
     def go_back(self, *, at_least: int) -> bool:
-        """Takes the newest step that every rank has kept whole, of those from `at_least` on. Collective."""
+        """Takes the newest step that every rank has kept whole, of those from `at_least` on. What is frozen
+        stays as it is. Collective."""
         self.act_before_update()
         while self.outside and (step := self.outside.newest_step()) is not None and step >= at_least:
             beside = self.outside.go_back(step)

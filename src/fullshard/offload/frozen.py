@@ -1,0 +1,45 @@
+"""Shards that nothing updates, outside of the device."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fullshard.offload.engine import as_shard, kept_in, own_shape
+from fullshard.offload.shards import KeptShards
+
+
+class Frozen:
+    """Of one sharded model on one rank: what is there of them, in their own dtype, is in `shards`.
+
+    `engine`: the engine's object of each, by name, in the order of use; `units`: which unit gathers it.
+    """
+
+    def __init__(self, engine: Mapping[str, Any], units: Mapping[str, int], *, shards: KeptShards) -> None:
+        self.engine, self.shards = engine, shards
+        self._names: dict[int, list[str]] = {}
+        for name in engine:
+            self._names.setdefault(units[name], []).append(name)
+
+    def put(self, values: Mapping[str, Tensor]) -> None:
+        """The shards, flat, of all of a unit's; others have no place here."""
+        for name, value in values.items():
+            if name in self.engine and value.numel():
+                self.shards.publish(name, 0, values=value)
+
+    def tensor(self, name: str) -> DTensor:
+        """Placed as the parameter is; not to be changed. On a drive it is read when it is used."""
+        return as_shard(self.engine[name], self.shards.whole(name))
+
+    def refill(self) -> Iterator[dict[str, Tensor]]:
+        """A unit at a time: new tensors to be filled, placed as the parameters are; what stands in them when
+        the next ones are asked for is taken over. As many on every rank, of the same names."""
+        self.shards.begin(backwards=True)  # nobody gathers meanwhile
+        for names in self._names.values():
+            sizes = {name: own_shape(self.engine[name]).numel() for name in names}
+            new = {name: torch.empty(size, dtype=kept_in(self.engine[name])) for name, size in sizes.items()}
+            yield {name: as_shard(self.engine[name], own) for name, own in new.items()}
+            self.put(new)
+        self.shards.settle()

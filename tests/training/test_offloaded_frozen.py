@@ -1,0 +1,267 @@
+"""What is frozen, with the tiers that keep parameters: outside like what is trained, and never another."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from fullshard.checkpoint import load, save
+from fullshard.errors import CheckpointError, DamagedOffloadError, OffloadError
+from fullshard.models.build import build_model
+from fullshard.offload.state import Settings
+from fullshard.profiler.memory import live_bytes, local_tensor
+from fullshard.spec.plan import Plan
+from fullshard.training import offloaded
+from fullshard.training.loop import train
+from fullshard.training.offloaded import let_go, offloaded_of, shard
+from fullshard.training.optimizer import build_optimizer
+from fullshard.training.pretrained import load_pretrained
+from fullshard.training.start import start_from
+from fullshard.training.state import TrainState
+from tests.checkpoint.hugging_face import hugging_face, outcome
+from tests.fakes.data import Rows
+from tests.training.runs import local_bits, run_of, same_bits
+
+DRIVE = "params+optimizer:nvme"
+HOST = "params+optimizer:cpu"
+VOCABULARY = 40
+Bits = dict[str, Tensor]
+
+
+@contextmanager
+def as_on_a_gpu(tier: str) -> Iterator[None]:
+    """With parameters in host memory, CPU ranks have them where they compute. Here they take the way of ranks
+    whose device has other memory: copies in the host's memory, and masters elsewhere, here on the drive."""
+    make = offloaded._settings  # pyright: ignore[reportPrivateUsage]
+
+    def settings(plan: Plan, system: Any) -> Settings:  # signature: the one that it stands for
+        return replace(make(plan, system), shards_on_drive=None)
+
+    with mock.patch.object(offloaded, "_settings", settings if tier == HOST else make):
+        yield
+
+
+def state_on(tier: str, directory: str, *more: str, weights: str | None = None) -> tuple[TrainState, Plan]:
+    """LoRA on a base in fp32. `weights`: where the model is; its values are not set yet."""
+    model = [f"model.hf={weights}"] if weights else ["model.d_model=32", "model.layers=5", "model.d_ff=48"]
+    run = run_of(
+        "adapter.rank=4",
+        "data.sequence_length=9",
+        "offload.group_parameters=1",
+        f"offload.tier={DRIVE if tier == HOST else tier}",
+        f"run.dir={directory}",
+        *model,
+        *([] if weights else [f"model.vocabulary={VOCABULARY}"]),
+        *more,
+    )
+    plan = Plan.from_run(run, world_size=dist.get_world_size())
+    with as_on_a_gpu(tier):
+        sharded = shard(build_model(run), plan, values="unset" if weights else "initialised")
+    saved = "trained" if run.adapter.saved_alone else "all"
+    optimizer = build_optimizer(sharded, plan)
+    return TrainState(sharded, optimizer, data=Rows(VOCABULARY), saved=saved), plan
+
+
+def frozen(bits: Bits) -> Bits:
+    return {name: one for name, one in bits.items() if name.startswith("model.") and ".lora_" not in name}
+
+
+def advance(state: TrainState, plan: Plan, *, to: int) -> list[str]:
+    losses: list[str] = []
+    while state.step < to:
+        losses.append(repr(next(train(state, plan)).loss))
+    return losses
+
+
+def trained_on(tier: str, directory: str, *more: str) -> tuple[list[str], Bits, int, bool]:
+    """Losses, this rank's bits, what its shards take of the device, and whether what is frozen is there."""
+    state, plan = state_on(tier, directory, *more)
+    losses = advance(state, plan, to=3)
+    own = [p for p in state.model.parameters() if not p.requires_grad]
+    there = all(not local_tensor(p).isnan().any() for p in own)
+    return losses, local_bits(state), live_bytes(local_tensor(p) for p in own), there
+
+
+STRATEGIES = {
+    1: "sharding.strategy=full_shard",
+    2: "sharding.strategy=shard_grad_op",
+    3: "sharding.strategy=full_shard",
+    4: "sharding.reshard_to=2",
+}
+
+
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 4))])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("precision.mode=bf16",),
+        pytest.param(("precision.mode=fp32", "adapter.base_dtype=bf16"), marks=pytest.mark.long),
+        pytest.param(("precision.mode=bf16", "offload.order=alternate"), marks=pytest.mark.long),
+    ],
+)
+def test_a_base_outside_of_the_device_is_trained_on_bit_for_bit(
+    n: int, more: tuple[str, ...], ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    """And kept bit for bit, in fp32 too where it is computed in bf16."""
+    more = (*more, STRATEGIES[n])
+    expected = ranks(n).run(trained_on, "none", "none", *more)
+    assert all(there for *_, there in expected)
+    for tier in (DRIVE, HOST):
+        for found, own in zip(
+            ranks(n).run(trained_on, tier, f"{tmp_path}/{tier}", *more), expected, strict=True
+        ):
+            assert found[0] == own[0]
+            assert same_bits(found[1], own[1])
+            assert found[2] < own[2] / 50  # an element of each stands for it
+            assert not found[3]
+
+
+def saved_and_loaded(tier: str, directory: str, *more: str) -> tuple[Bits, Bits, Bits, list[str], list[str]]:
+    """Bits when saved, of another seed before it loads, and after; and the losses of both from there."""
+    state, plan = state_on(tier, f"{directory}/one", *more)
+    advance(state, plan, to=2)
+    save(state, f"{directory}/checkpoints", plan=plan)
+    other, other_plan = state_on("none" if tier == HOST else DRIVE, f"{directory}/two", "run.seed=7", *more)
+    before = local_bits(other)
+    load(other, f"{directory}/checkpoints")
+    after = local_bits(other)
+    return local_bits(state), before, after, advance(state, plan, to=4), advance(other, other_plan, to=4)
+
+
+@pytest.mark.parametrize("tier", [DRIVE, HOST, "none"])
+def test_a_checkpoint_brings_the_base_to_wherever_it_is(
+    tier: str, ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    for saved, before, after, losses, on in ranks(2).run(saved_and_loaded, tier, str(tmp_path)):
+        assert not same_bits(frozen(before), frozen(saved))
+        assert same_bits(after, saved)
+        assert losses == on
+
+
+def test_a_checkpoint_of_adapters_alone_leaves_the_base_as_it_is(
+    ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    alone = "adapter.save=adapters"
+    for saved, before, after, *_ in ranks(2).run(saved_and_loaded, DRIVE, str(tmp_path), alone):
+        assert not any(".lora_" not in name for name in saved if name.startswith("model."))
+        assert not same_bits(before, saved)
+        assert same_bits(after, saved)
+
+
+def computed(state: TrainState) -> Tensor:
+    with torch.no_grad():
+        return state.model(torch.arange(9).view(1, 9)).clone()
+
+
+def imported(tier: str, directory: str) -> tuple[Bits, Tensor]:
+    state, plan = state_on(tier, f"{directory}/{tier}", weights=f"{directory}/in")
+    load_pretrained(state.model, f"{directory}/in", plan=plan)
+    return local_bits(state), outcome(state.model, "llama")
+
+
+def test_weights_are_read_into_a_base_wherever_it_is(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    hugging_face("llama", tmp_path / "in")
+    expected = ranks(3).run(imported, "none", str(tmp_path))
+    for tier in (DRIVE, HOST):
+        for found, own in zip(ranks(3).run(imported, tier, str(tmp_path)), expected, strict=True):
+            assert same_bits(found[0], own[0])
+            assert torch.equal(found[1], own[1])
+
+
+def gone_on(directory: str) -> tuple[int, bool, list[str], list[str]]:
+    """Of a run on weights that ended without a checkpoint: where the next goes on, whether with the same
+    bits, and the losses of both from there."""
+
+    def started(name: str) -> tuple[TrainState, Plan]:
+        state, plan = state_on(DRIVE, f"{directory}/{name}", weights=f"{directory}/in")
+        start_from(
+            state, plan, weights=Path(f"{directory}/in"), saved=f"{directory}/saved", must_resume=False
+        )
+        return state, plan
+
+    state, plan = started("run")
+    advance(state, plan, to=2)
+    bits = local_bits(state)
+    let_go(state.model, plan=plan, finished=False)
+    again, plan = started("run")
+    step, same = again.step, same_bits(local_bits(again), bits)
+    losses = advance(again, plan, to=4)
+    undisturbed, plan = started("other")
+    return step, same, losses, advance(undisturbed, plan, to=4)[2:]
+
+
+def test_a_run_on_weights_goes_on_from_its_drive_with_the_weights(
+    ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Which a tier does not keep, since no step changes them."""
+    hugging_face("llama", tmp_path / "in")
+    for step, same, losses, undisturbed in ranks(2).run(gone_on, str(tmp_path)):
+        assert (step, same) == (2, True)
+        assert losses == undisturbed
+
+
+def broken_off(tier: str, directory: str) -> bool:
+    """Whether nothing is computed with a base that was loaded in part, until all of it is."""
+    state, _ = state_on(tier, directory)
+    outside, before = offloaded_of(state.model), computed(state)
+    assert outside is not None
+    with pytest.raises(EOFError):
+        fill(state, fails=True)
+    with pytest.raises(OffloadError, match="loaded in part"):
+        computed(state)
+    for module in state.model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    fill(state, fails=False)
+    after = computed(state)
+    return not torch.equal(after, before) and bool(after.isfinite().all())
+
+
+def fill(state: TrainState, *, fails: bool) -> None:
+    outside = offloaded_of(state.model)
+    assert outside is not None
+    of_the_base = 0
+    for portion in outside.refill(frozen=True):
+        for name, new in portion.items():
+            for key, one in new.items():
+                local_tensor(one).fill_(0.01 if key == "master" else 0.0)
+            of_the_base += name in outside.frozen.engine
+        if fails and of_the_base > 10:
+            raise EOFError("the file ends here")
+
+
+@pytest.mark.parametrize("tier", [DRIVE, HOST])
+def test_a_base_that_is_loaded_in_part_is_not_computed_with(
+    tier: str, ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    assert ranks(1).run(broken_off, tier, str(tmp_path)) == [True]
+
+
+def changed(directory: str) -> tuple[str, str]:
+    """What a step and a save say of a base whose bytes have changed on the drive."""
+    state, plan = state_on(DRIVE, directory, "offload.paranoid=true")
+    advance(state, plan, to=1)
+    (path,) = Path(directory).glob("offload/*/*/frozen.data")
+    damage = bytearray(path.read_bytes())
+    for at in range(64, len(damage), 4096):
+        damage[at] ^= 1
+    path.write_bytes(damage)
+    said: list[str] = []
+    for use in (lambda: save(state, f"{directory}/checkpoints"), lambda: advance(state, plan, to=2)):
+        with pytest.raises((DamagedOffloadError, CheckpointError)) as info:
+            use()
+        said.append(str(info.value))
+    return said[0], said[1]
+
+
+def test_a_base_that_changes_on_its_drive_is_told(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    (said,) = ranks(1).run(changed, str(tmp_path))
+    assert all("other bytes than were written" in one for one in said)
