@@ -31,6 +31,13 @@ def fail_on_rank_one_while_others_wait() -> None:
     dist.barrier()
 
 
+def fail_and_hold_the_world_in_a_cycle() -> None:
+    """As a sharded model holds its mesh, whose groups hold the connections."""
+    model: dict[str, object] = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+    model["model"] = model
+    fail_on_rank_one_while_others_wait()
+
+
 def raise_what_cannot_be_pickled() -> None:
     raise MissingExtraError("extra", package="absent", needed_for="this")
 
@@ -92,6 +99,13 @@ def test_a_failing_rank_is_shown_and_the_pool_goes_on(ranks):
     assert note.startswith("on rank 1:")
     assert "in fail_on_rank_one_while_others_wait" in note
     assert ranks(2).run(gathered_ranks, 0) == [[0, 1]] * 2
+
+
+def test_ranks_that_wait_for_one_that_failed_are_not_left_to_their_timeout(ranks):
+    before = ranks(2).run(rank_and_pid)
+    with pytest.raises(ShardError, match="rank one says no"):
+        ranks(2).run(fail_and_hold_the_world_in_a_cycle)
+    assert ranks(2).run(rank_and_pid) == before, "a rank that did not answer was ended"
 
 
 def test_ranks_that_all_failed_are_kept(ranks):

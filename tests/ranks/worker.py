@@ -109,6 +109,7 @@ def _world(call: Call) -> Iterator[dist.Store]:
     yield store
     if dist.is_initialized():  # a test may have ended it itself
         dist.destroy_process_group()
+    _forget()
 
 
 def _await_all(store: dist.Store, what: str, world_size: int) -> None:
@@ -144,6 +145,11 @@ def _reset(environ: Mapping[str, str], directory: str) -> None:
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)
+
+
+def _forget() -> None:
+    """Lets go of the world that ended. What still holds its groups (a model, in cycles) holds their
+    connections too, and the others would wait in theirs for a rank that has failed."""
     _clear_caches()
     gc.collect()
 

@@ -155,7 +155,7 @@ def sustained_rate(work: Callable[[], object], *, seconds: float, on: Timeline) 
     return count / max(on.seconds(start, on.mark()), 1e-9)
 
 
-def measure_matmul_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.4) -> float:
+def measure_matmul_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> float:
     """FLOP/s of the fastest of a few square matmuls (2 · n³ FLOP), in about `seconds`.
 
     With a process group it is collective: all ranks measure at once, with the threads that each has, and get

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch._dynamo  # pyright: ignore[reportUnusedImport]  # else the first meta tensor does, amid collections
 import torch.distributed as dist
 from torch import Tensor, nn
 
