@@ -1,6 +1,7 @@
 """What is frozen, with the tiers that keep parameters: outside like what is trained, and never another."""
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +11,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.checkpoint import load, save
 from fullshard.errors import CheckpointError, DamagedOffloadError, OffloadError
 from fullshard.models.build import build_model
+from fullshard.offload.drive import SYSTEM
 from fullshard.offload.state import Settings
 from fullshard.profiler.memory import live_bytes, local_tensor
+from fullshard.spec.groups import PAGE_BYTES
 from fullshard.spec.plan import Plan
-from fullshard.training import offloaded
+from fullshard.training import offloaded, pretrained
 from fullshard.training.loop import train
 from fullshard.training.offloaded import let_go, offloaded_of, shard
 from fullshard.training.optimizer import build_optimizer
@@ -28,11 +31,12 @@ from fullshard.training.start import start_from
 from fullshard.training.state import TrainState
 from tests.checkpoint.hugging_face import hugging_face, outcome
 from tests.fakes.data import Rows
-from tests.training.runs import local_bits, run_of, same_bits
+from tests.training.runs import WIDTH, Pairs, Regression, local_bits, mean_square, run_of, same_bits
 
 DRIVE = "params+optimizer:nvme"
 HOST = "params+optimizer:cpu"
 VOCABULARY = 40
+SHAPE = ("model.d_model=32", "model.layers=5", "model.d_ff=48", f"model.vocabulary={VOCABULARY}")
 Bits = dict[str, Tensor]
 
 
@@ -51,15 +55,13 @@ def as_on_a_gpu(tier: str) -> Iterator[None]:
 
 def state_on(tier: str, directory: str, *more: str, weights: str | None = None) -> tuple[TrainState, Plan]:
     """LoRA on a base in fp32. `weights`: where the model is; its values are not set yet."""
-    model = [f"model.hf={weights}"] if weights else ["model.d_model=32", "model.layers=5", "model.d_ff=48"]
     run = run_of(
         "adapter.rank=4",
         "data.sequence_length=9",
         "offload.group_parameters=1",
         f"offload.tier={DRIVE if tier == HOST else tier}",
         f"run.dir={directory}",
-        *model,
-        *([] if weights else [f"model.vocabulary={VOCABULARY}"]),
+        *((f"model.hf={weights}",) if weights else SHAPE),
         *more,
     )
     plan = Plan.from_run(run, world_size=dist.get_world_size())
@@ -213,8 +215,10 @@ def broken_off(tier: str, directory: str) -> bool:
     state, _ = state_on(tier, directory)
     outside, before = offloaded_of(state.model), computed(state)
     assert outside is not None
+    good = copy.deepcopy(state.optimizer.state_dict())
     with pytest.raises(EOFError):
         fill(state, fails=True)
+    state.optimizer.load_state_dict(good)  # which has nothing of the base
     with pytest.raises(OffloadError, match="loaded in part"):
         computed(state)
     for module in state.model.modules():
@@ -250,10 +254,7 @@ def changed(directory: str) -> tuple[str, str]:
     state, plan = state_on(DRIVE, directory, "offload.paranoid=true")
     advance(state, plan, to=1)
     (path,) = Path(directory).glob("offload/*/*/frozen.data")
-    damage = bytearray(path.read_bytes())
-    for at in range(64, len(damage), 4096):
-        damage[at] ^= 1
-    path.write_bytes(damage)
+    damage(path)
     said: list[str] = []
     for use in (lambda: save(state, f"{directory}/checkpoints"), lambda: advance(state, plan, to=2)):
         with pytest.raises((DamagedOffloadError, CheckpointError)) as info:
@@ -265,3 +266,162 @@ def changed(directory: str) -> tuple[str, str]:
 def test_a_base_that_changes_on_its_drive_is_told(ranks: Callable[..., Any], tmp_path: Path) -> None:
     (said,) = ranks(1).run(changed, str(tmp_path))
     assert all("other bytes than were written" in one for one in said)
+
+
+def without_values(tier: str, directory: str) -> tuple[int, list[str]]:
+    """Bytes written, and what is said of a gather, a step and a save, where no values have come yet."""
+    written: list[int] = []
+
+    def pwritev(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        written.append(sum(one.nbytes for one in buffers))
+        return SYSTEM.pwritev(descriptor, buffers, offset)
+
+    run = run_of("adapter.rank=4", *SHAPE, f"offload.tier={tier}", f"run.dir={directory}")
+    plan = Plan.from_run(run, world_size=dist.get_world_size())
+    model = shard(build_model(run), plan, values="unset", system=replace(SYSTEM, pwritev=pwritev))
+    state, said = TrainState(model, build_optimizer(model, plan)), list[str]()
+    for use in (lambda: computed(state), state.optimizer.step, state.tensors):
+        with pytest.raises(OffloadError) as info:
+            use()
+        said.append(str(info.value))
+    return sum(written), said
+
+
+@pytest.mark.parametrize("tier", [DRIVE, pytest.param("optimizer:nvme", marks=pytest.mark.long)])
+def test_what_a_load_will_bring_is_not_written_before_nor_used(
+    tier: str, ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    (found,) = ranks(1).run(without_values, tier, str(tmp_path))
+    written, said = found
+    assert written < PAGE_BYTES  # a manifest
+    assert all("no values yet" in one for one in said)
+
+
+def gone_on_from_damage(directory: str, weights: str | None) -> tuple[int, list[str], list[str]]:
+    """Where a run goes on whose kept step is damaged while it starts, its losses, and those of another."""
+
+    def made(name: str) -> tuple[TrainState, Plan]:
+        return state_on(DRIVE, f"{directory}/{name}", weights=weights)
+
+    def start(state: TrainState, plan: Plan) -> list[str]:
+        base = Path(weights) if weights else None
+        start_from(state, plan, weights=base, saved=f"{directory}/saved", must_resume=False)
+        begun.append(state.step)
+        return advance(state, plan, to=state.step + 2)
+
+    begun: list[int] = []
+    state, plan = made("run")
+    undisturbed = start(state, plan)
+    let_go(state.model, plan=plan, finished=False)
+    again, plan = made("run")
+    if dist.get_rank() == 0:
+        for path in Path(directory).glob("run/offload/*/rank-00000/state-*.data"):
+            damage(path)
+    dist.barrier()
+    return begun[-1], start(again, plan), undisturbed
+
+
+def damage(path: Path) -> None:
+    changed = bytearray(path.read_bytes())
+    for at in range(64, len(changed), 4096):
+        changed[at] ^= 1
+    path.write_bytes(changed)
+
+
+@pytest.mark.parametrize("has_weights", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_step_that_is_damaged_while_a_run_starts_leaves_what_there_was_before(
+    has_weights: bool, ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    weights = str(tmp_path / "in") if has_weights else None
+    if has_weights:
+        hugging_face("llama", tmp_path / "in")
+    for step, losses, undisturbed in ranks(2).run(gone_on_from_damage, str(tmp_path), weights):
+        assert step == 0
+        assert losses == undisturbed
+
+
+def gone_on_elsewhere(directory: str) -> tuple[int, bool]:
+    """Where a run goes on that now begins with other values, and whether with the bits that it had."""
+    state, plan = state_on(DRIVE, directory)
+    advance(state, plan, to=2)
+    save(state, f"{directory}/saved", plan=plan)
+    advance(state, plan, to=3)
+    bits = local_bits(state)
+    let_go(state.model, plan=plan, finished=False)
+    again, plan = state_on(DRIVE, directory, "run.seed=7")
+    start_from(again, plan, weights=None, saved=f"{directory}/saved", must_resume=True)
+    return again.step, same_bits(local_bits(again), bits)
+
+
+def test_a_run_goes_on_from_its_drive_with_the_base_of_its_checkpoint(
+    ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    assert ranks(2).run(gone_on_elsewhere, str(tmp_path)) == [(3, True)] * 2
+
+
+def loaded_twice(tier: str, directory: str) -> tuple[bool, Tensor]:
+    """Whether an import that breaks off leaves nothing to compute with; what is computed after another."""
+    state, plan = state_on(tier, f"{directory}/{tier}", weights=f"{directory}/in")
+    read, calls = pretrained.read_pretrained, list[int]()
+
+    def breaks(*arguments: Any, **settings: Any) -> Any:  # signature: the one that it stands for
+        calls.append(0)
+        if len(calls) == 9:
+            raise EOFError("the file ends here")
+        return read(*arguments, **settings)
+
+    with mock.patch.object(pretrained, "read_pretrained", breaks), pytest.raises(EOFError):
+        load_pretrained(state.model, f"{directory}/in", plan=plan)
+    with pytest.raises(OffloadError):
+        outcome(state.model, "llama")
+    for module in state.model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    load_pretrained(state.model, f"{directory}/in", plan=plan)
+    return len(calls) == 9, outcome(state.model, "llama")
+
+
+@pytest.mark.parametrize("tier", [DRIVE, pytest.param(HOST, marks=pytest.mark.long)])
+def test_an_import_that_broke_off_can_be_repeated(
+    tier: str, ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    hugging_face("llama", tmp_path / "in")
+    ((_, expected),) = ranks(1).run(imported, tier, str(tmp_path))
+    ((broke_off, found),) = ranks(1).run(loaded_twice, tier, str(tmp_path))
+    assert broke_off
+    assert torch.equal(found, expected)
+
+
+class Tables(Regression):
+    """With a frozen table of integers in each layer, and one of truth values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i, layer in enumerate(self.layers):
+            table = torch.arange(WIDTH * 3, dtype=torch.int8).view(WIDTH, 3) + i
+            layer.table = nn.Parameter(table, requires_grad=False)
+            layer.mask = nn.Parameter(table % 2 == 0, requires_grad=False)
+            layer.register_forward_pre_hook(
+                lambda own, given: (given[0] + own.table.sum() * own.mask.sum() / 999,)
+            )
+
+
+def trained_with_tables(tier: str, directory: str) -> tuple[list[str], Bits]:
+    run = run_of(
+        "precision.mode=bf16", f"offload.tier={DRIVE if tier == HOST else tier}", f"run.dir={directory}"
+    )
+    plan = Plan.from_run(run, world_size=dist.get_world_size())
+    with as_on_a_gpu(tier):
+        model = shard(Tables(), plan)
+    state = TrainState(model, build_optimizer(model, plan), data=Pairs())
+    losses = [repr(step.loss) for step in train(state, plan, loss=mean_square)]
+    return losses, local_bits(state)
+
+
+def test_integers_are_frozen_outside_as_well(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    expected = ranks(2).run(trained_with_tables, "none", "none")
+    for tier in (DRIVE, HOST):
+        found = ranks(2).run(trained_with_tables, tier, f"{tmp_path}/{tier}")
+        for own, other in zip(found, expected, strict=True):
+            assert own[0] == other[0]
+            assert same_bits(own[1], other[1])

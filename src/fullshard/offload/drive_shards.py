@@ -1,4 +1,4 @@
-"""Shards on the drive: read ahead of each all-gather, written once a step; a few units are in memory."""
+"""Shards on the drive: read ahead of each all-gather, written when published; a few units are in memory."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -83,8 +83,8 @@ class DriveShards:
 
     def begin(self, *, backwards: bool) -> None:
         self._following.begin()
-        trained = (number for number, unit in self._units.items() if unit.elements)
-        self._buffers.begin(trained, backwards=backwards)
+        published = (number for number, unit in self._units.items() if unit.elements)
+        self._buffers.begin(published, backwards=backwards)
 
     def hurried(self, unit: int | None) -> AbstractContextManager[None]:
         return self._buffers.hurried(unit)
@@ -176,7 +176,8 @@ def _check(file: DriveFile, unit: _Unit, *, name: str, data: memoryview) -> None
 
 
 class Following:
-    """Which unit is gathered after which, as it was the last time, within a step."""
+    """Which unit is gathered after which, as it was the last time: within a step, or, where no update ever
+    begins, over all of them."""
 
     def __init__(self) -> None:
         self._next: dict[tuple[int | None, int], int] = {}

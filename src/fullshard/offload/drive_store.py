@@ -51,11 +51,14 @@ class DriveStore:
     def host_bytes(self) -> int:
         return self._slots.host_bytes
 
-    def start_from(self, file: int) -> None:
-        """The state is what the file of this number holds, a whole generation."""
-        self._newest, self._committed = file, True
+    def start_from(self, file: int | None, *, committed: bool = True) -> tuple[int | None, bool]:
+        """The state is what the file of this number holds (None: there is none), a whole generation if it is
+        `committed`. Returns both as they were before."""
+        before = self._newest, self._committed
+        self._newest, self._committed = file, committed
         _forget(self._slots, reader=self._reader)
         self._ahead.clear()
+        return before
 
     def stream(self, order: Sequence[Group], *, fresh: bool = False) -> Iterator[tuple[Group, Parts]]:
         self.settle()

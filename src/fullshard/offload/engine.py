@@ -5,7 +5,7 @@
 attributes: the gather waits until the parameter is updated, and sends what it is given, in the dtype computed
 in. The local tensor itself keeps shape, dtype and device of the master, so that reduced gradients arrive as
 they are (a shard in bf16 would have them rounded), but may be one element that stands for all: NaN, so that
-nobody takes it for the values.
+nobody takes it for the values (of integers the least).
 
 What is kept sharded over fewer ranks after forward (`reshard_after_forward=<int>`) is gathered from there;
 the engine has no extension point for that, so such parameters get a subclass of the engine's own.
@@ -70,7 +70,7 @@ def elsewhere(engine_parameter: Any, source: Source, *, local: Tensor | None) ->
     """
     parameter = cast(DTensor, engine_parameter.sharded_param)
     if local is None:
-        one = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device_mesh.device_type)
+        one = _stand_in(parameter.dtype).to(parameter.device_mesh.device_type)
         local = one.expand(own_shape(engine_parameter))
     local = local.view(own_shape(engine_parameter))
 
@@ -108,6 +108,12 @@ def as_shard(engine_parameter: Any, local: Tensor) -> DTensor:
     shard.__deepcopy__ = lambda _memo: copied()
     shard.__reduce_ex__ = lambda protocol: copied().__reduce_ex__(protocol)
     return shard
+
+
+def _stand_in(dtype: torch.dtype) -> Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.tensor(float("nan")).to(dtype)
+    return torch.tensor(dtype is not torch.bool and torch.iinfo(dtype).min, dtype=dtype)
 
 
 @cache

@@ -24,7 +24,7 @@ class Frozen:
             self._names.setdefault(units[name], []).append(name)
 
     def put(self, values: Mapping[str, Tensor]) -> None:
-        """The shards, flat, of all of a unit's; others have no place here."""
+        """The shards, flat, of all of a unit's; others that are among `values` are left out."""
         for name, value in values.items():
             if name in self.engine and value.numel():
                 self.shards.publish(name, 0, values=value)

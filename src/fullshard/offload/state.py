@@ -27,7 +27,7 @@ from fullshard.offload.on_drive import on_drive
 from fullshard.offload.shards import Copies, FromMasters, KeptShards, Shards
 from fullshard.offload.store import HostStore, Parts, Store, dtypes_of
 from fullshard.offload.traffic import DriveTraffic
-from fullshard.offload.updates import Updates
+from fullshard.offload.updates import Updates, base_half_loaded, half_loaded, not_loaded
 from fullshard.spec.groups import Group, Held, Segment, cut, portions
 
 Update = Callable[[Group, Parts], None]
@@ -47,10 +47,9 @@ class Settings:
     """How and where. `on_drive`: what makes the store of these groups; None: the host's memory.
 
     `shards_outside`: the shards in the dtype computed in, and those that are frozen, are not on the device
-    either; `shards_on_drive`: but in what this makes. `moments`:
-    their dtype; None: the master's. `alternate`: every other update goes through the groups from the last to
-    the first: those that are still in memory need not be read, and the next forward waits for all. `traffic`:
-    counts what the drive moves.
+    either; `shards_on_drive`: but in what this makes. `moments`: their dtype; None: the master's.
+    `alternate`: every other update goes through the groups from the last to the first: those that are still
+    in memory need not be read, and the next forward waits for all. `traffic`: counts what the drive moves.
     """
 
     device: torch.device
@@ -104,8 +103,9 @@ class OffloadedState:
 
     # What `fullshard.sharding.apply.Keeper` asks for
 
-    def begin(self, model: nn.Module) -> None:
-        """The engine has the parameters, without values."""
+    def begin(self, model: nn.Module, *, unset: bool = False) -> None:
+        """The engine has the parameters, without values; `unset`: nor will `take` bring any, and a load must,
+        so that what is not the device's is not written twice."""
         held: list[Held] = []
         frozen: dict[str, Any] = {}
         for unit, name, one in gathered_parameters(model):
@@ -122,22 +122,29 @@ class OffloadedState:
         self.groups = cut(held, group_parameters=self.settings.group_parameters)
         self._own = tuple(group for group in self.groups if group.segments)
         self._make(frozen)
-        self._filling = _Filling(self.store.stream(self._own, fresh=True), self._publish)
+        self._filling: _Filling | None = None
+        if unset and not self.settings.is_device:
+            self.updates.lacking = not_loaded
+            self.updates.base_lacking = not_loaded if self.frozen.engine else None
+        else:
+            self._filling = _Filling(self.store.stream(self._own, fresh=True), self._publish)
 
     def take(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """The values of one unit's parameters; the units come in the order of use. Their memory is let go."""
-        engine = {**self.engine, **self.frozen.engine}
+        engine = all_of(self)
         own = {name: _flat(p) for name, p in parameters.items() if name in engine}
-        self._filling.offer(own)
-        self.frozen.put(own)
+        if self._filling is not None:
+            self._filling.offer(own)
+            self.frozen.put(own)
         for name in own:
             elsewhere(engine[name], partial(self._give, name), local=self.masters.get(name))
 
     def end(self) -> None:
         """Of all units."""
-        self._filling.end()
+        if self._filling is not None:
+            self._filling.end()
         self.frozen.shards.settle()
-        self.updates.settle()
+        self.updates.settle(to_load=True)
 
     # What an optimizer and a checkpoint ask for
 
@@ -212,7 +219,7 @@ class OffloadedState:
         self.settle(to_load=True)
         if keep:
             self.store.keep()
-        self.updates.half_loaded = True
+        self.updates.lacking = half_loaded
         self.shards.begin(backwards=True)  # nobody gathers meanwhile
         stream = self.store.stream(self._own, fresh=True)
         for portion in portions(self.groups):
@@ -226,17 +233,20 @@ class OffloadedState:
                     _copy(new[segment.name], parts, segment=segment)
                 self._publish(group, parts)
         next(stream, None)
-        for new in self.frozen.refill() if frozen else ():
-            yield {name: {"master": own} for name, own in new.items()}
         self.updates.settle(to_load=True)
-        self.updates.half_loaded = False
+        self.updates.lacking = None
+        if frozen and self.frozen.engine:
+            self.updates.base_lacking = base_half_loaded
+            for new in self.frozen.refill():
+                yield {name: {"master": own} for name, own in new.items()}
+            self.updates.base_lacking = None
 
     def publish_all(self, *, verify: bool) -> None:
         """What is gathered follows the masters anew; `verify`: all that is read is held against digests."""
         self.shards.begin(backwards=True)
         for group, parts in self.store.look(self._own, verify=verify):
             self._publish(group, parts)
-        self.updates.half_loaded = False
+        self.updates.lacking = None
 
     def close(self) -> None:
         """Lets go of the drive, when what goes on is through. Without it that is done with the last
@@ -304,16 +314,22 @@ def host_bytes_of(offloaded: OffloadedState) -> int:
     return offloaded.store.host_bytes + offloaded.shards.host_bytes + offloaded.frozen.shards.host_bytes
 
 
+def all_of(offloaded: OffloadedState) -> dict[str, Any]:
+    """The engine's objects of all parameters that it has, trained or frozen."""
+    return {**offloaded.engine, **offloaded.frozen.engine}
+
+
 def elsewhere_of(offloaded: OffloadedState) -> set[Tensor]:
     """The parameters whose values are not in the shards that the model has."""
-    trained = [] if offloaded.settings.is_device else offloaded.engine.values()
-    return {one.sharded_param for one in (*trained, *offloaded.frozen.engine.values())}
+    return (
+        set() if offloaded.settings.is_device else {one.sharded_param for one in all_of(offloaded).values()}
+    )
 
 
 def presented(offloaded: OffloadedState) -> Iterator[set[Tensor]]:
     """As `OffloadedState.refill`, of the values alone, frozen ones too: they are the shards of the parameters
     that it yields as long as that lasts; moments become zero."""
-    engine = {**offloaded.engine, **offloaded.frozen.engine}
+    engine = all_of(offloaded)
     for portion in offloaded.refill(frozen=True):
         own = {name: engine[name].sharded_param for name in portion}
         stands = {name: parameter._local_tensor for name, parameter in own.items()}
@@ -321,9 +337,11 @@ def presented(offloaded: OffloadedState) -> Iterator[set[Tensor]]:
             own[name]._local_tensor = cast(DTensor, new["master"]).to_local()
             for key in new.keys() - {"master"}:
                 cast(DTensor, new[key]).to_local().zero_()
-        yield set(own.values())
-        for name, local in stands.items():
-            own[name]._local_tensor = local
+        try:
+            yield set(own.values())
+        finally:
+            for name, local in stands.items():
+                own[name]._local_tensor = local
 
 
 def _placed(one: Any, parts: Parts | None, *, moments: torch.dtype | None) -> dict[str, Tensor]:

@@ -13,20 +13,24 @@ from contextlib import AbstractContextManager
 
 from fullshard.errors import OffloadError
 
+Lacking = Callable[[], OffloadError]
+
 
 class Updates:
     """One thread, which does one thing after the other; after one that failed, nothing.
 
     What failed is raised as it is, and an OffloadError with what it means for the run.
     `settle`: what must be done besides until all is where it stays. `hurried`: while somebody waits for a
-    unit, or (None) for all, nothing that comes before it is put off. `half_loaded`: a load has begun, and is
-    not at its end: what there is is of two states.
+    unit, or (None) for all, nothing that comes before it is put off. `lacking`: the error for all but a load,
+    as long as there are no values, or those of two states; `base_lacking`: of what is frozen.
     """
 
     def __init__(
         self, settle: Callable[[], None], *, hurried: Callable[[int | None], AbstractContextManager[None]]
     ) -> None:
-        self._settle, self._hurried, self.half_loaded = settle, hurried, False
+        self._settle, self._hurried = settle, hurried
+        self.lacking: Lacking | None = None
+        self.base_lacking: Lacking | None = None
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-update")
         self._running: list[Future[None]] = []
         self._pending: dict[int, threading.Event] = {}
@@ -57,7 +61,7 @@ class Updates:
 
     def settle(self, *, to_load: bool = False) -> None:
         """Returns when nothing goes on. Raises OffloadError for what failed, now and ever after, and for what
-        is half loaded, unless it is `to_load` the rest of it, or another."""
+        is `lacking`, unless it is `to_load` it."""
         running, self._running = self._running, []
         with self._hurried(None):
             for future in running:
@@ -78,12 +82,9 @@ class Updates:
 
     def _raise(self, *, to_load: bool = False) -> None:
         error = self._error
-        if error is None and self.half_loaded and not to_load:
-            raise OffloadError(
-                "the optimizer's state was loaded in part.",
-                why="the load was broken off by an error, and what is there now is of two states",
-                fix="load a whole state, or start again from a checkpoint",
-            )
+        lacking = None if to_load else self.lacking or self.base_lacking
+        if error is None and lacking is not None:
+            raise lacking()
         if error is None:
             return
         if not isinstance(error, OffloadError):
@@ -96,3 +97,30 @@ class Updates:
             why=f"{why} what is left of it in memory belongs to no step".strip(),
             fix=f"{fix}start again with --resume: it goes on from the newest whole state",
         ) from error
+
+
+def half_loaded() -> OffloadError:
+    """A load has begun, and is not at its end."""
+    return OffloadError(
+        "the optimizer's state was loaded in part.",
+        why="the load was broken off by an error, and what is there now is of two states",
+        fix="load a whole state, or start again from a checkpoint",
+    )
+
+
+def base_half_loaded() -> OffloadError:
+    """The same, of what is frozen."""
+    return OffloadError(
+        "the frozen parameters were loaded in part.",
+        why="the load was broken off by an error, and what is there now is of two states",
+        fix="load the weights or a checkpoint that has them again",
+    )
+
+
+def not_loaded() -> OffloadError:
+    """Nothing has given any values yet."""
+    return OffloadError(
+        "the model has no values yet.",
+        why='fullshard.shard(..., values="unset") leaves them to a load',
+        fix="fullshard.load_pretrained(model, directory, plan=plan), or a checkpoint, before",
+    )

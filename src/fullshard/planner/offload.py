@@ -9,8 +9,8 @@ device    optimizer:*    shards in the dtype computed in (c P): the master is wh
                          their way at once, and a third waits.
           params+*       no shards; of each all-gather the own shard, copied in, and freed when it is sent.
 host      *:cpu          master and moments (S) and gradients (4 P: fp32 sums), parameters c P and F
-                         (params+), and
-                         of updated parameters what is on its way to the device, a segment of a group
+                         (params+), and of updated parameters what is on its way to the device, a segment of
+                         a group
           *:nvme         gradients (they never go to the drive), that segment, three of the largest group's
                          S, and with params+ three of the largest unit's shards, and of its frozen ones
 drive     *:nvme         two generations (a crash leaves one whole) of S, room beside them for the rest of a

@@ -50,8 +50,9 @@ class Meshes:
 class Keeper(Protocol):
     """What takes the values of a model's shards as they come, where its plan keeps them outside."""
 
-    def begin(self, model: nn.Module) -> None:
-        """The engine has the parameters; they are on the meta device."""
+    def begin(self, model: nn.Module, *, unset: bool) -> None:
+        """The engine has the parameters; they are on the meta device. `unset`: what `take` gets will be NaN
+        alone, and somebody else brings values."""
         ...
 
     def take(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -95,7 +96,8 @@ def shard(
     hand_over(model, prepared, plan=plan, methods=methods)
     order, keep = prepared.units, None
     if keeper is not None:
-        keeper.begin(model)
+        given_some = any(name in given.tensors for name, _ in model.named_parameters())
+        keeper.begin(model, unset=values == "unset" and not given_some)
         order, keep = _first_used_first(model, order), keeper.take
     if values == "initialised":
         fill(model, order, values=given, plan=plan, init=init, keep=keep)

@@ -54,8 +54,9 @@ def shard(
 ) -> nn.Module:
     """`fullshard.sharding.apply.shard`, and what the plan's tier keeps outside of the device.
 
-    `system`: the calls that reach its drive. Raises OffloadError on all ranks where the drive of any has no
-    room for it, before the model has values.
+    With `values = "unset"` whatever uses that raises OffloadError until a load has brought values. `system`:
+    the calls that reach its drive. Raises OffloadError on all ranks where the drive of any has no room for
+    it, before the model has values.
     """
     if plan.run.offload.on_disk and plan.run.offload.host_bytes and plan.device == "cpu":
         give_back_what_is_freed()

@@ -92,24 +92,29 @@ class Outside:
     def go_back(self, step: int) -> Beside | None:
         """Takes the state of the generation of this step, and drops later ones. Collective.
 
-        Returns what was kept beside; None where any rank finds that its own is damaged: then it is dropped.
+        Returns what was kept beside; None where any rank finds that its own is damaged: then it is dropped,
+        and the state is what it was.
         """
         store = self._offloaded.store
         assert isinstance(store, DriveStore), "others have no generations"
-        found = self._resumable()[step]
+        found, lacking = self._resumable()[step], self._offloaded.updates.lacking
         for later in (one for one in store.generations.whole() if one.step > step):
             store.generations.drop(later)
 
         def take() -> Beside:
             beside = _unpacked(store.generations.payload(found))
-            store.start_from(found.slot)
             self._offloaded.publish_all(verify=True)
             return beside
 
+        file, committed = store.start_from(found.slot)
         try:
             return everyone(take, doing=f"going on from step {step} in {store.generations.directory}")
         except CheckpointError as error:
             store.generations.drop(found)
+            store.start_from(file, committed=committed)
+            if file is not None:
+                self._offloaded.publish_all(verify=False)
+            self._offloaded.updates.lacking = lacking
             if rank() == 0:
                 logger.warning("%s", error)
             return None

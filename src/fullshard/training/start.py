@@ -5,6 +5,7 @@ from pathlib import Path
 from fullshard.checkpoint import load
 from fullshard.checkpoint.agreement import first
 from fullshard.checkpoint.place import newest_step
+from fullshard.checkpoint.pretrained import Loaded
 from fullshard.checkpoint.pretrained_files import find_weights
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.spec.model_section import HuggingFaceModel
@@ -52,22 +53,28 @@ def start_from(
     """Gives `state` its values: those of the newest checkpoint in `saved`, else those of `weights`, else it
     has them already. Collective. Returns what is to be told of weights that were read.
 
-    What was saved without what is frozen goes on top of the weights: a checkpoint of adapters alone, and what
-    a tier has kept on drives. Raises CheckpointError.
+    What lacks the parameters that are frozen goes on top of what has them: a checkpoint of adapters alone on
+    top of the weights, and what a tier has kept on drives on top of a checkpoint, or of the weights where
+    there is none. Raises CheckpointError.
     """
     newest = 0
     if saved is not None:
         newest = first(lambda: newest_step(saved), doing=f"looking for a checkpoint in {saved}") or 0
+    alone = plan.run.adapter.saved_alone
+
+    def from_checkpoint(*, missing_ok: bool) -> Loaded | None:
+        if saved is not None and load(state, place(saved, plan), missing_ok=missing_ok):
+            return None
+        return load_pretrained(state.model, weights, plan=plan) if weights is not None and not alone else None
+
+    read = load_pretrained(state.model, weights, plan=plan) if weights is not None and alone else None
+    # The newest step that a tier has kept, unless a checkpoint is newer.
     kept = saved is not None and _has_kept(state, at_least=newest)
     is_frozen = not all(parameter.requires_grad for parameter in state.model.parameters())
-    on_top = plan.run.adapter.saved_alone or (kept and is_frozen)
-    read = load_pretrained(state.model, weights, plan=plan) if weights is not None and on_top else None
-    # The newest step that a tier has kept, unless a checkpoint is newer.
-    resumed = kept and state.go_back(at_least=newest)
-    if saved is not None and not resumed:
-        resumed = load(state, place(saved, plan), missing_ok=not must_resume)
-    if weights is not None and not on_top and not resumed:
-        read = load_pretrained(state.model, weights, plan=plan)
+    if not kept or (is_frozen and not alone):
+        read = from_checkpoint(missing_ok=kept or not must_resume) or read
+    if kept and not state.go_back(at_least=newest):
+        read = from_checkpoint(missing_ok=not must_resume) or read
     # Of what was missing there has been a warning, which says the rest too.
     return None if read is None or read.missing else read.describe()
 
