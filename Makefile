@@ -10,7 +10,7 @@ train: $(VENV)/installed
 	$(BIN)/fullshard train
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -q -n 2 -m "not long"
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not long"
 
 test-long: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -q

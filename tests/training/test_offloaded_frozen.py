@@ -1,7 +1,7 @@
 """What is frozen, with the tiers that keep parameters: outside like what is trained, and never another."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ Bits = dict[str, Tensor]
 
 
 @contextmanager
-def as_on_a_gpu(tier: str) -> Iterator[None]:
+def as_on_a_gpu(tier: str) -> Generator[None]:
     """With parameters in host memory, CPU ranks have them where they compute. Here they take the way of ranks
     whose device has other memory: copies in the host's memory, and masters elsewhere, here on the drive."""
     make = offloaded._settings  # pyright: ignore[reportPrivateUsage]
@@ -50,7 +50,7 @@ def as_on_a_gpu(tier: str) -> Iterator[None]:
 
 
 class Adapted(nn.Module):
-    """A frozen layer and what is trained beside it, of fewer elements than 2, 3 or 4 ranks divide."""
+    """A frozen layer and what is trained beside it. Rows that 2, 3 and 4 ranks divide unevenly."""
 
     def __init__(self) -> None:
         super().__init__()
