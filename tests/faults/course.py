@@ -46,14 +46,16 @@ GROUPS = "offload.group_parameters=1"  # of 1,024 elements: more of them than ar
 
 
 class Wide(nn.Module):
-    """x (batch, 5) -> (batch, 2), of four units and ten groups a rank."""
+    """x (batch, 5) -> (batch, 2), of four units and ten groups a rank, and one that is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
         widths = (WIDTH, 700, WIDTH, 700, 2)
         self.layers = nn.ModuleList(map(nn.Linear, widths, widths[1:]))
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.base(x)
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x
