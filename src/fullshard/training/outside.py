@@ -85,9 +85,11 @@ class Outside:
             payload = _packed(beside())
             self._offloaded.updates.then(lambda: store.commit(step, payload))
 
-    def newest_step(self) -> int | None:
-        """Of the newest generation that is whole on all ranks. Collective."""
-        return max(set[int].intersection(*gathered(set(self._resumable()))), default=None)
+    def newest_step(self, *, at_least: int) -> int | None:
+        """Of the newest generation that is whole on all ranks; None where it is of a step before `at_least`.
+        Collective."""
+        newest = max(set[int].intersection(*gathered(set(self._resumable()))), default=None)
+        return None if newest is None or newest < at_least else newest
 
     def go_back(self, step: int) -> Beside | None:
         """Takes the state of the generation of this step, and drops later ones. Collective.

@@ -69,7 +69,8 @@ def start_from(
 
     read = load_pretrained(state.model, weights, plan=plan) if weights is not None and alone else None
     # The newest step that a tier has kept, unless a checkpoint is newer.
-    kept = saved is not None and _has_kept(state, at_least=newest)
+    outside = state.outside if saved is not None else None
+    kept = outside is not None and outside.newest_step(at_least=newest) is not None
     is_frozen = not all(parameter.requires_grad for parameter in state.model.parameters())
     if not kept or (is_frozen and not alone):
         read = from_checkpoint(missing_ok=kept or not must_resume) or read
@@ -77,9 +78,3 @@ def start_from(
         read = from_checkpoint(missing_ok=not must_resume) or read
     # Of what was missing there has been a warning, which says the rest too.
     return None if read is None or read.missing else read.describe()
-
-
-def _has_kept(state: TrainState, *, at_least: int) -> bool:
-    """Whether all ranks' drives hold a step from `at_least` on. Collective."""
-    step = state.outside.newest_step() if state.outside else None
-    return step is not None and step >= at_least

@@ -166,7 +166,7 @@ class TrainState:
         """Takes the newest step that every rank has kept whole, of those from `at_least` on. What is frozen
         stays as it is. Collective."""
         self.act_before_update()
-        while self.outside and (step := self.outside.newest_step()) is not None and step >= at_least:
+        while self.outside and (step := self.outside.newest_step(at_least=at_least)) is not None:
             beside = self.outside.go_back(step)
             if beside is not None:
                 own = self._beside().tensors
