@@ -18,6 +18,7 @@ from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.files import LocalFiles
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.place import LocalPlace
+from fullshard.checkpoint.save import save
 from fullshard.checkpoint.stream import ALIGNMENT, LARGE_BYTES, address
 from fullshard.errors import CheckpointError
 from tests.checkpoint.states import State, assert_same, loaded, loaded_sharded, numbers, ones_own, sharded
@@ -113,14 +114,14 @@ def test_a_save_waits_for_the_one_before(tmp_path):
 
 
 def test_a_failure_is_told_and_the_next_save_succeeds(tmp_path):
-    (tmp_path / "step-00000001").write_text("")
+    save(State(1, {"model.other": torch.ones(3)}), tmp_path)
     with BackgroundSaver(LocalPlace(tmp_path)) as saver:
         saver.save(State(1, numbers(1)))
         saver.save(State(2, numbers(2)))
         saver.wait()
         one, two = saver.outcomes()
     assert isinstance(one.error, CheckpointError)
-    assert "Not a directory" in str(one.error)
+    assert "holds another model" in str(one.error)
     assert one.path is None
     assert two.path == tmp_path / "step-00000002"
 

@@ -166,7 +166,7 @@ def test_a_receiver_of_another_shape_or_dtype_is_refused_anyhow(tmp_path, tensor
         load(_Careless(0, {"model.absent": tensor}), tmp_path)
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["shards.json", "__0_0.distcp"])
 def test_damaged_bytes_are_an_error_of_ours(tmp_path, name):
     path = saved(tmp_path, 1)
     (path / name).write_bytes(bytes((path / name).stat().st_size))
@@ -216,7 +216,7 @@ def test_a_rank_that_cannot_see_the_checkpoint_fails_all(ranks, tmp_path):
     messages = ranks(2).run(refused_where_rank_one_stands_elsewhere, tmp_path)
     assert messages[0] == messages[1]
     assert messages[0].startswith(
-        "rank 1: checkpoints/step-00000001 is not whole.\n  got: .metadata: No such file"
+        "rank 1: checkpoints/step-00000001 is not whole.\n  got: shards.json: No such file"
     )
 
 
@@ -250,7 +250,8 @@ def test_a_manifest_that_is_not_there_is_an_error(tmp_path):
 
 
 def without_padding(path: Path, name: str) -> None:
-    """What saves wrote before large tensors were aligned: one piece right behind the other."""
+    """Turns a checkpoint into what saves wrote before large tensors were aligned: one piece right behind the
+    other, and no index of shards."""
     manifest, data = read_manifest(path), (path / name).read_bytes()
     table = PieceTable.decoded((path / f"{name}.pieces").read_bytes(), source=name)
     old, moved, packed = [], {}, b""
@@ -261,12 +262,13 @@ def without_padding(path: Path, name: str) -> None:
     assert len(packed) < len(data)
     changed = {name: packed, f"{name}.pieces": PieceTable(block_bytes=1 << 24, pieces=tuple(old))}
     changed[f"{name}.pieces"] = changed[f"{name}.pieces"].model_dump_json().encode()
+    (path / "shards.json").unlink(missing_ok=True)
     if ".metadata" in manifest.files:
         metadata = pickle.loads((path / ".metadata").read_bytes())
         for place in metadata.storage_data.values():
             place.offset = moved[place.offset]
         changed[".metadata"] = pickle.dumps(metadata)
-    files = dict(manifest.files)
+    files = {name: file for name, file in manifest.files.items() if name != "shards.json"}
     for file, content in changed.items():
         (path / file).write_bytes(content)
         told = None if file == name else digest(content)

@@ -76,7 +76,7 @@ def test_the_same_nodes_load_in_place_and_others_what_was_gathered(ranks, tmp_pa
         assert (manifest.nodes, manifest.node) == (2, node)
         assert not list(damages(path))
         here = {name for name in os.listdir(path) if not name.endswith(".json")}
-        assert here == set(manifest.own_files)
+        assert here == {name for name in manifest.own_files if not name.endswith(".json")}
     assert_loaded(ranks(4).run(load_on_nodes, tmp_path, mesh_shape), 3)
 
     path = gather([tmp_path / "node-1", tmp_path / "node-0"], tmp_path / "all")

@@ -9,7 +9,7 @@ from fullshard.errors import CheckpointError
 from tests.checkpoint.states import assert_same, loaded, numbers
 
 # What is said of each, by how the file looks to who reads it.
-FILES = ["*.distcp", "*.pieces", ".metadata", "manifest.json", "writer.json"]
+FILES = ["*.distcp", "*.pieces", "shards.json", ".metadata", "manifest.json", "writer.json"]
 ACTS = ["flip a bit", "truncate", "zero a part", "delete", "append", "exchange for another step's"]
 
 

@@ -17,7 +17,7 @@ from fullshard.checkpoint.export_merged import MergedModel, Merging
 from fullshard.checkpoint.export_source import SavedModel, TensorSource
 from fullshard.checkpoint.export_stream import Outgoing
 from fullshard.checkpoint.files import Files
-from fullshard.checkpoint.load import find
+from fullshard.checkpoint.load import with_newest
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
 from fullshard.checkpoint.place import Place
 from fullshard.checkpoint.pretrained_files import INDEX, ONE_FILE
@@ -55,7 +55,6 @@ def export(
 
     Raises CheckpointError.
     """
-    files, manifest = find(checkpoint)
     target = Path(target)
     if shard_bytes is None and target.is_dir():
         raise CheckpointError(
@@ -64,7 +63,7 @@ def export(
             fix=f"{target}/model.safetensors, or a size of files that go into it",
         )
 
-    def write() -> None:
+    def write(files: Files, manifest: Manifest) -> None:
         outgoing = _outgoing(files, manifest, naming=naming, dtype=dtype, shard_bytes=shard_bytes)
         _make_room(outgoing, target, is_file=shard_bytes is None, free_bytes=free_bytes)
         if shard_bytes is None:
@@ -73,7 +72,7 @@ def export(
             _write_files(outgoing, target, shard_bytes=shard_bytes)
         logger.info("exported %s to %s (%s)", files, target, format_bytes(outgoing.size_bytes))
 
-    alone(write, doing=f"exporting {files} to {target}")
+    _export_newest(checkpoint, write, target=target)
 
 
 def export_pretrained(
@@ -94,11 +93,10 @@ def export_pretrained(
 
     Raises CheckpointError, also for a directory that holds weights already.
     """
-    files, manifest = find(checkpoint)
     target = Path(directory)
+    _refuse_weights(target)
 
-    def write() -> None:
-        _refuse_weights(target)
+    def write(files: Files, manifest: Manifest) -> None:
         outgoing = _outgoing(
             files, manifest, naming=naming, merging=merging, dtype=dtype, shard_bytes=shard_bytes
         )
@@ -112,7 +110,16 @@ def export_pretrained(
                 file.write(data)
         logger.info("exported %s to %s (%s)", files, target, format_bytes(outgoing.size_bytes))
 
-    alone(write, doing=f"exporting {files} to {target}")
+    _export_newest(checkpoint, write, target=target)
+
+
+def _export_newest(
+    checkpoint: str | Path | Place, write: Callable[[Files, Manifest], None], *, target: Path
+) -> None:
+    with_newest(
+        checkpoint,
+        lambda files, manifest: alone(lambda: write(files, manifest), doing=f"exporting {files} to {target}"),
+    )
 
 
 def full_state(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class Files(Protocol):
         ...
 
     def sizes(self) -> dict[str, int]:
-        """File name -> bytes; empty where there is nothing."""
+        """File name -> bytes; empty where there is nothing. Lists regular files alone."""
         ...
 
     def read(self, name: str) -> bytes:
@@ -56,6 +57,18 @@ class _ReadAhead(FileIO):
         return super().readinto(buffer[:_READ_BYTES])  # who asks goes on until it has all
 
 
+def _open_regular(path: str, flags: int) -> int:
+    """Opens a regular file, and nothing else. Raises an OSError for which `is_lost` holds.
+
+    A link may lead out of the checkpoint, a fifo or a device may never end.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.ENXIO, "not a regular file", path)
+    return descriptor
+
+
 @dataclass(frozen=True)
 class LocalFiles:
     """A directory on a file system."""
@@ -72,14 +85,16 @@ class LocalFiles:
     def sizes(self) -> dict[str, int]:
         if not self.path.is_dir():
             return {}
-        return {path.name: path.stat().st_size for path in sorted(self.path.iterdir())}
+        found = {path.name: path.lstat() for path in sorted(self.path.iterdir())}
+        return {name: status.st_size for name, status in found.items() if stat.S_ISREG(status.st_mode)}
 
     def read(self, name: str) -> bytes:
-        return (self.path / name).read_bytes()
+        with self.open(name) as file:
+            return file.read()
 
     @contextmanager
     def open(self, name: str) -> Generator[BinaryIO]:
-        with _ReadAhead(self.path / name) as file:
+        with _ReadAhead(self.path / name, opener=_open_regular) as file:
             yield cast(BinaryIO, file)
 
     @contextmanager
@@ -102,5 +117,8 @@ def is_remote(directory: str) -> bool:
 
 
 def is_lost(error: OSError) -> bool:
-    """Whether the disk says that the bytes are gone. A file that one rank cannot find, others may."""
-    return error.errno in (errno.EIO, errno.ENODATA, errno.EUCLEAN)
+    """Whether the bytes are gone for good: the disk says so, or something else is there, such as a link.
+
+    A file that one rank cannot find, others may.
+    """
+    return error.errno in (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.ELOOP, errno.EISDIR, errno.ENXIO)

@@ -1,6 +1,6 @@
 """Every byte of a checkpoint against its digest, and two checkpoints against each other."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from fullshard.checkpoint.agreement import alone
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.manifest import (
     MANIFEST,
+    SHARDS,
     files_of,
     lost_or_denied,
     read_manifest,
@@ -44,15 +45,13 @@ def damages(checkpoint: Files | str | Path) -> Iterator[Damage]:
         yield Damage(MANIFEST, _said(error), ())
         return
     reader, sizes = storage.Reader(files, manifest), files.sizes()
-    data_files = set(manifest.data_files)
-    for name, saved in manifest.own_files.items():
-        if sizes.get(name) != saved.size_bytes:
-            found = f"{sizes[name]} bytes" if name in sizes else "no such file"
-            yield Damage(name, f"{found}; {saved.size_bytes} were saved", _touched(reader, name))
-        elif name in data_files:
-            yield from _in_data_file(reader, name)
-        else:
-            yield from _in_small_file(reader, name)
+    sound = True
+    for name in manifest.own_files:
+        for damage in _in_file(reader, name, sizes=sizes):
+            sound = False
+            yield damage
+    if sound:
+        yield from _in_index(reader)
     for name in sorted(set(sizes) - set(manifest.files) - {MANIFEST, WRITER}):
         yield Damage(name, "not of this checkpoint", ())
 
@@ -109,11 +108,41 @@ def _short(value: JsonValue) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
+def _in_file(reader: storage.Reader, name: str, *, sizes: Mapping[str, int]) -> Iterator[Damage]:
+    saved = reader.manifest.files[name]
+    if sizes.get(name) != saved.size_bytes:
+        found = f"{sizes[name]} bytes" if name in sizes else "no such file"
+        yield Damage(name, f"{found}; {saved.size_bytes} were saved", _touched(reader, name))
+    elif name in reader.manifest.data_files:
+        yield from _in_data_file(reader, name)
+    else:
+        yield from _in_small_file(reader, name)
+
+
 def _in_small_file(reader: storage.Reader, name: str) -> Iterator[Damage]:
     try:
         read_verified(reader.files, reader.manifest, name=name)
     except CheckpointError as error:
         yield Damage(name, _said(error), _touched(reader, name))
+
+
+def _in_index(reader: storage.Reader) -> Iterator[Damage]:
+    """Shards that a load would look for, and that are not in the tables of this disk's data files."""
+    manifest = reader.manifest
+    if manifest.layout == "ranks":
+        return
+    try:
+        places = reader.read_metadata().storage_data
+    except CheckpointError as error:
+        yield Damage(SHARDS, _said(error), tuple(manifest.tensors))
+        return
+    own = manifest.data_files
+    pieces = {(name, piece.offset): piece for name in own for piece in reader.table(name).pieces}
+    for index, (name, offset) in places.items():
+        piece, dtype = pieces.get((name, offset)), manifest.tensors[index.fqn].dtype
+        wanted = (index.fqn, tuple(index.offset), dtype)
+        if name in own and (piece is None or (piece.name, piece.index, piece.dtype) != wanted):
+            yield Damage(SHARDS, f"{index.fqn} is not where the index has it", (index.fqn,))
 
 
 def _in_data_file(reader: storage.Reader, name: str) -> Iterator[Damage]:
@@ -145,7 +174,7 @@ def _touched(reader: storage.Reader, name: str) -> tuple[str, ...]:
     """The tensors in a file, or in the one that it is the table of; all, for what is needed to read any."""
     data_file = name.removesuffix(SUFFIX)
     if data_file not in reader.manifest.data_files:
-        return tuple(reader.manifest.tensors) if name.startswith(".") else ()
+        return tuple(reader.manifest.tensors) if name == SHARDS else ()
     try:
         return tuple(dict.fromkeys(piece.name for piece in reader.table(data_file).pieces))
     except CheckpointError:

@@ -1,9 +1,15 @@
-"""Loading: the newest whole checkpoint, at any number of ranks, in any strategy; verified as it is read."""
+"""Loading: the newest whole checkpoint, at any number of ranks, in any strategy; verified as it is read.
 
+[Note: a reader beside a writer] A run that keeps few checkpoints may remove one that another process, such as
+an evaluation, is reading. It has committed a newer one before. So when a read fails and the checkpoint is no
+longer there, the reader looks again and takes the newest.
+"""
+
+import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 from torch import Tensor
 
@@ -20,9 +26,13 @@ from fullshard.checkpoint.manifest import (
     verify,
 )
 from fullshard.checkpoint.nodes import NodeDisks
-from fullshard.checkpoint.place import LocalPlace, Place, place_of, whole
+from fullshard.checkpoint.place import LocalPlace, Place, is_listed, place_of, whole
 from fullshard.checkpoint.protocol import Checkpointable, Portioned
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+
+T = TypeVar("T")
+
+_TRIES = 10  # to read a checkpoint before it is removed
 
 logger = logging.getLogger("fullshard")
 
@@ -45,9 +55,9 @@ def load(
         return _load_from_nodes(state, directory, missing_ok=missing_ok)
     place = place_of(directory)
     refused: dict[str, str] = {}
-    while True:
+    for attempt in itertools.count(1):
         found = first(
-            lambda: _find(place, missing_ok=missing_ok, refused=refused),
+            lambda attempt=attempt: _find(place, missing_ok=missing_ok and attempt == 1, refused=refused),
             doing=f"looking for a checkpoint in {directory}",
         )
         if found is None:
@@ -55,9 +65,16 @@ def load(
         files, manifest = found
         try:
             _load(state, files, manifest=manifest)
-        except DamagedCheckpointError as error:
-            if files.name == place.one().name:
-                raise  # this very one was asked for
+        except CheckpointError as error:
+            gone = first(
+                lambda files=files, manifest=manifest: _is_gone(place, files, manifest=manifest),
+                doing=f"looking for {files} again",
+            )
+            if gone:
+                _require_tries_left(attempt, place)
+                continue  # see [Note: a reader beside a writer]
+            if not isinstance(error, DamagedCheckpointError) or files.name == place.one().name:
+                raise  # nothing else will do, or this very one was asked for
             refused[files.name] = f"{files.name}: {error.got or error.what}"
             aside = first(lambda files=files: _set_aside(place, files), doing=f"setting {files} aside")
             if rank() == 0:
@@ -67,6 +84,26 @@ def load(
             if refused and rank() == 0:
                 logger.warning("went back to %s, since %s cannot be used", files, ", ".join(refused))
             return True
+    raise AssertionError("the loop ends by itself")
+
+
+def _require_tries_left(attempt: int, place: Place) -> None:
+    if attempt == _TRIES:
+        raise CheckpointError(
+            f"{place} changes faster than it can be read.",
+            got=f"{attempt} checkpoints, each removed while it was read",
+            fix="let the run that saves there keep more checkpoints (checkpoint.keep)",
+        )
+
+
+def _is_gone(place: Place, files: Files, *, manifest: Manifest) -> bool:
+    """Returns whether a checkpoint that was found in `place` has been removed or replaced since."""
+    if files.name == place.one().name:
+        return False  # this very one was asked for
+    try:
+        return not is_listed(place, files) or read_manifest(files) != manifest
+    except CheckpointError:
+        return not is_listed(place, files)
 
 
 def _load_from_nodes(state: Checkpointable, disks: NodeDisks, *, missing_ok: bool) -> bool:
@@ -109,6 +146,20 @@ def find(directory: str | Path | Place) -> tuple[Files, Manifest]:
     return found
 
 
+def with_newest(directory: str | Path | Place, act: Callable[[Files, Manifest], T]) -> T:
+    """Returns `act` of the checkpoint that `find` returns. See [Note: a reader beside a writer]."""
+    place = place_of(directory)
+    for attempt in itertools.count(1):
+        files, manifest = find(place)
+        try:
+            return act(files, manifest)
+        except CheckpointError:
+            if not _is_gone(place, files, manifest=manifest):
+                raise
+            _require_tries_left(attempt, place)
+    raise AssertionError("the loop ends by itself")
+
+
 def _load(state: Checkpointable, files: Files, *, manifest: Manifest) -> None:
     doing = f"loading {files}"
     if manifest.layout == "ranks":
@@ -132,7 +183,8 @@ def _set_aside(place: Place, files: Files) -> str:
 
 
 def _find(place: Place, *, missing_ok: bool, refused: Mapping[str, str]) -> tuple[Files, Manifest] | None:
-    if place.exists():
+    # A directory that holds steps is not a checkpoint itself, whatever else lies in it.
+    if place.exists() and not place.steps():
         names = place.one().sizes()
         if MANIFEST in names:
             return place.one(), verify(place.one())

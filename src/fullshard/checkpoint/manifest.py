@@ -1,6 +1,7 @@
 """The manifest: what a checkpoint holds, and so whether it is whole. Written last, read first.
 
     checkpoints/step-00000300/    __0_0.distcp  __1_0.distcp … .metadata    as DCP writes them
+                                  shards.json                              where each shard is: `shard_index`
                                   __0_0.distcp.pieces …                    digests: see `pieces`
                                   writer.json                              which process made it
                                   manifest.json                            the Manifest below
@@ -15,10 +16,10 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 import torch
-from pydantic import JsonValue, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt, ValidationError, model_validator
 from torch import Tensor
 
 from fullshard.checkpoint.files import MANIFEST, Files, LocalFiles, is_lost, is_remote
@@ -28,6 +29,7 @@ from fullshard.spec.value import Value
 
 FORMAT = 2
 METADATA = ".metadata"
+SHARDS = "shards.json"
 MODEL_PREFIX = "model."
 _NAMES_SHOWN = 3
 _NO_DIGEST = "0" * 32
@@ -35,10 +37,15 @@ _NO_DIGEST = "0" * 32
 logger = logging.getLogger("fullshard")
 
 
+# A file name is one path component: a checkpoint must not reach out of its own directory.
+FileName = Annotated[str, Field(pattern=r"^\.?[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)]
+_Size = Annotated[int, Field(ge=0, lt=1 << 62)]
+
+
 class SavedTensor(Value):
     """Shape of the whole tensor (not of a shard), and dtype as torch spells it: `float32`, `bfloat16` …"""
 
-    shape: tuple[int, ...]
+    shape: tuple[_Size, ...]
     dtype: str
 
     @classmethod
@@ -72,7 +79,7 @@ class SavedFile(Value):
     which node's disk it lies (see `nodes`); None for every one.
     """
 
-    size_bytes: NonNegativeInt
+    size_bytes: _Size
     digest: str | None = None
     node: NonNegativeInt | None = None
 
@@ -88,19 +95,27 @@ class Manifest(Value):
     """
 
     format: Literal[2] = FORMAT
-    step: NonNegativeInt
+    step: _Size
     values: dict[str, JsonValue]
     layout: Literal["sharded", "ranks"] = "sharded"
     tensors: dict[str, SavedTensor]
-    files: dict[str, SavedFile]
+    files: dict[FileName, SavedFile]
     world_size: PositiveInt
     torch_version: str
     fullshard_version: str
     plan: dict[str, JsonValue] | None = None
-    attempt: str | None = None
+    attempt: FileName | None = None
     nodes: PositiveInt = 1
     node: NonNegativeInt = 0
     digest: str = _NO_DIGEST
+
+    @model_validator(mode="after")
+    def _names_files_of_its_nodes(self) -> Self:
+        if MANIFEST in self.files:
+            raise ValueError(f"the manifest names {MANIFEST}, which is itself")
+        if max((file.node or 0 for file in self.files.values()), default=0) >= self.nodes:
+            raise ValueError(f"a file lies on a node that is not one of the {self.nodes}")
+        return self
 
     @property
     def model_tensors(self) -> dict[str, SavedTensor]:
@@ -115,7 +130,12 @@ class Manifest(Value):
     @property
     def data_files(self) -> list[str]:
         """Of these, the files that have a table of pieces."""
-        return [name for name in self.own_files if f"{name}{SUFFIX}" in self.files]
+        return [name for name in self.all_data_files if name in self.own_files]
+
+    @property
+    def all_data_files(self) -> list[str]:
+        """The files that have a table of pieces, on all disks."""
+        return [name for name in self.files if f"{name}{SUFFIX}" in self.files]
 
     @property
     def size_bytes(self) -> int:
@@ -130,8 +150,8 @@ class Manifest(Value):
 def read_manifest(checkpoint: Files | str | Path) -> Manifest:
     """The manifest of a checkpoint, once its own digest was right; `verify` also looks at the files.
 
-    Raises DamagedCheckpointError where there is none, or not the one that was written; CheckpointError where
-    this fullshard cannot read it.
+    Raises DamagedCheckpointError where there is none, where it is not the one that was written, and where the
+    directory is named as another step; CheckpointError where this fullshard cannot read it.
     """
     files = files_of(checkpoint)
     try:
@@ -154,11 +174,16 @@ def read_manifest(checkpoint: Files | str | Path) -> Manifest:
             fix="the fullshard that wrote it, or a newer one",
         )
     try:
-        return Manifest.model_validate(data)
+        manifest = Manifest.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise DamagedCheckpointError(f"{where} is damaged.", got=f"{place}: {first['msg']}") from error
+    if files.name.startswith("step-") and files.name != step_name(manifest.step):
+        raise DamagedCheckpointError(
+            f"{files} is not what its name says.", got=f"the manifest of step {manifest.step}"
+        )
+    return manifest
 
 
 def verify(checkpoint: Files | str | Path) -> Manifest:
@@ -169,17 +194,13 @@ def verify(checkpoint: Files | str | Path) -> Manifest:
     """
     files = files_of(checkpoint)
     manifest = read_manifest(files)
-    if files.name.startswith("step-") and files.name != step_name(manifest.step):
-        raise DamagedCheckpointError(
-            f"{files} is not what its name says.", got=f"the manifest of step {manifest.step}"
-        )
     try:
         sizes = files.sizes()
     except OSError as error:
         raise lost_or_denied(error, f"{files} cannot be read.", name="its files") from error
     for name, file in manifest.own_files.items():
         if name not in sizes:
-            raise DamagedCheckpointError(f"{files} is not whole.", got=f"{name}: No such file or directory")
+            raise DamagedCheckpointError(f"{files} is not whole.", got=f"{name}: not a file, or not there")
         if sizes[name] != file.size_bytes:
             raise DamagedCheckpointError(
                 f"{files} is not whole.",
@@ -227,7 +248,7 @@ def _undamaged_json(text: bytes, where: str) -> dict[str, Any]:
     """Held against the bytes, not what they are parsed to: another version may write a number else."""
     try:
         data: Any = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{where} is damaged.", got=f"{MANIFEST}, no JSON: {error}") from error
     if not isinstance(data, dict):
         raise DamagedCheckpointError(f"{where} is damaged.", got="no JSON object")

@@ -22,7 +22,7 @@ from fullshard.checkpoint import disk, retention
 from fullshard.checkpoint.agreement import Group, alone, everyone, first, gathered, rank
 from fullshard.checkpoint.files import LocalFiles, write_file
 from fullshard.checkpoint.inspection import damages
-from fullshard.checkpoint.manifest import MANIFEST, METADATA, Manifest, SavedFile, step_name, verify
+from fullshard.checkpoint.manifest import MANIFEST, SHARDS, Manifest, SavedFile, step_name, verify
 from fullshard.checkpoint.pieces import digest
 from fullshard.checkpoint.place import LocalPlace
 from fullshard.errors import CheckpointError
@@ -154,16 +154,16 @@ def begin(
 
 
 def commit(
-    draft: LocalFiles, seat: Seat, *, manifest: Manifest, metadata: bytes | None, group: Group = None
+    draft: LocalFiles, seat: Seat, *, manifest: Manifest, index: bytes | None, group: Group = None
 ) -> Path:
-    """Prepares on every disk, then commits. Collective. `metadata`: DCP's, which every disk gets."""
+    """Prepares on every disk, then commits. Collective. `index`: of the shards, which every disk gets."""
     doing = f"committing {draft}"
     target = draft.path.with_name(step_name(manifest.step))
 
     def prepare() -> None:
         if seat.leads:
-            if metadata is not None and METADATA not in draft.sizes():
-                write_file(draft, METADATA, data=metadata)
+            if index is not None and SHARDS not in draft.sizes():
+                write_file(draft, SHARDS, data=index)
             own = manifest.model_copy(update={"node": seat.node})
             write_file(draft, MANIFEST, data=own.encoded())
 

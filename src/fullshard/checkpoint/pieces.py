@@ -15,11 +15,11 @@ that a part of a large one is verified without reading all of it.
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import BinaryIO, Self, cast
+from typing import Annotated, BinaryIO, Self, cast
 
 import torch
 import xxhash
-from pydantic import NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -70,8 +70,20 @@ class Piece(Value):
 class PieceTable(Value):
     """The pieces of one data file, in the order of their bytes. What lies between them is zeros."""
 
-    block_bytes: PositiveInt
+    block_bytes: Annotated[int, Field(gt=0, le=1 << 30)]
     pieces: tuple[Piece, ...]
+
+    @model_validator(mode="after")
+    def _pieces_hold_their_elements(self) -> Self:
+        end = 0
+        for piece in self.pieces:
+            elements = math.prod(piece.shape) * _itemsize(piece.dtype)
+            if piece.offset < end or piece.data_offset + elements > piece.length:
+                raise ValueError(f"the piece of {piece.name} is not where it can be")
+            if len(piece.index) not in (0, len(piece.shape)):  # the layout `ranks` notes none
+                raise ValueError(f"the piece of {piece.name} begins at {list(piece.index)} of its tensor")
+            end = piece.offset + piece.length
+        return self
 
     @classmethod
     def decoded(cls, data: bytes, *, source: str) -> Self:
@@ -84,6 +96,13 @@ class PieceTable(Value):
     @property
     def size_bytes(self) -> int:
         return self.pieces[-1].offset + self.pieces[-1].length if self.pieces else 0
+
+
+def _itemsize(dtype: str) -> int:
+    known = getattr(torch, dtype, None)
+    if not isinstance(known, torch.dtype):
+        raise ValueError(f"the installed torch has no dtype {dtype!r}")
+    return known.itemsize
 
 
 class PieceFile:

@@ -94,7 +94,8 @@ class LocalPlace:
     def steps(self) -> list[tuple[int, Files]]:
         if not self.path.is_dir():
             return []
-        matches = [(_STEP.fullmatch(path.name), path) for path in self.path.iterdir()]
+        # Only what a save has made: a file or a dangling link with the name of a step is somebody else's.
+        matches = [(_STEP.fullmatch(path.name), path) for path in self.path.iterdir() if path.is_dir()]
         found = sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
         return [(step, LocalFiles(path)) for step, path in found]
 
@@ -123,7 +124,7 @@ class LocalPlace:
     def begin(self, step: int, *, needed_bytes: int) -> Files:
         target = self.path / step_name(step)
         if os.path.lexists(target):
-            raise CheckpointError(f"{target} is in the way.", got="a file", fix="move it elsewhere")
+            logger.warning("%s is not a checkpoint; renamed to %s", target, retention.set_aside(target))
         retention.collect_leftovers(self.path)
         disk.require_space(target, needed_bytes=needed_bytes, available_bytes=self.free_bytes(self.path))
         draft = LocalFiles(self.path / f".tmp-{step:08d}-{secrets.token_hex(4)}")
@@ -181,13 +182,26 @@ def whole(place: Place) -> Iterator[tuple[Files, Manifest]]:
         return
     for name in place.unfinished():
         logger.warning("passing over %s: a save that was not finished", name)
-    for _, files in place.steps():
+    seen: set[str] = set()
+    # Listed anew each time: a run that saves there may have removed one and added another.
+    while unseen := [files for _, files in place.steps() if files.name not in seen]:
+        files = unseen[0]
+        seen.add(files.name)
         try:
             manifest = verify(files)
-        except DamagedCheckpointError as error:
+        except CheckpointError as error:
+            if not is_listed(place, files):
+                continue  # removed since it was listed
+            if not isinstance(error, DamagedCheckpointError):
+                raise
             logger.warning("passing over %s: %s", files, error.got or error.what)
         else:
             yield files, manifest
+
+
+def is_listed(place: Place, files: Files) -> bool:
+    """Returns whether `files` is among the steps of `place` now."""
+    return any(one.name == files.name for _, one in place.steps())
 
 
 def newest(directory: str | Path) -> Path | str | None:

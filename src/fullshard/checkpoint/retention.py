@@ -1,6 +1,5 @@
 """Which directories may go, and which process still writes one."""
 
-import json
 import logging
 import os
 import secrets
@@ -11,6 +10,7 @@ from typing import Self
 
 from pydantic import ValidationError
 
+from fullshard.checkpoint.files import LocalFiles
 from fullshard.spec.value import Value
 
 WRITER = "writer.json"
@@ -69,8 +69,8 @@ def collect_leftovers(directory: Path) -> None:
         remove(path)
     for path in sorted(directory.glob(".tmp-*")):
         try:
-            writer = WriterProcess.model_validate(json.loads((path / WRITER).read_bytes()))
-        except (OSError, ValueError, ValidationError):
+            writer = WriterProcess.model_validate_json(LocalFiles(path).read(WRITER))
+        except (OSError, ValidationError):
             writer = None
         if writer is not None and writer.is_dead():
             logger.info("removing %s: its process %d is dead", path, writer.pid)

@@ -25,8 +25,8 @@ from fullshard.checkpoint import nodes, ranks_layout, storage
 from fullshard.checkpoint.agreement import Group, everyone, first, gathered, rank, world_size
 from fullshard.checkpoint.files import Files, LocalFiles
 from fullshard.checkpoint.manifest import (
-    METADATA,
     MODEL_PREFIX,
+    SHARDS,
     Manifest,
     SavedFile,
     SavedTensor,
@@ -158,16 +158,14 @@ class Saving:
             try:
                 files, tensors = self._write(mine, draft, doing=doing, group=group, node=seat.node)
                 manifest = first(
-                    lambda: self._manifest(mine, files=files, tensors=tensors).model_copy(
-                        update={"nodes": seat.nodes, "attempt": secrets.token_hex(4)}
-                    ),
+                    lambda: self._manifest(mine, files=files, tensors=tensors, nodes=seat.nodes),
                     doing=doing,
                     group=group,
                 )
-                metadata = first(
-                    lambda: draft.read(METADATA) if METADATA in files else None, doing=doing, group=group
+                index = first(
+                    lambda: draft.read(SHARDS) if SHARDS in files else None, doing=doing, group=group
                 )
-                nodes.commit(draft, seat, manifest=manifest, metadata=metadata, group=group)
+                nodes.commit(draft, seat, manifest=manifest, index=index, group=group)
             except CheckpointError:
                 nodes.discard(draft, seat)
                 raise
@@ -216,7 +214,7 @@ class Saving:
                 group=group,
             )
         mine.held.finish()
-        own = {n: one if n == METADATA else one.model_copy(update={"node": node}) for n, one in own.items()}
+        own = {n: one if n == SHARDS else one.model_copy(update={"node": node}) for n, one in own.items()}
         files = {name: file for part in gathered(own, group=group) for name, file in part.items()}
         if self.layout == "ranks":
             return files, _all_names(mine, group)
@@ -230,11 +228,12 @@ class Saving:
         writer = draft.read(WRITER)
         files[WRITER] = SavedFile(size_bytes=len(writer), digest=digest(writer))
         target = self.place.commit(draft, self._manifest(mine, files=files, tensors=tensors))
+        verify(target)  # a save is not acknowledged unless the next load would find it
         logger.info("saved %s (%s)", target, format_bytes(sum(file.size_bytes for file in files.values())))
         return location(target)
 
     def _manifest(
-        self, mine: Snapshot, *, files: dict[str, SavedFile], tensors: dict[str, SavedTensor]
+        self, mine: Snapshot, *, files: dict[str, SavedFile], tensors: dict[str, SavedTensor], nodes: int = 1
     ) -> Manifest:
         return Manifest(
             step=mine.step,
@@ -246,6 +245,8 @@ class Saving:
             torch_version=torch.__version__,
             fullshard_version=_own_version(),
             plan=None if self.plan is None else self.plan.model_dump(mode="json"),
+            nodes=nodes,
+            attempt=secrets.token_hex(4) if isinstance(self.place, NodeDisks) else None,
         )
 
     def _prune(self, place: Place, step: int) -> None:

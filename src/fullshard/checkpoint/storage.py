@@ -1,16 +1,18 @@
 """DCP's storage: shards are written with their digests, and verified while they are read.
 
+[Note: no pickle is read] A checkpoint may come from somebody else, and to read a pickle can run code. So what
+DCP asks for is made from plain data: see `shard_index`. `.metadata`, DCP's own pickle, is only ever written.
+
 DCP sends a rank's exception to the coordinator by pickling it, and hangs where that fails. So a failure to
 write or to read is kept here, and raised by `finish`. See [Note: failures are agreed on].
 """
 
-import io
 import itertools
 import pickle
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import BinaryIO, TypeVar, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -24,7 +26,14 @@ from torch.futures import Future
 
 from fullshard.checkpoint.agreement import Attempt, Group, alone, distributed, rank
 from fullshard.checkpoint.files import Files, write_file
-from fullshard.checkpoint.manifest import METADATA, Manifest, SavedFile, lost_or_denied, read_verified
+from fullshard.checkpoint.manifest import (
+    METADATA,
+    SHARDS,
+    Manifest,
+    SavedFile,
+    lost_or_denied,
+    read_verified,
+)
 from fullshard.checkpoint.pieces import (
     SUFFIX,
     Piece,
@@ -35,6 +44,7 @@ from fullshard.checkpoint.pieces import (
     read_part,
     shard_begin,
 )
+from fullshard.checkpoint.shard_index import ShardIndex
 from fullshard.checkpoint.shards import Shards, UnchangingShards
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
@@ -95,7 +105,7 @@ class Writer(StorageWriter):
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """As DCP's own storage writes it, so that DCP's own reads it."""
+        """Writes `.metadata`, as DCP's own storage does, and the index. See [Note: no pickle is read]."""
         with self.attempt:
             metadata.storage_data = {one.index: one.storage_data for many in results for one in many}
             metadata.storage_meta = None
@@ -103,6 +113,8 @@ class Writer(StorageWriter):
                 metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
             self.metadata = metadata
             self.written[METADATA] = _write_small(self.draft, METADATA, data=pickle.dumps(metadata))
+            index = ShardIndex.of_metadata(metadata).model_dump_json().encode()
+            self.written[SHARDS] = _write_small(self.draft, SHARDS, data=index)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
@@ -162,9 +174,21 @@ class Reader(StorageReader):
     def reset(self, checkpoint_id: object = None) -> None: ...
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:  # signature: DCP's StorageReader
+        """Returns DCP's description of the shards. See [Note: no pickle is read].
+
+        Raises CheckpointError, or DamagedCheckpointError.
+        """
         if self._metadata is None:
-            data = read_verified(self.files, self.manifest, name=METADATA)
-            self._metadata = _unpickled(data, source=f"{self.files}/{METADATA}")
+            source = f"{self.files}/{SHARDS}"
+            if SHARDS in self.manifest.files:
+                index = ShardIndex.decoded(
+                    read_verified(self.files, self.manifest, name=SHARDS), source=source
+                )
+            else:  # it was saved before there was an index
+                index = ShardIndex.of_tables(
+                    {name: self.table(name) for name in self.manifest.all_data_files}
+                )
+            self._metadata = index.metadata(self.manifest, source=source)
         return self._metadata
 
     def set_up_storage_reader(
@@ -183,11 +207,11 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with self.attempt:
-            places, own = self.read_metadata().storage_data, self._own_copies()
+            places = cast(dict[MetadataIndex, tuple[str, int]], self.read_metadata().storage_data)
+            own = self._own_copies()
 
             def place(index: MetadataIndex) -> tuple[str, int]:
-                told = places[index].relative_path, places[index].offset
-                return own.get((index.fqn, tuple(index.offset or ())), told)
+                return own.get((index.fqn, tuple(index.offset or ())), places[index])
 
             items = sorted(plan.items, key=lambda item: place(item.storage_index))  # from begin to end
             for name, group in itertools.groupby(items, key=lambda item: place(item.storage_index)[0]):
@@ -242,7 +266,7 @@ class Reader(StorageReader):
         """See `pieces.read_part`."""
         if piece is None or piece.dtype != str(target.dtype).removeprefix("torch."):
             raise DamagedCheckpointError(
-                f"{self.files} is damaged.", got=f"{METADATA} and the tables of pieces say different things"
+                f"{self.files} is damaged.", got=f"{SHARDS} and the tables of pieces differ"
             )
         block_bytes = len(self._buffer)
         read_part(file, piece, offsets=offsets, target=target, block_bytes=block_bytes, scratch=self._buffer)
@@ -316,31 +340,6 @@ def _without_zip_checksums() -> Generator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(before)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes what DCP's metadata is made of, and nothing else: an open pickle can run code."""
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        found = super().find_class(module_name, global_name)
-        ours = module_name in (
-            "torch.distributed.checkpoint.metadata",
-            "torch.distributed.checkpoint.filesystem",
-        ) and isinstance(found, type)
-        named = (module_name, global_name) in (("torch", "Size"), ("torch.serialization", "_get_layout"))
-        if ours or named or isinstance(found, torch.dtype | torch.layout | torch.memory_format):
-            return found
-        raise pickle.UnpicklingError(f"{module_name}.{global_name} does not belong there")
-
-
-def _unpickled(data: bytes, *, source: str) -> Metadata:
-    try:
-        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
-    except (pickle.UnpicklingError, AttributeError, ImportError, EOFError, IndexError, TypeError) as error:
-        raise DamagedCheckpointError(f"{source} is damaged.", got=str(error)) from error
-    if not isinstance(metadata, Metadata):
-        raise DamagedCheckpointError(f"{source} is damaged.", got=type(metadata).__name__)
-    return metadata
 
 
 def _done(value: T) -> Future[T]:

@@ -1,0 +1,129 @@
+"""The index of a checkpoint's shards: which part of which tensor lies in which file.
+
+    shards.json    the ShardIndex below, one on every disk
+
+DCP keeps the same facts in `.metadata`. That file is a pickle, and to read a pickle can run code. It is
+written so that torch alone can load the directory; fullshard itself never reads it.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Self
+
+import torch
+from pydantic import NonNegativeInt, ValidationError
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from fullshard.checkpoint.manifest import Manifest
+from fullshard.checkpoint.pieces import PieceTable
+from fullshard.errors import DamagedCheckpointError
+from fullshard.spec.value import Value
+
+
+class Shard(NamedTuple):
+    """One shard of a tensor.
+
+    file: its data file, as an index into `ShardIndex.files`.
+    offset: the byte of that file with which its piece begins.
+    start: the position of its first element in the whole tensor, per dim.
+    shape: its own shape.
+    """
+
+    file: NonNegativeInt
+    offset: NonNegativeInt
+    start: tuple[NonNegativeInt, ...]
+    shape: tuple[NonNegativeInt, ...]
+
+
+class ShardIndex(Value):
+    """All shards of a checkpoint, by the name of their tensor. A copy of a shard is listed once.
+
+    files: names of the data files.
+    """
+
+    files: tuple[str, ...]
+    shards: dict[str, tuple[Shard, ...]]
+
+    @classmethod
+    def of_metadata(cls, metadata: Metadata) -> Self:
+        """Returns the index of the shards that DCP reports as written."""
+        return cls._of(
+            [
+                (name, place.relative_path, place.offset, tuple(chunk.offsets), tuple(chunk.sizes))
+                for name, tensor in metadata.state_dict_metadata.items()
+                if isinstance(tensor, TensorStorageMetadata)
+                for chunk in tensor.chunks
+                if (place := metadata.storage_data.get(MetadataIndex(name, chunk.offsets))) is not None
+            ]
+        )
+
+    @classmethod
+    def of_tables(cls, tables: Mapping[str, PieceTable]) -> Self:
+        """Returns the index that a checkpoint without one would have, from the tables of all data files."""
+        pieces = [(file, piece) for file, table in tables.items() for piece in table.pieces]
+        return cls._of([(one.name, file, one.offset, one.index, one.shape) for file, one in pieces])
+
+    @classmethod
+    def _of(cls, places: Sequence[tuple[str, str, int, tuple[int, ...], tuple[int, ...]]]) -> Self:
+        files = sorted({file for _, file, *_ in places})
+        numbers = {file: number for number, file in enumerate(files)}
+        shards: defaultdict[str, list[Shard]] = defaultdict(list)
+        for name, file, offset, start, shape in places:
+            shards[name].append(Shard(numbers[file], offset, start, shape))
+        return cls(files=tuple(files), shards={name: tuple(many) for name, many in shards.items()})
+
+    @classmethod
+    def decoded(cls, data: bytes, *, source: str) -> Self:
+        """Returns the index that `data` is the JSON of. Raises DamagedCheckpointError where it is not one."""
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            raise DamagedCheckpointError(f"{source} is damaged.", got=error.errors()[0]["msg"]) from error
+
+    def metadata(self, manifest: Manifest, *, source: str) -> Metadata:
+        """Returns DCP's description of the same shards; `storage_data` holds (file name, offset) of each.
+
+        Raises DamagedCheckpointError unless the shards cover the tensors of the manifest, within its files.
+        """
+        problem = self._problem(manifest)
+        if problem:
+            raise DamagedCheckpointError(f"{source} is damaged.", got=problem)
+        tensors = {
+            name: TensorStorageMetadata(
+                properties=TensorProperties(dtype=manifest.tensors[name].torch_dtype),
+                size=torch.Size(manifest.tensors[name].shape),
+                chunks=[ChunkStorageMetadata(torch.Size(s.start), torch.Size(s.shape)) for s in shards],
+            )
+            for name, shards in self.shards.items()
+        }
+        places = {
+            MetadataIndex(name, torch.Size(one.start)): (self.files[one.file], one.offset)
+            for name, shards in self.shards.items()
+            for one in shards
+        }
+        return Metadata(state_dict_metadata={**tensors}, storage_data=places)
+
+    def _problem(self, manifest: Manifest) -> str | None:
+        if strange := set(self.files) - set(manifest.all_data_files):
+            return f"{min(strange)} is not a data file of this checkpoint"
+        if other := self.shards.keys() ^ manifest.tensors.keys():
+            return f"{min(other)} is in the index or in the manifest, but not in both"
+        for name, shards in self.shards.items():
+            shape = manifest.tensors[name].shape
+            inside = all(
+                len(one.start) == len(one.shape) == len(shape)
+                and all(a + n <= whole for a, n, whole in zip(one.start, one.shape, shape, strict=True))
+                and one.file < len(self.files)
+                and one.offset < manifest.files[self.files[one.file]].size_bytes
+                for one in shards
+            )
+            if not inside or sum(math.prod(one.shape) for one in shards) != math.prod(shape):
+                return f"the shards of {name} are not what a tensor of shape {list(shape)} consists of"
+        return None

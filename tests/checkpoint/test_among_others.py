@@ -1,0 +1,209 @@
+"""Checkpoints are saved and found whatever else lies in their directory, also beside a writer."""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from fullshard.checkpoint.export import export
+from fullshard.checkpoint.inspection import damages
+from fullshard.checkpoint.load import load
+from fullshard.checkpoint.manifest import SavedTensor
+from fullshard.checkpoint.place import newest
+from fullshard.errors import CheckpointError
+from fullshard.spec.weight_map import Shape, WeightMap, whole
+from tests.checkpoint.states import State, assert_same, loaded, numbers, saved, sharded
+
+
+def dangling_latest(directory: Path) -> None:
+    (directory / "latest").symlink_to("step-00000077")
+
+
+def loop(directory: Path) -> None:
+    (directory / "loop").symlink_to("loop")
+
+
+def file_named_as_a_step(directory: Path) -> None:
+    (directory / "step-00000009").write_text("notes")
+
+
+def link_named_as_a_step(directory: Path) -> None:
+    (directory / "step-00000009").symlink_to("nowhere")
+
+
+def loop_named_as_a_step(directory: Path) -> None:
+    (directory / "step-00000009").symlink_to("step-00000009")
+
+
+def fifo_named_as_a_step(directory: Path) -> None:
+    os.mkfifo(directory / "step-00000009")
+
+
+def metadata_beside(directory: Path) -> None:
+    (directory / ".metadata").write_bytes(b"")
+
+
+def empty_manifest_beside(directory: Path) -> None:
+    (directory / "manifest.json").write_bytes(b"")
+
+
+def manifest_of_a_step_beside(directory: Path) -> None:
+    shutil.copy(directory / "step-00000001" / "manifest.json", directory)
+
+
+def directory_as_manifest_beside(directory: Path) -> None:
+    (directory / "manifest.json").mkdir()
+
+
+def draft_that_is_a_file(directory: Path) -> None:
+    (directory / ".tmp-00000009-ab").write_text("")
+
+
+def draft_with_a_fifo(directory: Path) -> None:
+    (directory / ".tmp-00000009-ab").mkdir()
+    os.mkfifo(directory / ".tmp-00000009-ab" / "writer.json")
+
+
+def removal_that_is_a_link(directory: Path) -> None:
+    (directory / ".del-step-00000009-ab").symlink_to(".")
+
+
+STRAYS = [
+    dangling_latest,
+    loop,
+    file_named_as_a_step,
+    link_named_as_a_step,
+    loop_named_as_a_step,
+    fifo_named_as_a_step,
+    metadata_beside,
+    empty_manifest_beside,
+    manifest_of_a_step_beside,
+    directory_as_manifest_beside,
+    draft_that_is_a_file,
+    draft_with_a_fifo,
+    removal_that_is_a_link,
+]
+
+
+@pytest.mark.parametrize("stray", STRAYS)
+def test_what_is_not_ours_hides_no_checkpoint_and_every_acknowledged_save_is_found(tmp_path, stray):
+    for step in (1, 2):
+        saved(tmp_path, step)
+    stray(tmp_path)
+    assert loaded(tmp_path).step == 2
+    path = saved(tmp_path, 9, keep=1)
+    assert newest(tmp_path) == path
+    assert_same(loaded(tmp_path).held, numbers(9))
+    assert sorted(one.name for one in tmp_path.glob("step-*")) == [path.name]
+
+
+def dangling_link_inside(path: Path) -> None:
+    (path / "notes").symlink_to("nowhere")
+
+
+def loop_inside(path: Path) -> None:
+    (path / "notes").symlink_to("notes")
+
+
+def directory_inside(path: Path) -> None:
+    (path / "notes").mkdir()
+
+
+@pytest.mark.parametrize("stray", [dangling_link_inside, loop_inside, directory_inside])
+def test_a_stray_inside_of_a_checkpoint_harms_nothing(tmp_path, stray: Callable[[Path], None]):
+    stray(saved(tmp_path, 2))
+    assert loaded(tmp_path).step == 2
+
+
+def test_a_manifest_that_is_a_directory_sends_to_the_older_step(tmp_path):
+    saved(tmp_path, 1)
+    path = saved(tmp_path, 2)
+    (path / "manifest.json").unlink()
+    (path / "manifest.json").mkdir()
+    assert loaded(tmp_path).step == 1
+
+
+def test_a_copy_under_the_name_of_another_step_is_not_whole(tmp_path):
+    path = saved(tmp_path, 1)
+    shutil.copytree(path, tmp_path / "step-00000002")
+    (damage,) = damages(tmp_path / "step-00000002")
+    assert (damage.file, damage.what) == ("manifest.json", "the manifest of step 1")
+    shutil.copytree(path, tmp_path / "backup")
+    assert not list(damages(tmp_path / "backup"))
+
+
+class Overtaken(State):
+    """Between the choice of a checkpoint and its reading, the next one of `spare` takes its place, as when a
+    run that keeps one saves meanwhile."""
+
+    def receivers(self, saved: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            overtake(self.noted["directory"], self.noted["spare"])
+        if dist.is_initialized():
+            dist.barrier()
+        return super().receivers(saved)
+
+
+def overtake(directory: Path, spare: Path) -> None:
+    following = min(spare.glob("step-*"), default=None)
+    if following is not None:
+        shutil.rmtree(directory / f"step-{int(following.name[-8:]) - 1:08d}")
+        following.rename(directory / following.name)
+
+
+def beside_a_writer(tmp_path: Path, *, steps: int) -> dict[str, Path]:
+    for step in range(1, steps + 1):
+        saved(tmp_path / "spare", step)
+    directory, spare = tmp_path / "checkpoints", tmp_path / "spare"
+    directory.mkdir()
+    (spare / "step-00000001").rename(directory / "step-00000001")
+    return {"directory": directory, "spare": spare}
+
+
+def load_overtaken(noted: dict[str, Path]) -> int:
+    tensors = {name: one for name, one in sharded(0, (2,)).items() if ".rank" not in name}
+    state = Overtaken(0, tensors, dict(noted))
+    assert load(state, noted["directory"])
+    return state.step
+
+
+def test_a_load_takes_the_newest_again_when_its_checkpoint_is_removed(ranks, tmp_path):
+    noted = beside_a_writer(tmp_path, steps=4)
+    state = Overtaken(0, numbers(0), dict(noted))
+    assert load(state, noted["directory"])
+    assert_same(state.held, numbers(4))
+    assert not list(noted["directory"].glob(".bad-*"))
+    assert ranks(2).run(load_overtaken, beside_a_writer(tmp_path / "ranks", steps=3)) == [3, 3]
+
+
+def test_a_load_that_never_catches_up_says_what_to_change(tmp_path):
+    noted = beside_a_writer(tmp_path, steps=12)
+    with pytest.raises(CheckpointError, match="changes faster than it can be read") as raised:
+        load(Overtaken(0, numbers(0), dict(noted)), noted["directory"])
+    assert "checkpoint.keep" in str(raised.value)
+
+
+def test_a_checkpoint_that_vanishes_without_a_newer_one_is_not_taken_for_a_fresh_start(tmp_path):
+    noted = beside_a_writer(tmp_path, steps=2)
+    shutil.rmtree(noted["spare"] / "step-00000002")
+    (noted["spare"] / "step-00000002").mkdir()  # what comes in its place is empty
+    state = Overtaken(0, numbers(0), dict(noted))
+    with pytest.raises(CheckpointError, match="none of the checkpoints .* is whole"):
+        load(state, noted["directory"], missing_ok=True)
+
+
+def test_an_export_takes_the_newest_again_when_its_checkpoint_is_removed(tmp_path):
+    noted = beside_a_writer(tmp_path, steps=3)
+
+    def naming(shapes: Mapping[str, Shape]) -> WeightMap:
+        overtake(noted["directory"], noted["spare"])
+        return WeightMap(parts={name: whole(name, shape) for name, shape in shapes.items()}, shapes=shapes)
+
+    export(noted["directory"], tmp_path / "model.safetensors", naming=naming)
+    expected = {n.removeprefix("model."): t for n, t in numbers(3).items() if n.startswith("model.")}
+    assert_same(load_file(tmp_path / "model.safetensors"), expected)

@@ -1,0 +1,184 @@
+"""A checkpoint from somebody else runs no code, and reaches nothing outside of its own directory."""
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fullshard.checkpoint.export import export
+from fullshard.checkpoint.inspection import damages, differences
+from fullshard.checkpoint.load import load
+from fullshard.checkpoint.manifest import MANIFEST, SavedFile, read_manifest
+from fullshard.checkpoint.nodes import gather
+from fullshard.checkpoint.pieces import digest
+from fullshard.checkpoint.shard_index import ShardIndex
+from fullshard.errors import CheckpointError, DamagedCheckpointError
+from tests.checkpoint.states import State, assert_same, loaded, numbers, saved
+
+
+class _Opens:
+    """A pickle of this creates an empty file where it is read."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (open, (str(self.marker), "w"))
+
+
+def dotted_attack(marker: Path) -> bytes:
+    """Protocol 4 lets a global be a path of attributes, here from DCP's module to a function of another."""
+    module, name = "torch.distributed.checkpoint.filesystem", "os.mkdir"
+    parts = [b"\x80\x04", short_text(module), short_text(name), b"\x93", short_text(str(marker)), b"\x85R."]
+    return b"".join(parts)
+
+
+def short_text(text: str) -> bytes:
+    return b"\x8c" + bytes([len(text)]) + text.encode()
+
+
+def class_attack(marker: Path) -> bytes:
+    """A type that is reachable through DCP's module, and that does something when it is made."""
+    module, name = "torch.distributed.checkpoint.filesystem", "io.FileIO"
+    parts = [b"\x80\x04", short_text(module), short_text(name), b"\x93"]
+    return b"".join([*parts, short_text(str(marker)), short_text("w"), b"\x86R."])
+
+
+def plain_attack(marker: Path) -> bytes:
+    return pickle.dumps(_Opens(marker))
+
+
+def replace(path: Path, contents: dict[str, bytes]) -> None:
+    """Puts other files into a checkpoint, with all the digests that an attacker can compute."""
+    manifest = read_manifest(path)
+    files = dict(manifest.files)
+    for name, data in contents.items():
+        (path / name).write_bytes(data)
+        files[name] = SavedFile(size_bytes=len(data), digest=digest(data))
+    (path / MANIFEST).write_bytes(manifest.model_copy(update={"files": files}).encoded())
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # a file left open by the attack
+@pytest.mark.parametrize("attack", [dotted_attack, class_attack, plain_attack])
+def test_no_pickle_of_a_checkpoint_is_ever_read(tmp_path, attack: Callable[[Path], bytes]):
+    marker, path = tmp_path / "marker", saved(tmp_path / "given", 1)
+    replace(path, {".metadata": attack(marker)})
+    with suppress(Exception):  # the attack works where the pickle is read
+        pickle.loads(attack(marker))
+    assert marker.exists()
+    os.rmdir(marker) if marker.is_dir() else marker.unlink()
+
+    assert_same(loaded(path).held, numbers(1))
+    export(path, tmp_path / "model.safetensors")
+    assert not list(differences(path, path))
+    assert not list(damages(path))
+    assert not marker.exists()
+
+
+def rewritten_manifest(path: Path, change: Callable[[str], str]) -> None:
+    """A manifest with other text and the digest that belongs to it."""
+    manifest = read_manifest(path)
+    blank = manifest.model_copy(update={"digest": "0" * 32}).model_dump_json(indent=1) + "\n"
+    blank = change(blank)
+    (path / MANIFEST).write_text(blank.replace("0" * 32, digest(blank.encode())))
+
+
+OUTSIDE = [
+    "../../payload",
+    "/tmp/payload",
+    "..",
+    "a/b",
+    "a\\\\b",
+    "",
+    "nul\\u0000",
+    "x" * 256,
+    "manifest.json",
+]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_name_that_is_not_a_file_of_the_directory_is_damage(tmp_path, name):
+    path = saved(tmp_path, 1)
+    rewritten_manifest(path, lambda text: text.replace('"writer.json"', f'"{name}"'))
+    with pytest.raises(DamagedCheckpointError):
+        read_manifest(path)
+
+
+def test_gathering_writes_nothing_outside_of_its_target(tmp_path):
+    paths = [saved(tmp_path / node / "deep", 1) for node in ("one", "two")]
+    entry = f'"../../payload": {{"size_bytes": 5, "digest": "{digest(b"bytes")}", "node": 1}}, "writer.json"'
+    for number, path in enumerate(paths):
+        (path.parents[1] / "payload").write_text("bytes")
+
+        def of_two_nodes(text: str, number: int = number) -> str:
+            text = text.replace('"writer.json"', entry) if number == 0 else text
+            text = text.replace('"attempt": null', '"attempt": "ab"')
+            return text.replace('"nodes": 1', '"nodes": 2').replace('"node": 0,', f'"node": {number},')
+
+        rewritten_manifest(path, of_two_nodes)
+    with suppress(CheckpointError):
+        gather([path.parent for path in paths], tmp_path / "far" / "away" / "target")
+    assert not list((tmp_path / "far").rglob("payload"))
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__0_0.distcp.pieces", "shards.json", MANIFEST])
+def test_no_link_is_followed_out_of_a_checkpoint(tmp_path, name):
+    saved(tmp_path / "checkpoints", 1)
+    path = saved(tmp_path / "checkpoints", 2)
+    (path / name).rename(tmp_path / name)
+    (path / name).symlink_to(tmp_path / name)
+    assert [damage.file for damage in damages(path)] == [name]
+    assert loaded(tmp_path / "checkpoints").step == 1
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "shards.json", MANIFEST])
+def test_a_fifo_is_refused_and_not_read(tmp_path, name):
+    saved(tmp_path, 1)
+    path = saved(tmp_path, 2)
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    assert loaded(tmp_path).step == 1
+
+
+def indexes(path: Path) -> Iterator[ShardIndex]:
+    """Indexes that do not describe the tensors of the manifest."""
+    index = ShardIndex.decoded((path / "shards.json").read_bytes(), source="")
+    some, others = index.shards["model.uneven"][0], dict(index.shards)
+    yield index.model_copy(update={"files": ("../__0_0.distcp",)})
+    yield index.model_copy(update={"shards": others | {"model.more": (some,)}})
+    del others["model.scalar"]
+    yield index.model_copy(update={"shards": others})
+    for wrong in (
+        some._replace(file=1),
+        some._replace(offset=1 << 60),
+        some._replace(start=(1, 0)),
+        some._replace(shape=(7,)),
+        some._replace(shape=(6, 5)),
+    ):
+        yield index.model_copy(update={"shards": dict(index.shards) | {"model.uneven": (wrong,)}})
+
+
+def test_an_index_that_does_not_cover_the_tensors_is_damage(tmp_path):
+    path = saved(tmp_path, 1)
+    for index in indexes(path):
+        replace(path, {"shards.json": index.model_dump_json().encode()})
+        assert {damage.file for damage in damages(path)} == {"shards.json"}
+        with pytest.raises(CheckpointError):
+            load(State(0, numbers(0)), path)
+
+
+def test_an_index_that_points_at_another_tensor_is_damage(tmp_path):
+    path = saved(tmp_path, 1)
+    index = ShardIndex.decoded((path / "shards.json").read_bytes(), source="")
+    offset = index.shards["model.everywhere"][0].offset
+    shards = index.shards | {"optimizer.count": (index.shards["optimizer.count"][0]._replace(offset=offset),)}
+    replace(path, {"shards.json": index.model_copy(update={"shards": shards}).model_dump_json().encode()})
+    assert [damage.tensors for damage in damages(path)] == [("optimizer.count",)]
+    with pytest.raises(CheckpointError, match="differ"):
+        load(State(0, numbers(0)), path)
