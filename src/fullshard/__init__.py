@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fullshard.checkpoint import BackgroundSaver as BackgroundSaver
+    from fullshard.checkpoint import KeyFile as KeyFile
     from fullshard.checkpoint import NodeDisks as NodeDisks
     from fullshard.checkpoint import export as export
     from fullshard.checkpoint import full_state as full_state
     from fullshard.checkpoint import load as load
     from fullshard.checkpoint import newest as newest
+    from fullshard.checkpoint import place_of as place_of
     from fullshard.checkpoint import save as save
     from fullshard.dryrun.program import Program as Program
     from fullshard.dryrun.run import dry_run as dry_run
@@ -61,11 +63,13 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BackgroundSaver": "checkpoint",
+    "KeyFile": "checkpoint",
     "NodeDisks": "checkpoint",
     "export": "checkpoint",
     "full_state": "checkpoint",
     "load": "checkpoint",
     "newest": "checkpoint",
+    "place_of": "checkpoint",
     "save": "checkpoint",
     "Program": "dryrun.program",
     "dry_run": "dryrun.run",

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from fullshard.checkpoint.digests import digest
 from fullshard.checkpoint.inspection import damages
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import SavedFile, read_manifest
-from fullshard.checkpoint.pieces import PieceTable, digest
+from fullshard.checkpoint.pieces import PieceTable
 from fullshard.checkpoint.place import newest
 from fullshard.checkpoint.save import save
 from fullshard.errors import CheckpointError

@@ -1,17 +1,19 @@
 """Checkpoints: sharded, verified, whole or absent, loadable at any number of ranks; and exports."""
 
 from fullshard.checkpoint.background import BackgroundSaver
+from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.export import export, full_state
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import Manifest, SavedTensor, compare_names, read_manifest
 from fullshard.checkpoint.nodes import NodeDisks
-from fullshard.checkpoint.place import newest
+from fullshard.checkpoint.place import newest, place_of
 from fullshard.checkpoint.protocol import Checkpointable
 from fullshard.checkpoint.save import save
 
 __all__ = [
     "BackgroundSaver",
     "Checkpointable",
+    "KeyFile",
     "Manifest",
     "NodeDisks",
     "SavedTensor",
@@ -20,6 +22,7 @@ __all__ = [
     "full_state",
     "load",
     "newest",
+    "place_of",
     "read_manifest",
     "save",
 ]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, cast
 
 from fullshard.checkpoint import disk
+from fullshard.checkpoint.digests import KeyFile
 
 MANIFEST = "manifest.json"
 _READ_BYTES, _AHEAD_BYTES = 1 << 20, 16 << 20
@@ -25,6 +26,11 @@ class Files(Protocol):
     @property
     def name(self) -> str:
         """The last part of the path."""
+        ...
+
+    @property
+    def key(self) -> KeyFile | None:
+        """The key that the checkpoint is signed with, or has to be."""
         ...
 
     def sizes(self) -> dict[str, int]:
@@ -74,6 +80,7 @@ class LocalFiles:
     """A directory on a file system."""
 
     path: Path
+    key: KeyFile | None = None
 
     @property
     def name(self) -> str:

@@ -26,7 +26,7 @@ from fullshard.checkpoint.manifest import (
     verify,
 )
 from fullshard.checkpoint.nodes import NodeDisks
-from fullshard.checkpoint.place import LocalPlace, Place, is_listed, place_of, whole
+from fullshard.checkpoint.place import Place, is_listed, place_of, whole
 from fullshard.checkpoint.protocol import Checkpointable, Portioned
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
@@ -110,14 +110,14 @@ def _load_from_nodes(state: Checkpointable, disks: NodeDisks, *, missing_ok: boo
     """The newest step that every node has; see `nodes`."""
     seat = nodes.find_seat(disks.path)
     refused: list[str] = []
-    for step, _ in nodes.settle(disks.path, seat):
-        files = LocalFiles(disks.path / step_name(step))
+    for step, _ in nodes.settle(disks, seat):
+        files = LocalFiles(disks.path / step_name(step), disks.key)
         manifest = everyone(lambda files=files: verify(files), doing=f"loading {files}")
         try:
             _load(state, files, manifest=manifest)
         except DamagedCheckpointError as error:
             refused.append(f"{files.name}: {error.got or error.what}")
-            place = LocalPlace(disks.path)
+            place = disks.own
             aside = everyone(
                 lambda files=files, place=place: _set_aside(place, files) if seat.leads else None,
                 doing=f"setting {files} aside",

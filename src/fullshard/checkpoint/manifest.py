@@ -11,6 +11,7 @@ the manifest gives. Its bytes are verified by their digests: of small files here
 tables. There is no `latest` file: the newest checkpoint is the highest step that is whole.
 """
 
+import hmac
 import json
 import logging
 import math
@@ -22,8 +23,9 @@ import torch
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt, ValidationError, model_validator
 from torch import Tensor
 
-from fullshard.checkpoint.files import MANIFEST, Files, LocalFiles, is_lost, is_remote
-from fullshard.checkpoint.pieces import SUFFIX, digest
+from fullshard.checkpoint.digests import KeyFile, digest, matches
+from fullshard.checkpoint.files import MANIFEST, Files, LocalFiles, is_lost, is_remote, write_file
+from fullshard.checkpoint.pieces import SUFFIX
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.value import Value
 
@@ -33,6 +35,7 @@ SHARDS = "shards.json"
 MODEL_PREFIX = "model."
 _NAMES_SHOWN = 3
 _NO_DIGEST = "0" * 32
+_NO_SIGNATURE = "0" * 64
 
 logger = logging.getLogger("fullshard")
 
@@ -91,7 +94,8 @@ class Manifest(Value):
     shards, which the same ranks load. `plan` is the Plan (and in it the Run) that the state was trained with,
     as JSON, where it was given. `attempt`: below what prefix an object store has the files, and to which save
     the parts on the disks of several nodes belong; else None. `nodes`: on how many disks it lies; `node`: of
-    which one this manifest is. `digest`: of the manifest's own bytes, with zeros where it stands.
+    which one this manifest is. `signature`: by the key of a KeyFile, with zeros where it and the digest are;
+    None without a key. `digest`: of the manifest's own bytes, with zeros where it stands.
     """
 
     format: Literal[2] = FORMAT
@@ -107,6 +111,7 @@ class Manifest(Value):
     attempt: FileName | None = None
     nodes: PositiveInt = 1
     node: NonNegativeInt = 0
+    signature: str | None = None
     digest: str = _NO_DIGEST
 
     @model_validator(mode="after")
@@ -141,17 +146,21 @@ class Manifest(Value):
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files.values())
 
-    def encoded(self) -> bytes:
-        """The manifest's file, with its own digest."""
-        blank = self.model_copy(update={"digest": _NO_DIGEST}).model_dump_json(indent=1).encode() + b"\n"
-        return _with_digest(blank, before=_NO_DIGEST, after=digest(blank))
+    def encoded(self, key: KeyFile | None = None) -> bytes:
+        """The manifest's file, with its own digest, signed if there is a key."""
+        unsigned = {"digest": _NO_DIGEST, "signature": None if key is None else _NO_SIGNATURE}
+        text = self.model_copy(update=unsigned).model_dump_json(indent=1).encode() + b"\n"
+        if key is not None:
+            text = _exchanged(text, before=_NO_SIGNATURE, after=key.signature(text))
+        return _exchanged(text, before=_NO_DIGEST, after=digest(text))
 
 
 def read_manifest(checkpoint: Files | str | Path) -> Manifest:
     """The manifest of a checkpoint, once its own digest was right; `verify` also looks at the files.
 
     Raises DamagedCheckpointError where there is none, where it is not the one that was written, and where the
-    directory is named as another step; CheckpointError where this fullshard cannot read it.
+    directory is named as another step; CheckpointError where this fullshard cannot read it, and where it is
+    not signed with the key of `checkpoint`.
     """
     files = files_of(checkpoint)
     try:
@@ -166,6 +175,8 @@ def read_manifest(checkpoint: Files | str | Path) -> Manifest:
         raise lost_or_denied(error, f"{files} cannot be read.", name=MANIFEST) from error
     where = f"{files}/{MANIFEST}"
     data = _undamaged_json(text, where)
+    if files.key is not None:
+        _require_signature(text, data, key=files.key, where=where)
     if data.get("format") != FORMAT:
         raise CheckpointError(
             f"{where} cannot be read by this fullshard.",
@@ -215,11 +226,22 @@ def read_verified(files: Files, manifest: Manifest, *, name: str) -> bytes:
         data = files.read(name)
     except OSError as error:
         raise lost_or_denied(error, f"{files} is not whole.", name=name) from error
-    if name not in manifest.files or digest(data) != manifest.files[name].digest:
+    if name not in manifest.files or not matches(data, manifest.files[name].digest):
         raise DamagedCheckpointError(
             f"{files}/{name} holds other bytes than were saved.", got="its digest is another"
         )
     return data
+
+
+def write_small(draft: Files, name: str, *, data: bytes) -> SavedFile:
+    """Writes a small file, and returns what the manifest holds of it."""
+    write_file(draft, name, data=data)
+    return describe_small(draft, data)
+
+
+def describe_small(draft: Files, data: bytes) -> SavedFile:
+    """Returns what the manifest holds of a small file of `draft`."""
+    return SavedFile(size_bytes=len(data), digest=digest(data, strong=draft.key is not None))
 
 
 def lost_or_denied(error: OSError, what: str, *, name: str) -> CheckpointError:
@@ -254,14 +276,28 @@ def _undamaged_json(text: bytes, where: str) -> dict[str, Any]:
         raise DamagedCheckpointError(f"{where} is damaged.", got="no JSON object")
     told = str(cast(dict[str, Any], data).get("digest"))
     if (
-        data.get("format") != 1 and digest(_with_digest(text, before=told, after=_NO_DIGEST)) != told
+        data.get("format") != 1 and digest(_exchanged(text, before=told, after=_NO_DIGEST)) != told
     ):  # 1 had none
         raise DamagedCheckpointError(f"{where} is damaged.", got="its own digest is another")
     return cast(dict[str, Any], data)
 
 
-def _with_digest(text: bytes, *, before: str, after: str) -> bytes:
-    """`text` with another digest in its last field."""
+def _require_signature(text: bytes, data: Mapping[str, Any], *, key: KeyFile, where: str) -> None:
+    """An older checkpoint is not taken instead: that an unsigned one is there is for the user to know."""
+    told = str(data.get("signature"))
+    unsigned = _exchanged(text, before=str(data.get("digest")), after=_NO_DIGEST)
+    unsigned = _exchanged(unsigned, before=told, after=_NO_SIGNATURE)
+    if not hmac.compare_digest(key.signature(unsigned), told):
+        raise CheckpointError(
+            f"{where} is not signed with the key of {key.path}.",
+            got="no signature" if data.get("signature") is None else "a signature by another key",
+            why="somebody who does not have the key wrote it or changed it",
+            fix="the key that it was saved with, or no checkpoint.key_file if you trust the directory",
+        )
+
+
+def _exchanged(text: bytes, *, before: str, after: str) -> bytes:
+    """Returns `text` with `after` for the last JSON string that is `before`."""
     head, found, tail = text.rpartition(f'"{before}"'.encode())
     return head + f'"{after}"'.encode() + tail if found else text
 

@@ -20,10 +20,18 @@ from pathlib import Path
 
 from fullshard.checkpoint import disk, retention
 from fullshard.checkpoint.agreement import Group, alone, everyone, first, gathered, rank
+from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import LocalFiles, write_file
 from fullshard.checkpoint.inspection import damages
-from fullshard.checkpoint.manifest import MANIFEST, SHARDS, Manifest, SavedFile, step_name, verify
-from fullshard.checkpoint.pieces import digest
+from fullshard.checkpoint.manifest import (
+    MANIFEST,
+    SHARDS,
+    Manifest,
+    SavedFile,
+    describe_small,
+    step_name,
+    verify,
+)
 from fullshard.checkpoint.place import LocalPlace
 from fullshard.errors import CheckpointError
 
@@ -35,9 +43,15 @@ class NodeDisks:
     """A directory that has the same path on every node, and lies on a disk of each."""
 
     path: Path
+    key: KeyFile | None = None
 
     def __str__(self) -> str:
         return f"{self.path} of each node"
+
+    @property
+    def own(self) -> LocalPlace:
+        """The disk of this node."""
+        return LocalPlace(self.path, key=self.key)
 
 
 @dataclass(frozen=True)
@@ -83,14 +97,15 @@ class Held:
     name: str
 
 
-def held_steps(path: Path) -> list[Held]:
+def held_steps(own: LocalPlace) -> list[Held]:
     """Of everything on one disk whose manifest is there and whose own files are whole."""
     found: list[Held] = []
+    path = own.path
     for directory in sorted([*path.glob("step-*"), *path.glob(".tmp-*")]):
         if not (directory / MANIFEST).exists():
             continue
         try:
-            manifest = verify(LocalFiles(directory))
+            manifest = verify(LocalFiles(directory, own.key))
         except CheckpointError as error:
             logger.warning("passing over %s: %s", directory, error.got or error.what)
             continue
@@ -107,13 +122,14 @@ def complete(held: Sequence[Held]) -> list[tuple[int, str]]:
     return sorted(((s, a) for (s, a, nodes), on in where.items() if on == set(range(nodes))), reverse=True)
 
 
-def settle(path: Path, seat: Seat, *, group: Group = None) -> list[tuple[int, str]]:
+def settle(disks: NodeDisks, seat: Seat, *, group: Group = None) -> list[tuple[int, str]]:
     """Commits on every disk what all have prepared; returns what is complete. Collective.
 
     See [Note: prepared, then committed].
     """
+    path = disks.path
     mine = everyone(
-        lambda: held_steps(path) if seat.leads else [],
+        lambda: held_steps(disks.own) if seat.leads else [],
         doing=f"looking for checkpoints in {path}",
         group=group,
     )
@@ -136,7 +152,7 @@ def begin(
     disks: NodeDisks, seat: Seat, *, step: int, needed_bytes: int, held: ExitStack, group: Group = None
 ) -> LocalFiles:
     """An empty draft on every disk; nobody else writes there until `held` ends. Collective."""
-    place = LocalPlace(disks.path)
+    place = disks.own
 
     def lead() -> str | None:
         if not seat.leads:
@@ -150,7 +166,7 @@ def begin(
 
     name = everyone(lead, doing=f"saving step {step} to {disks}", group=group)
     drafts = {node: draft for node, draft in gathered((seat.node, name), group=group) if draft is not None}
-    return LocalFiles(disks.path / drafts[seat.node])
+    return LocalFiles(disks.path / drafts[seat.node], disks.key)
 
 
 def commit(
@@ -165,7 +181,7 @@ def commit(
             if index is not None and SHARDS not in draft.sizes():
                 write_file(draft, SHARDS, data=index)
             own = manifest.model_copy(update={"node": seat.node})
-            write_file(draft, MANIFEST, data=own.encoded())
+            write_file(draft, MANIFEST, data=own.encoded(draft.key))
 
     def rename() -> None:
         if seat.leads:
@@ -183,41 +199,44 @@ def discard(draft: LocalFiles, seat: Seat) -> None:
         retention.remove(draft.path)
 
 
-def gather(sources: Sequence[Path], target: Path) -> Path:
+def gather(sources: Sequence[Path], target: Path, *, key_file: Path | None = None) -> Path:
     """Copies the newest step that is on all its nodes into `target`, as a checkpoint on one disk.
 
-    `sources`: the nodes' directories of checkpoints, in any order. Every byte is verified first. Returns
-    where it is. Raises CheckpointError where no step is complete, and for what is damaged.
+    `sources`: the nodes' directories of checkpoints, in any order. `key_file`: see `place_of`. Every byte is
+    verified first. Returns where it is. Raises CheckpointError where no step is complete, and for what is
+    damaged.
     """
-    return alone(lambda: _gather(sources, target), doing=f"gathering into {target}")
+    key = None if key_file is None else KeyFile(key_file)
+    disks = [LocalPlace(source, key=key) for source in sources]
+    return alone(lambda: _gather(disks, LocalPlace(target, key=key)), doing=f"gathering into {target}")
 
 
-def _gather(sources: Sequence[Path], target: Path) -> Path:
-    held = [(source, one) for source in sources for one in held_steps(source)]
-    known = complete([one for _, one in held])
+def _gather(disks: Sequence[LocalPlace], target: LocalPlace) -> Path:
+    held = [(one, step) for one in disks for step in held_steps(one)]
+    known = complete([step for _, step in held])
     if not known:
-        found = ", ".join(f"step {one.step} of node {one.node} in {source}" for source, one in held)
+        found = ", ".join(f"step {step.step} of node {step.node} in {one}" for one, step in held)
         raise CheckpointError(
             "no step is there of all its nodes.", got=found or "nothing", fix="the directories of all nodes"
         )
     parts = {
-        one.node: LocalFiles(source / one.name) for source, one in held if (one.step, one.attempt) == known[0]
+        step.node: LocalFiles(one.path / step.name, one.key)
+        for one, step in held
+        if (step.step, step.attempt) == known[0]
     }
     manifests = {node: verify(files) for node, files in parts.items()}
     for files in parts.values():
         for damage in damages(files):
             raise CheckpointError(f"{files} is damaged.", got=f"{damage.file}: {damage.what}")
     manifest = manifests[0]
-    place = LocalPlace(target)
-    with place.writing():
-        draft = place.begin(manifest.step, needed_bytes=manifest.size_bytes)
+    with target.writing():
+        draft = target.begin(manifest.step, needed_bytes=manifest.size_bytes)
         copied: dict[str, SavedFile] = {}
         for name, file in manifest.files.items():
             if name != retention.WRITER:
                 with parts[file.node or 0].open(name) as source, draft.create(name) as copy:
                     shutil.copyfileobj(source, copy, length=16 << 20)
                 copied[name] = file.model_copy(update={"node": None})
-        writer = draft.read(retention.WRITER)
-        copied[retention.WRITER] = SavedFile(size_bytes=len(writer), digest=digest(writer))
+        copied[retention.WRITER] = describe_small(draft, draft.read(retention.WRITER))
         whole = manifest.model_copy(update={"files": copied, "nodes": 1, "node": 0, "attempt": None})
-        return Path(str(place.commit(draft, whole)))
+        return Path(str(target.commit(draft, whole)))

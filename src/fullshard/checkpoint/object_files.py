@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, BinaryIO, cast
 
+from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import MANIFEST
 from fullshard.checkpoint.object_store import Listing, RangeReader, Store
 
@@ -24,6 +25,7 @@ class ObjectFiles:
     url: str
     attempt: str | None = None
     part_bytes: int = PART_BYTES
+    key: KeyFile | None = None
 
     @property
     def name(self) -> str:

@@ -22,6 +22,7 @@ from datetime import timedelta
 
 from pydantic import ValidationError
 
+from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import MANIFEST, Files
 from fullshard.checkpoint.manifest import Manifest, step_name
 from fullshard.checkpoint.object_files import PART_BYTES, ObjectFiles, attempt_of
@@ -46,6 +47,7 @@ class ObjectPlace:
 
     url: str
     part_bytes: int = PART_BYTES
+    key: KeyFile | None = None
 
     def __str__(self) -> str:
         return self.url
@@ -59,7 +61,7 @@ class ObjectPlace:
         return bool(found.objects or found.prefixes)
 
     def one(self) -> Files:
-        return ObjectFiles(self.url, part_bytes=self.part_bytes)
+        return ObjectFiles(self.url, part_bytes=self.part_bytes, key=self.key)
 
     def steps(self) -> list[tuple[int, Files]]:
         """Those with a manifest: what was not committed is no checkpoint, nor looks like one."""
@@ -101,7 +103,8 @@ class ObjectPlace:
         """See [Note: one put commits]. Raises CheckpointError where another attempt has saved the step."""
         draft = _own(draft)
         _require_stored(draft, manifest)
-        _put_manifest(draft.url, data=manifest.model_copy(update={"attempt": draft.attempt}).encoded())
+        signed = manifest.model_copy(update={"attempt": draft.attempt}).encoded(draft.key)
+        _put_manifest(draft.url, data=signed)
         return self._at(manifest.step)
 
     def discard(self, draft: Files) -> None:
@@ -134,7 +137,7 @@ class ObjectPlace:
             store.remove([f"{url}/{name}" for name in set(below.objects) - {MANIFEST, *_rejects(below)}])
 
     def _at(self, step: int, *, attempt: str | None = None) -> ObjectFiles:
-        return ObjectFiles(f"{self.url}/{step_name(step)}", attempt, self.part_bytes)
+        return ObjectFiles(f"{self.url}/{step_name(step)}", attempt, self.part_bytes, self.key)
 
 
 def _own(files: Files) -> ObjectFiles:

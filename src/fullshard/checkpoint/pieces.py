@@ -7,9 +7,8 @@ The elements of a large shard begin with a page of the file (4096 bytes), or lie
 memory, so that they can be written from there: before its piece stand as many zeros as that takes. See
 [Note: past the page cache].
 
-A digest is XXH3 of 128 bits (https://xxhash.com; it is against chance, not against malice), taken of the
-bytes as they are *meant*, on their way to the disk. Blocks are cut from the start of each piece, so
-that a part of a large one is verified without reading all of it.
+A digest (see `digests`) is taken of the bytes as they are *meant*, on their way to the disk. Blocks are cut
+from the start of each piece, so that a part of a large one is verified without reading all of it.
 """
 
 import math
@@ -18,12 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, BinaryIO, Self, cast
 
 import torch
-import xxhash
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fullshard.checkpoint.digests import hash_like, new_hash
 from fullshard.checkpoint.stream import ALIGNMENT, LARGE_BYTES, address
 from fullshard.errors import DamagedCheckpointError
 from fullshard.spec.value import Value
@@ -43,11 +42,6 @@ def shard_begin(tensor: Tensor) -> tuple[int, ...]:
         return (0,) * tensor.ndim
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offsets)
-
-
-def digest(data: bytes | bytearray | memoryview) -> str:
-    """32 hexadecimal digits."""
-    return xxhash.xxh3_128_hexdigest(data)
 
 
 class Piece(Value):
@@ -110,13 +104,14 @@ class PieceFile:
 
     `in_step`: the elements of a large shard lie in the pages of the file as they lay in those of memory, so
     that they can be written from there; else they begin with a page, which memory of our own does, too.
+    `strong`: the kind of digest; see `digests`.
     """
 
-    def __init__(self, file: BinaryIO, *, in_step: bool = False) -> None:
-        self._file, self._in_step = file, in_step
+    def __init__(self, file: BinaryIO, *, in_step: bool = False, strong: bool = False) -> None:
+        self._file, self._in_step, self._strong = file, in_step, strong
         self._position = self._start = self._data_offset = 0
         self._pieces: list[Piece] = []
-        self._blocks = _Blocks()
+        self._blocks = _Blocks(strong=strong)
         self._elements: tuple[int, int] = (0, 0)  # address and bytes of what is being written
         self._around = bytearray()  # what torch.save puts before or behind them
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest")
@@ -130,7 +125,7 @@ class PieceFile:
     def add(self, name: str, tensor: Tensor, *, index: Sequence[int]) -> Piece:
         """Writes a CPU tensor as `torch.save` does, without the padding that its storage may have."""
         tensor = _alone(tensor)
-        self._start, self._data_offset, self._blocks = self._position, 0, _Blocks()
+        self._start, self._data_offset, self._blocks = self._position, 0, _Blocks(strong=self._strong)
         self._elements = (tensor.data_ptr(), tensor.nbytes)
         torch.save(tensor, cast(BinaryIO, self))
         self._put_around()
@@ -205,9 +200,10 @@ def _alone(tensor: Tensor) -> Tensor:
 class _Blocks:
     """Digests of a stream of bytes, one for each BLOCK_BYTES."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, strong: bool) -> None:
+        self._strong = strong
         self._digests: list[str] = []
-        self._hash = xxhash.xxh3_128()
+        self._hash = new_hash(strong=strong)
         self._room = BLOCK_BYTES
 
     def add(self, data: memoryview) -> None:
@@ -226,7 +222,7 @@ class _Blocks:
 
     def _next(self) -> None:
         self._digests.append(self._hash.hexdigest())
-        self._hash = xxhash.xxh3_128()
+        self._hash = new_hash(strong=self._strong)
         self._room = BLOCK_BYTES
 
 
@@ -295,13 +291,14 @@ def read_part(
 
 def _read_block(file: BinaryIO, piece: Piece, *, number: int, parts: Sequence[memoryview]) -> None:
     """Reads on into `parts`, together the block `number` of `piece`, and holds them to its digest."""
-    found = xxhash.xxh3_128()
+    expected = piece.digests[number] if number < len(piece.digests) else ""
+    found = hash_like(expected)
     for part in parts:
         got = _read_into(file, part)
         if got < part.nbytes:
             raise DamagedCheckpointError(f"{_name(file)} ends early.", got=f"its end in {piece.name}")
         found.update(part)
-    if number >= len(piece.digests) or found.hexdigest() != piece.digests[number]:
+    if found.hexdigest() != expected:
         end = file.tell()
         begin = end - sum(part.nbytes for part in parts)
         raise DamagedCheckpointError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fullshard.checkpoint import disk, retention
+from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import Files, LocalFiles, is_remote, write_file
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, step_name, verify
 from fullshard.errors import CheckpointError, DamagedCheckpointError
@@ -24,6 +25,11 @@ logger = logging.getLogger("fullshard")
 
 class Place(Protocol):
     """A directory of checkpoints. Any method may raise OSError; only rank 0 calls what changes something."""
+
+    @property
+    def key(self) -> KeyFile | None:
+        """The key that its checkpoints are signed with."""
+        ...
 
     def __str__(self) -> str: ...
 
@@ -79,6 +85,7 @@ class LocalPlace:
 
     path: Path
     free_bytes: Callable[[Path], int] = disk.free_bytes
+    key: KeyFile | None = None
 
     def __str__(self) -> str:
         return str(self.path)
@@ -89,7 +96,7 @@ class LocalPlace:
         return self.path.is_dir()
 
     def one(self) -> Files:
-        return LocalFiles(self.path)
+        return LocalFiles(self.path, self.key)
 
     def steps(self) -> list[tuple[int, Files]]:
         if not self.path.is_dir():
@@ -97,7 +104,7 @@ class LocalPlace:
         # Only what a save has made: a file or a dangling link with the name of a step is somebody else's.
         matches = [(_STEP.fullmatch(path.name), path) for path in self.path.iterdir() if path.is_dir()]
         found = sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
-        return [(step, LocalFiles(path)) for step, path in found]
+        return [(step, LocalFiles(path, self.key)) for step, path in found]
 
     def unfinished(self) -> list[str]:
         return [str(path) for path in sorted(self.path.glob(".tmp-*"))]
@@ -127,7 +134,7 @@ class LocalPlace:
             logger.warning("%s is not a checkpoint; renamed to %s", target, retention.set_aside(target))
         retention.collect_leftovers(self.path)
         disk.require_space(target, needed_bytes=needed_bytes, available_bytes=self.free_bytes(self.path))
-        draft = LocalFiles(self.path / f".tmp-{step:08d}-{secrets.token_hex(4)}")
+        draft = LocalFiles(self.path / f".tmp-{step:08d}-{secrets.token_hex(4)}", self.key)
         draft.path.mkdir()
         try:
             writer = retention.WriterProcess.this().model_dump_json().encode()
@@ -139,8 +146,8 @@ class LocalPlace:
 
     def commit(self, draft: Files, manifest: Manifest) -> Files:
         path = _path(draft)
-        write_file(draft, MANIFEST, data=manifest.encoded())
-        target = LocalFiles(self.path / step_name(manifest.step))
+        write_file(draft, MANIFEST, data=manifest.encoded(self.key))
+        target = LocalFiles(self.path / step_name(manifest.step), self.key)
         path.rename(target.path)
         disk.flush(self.path)
         return target
@@ -159,16 +166,24 @@ class LocalPlace:
         retention.remove(condemned)
 
 
-def place_of(directory: str | Path | Place) -> Place:
-    """The place that a path or a URL names. Raises MissingExtraError for a URL whose package is not there."""
+def place_of(directory: str | Path | Place, *, key_file: str | Path | None = None) -> Place:
+    """Returns the place that a path or a URL names.
+
+    `key_file`: checkpoints that are saved there are signed with its key, and only signed ones are loaded; see
+    `digests.KeyFile`. Raises MissingExtraError for a URL whose package is not installed, and CheckpointError
+    for a file that cannot serve as a key.
+    """
+    key = None if key_file is None else KeyFile(Path(key_file))
+    if key is not None:
+        key.require()
     if isinstance(directory, str) and is_remote(directory):
         from fullshard.checkpoint.objects import ObjectPlace
 
-        place = ObjectPlace(directory.rstrip("/"))
+        place = ObjectPlace(directory.rstrip("/"), key=key)
         place.require_backend()
         return place
     if isinstance(directory, str | Path):
-        return LocalPlace(Path(str(directory).removeprefix("file://")))
+        return LocalPlace(Path(str(directory).removeprefix("file://")), key=key)
     return directory
 
 
@@ -204,12 +219,12 @@ def is_listed(place: Place, files: Files) -> bool:
     return any(one.name == files.name for _, one in place.steps())
 
 
-def newest(directory: str | Path) -> Path | str | None:
+def newest(directory: str | Path | Place) -> Path | str | None:
     """The checkpoint of the highest step that is whole, or None."""
     return next((location(files) for files, _ in whole(place_of(directory))), None)
 
 
-def newest_step(directory: str | Path) -> int | None:
+def newest_step(directory: str | Path | Place) -> int | None:
     """The step of the checkpoint that `newest` finds."""
     return next((manifest.step for _, manifest in whole(place_of(directory))), None)
 

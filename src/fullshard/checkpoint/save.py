@@ -30,13 +30,14 @@ from fullshard.checkpoint.manifest import (
     Manifest,
     SavedFile,
     SavedTensor,
+    describe_small,
     read_manifest,
     step_name,
     verify,
 )
 from fullshard.checkpoint.nodes import NodeDisks
-from fullshard.checkpoint.pieces import digest, local_shard
-from fullshard.checkpoint.place import LocalPlace, Place, location, place_of, prune
+from fullshard.checkpoint.pieces import local_shard
+from fullshard.checkpoint.place import Place, location, place_of, prune
 from fullshard.checkpoint.protocol import Checkpointable
 from fullshard.checkpoint.retention import WRITER
 from fullshard.checkpoint.shards import Shards, UnchangingShards
@@ -143,14 +144,14 @@ class Saving:
 
     def _run_on_nodes(self, disks: NodeDisks, mine: Snapshot, *, doing: str, group: Group) -> Path:
         seat = nodes.find_seat(disks.path, group=group)
-        target = disks.path / step_name(mine.step)
-        if any(step == mine.step for step, _ in nodes.settle(disks.path, seat, group=group)):
+        target = LocalFiles(disks.path / step_name(mine.step), disks.key)
+        if any(step == mine.step for step, _ in nodes.settle(disks, seat, group=group)):
             everyone(
-                lambda: _require_same_model(LocalFiles(target), read_manifest(target), mine=mine),
+                lambda: _require_same_model(target, read_manifest(target), mine=mine),
                 doing=doing,
                 group=group,
             )
-            return target
+            return target.path
         own_bytes = sum(_written_bytes(local_shard(one)) for one in mine.tensors.values())
         needed = sum(b for node, b in gathered((seat.node, own_bytes), group=group) if node == seat.node)
         with ExitStack() as held:
@@ -170,8 +171,8 @@ class Saving:
                 nodes.discard(draft, seat)
                 raise
             if seat.leads:
-                self._prune(LocalPlace(disks.path), mine.step)
-        return target
+                self._prune(disks.own, mine.step)
+        return target.path
 
     def _begin(
         self, held: ExitStack, mine: Snapshot, *, place: Place, needed_bytes: int
@@ -226,7 +227,7 @@ class Saving:
         """On rank 0: the manifest, and what makes it a checkpoint."""
         assert not isinstance(self.place, NodeDisks), "they commit together"
         writer = draft.read(WRITER)
-        files[WRITER] = SavedFile(size_bytes=len(writer), digest=digest(writer))
+        files[WRITER] = describe_small(draft, writer)
         target = self.place.commit(draft, self._manifest(mine, files=files, tensors=tensors))
         verify(target)  # a save is not acknowledged unless the next load would find it
         logger.info("saved %s (%s)", target, format_bytes(sum(file.size_bytes for file in files.values())))

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from fullshard.checkpoint.agreement import Attempt, Group, alone, distributed, rank
-from fullshard.checkpoint.files import Files, write_file
+from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.manifest import (
     METADATA,
     SHARDS,
@@ -33,13 +33,13 @@ from fullshard.checkpoint.manifest import (
     SavedFile,
     lost_or_denied,
     read_verified,
+    write_small,
 )
 from fullshard.checkpoint.pieces import (
     SUFFIX,
     Piece,
     PieceFile,
     PieceTable,
-    digest,
     local_shard,
     read_part,
     shard_begin,
@@ -112,9 +112,9 @@ class Writer(StorageWriter):
             if hasattr(metadata, "version"):
                 metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
             self.metadata = metadata
-            self.written[METADATA] = _write_small(self.draft, METADATA, data=pickle.dumps(metadata))
+            self.written[METADATA] = write_small(self.draft, METADATA, data=pickle.dumps(metadata))
             index = ShardIndex.of_metadata(metadata).model_dump_json().encode()
-            self.written[SHARDS] = _write_small(self.draft, SHARDS, data=index)
+            self.written[SHARDS] = write_small(self.draft, SHARDS, data=index)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
@@ -145,20 +145,15 @@ def write_shards(
         return (), {}
     with (
         draft.create(name) as file,
-        PieceFile(file, in_step=held.in_step) as pieces,
+        PieceFile(file, in_step=held.in_step, strong=draft.key is not None) as pieces,
         _without_zip_checksums(),
     ):
         for tensor_name, index, shard in itertools.chain([some], shards):
             with held.reading(tensor_name, shard, last=True) as numbers:
                 pieces.add(tensor_name, numbers.detach().cpu(), index=index)
     table = pieces.table
-    described = _write_small(draft, f"{name}{SUFFIX}", data=table.model_dump_json().encode())
+    described = write_small(draft, f"{name}{SUFFIX}", data=table.model_dump_json().encode())
     return table.pieces, {name: SavedFile(size_bytes=table.size_bytes), f"{name}{SUFFIX}": described}
-
-
-def _write_small(draft: Files, name: str, *, data: bytes) -> SavedFile:
-    write_file(draft, name, data=data)
-    return SavedFile(size_bytes=len(data), digest=digest(data))
 
 
 class Reader(StorageReader):

@@ -14,12 +14,19 @@ if TYPE_CHECKING:
     from fullshard.checkpoint.place import Place
 
 
+KeyFileOption = Annotated[
+    Path | None, typer.Option("--key-file", help="Accept only checkpoints that are signed with its key.")
+]
+
+
 def list_checkpoints(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or its checkpoints.")],
+    *,
     as_json: Annotated[bool, typer.Option("--json", help="As a JSON list.")] = False,
+    key_file: KeyFileOption = None,
 ) -> None:
     """List the checkpoints of a run, and which of them are whole."""
-    place = _place(directory)
+    place = _place(directory, key_file)
     rows = [_describe(files) for _, files in reversed(place.steps())]
     rejected = place.rejected()
     if rejected:
@@ -37,14 +44,16 @@ def verify_checkpoints(
         str,
         typer.Argument(metavar="DIR", help="A checkpoint; or a run's directory, for all of its checkpoints."),
     ],
+    *,
     as_json: Annotated[bool, typer.Option("--json", help="As a JSON list.")] = False,
+    key_file: KeyFileOption = None,
 ) -> None:
     """Read every byte of checkpoints; name what is not as it was saved, and the tensors it touches."""
     from fullshard.checkpoint.inspection import damages
     from fullshard.checkpoint.manifest import MANIFEST
     from fullshard.errors import CheckpointError
 
-    place = _place(directory)
+    place = _place(directory, key_file)
     one = place.one()
     checkpoints = [one] if MANIFEST in one.sizes() else [files for _, files in reversed(place.steps())]
     if not checkpoints:
@@ -65,13 +74,15 @@ def verify_checkpoints(
 def diff_checkpoints(
     one: Annotated[str, typer.Argument(metavar="ONE", help="A checkpoint.")],
     other: Annotated[str, typer.Argument(metavar="OTHER", help="Another; ranks and strategy may differ.")],
+    *,
+    key_file: KeyFileOption = None,
 ) -> None:
     """Show where two checkpoints differ, tensor by tensor. Exits with 1 if they do."""
     from fullshard.checkpoint.inspection import differences
     from fullshard.checkpoint.load import find
 
     lines = 0
-    for line in differences(find(_place(one))[0], find(_place(other))[0]):
+    for line in differences(find(_place(one, key_file))[0], find(_place(other, key_file))[0]):
         typer.echo(line)
         lines += 1
     if lines:
@@ -119,13 +130,14 @@ def export_checkpoint(
     shard_size: Annotated[
         str | None, typer.Option(help="Several files of at most this size (5 GB), and their index.")
     ] = None,
+    key_file: KeyFileOption = None,
 ) -> None:
     """Write the model of a checkpoint as safetensors: one file, several with an index, or a whole
     directory."""
     from fullshard.quantities import parse_bytes
 
     shard_bytes = parse_bytes(shard_size) if shard_size else None
-    place = _place(source)
+    place = _place(source, key_file)
     if form is ExportFormat.HF:
         from fullshard.training.export_hf import SHARD_BYTES, export_hf
 
@@ -152,22 +164,26 @@ def gather_checkpoint(
     target: Annotated[
         Path, typer.Option("--to", metavar="OUT", help="A directory of checkpoints to write into.")
     ],
+    *,
+    key_file: KeyFileOption = None,
 ) -> None:
     """Bring together what nodes saved on disks of their own (checkpoint.disks = "node")."""
     from fullshard.checkpoint.nodes import gather
 
     nodes = [inner if (inner := one / "checkpoints").is_dir() else one for one in directories]
-    typer.echo(f"{gather(nodes, target)}")
+    typer.echo(f"{gather(nodes, target, key_file=key_file)}")
 
 
-def _place(directory: str) -> "Place":
+def _place(directory: str, key_file: Path | None) -> "Place":
     """A run keeps its checkpoints in a directory of that name."""
     from fullshard.checkpoint.agreement import alone
     from fullshard.checkpoint.place import place_of
     from fullshard.errors import CheckpointError
 
-    inner = place_of(directory if "://" in directory else Path(directory) / "checkpoints")
-    place = inner if alone(inner.exists, doing=f"looking at {inner}") else place_of(directory)
+    inner = place_of(directory if "://" in directory else Path(directory) / "checkpoints", key_file=key_file)
+    place = (
+        inner if alone(inner.exists, doing=f"looking at {inner}") else place_of(directory, key_file=key_file)
+    )
     if not alone(place.exists, doing=f"looking at {place}"):
         raise CheckpointError(f"{place} is no directory.", fix="the run's directory, such as runs/default")
     return place

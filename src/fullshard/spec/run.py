@@ -285,7 +285,8 @@ class CheckpointSection(Value):
     copy in host memory. `disks`: of nodes that do not share them (`node`), each keeps what its ranks write.
     `layout`: `sharded`, which any ranks load; `ranks`, a file for each rank's own shards, which the same
     ranks load. `on_failure`: what a save that fails does to the run; the last one
-    always ends it with an error. `export` adds safetensors at the end.
+    always ends it with an error. `key_file`: the path of a file with a secret key; checkpoints are signed
+    with it, and only signed ones are loaded (docs/security.md). `export` adds safetensors at the end.
     """
 
     dir: str | None = None
@@ -296,6 +297,7 @@ class CheckpointSection(Value):
     disks: Literal["shared", "node"] = "shared"
     layout: Literal["sharded", "ranks"] = "sharded"
     on_failure: Literal["continue", "stop"] = "continue"
+    key_file: str | None = None
     export: bool = False
 
     @model_validator(mode="after")

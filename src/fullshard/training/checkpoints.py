@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from fullshard.checkpoint import BackgroundSaver, NodeDisks, save
+from fullshard.checkpoint.place import Place, newest_step, place_of
 from fullshard.errors import CheckpointError, OffloadError
 from fullshard.quantities import format_seconds
 from fullshard.spec.plan import Plan
@@ -110,6 +111,14 @@ class Checkpoints:
             self.failed = error
 
 
-def place(directory: str | Path, plan: Plan) -> str | Path | NodeDisks:
-    """Where the plan's run saves to and loads from."""
-    return NodeDisks(Path(directory)) if plan.run.checkpoint.disks == "node" else directory
+def place(directory: str | Path, plan: Plan) -> Place | NodeDisks:
+    """The place that the plan's run saves to and loads from."""
+    section = plan.run.checkpoint
+    found = place_of(directory, key_file=section.key_file)
+    return NodeDisks(Path(directory), key=found.key) if section.disks == "node" else found
+
+
+def newest_saved(directory: str | Path, plan: Plan) -> int | None:
+    """Returns the step of the newest whole checkpoint that this process sees; None where there is none."""
+    found = place(directory, plan)
+    return newest_step(found.own if isinstance(found, NodeDisks) else found)

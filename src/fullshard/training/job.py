@@ -12,7 +12,7 @@ import torch._dynamo  # pyright: ignore[reportUnusedImport]  # else the first me
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullshard.checkpoint import export
+from fullshard.checkpoint import export, place_of
 from fullshard.checkpoint.agreement import first, gathered
 from fullshard.errors import INTERRUPTED_EXIT_CODE, PlanError
 from fullshard.models.build import build_model, flops_per_token
@@ -363,7 +363,8 @@ def _finish(job: _Job, *, interrupted: bool) -> None:
         job.plan.save(job.directory.plan)
         _measurement(job).save(job.directory.measurement)
         if job.run.checkpoint.export and job.checkpoints.last is not None and not interrupted:
-            export(job.checkpoints.last, job.directory.export)
+            saved = place_of(job.checkpoints.last, key_file=job.run.checkpoint.key_file)
+            export(saved, job.directory.export)
             job.log.say(f"exported {job.directory.export}")
 
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fullshard.checkpoint.agreement import first, rank
-from fullshard.checkpoint.place import newest_step
 from fullshard.errors import CheckpointError
 from fullshard.offload.directories import leftovers
 from fullshard.offload.held import Held, held
 from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan
+from fullshard.training.checkpoints import newest_saved
 from fullshard.training.offloaded import directory_of
 
 
@@ -27,7 +27,7 @@ def unused(plan: Plan, *, saved: Path | str | None, must_resume: bool) -> Held |
         found = held(directory_of(plan, rank=0).parent)
         if found is None or _reason(plan, found) is None:
             return None
-        if must_resume and newest_step(saved) is None:
+        if must_resume and newest_saved(saved, plan) is None:
             raise CheckpointError(
                 f"there is no checkpoint in {saved}, and {found.directory} is of no use here.",
                 got=_described(found),

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from fullshard.checkpoint import load
 from fullshard.checkpoint.agreement import first
-from fullshard.checkpoint.place import newest_step
 from fullshard.checkpoint.pretrained import Loaded
 from fullshard.checkpoint.pretrained_files import find_weights
 from fullshard.errors import CheckpointError, SpecError
@@ -12,7 +11,7 @@ from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.plan import Plan
 from fullshard.spec.pretrained import locate, read_config
 from fullshard.spec.run import Run
-from fullshard.training.checkpoints import place
+from fullshard.training.checkpoints import newest_saved, place
 from fullshard.training.pretrained import load_pretrained
 from fullshard.training.state import TrainState
 
@@ -59,7 +58,7 @@ def start_from(
     """
     newest = 0
     if saved is not None:
-        newest = first(lambda: newest_step(saved), doing=f"looking for a checkpoint in {saved}") or 0
+        newest = first(lambda: newest_saved(saved, plan), doing=f"looking for a checkpoint in {saved}") or 0
     alone = plan.run.adapter.saved_alone
 
     def from_checkpoint(*, missing_ok: bool) -> Loaded | None:

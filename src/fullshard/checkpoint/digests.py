@@ -1,0 +1,94 @@
+"""Digests of a checkpoint's bytes: against chance; with a key, against malice too.
+
+A digest of 32 hexadecimal digits is XXH3 of 128 bits (https://xxhash.com): quick, and anybody can make other
+bytes that have it. One of 64 digits is BLAKE2b of 256 bits (RFC 7693), which is written where there is a key.
+
+[Note: one signature] With a key the manifest carries an HMAC-SHA256 (RFC 2104) of itself. The manifest holds
+the digests of all small files, and among these are the tables that hold the digests of all other bytes. So
+bytes that are verified down from a signed manifest were written by somebody who had the key.
+"""
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import xxhash
+
+from fullshard.errors import CheckpointError
+
+_XXH3_DIGITS = 32
+_LEAST_KEY_BYTES, _MOST_KEY_BYTES = 16, 4096
+
+
+class Hash(Protocol):
+    """A digest that is being made, as those of hashlib."""
+
+    def update(self, data: bytes | bytearray | memoryview, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+def new_hash(*, strong: bool = False) -> Hash:
+    """Returns the digest of no bytes yet: BLAKE2b if `strong`, else XXH3."""
+    return hashlib.blake2b(digest_size=32) if strong else xxhash.xxh3_128()
+
+
+def hash_like(digest: str) -> Hash:
+    """Returns the digest of no bytes yet, of the kind that `digest` is."""
+    return new_hash(strong=len(digest) != _XXH3_DIGITS)
+
+
+def digest(data: bytes | bytearray | memoryview, *, strong: bool = False) -> str:
+    """Returns 32 hexadecimal digits; 64 if `strong`."""
+    found = new_hash(strong=strong)
+    found.update(data)
+    return found.hexdigest()
+
+
+def matches(data: bytes, digest: str | None) -> bool:
+    """Returns whether `digest` is that of `data`."""
+    if digest is None:
+        return False
+    found = hash_like(digest)
+    found.update(data)
+    return found.hexdigest() == digest
+
+
+@dataclass(frozen=True)
+class KeyFile:
+    """A file with a secret key, by which checkpoints are signed. See [Note: one signature].
+
+    Its bytes are the key, without white space at the end: 16 to 4096. It is read where it is needed, so that
+    no key is kept in memory or sent to another rank.
+    """
+
+    path: Path
+
+    def signature(self, data: bytes) -> str:
+        """Returns 64 hexadecimal digits. Raises CheckpointError where the file cannot serve as a key."""
+        return hmac.new(self._key(), data, "sha256").hexdigest()
+
+    def require(self) -> None:
+        """Raises CheckpointError where the file cannot serve as a key."""
+        self._key()
+
+    def _key(self) -> bytes:
+        try:
+            with self.path.open("rb") as file:
+                key = file.read(_MOST_KEY_BYTES + 1).rstrip()
+        except OSError as error:
+            raise CheckpointError(
+                f"the key file {self.path} cannot be read.", got=error.strerror, fix="checkpoint.key_file"
+            ) from error
+        if not _LEAST_KEY_BYTES <= len(key) <= _MOST_KEY_BYTES:
+            raise CheckpointError(
+                f"{self.path} cannot serve as a key.",
+                got=f"{len(key)} bytes"
+                if len(key) <= _MOST_KEY_BYTES
+                else f"more than {_MOST_KEY_BYTES} bytes",
+                why=f"a key has {_LEAST_KEY_BYTES} to {_MOST_KEY_BYTES} bytes",
+                fix="head -c 32 /dev/urandom | base64 > KEY_FILE",
+            )
+        return key

@@ -1,0 +1,123 @@
+"""With a key, only what somebody who has the key has written is loaded."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from fullshard.checkpoint.digests import KeyFile, digest
+from fullshard.checkpoint.export import export
+from fullshard.checkpoint.inspection import damages
+from fullshard.checkpoint.load import load
+from fullshard.checkpoint.manifest import MANIFEST, read_manifest
+from fullshard.checkpoint.nodes import NodeDisks, gather
+from fullshard.checkpoint.pieces import PieceTable
+from fullshard.checkpoint.place import Place, newest, place_of
+from fullshard.checkpoint.save import save
+from fullshard.errors import CheckpointError
+from tests.checkpoint.states import State, assert_same, numbers, saved, sharded
+from tests.checkpoint.test_inspection import flip
+
+
+@pytest.fixture
+def key(tmp_path) -> Path:
+    (tmp_path / "key").write_text("a secret of some length\n")
+    return tmp_path / "key"
+
+
+def signed(directory: Path, key: Path) -> Place:
+    return place_of(directory, key_file=key)
+
+
+def load_step(place: Place | Path) -> int:
+    state = State(0, numbers(0))
+    load(state, place)
+    assert_same(state.held, numbers(state.step))
+    return state.step
+
+
+@pytest.mark.parametrize("layout", ["sharded", "ranks"])
+def test_a_signed_checkpoint_loads_with_its_key_and_without_one(tmp_path, key, layout):
+    place = signed(tmp_path / "checkpoints", key)
+    path = Path(save(State(1, numbers(1)), place, layout=layout))
+    assert load_step(place) == load_step(tmp_path / "checkpoints") == load_step(signed(path, key)) == 1
+    assert not list(damages(place.steps()[0][1]))
+    assert key.read_text().strip().encode() not in b"".join(one.read_bytes() for one in path.iterdir())
+
+
+def test_another_key_or_none_is_refused_and_no_older_checkpoint_is_taken(tmp_path, key):
+    (tmp_path / "other").write_text("another secret of some length")
+    saved(signed(tmp_path / "checkpoints", key), 1)
+    with pytest.raises(CheckpointError, match="is not signed with the key") as raised:
+        load_step(signed(tmp_path / "checkpoints", tmp_path / "other"))
+    assert raised.value.got == "a signature by another key"
+    saved(tmp_path / "checkpoints", 2)
+    with pytest.raises(CheckpointError, match="step-00000002") as raised:
+        load_step(signed(tmp_path / "checkpoints", key))
+    assert raised.value.got == "no signature"
+    with pytest.raises(CheckpointError, match="is not signed"):
+        newest(signed(tmp_path / "checkpoints", key))
+
+
+def forged_manifest(path: Path) -> None:
+    """Another step count, under a digest that anybody can compute."""
+    manifest = read_manifest(path)
+    forged = manifest.model_copy(update={"values": manifest.values | {"tokens": 7}, "digest": "0" * 32})
+    text = forged.model_dump_json(indent=1).encode() + b"\n"
+    (path / MANIFEST).write_bytes(text.replace(b"0" * 32, digest(text).encode()))
+
+
+def forged_table(path: Path) -> None:
+    """Other numbers, and a table with digests of these."""
+    flip(path / "__0_0.distcp", 8 * 1000)
+    table = PieceTable.decoded((path / "__0_0.distcp.pieces").read_bytes(), source="")
+    data = (path / "__0_0.distcp").read_bytes()
+    pieces = [
+        one.model_copy(update={"digests": (digest(data[one.offset : one.offset + one.length], strong=True),)})
+        for one in table.pieces
+    ]
+    forged = table.model_copy(update={"pieces": tuple(pieces)}).model_dump_json().encode()
+    (path / "__0_0.distcp.pieces").write_bytes(forged)
+
+
+@pytest.mark.parametrize("forge", [forged_manifest, forged_table])
+def test_what_is_changed_without_the_key_is_not_loaded(tmp_path, key, forge: Callable[[Path], None]):
+    place = signed(tmp_path / "checkpoints", key)
+    path = Path(saved(place, 1))
+    forge(path)
+    with suppress(CheckpointError):
+        assert list(damages(place.steps()[0][1])), "verify did not see it"
+    with pytest.raises(CheckpointError):
+        load_step(place)
+    with pytest.raises(CheckpointError):
+        export(place, tmp_path / "model.safetensors")
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"short\n", b"x" * 5000])
+def test_a_file_that_cannot_serve_as_a_key_is_refused_before_anything_is_saved(tmp_path, content):
+    if content is not None:
+        (tmp_path / "key").write_bytes(content)
+    with pytest.raises(CheckpointError, match="key"):
+        place_of(tmp_path / "checkpoints", key_file=tmp_path / "key")
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def save_on_nodes(directory: Path, key: Path) -> int:
+    disks = NodeDisks(directory / f"node-{dist.get_rank()}", key=KeyFile(key))
+    save(State(3, sharded(3, (2,)), {"tokens": 300}), disks)
+    state = State(0, sharded(0, (2,)))
+    assert load(state, disks)
+    return state.step
+
+
+def test_nodes_sign_what_they_save_and_what_is_gathered(ranks, tmp_path, key):
+    assert ranks(2).run(save_on_nodes, tmp_path, key) == [3, 3]
+    nodes = [tmp_path / "node-0", tmp_path / "node-1"]
+    path = gather(nodes, tmp_path / "all", key_file=key)
+    assert not list(damages(signed(path, key).one()))
+    (tmp_path / "other").write_text("another secret of some length")
+    with pytest.raises(CheckpointError, match="no step is there of all its nodes"):
+        gather(nodes, tmp_path / "again", key_file=tmp_path / "other")
