@@ -7,6 +7,7 @@ from pathlib import Path
 from fullshard.checkpoint.inspection import damages
 from fullshard.errors import CheckpointError
 from tests.checkpoint.states import assert_same, loaded, numbers
+from tests.faults.crowd import litter
 
 # What is said of each, by how the file looks to who reads it.
 FILES = ["*.distcp", "*.pieces", "shards.json", ".metadata", "manifest.json", "writer.json"]
@@ -41,6 +42,7 @@ def damaged_start(sound: Path, directory: Path, *, act: str, files: str, rng: ra
     """`sound` holds steps 1 and 2 of `tests.checkpoint.states`, saved by ranks. What a start after damage to
     the newer does; raises AssertionError where it would go on from wrong numbers, or see nothing."""
     shutil.copytree(sound, directory)
+    litter(directory)
     newer, older = directory / "step-00000002", directory / "step-00000001"
     where = damage(newer, older, act=act, files=files, rng=rng)
     if not where:

@@ -15,6 +15,7 @@ from tests.faults.course import (
     last_acknowledged,
     lines,
 )
+from tests.faults.crowd import left_by_saves, litter, reader_beside
 from tests.ranks import RankFailed
 
 VICTIMS = {"one rank": (1,), "the rank that commits": (0,), "all ranks": (0, 1)}
@@ -22,15 +23,22 @@ KILLS_HERE = 5  # of each kind and mode, in `make test`; many more by `make tort
 
 
 def kill_again_and_again(ranks: Callable, directory: Path, *, mode: Mode, victims: str, times: int) -> int:
-    """Each attempt goes on from where the one before was killed. Returns the last acknowledged step."""
+    """Each attempt resumes where the one before was killed, among strays and beside a reader.
+
+    Returns the last acknowledged step.
+    """
     rng = random.Random(f"{mode} {victims}")
     record = directory / "record"
     record.mkdir()
     for _ in range(times):
         before = last_acknowledged(record)
         kill = Kill(VICTIMS[victims], rng.uniform(0, 3))
-        with pytest.raises((RankFailed, RuntimeError)):  # the killed one, or one that lost it
+        with (
+            reader_beside(directory / "checkpoints"),
+            pytest.raises((RankFailed, RuntimeError)),  # the killed one, or one that lost it
+        ):
             ranks(2).run(go_on, Course(directory / "checkpoints", record, mode=mode, kill=kill))
+        litter(directory / "checkpoints")
         assert int(lines(record, "starts")[-1]) >= before, "an acknowledged save was lost"
     last = last_acknowledged(record)
     (started_at, _) = ranks(2).run(go_on, Course(directory / "checkpoints", record, until=last + 3))
@@ -43,6 +51,6 @@ def kill_again_and_again(ranks: Callable, directory: Path, *, mode: Mode, victim
 @pytest.mark.parametrize("victims", list(VICTIMS))
 def test_no_kill_loses_a_save_or_changes_a_loss(ranks, tmp_path, mode, victims):
     assert kill_again_and_again(ranks, tmp_path, mode=mode, victims=victims, times=KILLS_HERE) > 0
-    left = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    left = left_by_saves(tmp_path / "checkpoints")
     assert len([name for name in left if name.startswith("step-")]) == 2
     assert not [name for name in left if name.startswith((".tmp-", ".bad-", ".del-"))]

@@ -28,7 +28,9 @@ Made by `make torture` ({trials} kills and {trials} damages, or more), {day}, to
 A training of two gloo ranks saves after every step. After each fault it is started again, and this is held:
 it goes on from the newest step whose save was acknowledged, or a later one; every loss of every attempt is
 that of an undisturbed run, bit for bit; nothing hangs. A row that broke one of these would not be here: the
-run stops at it.
+run stops at it. Every directory of checkpoints holds files, links and fifos of others, some of them under the
+names of checkpoints. While ranks are killed, another process loads the newest checkpoint again and again, and
+no load fails.
 
 | fault | saving | times | what the next start did |
 |---|---|---|---|
