@@ -4,6 +4,7 @@ import difflib
 import importlib
 import importlib.util
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import nn
 
 from fullshard.errors import MissingExtraError, SpecError
 from fullshard.models.constructing import without_parameters
+from fullshard.models.remote_code import class_beside, code_beside, not_trusted, without_code
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.pretrained import locate, read_config
 
 _LAYERS = "num_hidden_layers"
+_CAUSAL = "AutoModelForCausalLM"
 
 
 def meta_model(config_path: str | Path) -> nn.Module:
@@ -31,14 +34,16 @@ def hf_model(section: HuggingFaceModel) -> nn.Module:
     """The model of transformers that `section` names, as it is trained here: without weights, in fp32 until
     the plan says otherwise (whatever dtype its file names), and without a cache of keys and values.
 
-    Code that a repository brings along is not run. Raises MissingExtraError without transformers, SpecError
-    for a name that is not on this machine, a config that transformers has no model for, an option that the
-    config does not have, and an attention that the model cannot compute with.
+    Code that comes with the model is run only with `trust_remote_code`. Raises MissingExtraError without
+    transformers, SpecError for a name that is not on this machine, a config that transformers has no model
+    for, an option that the config does not have, and an attention that the model cannot compute with.
     """
     config = hf_config(section)
     model_class = _model_class(section, config)
     attention = None if section.attention == "auto" else section.attention
-    build: Any = getattr(model_class, "from_config", None) or model_class._from_config
+    build: Any = model_class._from_config
+    if hasattr(model_class, "from_config"):  # an auto class: what is trusted has been found already
+        build = partial(model_class.from_config, trust_remote_code=False)
     try:
         return without_parameters(
             lambda: build(config, dtype=torch.float32, attn_implementation=attention)  # None: the model's own
@@ -60,7 +65,7 @@ def import_transformers(source: str) -> Any:
 
 def hf_config(section: HuggingFaceModel) -> Any:
     """The config of transformers with the options in place. Raises what `hf_model` does."""
-    transformers = import_transformers(section.source)
+    import_transformers(section.source)
     path = locate(section.hf)
     data = read_config(path)
     kind = data.get("model_type")
@@ -70,15 +75,10 @@ def hf_config(section: HuggingFaceModel) -> Any:
             got=f"an object with {', '.join(list(data)[:6]) or 'nothing in it'}",
             why="a model's has model_type",
         )
-    if kind not in transformers.CONFIG_MAPPING:
-        near = difflib.get_close_matches(str(kind), list(transformers.CONFIG_MAPPING), n=3)
-        raise SpecError(
-            f"{section.source}: transformers {transformers.__version__} has no model {kind!r}.",
-            why="code that a repository brings along is not run",
-            fix=" or ".join([*near, "a newer transformers", 'model.python = "package.module:factory"']),
-        )
-    config_class = transformers.CONFIG_MAPPING[kind]
+    config_class = _config_class(section, data, path=path)
     data.pop("quantization_config", None)  # how the file's weights are packed; they are trained unpacked
+    if not section.trust_remote_code:
+        data = without_code(data)
     try:
         config = config_class.from_dict(dict(data))
         if section.options:
@@ -89,6 +89,22 @@ def hf_config(section: HuggingFaceModel) -> Any:
     for part in _parts(config):
         part.use_cache = False  # keys and values that only generating needs
     return config
+
+
+def _config_class(section: HuggingFaceModel, data: Mapping[str, Any], *, path: Path) -> Any:
+    transformers = import_transformers(section.source)
+    kind, beside = str(data["model_type"]), code_beside(data).get("AutoConfig")
+    if beside is not None and section.trust_remote_code:
+        return class_beside(beside, directory=path.parent, source=section.source)
+    if kind in transformers.CONFIG_MAPPING:
+        return transformers.CONFIG_MAPPING[kind]
+    if beside is not None:
+        raise not_trusted(section, beside)
+    near = difflib.get_close_matches(kind, list(transformers.CONFIG_MAPPING), n=3)
+    raise SpecError(
+        f"{section.source}: transformers {transformers.__version__} has no model {kind!r}.",
+        fix=" or ".join([*near, "a newer transformers", 'model.python = "package.module:factory"']),
+    )
 
 
 def own_dtype(section: HuggingFaceModel) -> torch.dtype | None:
@@ -103,7 +119,8 @@ def is_causal_lm(model: nn.Module) -> bool:
     if not hasattr(getattr(model, "config", None), "model_type"):
         return False
     auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
-    names = set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    beside = code_beside(vars(model.config)).get(_CAUSAL, "")
+    names = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), beside.rpartition(".")[2]}
     return any(cls.__name__ in names for cls in type(model).__mro__)
 
 
@@ -164,20 +181,26 @@ def _model_class(section: HuggingFaceModel, config: Any) -> Any:
     transformers = import_transformers(section.source)
     name = section.architecture
     if name == "auto":
-        named = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
+        named = getattr(config, "architectures", None) or [_CAUSAL]
         name = str(named[0])
-    found = getattr(transformers, name, None)
-    if found is None or not (hasattr(found, "from_config") or hasattr(found, "_from_config")):
-        models = [
-            one for one in dir(transformers) if one.startswith(name.partition("For")[0]) and "For" in one
-        ]
-        near = difflib.get_close_matches(name, models or dir(transformers), n=3)
-        raise SpecError(
-            f"{section.source}: transformers {transformers.__version__} has no model class {name!r}.",
-            why="code that a repository brings along is not run",
-            fix=" or ".join(f'model.architecture = "{one}"' for one in near) or "a newer transformers",
-        )
-    return found
+    path = locate(section.hf)
+    beside = code_beside(read_config(path))
+    by_class = {reference.rpartition(".")[2]: reference for reference in beside.values()}
+    reference = by_class.get(name) or beside.get(name)
+    if reference is not None and section.trust_remote_code:
+        return class_beside(reference, directory=path.parent, source=section.source)
+    found: Any = getattr(transformers, name, None)
+    is_auto = hasattr(found, "from_config")
+    if reference is not None and (found is None or (is_auto and type(config) not in found._model_mapping)):
+        raise not_trusted(section, reference)
+    if is_auto or hasattr(found, "_from_config"):
+        return found
+    models = [one for one in dir(transformers) if one.startswith(name.partition("For")[0]) and "For" in one]
+    near = difflib.get_close_matches(name, models or dir(transformers), n=3)
+    raise SpecError(
+        f"{section.source}: transformers {transformers.__version__} has no model class {name!r}.",
+        fix=" or ".join(f'model.architecture = "{one}"' for one in near) or "a newer transformers",
+    )
 
 
 def _name_of(model_class: Any) -> str:

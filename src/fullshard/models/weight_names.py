@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.errors import CheckpointError, MissingExtraError
+from fullshard.models.remote_code import code_beside, without_code
 from fullshard.models.weight_trace import Traced, UntracedError, source_tensor
 from fullshard.spec.weight_map import Part, Shape, WeightMap, by_name, whole
 
@@ -89,17 +90,27 @@ def described(model: nn.Module) -> dict[str, Any] | None:
 def meta_twin(config: Mapping[str, Any], *, needed_for: str) -> Any:
     """The model of transformers that a whole config.json names, on the meta device.
 
-    Raises MissingExtraError without transformers, CheckpointError for a config that it does not know.
+    The config may come from anybody: no code beside a model is run for it. Raises MissingExtraError without
+    transformers, CheckpointError for a config that it does not know.
     """
     if importlib.util.find_spec("transformers") is None:
         raise MissingExtraError("hf", package="transformers", needed_for=needed_for)
     transformers: Any = importlib.import_module("transformers")
     (architecture,) = config["architectures"]
-    values = {key: value for key, value in config.items() if key != "model_type"}
+    values = {key: value for key, value in without_code(config).items() if key != "model_type"}
     try:
         known = transformers.AutoConfig.for_model(config["model_type"], **values)
         made = getattr(transformers, architecture)
-    except (AttributeError, KeyError, ValueError) as error:
+        if not issubclass(made, transformers.PreTrainedModel):
+            raise TypeError(architecture)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if code_beside(config):
+            raise CheckpointError(
+                f"{needed_for} would run Python code that came with the model.",
+                got=f"{architecture}, which is not one of transformers' own",
+                why="a checkpoint may come from anybody, so only classes of transformers are made from it",
+                fix="--format safetensors, which writes the tensors by their own names",
+            ) from error
         raise CheckpointError(
             f"{needed_for} needs a transformers that knows the model.",
             got=f"{architecture}, which transformers {transformers.__version__} does not have as it is",

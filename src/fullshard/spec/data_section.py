@@ -55,6 +55,9 @@ class DataSection(SourceFields):
 
     `tokenizer`: a directory, or a tokenizer.json; unset, the tokens are bytes. `end_token` is put behind each
     document; unset, what the tokenizer names.
+    `trust_remote_code`: true runs the Python code that comes with the tokenizer, which may do whatever you
+    may do on this machine; false refuses a tokenizer that cannot be loaded without it. Only `messages` load
+    more of a tokenizer than its tokenizer.json.
     `packing`: `concat` cuts the documents, joined, into full sequences; `best_fit` fills sequences with whole
     documents, cuts only those that are longer, and pads; `none` has one document a sequence.
     `document_mask`: attention and positions begin anew with each document, and no label crosses from one to
@@ -72,6 +75,7 @@ class DataSection(SourceFields):
     options: dict[str, Any] = Field(default_factory=dict[str, Any])
     tokenizer: str | None = None
     end_token: str | None = None
+    trust_remote_code: bool = False
     sequence_length: PositiveInt = 64
     packing: Literal["concat", "best_fit", "none"] = "concat"
     document_mask: bool = False

@@ -46,12 +46,15 @@ class HuggingFaceModel(Value):
     causal language model. `options` stand in for values of the config (`num_hidden_layers = 2`).
     `attention`: the kernel, by transformers' name for it (`sdpa`, `eager`, `flex_attention`, …); `auto` is
     its own choice, `sdpa` where the model has it.
+    `trust_remote_code`: true runs the Python code that comes with the model (`auto_map` in its config.json),
+    which may do whatever you may do on this machine; false refuses a model that cannot be built without it.
     """
 
     hf: str
     weights: Literal["auto", "require", "none"] = "auto"
     architecture: str = "auto"
     attention: str = "auto"
+    trust_remote_code: bool = False
     options: dict[str, Any] = Field(default_factory=dict[str, Any])
 
     @property

@@ -107,7 +107,8 @@ def _as_known(manifest: Manifest, run: Run | None, *, doing: str) -> _Known:
     if told is None and run is not None and isinstance(run.model, Decoder):
         return _Known(llama_config(run.model), llama_names)
     if told is None and run is not None and isinstance(run.model, HuggingFaceModel):
-        told = described(hf_model(run.model))
+        # Whoever wrote the checkpoint may have switched it on.
+        told = described(hf_model(run.model.model_copy(update={"trust_remote_code": False})))
     if not isinstance(told, dict):
         source = (
             run.model.source if run is not None and not isinstance(run.model, Decoder) else "no run in it"

@@ -30,18 +30,23 @@ class NotWrittenOutError(ValueError):
 class ChatTemplate:
     """The chat template of the tokenizer in a directory.
 
-    Raises MissingExtraError without transformers, DataError for a tokenizer that has no template.
+    Code that comes with the tokenizer is run only with `trust_remote_code`. Raises MissingExtraError without
+    transformers, DataError for a tokenizer that has no template, or that cannot be loaded without its code.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, trust_remote_code: bool = False) -> None:
         if find_spec("transformers") is None:
             raise MissingExtraError("hf", package="transformers", needed_for='data.records = "messages"')
         from transformers import AutoTokenizer
 
         directory = tokenizer_file(path).parent
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=trust_remote_code
+            )
         except (OSError, ValueError, KeyError) as error:
+            if "trust_remote_code" in str(error) and not trust_remote_code:
+                raise _not_trusted(directory) from error
             raise DataError(f"the tokenizer in {directory} cannot be loaded.", got=str(error)) from error
         if not Path(path).expanduser().is_dir() or not self._tokenizer.chat_template:
             raise DataError(
@@ -109,6 +114,15 @@ class ChatTemplate:
                 )
             spans.append((len(before), len(behind)))
         return spans
+
+
+def _not_trusted(directory: Path) -> DataError:
+    return DataError(
+        f"the tokenizer in {directory} comes with Python code of its own, which is not run.",
+        got="auto_map in its tokenizer_config.json, and data.trust_remote_code = false",
+        why="the code may do whatever you may do on this machine",
+        fix="read the code, then data.trust_remote_code = true",
+    )
 
 
 def _check(messages: Messages) -> None:

@@ -26,7 +26,12 @@ from fullshard.training.data.reading import (
     require_reader,
 )
 from fullshard.training.data.store import OFFSETS, TOKENS, TRAINED, TokenStore, open_entry
-from fullshard.training.data.tokenizer import open_tokenizer, tokenizer_files, tokenizers_version
+from fullshard.training.data.tokenizer import (
+    open_tokenizer,
+    tokenizer_file,
+    tokenizer_files,
+    tokenizers_version,
+)
 from fullshard.training.data.tokenizing import Made, Recipe, token_dtype, tokenized
 
 Source = Literal["stdlib", "text", "jsonl", "parquet", "datasets", "memmap", "python"]
@@ -62,6 +67,7 @@ def stores_of(
         train_on=section.train_on,
         on_error=section.on_error,
         dtype=token_dtype(tokenizer),
+        trust_remote_code=section.trust_remote_code,
     )
     work = _Work(found, recipe, tokenizer.vocabulary, section.processes or _cores(), alive)
     facts = {**found.facts, **_recipe_facts(recipe, source.source)}
@@ -216,6 +222,9 @@ def _recipe_facts(recipe: Recipe, source: Source) -> Mapping[str, Any]:
         facts["tokenizers"] = tokenizers_version()
     if recipe.fields.records == "messages":
         facts["transformers"] = version("transformers")
+        if recipe.trust_remote_code and recipe.tokenizer is not None:
+            beside = sorted(tokenizer_file(recipe.tokenizer).parent.glob("*.py"))
+            facts["code"] = [key_of({"text": file.read_text(encoding="utf-8")}) for file in beside]
     return facts
 
 

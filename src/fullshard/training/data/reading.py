@@ -127,7 +127,9 @@ def open_dataset(path: str, fields: SourceFields) -> Any:
 
     try:
         if not path:
-            return datasets.load_dataset(fields.name or "", fields.subset, split=fields.split)
+            return datasets.load_dataset(
+                fields.name or "", fields.subset, split=fields.split, trust_remote_code=False
+            )
         found = datasets.load_from_disk(path)
     except (OSError, ValueError) as error:
         raise DataError(

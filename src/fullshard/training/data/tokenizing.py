@@ -32,7 +32,7 @@ _TOLD = 5  # how many of the records left out are told one by one
 
 @dataclass(frozen=True)
 class Recipe:
-    """How records become tokens. `dtype`: of the file of tokens."""
+    """How records become tokens. `dtype`: of the file of tokens. `trust_remote_code`: see DataSection."""
 
     fields: SourceFields
     tokenizer: str | None
@@ -40,6 +40,7 @@ class Recipe:
     train_on: Literal["all", "assistant", "completion"]
     on_error: Literal["stop", "skip"]
     dtype: str
+    trust_remote_code: bool = False
 
     def plain(self) -> dict[str, Any]:
         """As data of JSON."""
@@ -68,7 +69,7 @@ class Tokenizing:
         self._chat: ChatTemplate | None = None
         if recipe.fields.records == "messages":
             assert recipe.tokenizer is not None, "messages without a tokenizer are refused by the spec"
-            self._chat = ChatTemplate(recipe.tokenizer)
+            self._chat = ChatTemplate(recipe.tokenizer, trust_remote_code=recipe.trust_remote_code)
 
     def run(self, task: Sequence[Shard], path: Path) -> Made:
         """Writes the tokens of `task` to `path`.tokens, the length of each piece to .lengths, negative where
