@@ -5,7 +5,6 @@ in on the meta device, and gets its values with all others: A as a linear module
 peft takes), B zeros. The model's own `_init_weights` must not overwrite them.
 """
 
-import importlib
 import importlib.util
 import math
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from fullshard.errors import MissingExtraError, SpecError
+from fullshard.models.quiet_import import import_quietly
 from fullshard.spec.adapter_section import AdapterSection
 
 ADAPTER = "default"
@@ -74,7 +74,7 @@ def lora_config(section: AdapterSection, *, targets: list[str], turned: bool) ->
 def _import_peft() -> Any:
     if importlib.util.find_spec("peft") is None:
         raise MissingExtraError("hf", package="peft", needed_for="[adapter]")
-    return importlib.import_module("peft")
+    return import_quietly("peft")
 
 
 def _whole(number: float) -> float | int:

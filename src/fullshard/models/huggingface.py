@@ -13,6 +13,7 @@ from torch import nn
 
 from fullshard.errors import MissingExtraError, SpecError
 from fullshard.models.constructing import without_parameters
+from fullshard.models.quiet_import import import_quietly
 from fullshard.models.remote_code import class_beside, code_beside, not_trusted, without_code
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.pretrained import locate, read_config
@@ -60,6 +61,7 @@ def import_transformers(source: str) -> Any:
     """The package. Raises MissingExtraError that says it is for `source`."""
     if importlib.util.find_spec("transformers") is None:
         raise MissingExtraError("hf", package="transformers", needed_for=f"[model] {source}")
+    import_quietly("transformers.modeling_utils")
     return importlib.import_module("transformers")
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.errors import CheckpointError, MissingExtraError
+from fullshard.models.quiet_import import import_quietly
 from fullshard.models.remote_code import code_beside, without_code
 from fullshard.models.weight_trace import Traced, UntracedError, source_tensor
 from fullshard.spec.weight_map import Part, Shape, WeightMap, by_name, whole
@@ -95,6 +96,7 @@ def meta_twin(config: Mapping[str, Any], *, needed_for: str) -> Any:
     """
     if importlib.util.find_spec("transformers") is None:
         raise MissingExtraError("hf", package="transformers", needed_for=needed_for)
+    import_quietly("transformers.modeling_utils")
     transformers: Any = importlib.import_module("transformers")
     (architecture,) = config["architectures"]
     values = {key: value for key, value in without_code(config).items() if key != "model_type"}

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import MissingExtraError
+from fullshard.models.quiet_import import import_quietly
 from fullshard.profiler.memory import local_tensor
 
 
@@ -31,7 +32,7 @@ def eight_bit_adamw() -> type[torch.optim.Optimizer]:
     it saves, it runs as it is.
     """
     try:
-        base: Any = importlib.import_module("torchao.optim").AdamW8bit
+        base: Any = import_quietly("torchao.optim").AdamW8bit
     except ImportError as error:
         needed_for = 'optimizer.name = "adamw8bit"'
         raise MissingExtraError("lowbit", package="torchao", needed_for=needed_for) from error
