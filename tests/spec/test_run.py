@@ -1,11 +1,13 @@
 """What a run.toml may say, and what is answered to what it may not."""
 
 import tomllib
+from collections.abc import Iterator
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from fullshard.errors import SpecError
 from fullshard.spec.run import STRATEGY_ALIASES, Run, Strategy, parse_strategy
@@ -141,3 +143,26 @@ def test_a_missing_file_is_refused_with_a_way_to_make_one(tmp_path):
 def test_a_run_is_frozen():
     with pytest.raises(ValidationError, match="frozen"):
         Run().train.steps = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def plain_types(annotation: Any) -> set[Any]:
+    inner = [one for one in get_args(annotation) if not isinstance(one, str)]
+    return set().union(*map(plain_types, inner)) if inner else {annotation}
+
+
+def number_keys(section: BaseModel, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a run that takes numbers, with a truth value for it."""
+    for name, field in type(section).model_fields.items():
+        inner, types = getattr(section, name), plain_types(field.annotation)
+        if isinstance(inner, BaseModel):
+            yield from number_keys(inner, f"{prefix}{name}.")
+        elif types & {int, float} and bool not in types:
+            yield f"{prefix}{name}={'[true, 0.5]' if isinstance(inner, tuple) else 'true'}"
+
+
+def test_a_truth_value_is_no_number_in_any_key():
+    keys = list(number_keys(Run()))
+    assert len(keys) > 50
+    for override in keys:
+        with pytest.raises(SpecError, match="it is a number, not true"):
+            Run.load(overrides=[override])

@@ -2,9 +2,9 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from fullshard.spec.value import Fraction, NonNegativeInt, PositiveFloat, Value
+from fullshard.spec.value import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Value
 
 TokenDtype = Literal["uint8", "uint16", "uint32", "int16", "int32", "int64"]
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from fullshard.spec.value import PositiveFloat, Value
+from fullshard.spec.value import PositiveFloat, PositiveInt, Value
 
 
 class Decoder(Value):

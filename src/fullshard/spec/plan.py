@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import PositiveInt
-
 from fullshard.errors import PlanError, SpecError
 from fullshard.spec.prediction import Prediction
 from fullshard.spec.run import PrecisionMode, Run, Strategy
-from fullshard.spec.value import Value
+from fullshard.spec.value import PositiveInt, Value
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DeviceType = Literal["cpu", "cuda"]

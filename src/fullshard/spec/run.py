@@ -6,13 +6,21 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from fullshard.errors import SpecError
 from fullshard.spec.adapter_section import AdapterSection
 from fullshard.spec.data_section import DataSection
 from fullshard.spec.model_section import Decoder, ModelSection
-from fullshard.spec.value import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, Value
+from fullshard.spec.value import (
+    NUMBER,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Value,
+)
 
 PrecisionMode = Literal["fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure"]
 Tier = Literal["none", "optimizer:cpu", "optimizer:nvme", "params+optimizer:cpu", "params+optimizer:nvme"]
@@ -115,8 +123,8 @@ class ScheduleSection(Value):
 
     kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     warmup_steps: NonNegativeInt = 20
-    final_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
+    final_ratio: Annotated[float, NUMBER, Field(ge=0, le=1)] = 0.1
+    decay_fraction: Annotated[float, NUMBER, Field(gt=0, le=1)] = 0.2
 
 
 class UnitOverride(Value):
@@ -323,11 +331,11 @@ class SurvivalSection(Value):
     """
 
     watchdog_seconds: NonNegativeFloat = 300.0
-    watchdog_patience: Annotated[float, Field(ge=1)] = 3.0
+    watchdog_patience: Annotated[float, NUMBER, Field(ge=1)] = 3.0
     collective_seconds: PositiveFloat = 600.0
     fingerprint: Literal["all", "step", "none"] = "all"
     on_spike: Literal["none", "skip", "rollback"] = "none"
-    spike_window: Annotated[int, Field(ge=4)] = 128
+    spike_window: Annotated[int, NUMBER, Field(ge=4)] = 128
     spike_sigma: PositiveFloat = 6.0
     skip_batches: NonNegativeInt = 0
     max_rollbacks: NonNegativeInt = 3

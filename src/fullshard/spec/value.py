@@ -5,14 +5,25 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from fullshard.errors import SpecError
 
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+def _not_a_truth_value(value: Any) -> Any:
+    """Refuses what Python takes for 0 and 1: whoever writes `steps = true` means something else."""
+    if isinstance(value, bool):
+        raise ValueError(f"it is a number, not {str(value).lower()}")
+    return value
+
+
+# Stands in every number that a person writes.
+NUMBER = BeforeValidator(_not_a_truth_value)
+NonNegativeFloat = Annotated[float, NUMBER, Field(ge=0)]
+PositiveFloat = Annotated[float, NUMBER, Field(gt=0)]
+NonNegativeInt = Annotated[int, NUMBER, Field(ge=0)]
+PositiveInt = Annotated[int, NUMBER, Field(gt=0)]
+Fraction = Annotated[float, NUMBER, Field(ge=0, lt=1)]
 _QUOTED = re.compile(r"'([^']*)'")
 
 
