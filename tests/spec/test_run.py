@@ -166,3 +166,26 @@ def test_a_truth_value_is_no_number_in_any_key():
     for override in keys:
         with pytest.raises(SpecError, match="it is a number, not true"):
             Run.load(overrides=[override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what", "fix"),
+    [
+        (
+            ["model.d_model=64", "model.layers=2", "model.hf=x"],
+            "model.d_model does not go with model.hf",
+            "leave out model.hf, or model.d_model, model.layers",
+        ),
+        (
+            ["model.hf=x", "model.python=y"],
+            "model.python does not go with model.hf",
+            "leave out model.hf, or",
+        ),
+        (["model.weights=none"], "model.weights needs model.hf", "model.hf, or leave out model.weights"),
+    ],
+)
+def test_keys_of_two_kinds_of_model_are_told_apart_from_unknown_ones(overrides, what, fix):
+    with pytest.raises(SpecError) as caught:
+        Run.load(overrides=overrides)
+    assert what in caught.value.what
+    assert str(caught.value.fix).startswith(fix)

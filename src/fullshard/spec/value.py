@@ -48,7 +48,10 @@ def _spec_error(cls: type[BaseModel], error: ValidationError, *, source: str) ->
     same = [one for one in errors if _name(cls, one["loc"]) == name]  # each branch of a union says its own
     more = f" (and {len(errors) - len(same)} more)" if len(errors) > len(same) else ""
     if first["type"] == "extra_forbidden":
-        return _unknown_key(cls, [str(part) for part in first["loc"]], source=source, more=more)
+        unknown = [[str(part) for part in one["loc"]] for one in errors if one["type"] == first["type"]]
+        return _of_another_kind(cls, unknown, source=source) or _unknown_key(
+            cls, unknown[0], source=source, more=more
+        )
     if first["type"] == "missing":
         return SpecError(f"{source}: {name} is missing{more}.", fix=f"set {name}")
     reason, fix = (
@@ -116,6 +119,35 @@ def _unknown_key(cls: type[BaseModel], location: Sequence[str], *, source: str, 
         fix = f"one of {', '.join(known)}"
     where = f"[{'.'.join(path)}]" if path else "the file"
     return SpecError(f"{source}: unknown key {'.'.join(names)!r}{more}.", got=f"{key} in {where}", fix=fix)
+
+
+def _of_another_kind(
+    cls: type[BaseModel], locations: Sequence[Sequence[str]], *, source: str
+) -> SpecError | None:
+    """Returns the error for keys that a section of another kind has, of those that may stand in its place.
+
+    None where the first of the keys is in no kind of it.
+    """
+    paths = [_path(cls, location) for location in locations]
+    ([*path, key], section), kinds = paths[0], [cls]
+    for part in path:
+        fields = (kind.model_fields.get(part) for kind in kinds)
+        kinds = [kind for field in fields if field is not None for kind in _models_of(field.annotation)]
+    others = [kind for kind in kinds if key in kind.model_fields]
+    if not others:
+        return None
+    deciding = [".".join([*path, one]) for one, field in section.model_fields.items() if field.is_required()]
+    wanted = [".".join([*path, one]) for one, f in others[0].model_fields.items() if f.is_required()]
+    keys = [".".join(names) for names, where in paths if where is section]
+    if not deciding:
+        fix = f"{' and '.join(wanted)}, or leave out {', '.join(keys)}"
+        return SpecError(f"{source}: {keys[0]} needs {' and '.join(wanted)}.", got=", ".join(keys), fix=fix)
+    return SpecError(
+        f"{source}: {keys[0]} does not go with {' and '.join(deciding)}.",
+        got=", ".join([*keys, *deciding]),
+        why=f"beside {' and '.join(deciding)} there may be {', '.join(section.model_fields)}",
+        fix=f"leave out {' and '.join(deciding)}, or {', '.join(keys)}",
+    )
 
 
 def _keys(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
