@@ -187,6 +187,10 @@ ODD = [
     [1, 2],
     [0.9, 0.99],
     10**30,
+    10**400,
+    float("nan"),
+    float("inf"),
+    -8,
     "a\nb",
 ]
 
@@ -221,7 +225,7 @@ def toml_value_text(tree: dict[str, Any]) -> str:
 def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(one) for key, one in value.items()}
-    return "" if value is None or value == 10**30 else value
+    return "" if value is None or value in (10**30, 10**400) else value
 
 
 def train_two_steps(text: str, overrides: list[str], ranks: int) -> list[float]:
@@ -270,6 +274,16 @@ def test_batches_multiply_to_the_whole():
         ("print('hello')", "known here"),
         ("", "known here"),
         ('{"gradient_clipping": -1}', "optimizer.clip_norm"),
+        ('{"zero_optimization": {"stage": 9}}', "zero_optimization.stage"),
+        ('{"train_batch_size": NaN}', "train_batch_size"),
+        ('{"train_batch_size": -8}', "train_batch_size"),
+        ('{"train_micro_batch_size_per_gpu": Infinity}', "train_micro_batch_size_per_gpu"),
+        ('{"gradient_accumulation_steps": true}', "gradient_accumulation_steps"),
+        ('{"optimizer": {"type": "AdamW", "params": {"betas": [0.9, NaN]}}}', "optimizer.params.betas"),
+        ("deepspeed_config: {zero_stage: 4}\nfsdp_config: {}", "zero_stage"),
+        ("num_processes: 0\nfsdp_config: {}", "num_processes"),
+        ("[training]\nlocal_batch_size = -8", "training.local_batch_size"),
+        ("[training]\nsteps = 0", "training.steps"),
     ],
 )
 def test_what_is_no_config_is_refused(text, told):

@@ -1,7 +1,7 @@
 """Accelerate's YAML. Keys: accelerate/commands/config/{config_args,cluster}.py (1.15)."""
 
 from fullshard.spec.convert.account import Reading, Verdict
-from fullshard.spec.convert.deepspeed import strategy_of
+from fullshard.spec.convert.deepspeed import require_stage, strategy_of
 from fullshard.spec.convert.rules import (
     Chooses,
     Drops,
@@ -14,6 +14,7 @@ from fullshard.spec.convert.rules import (
     number,
     plain_keys,
     positive,
+    required_count,
 )
 from fullshard.spec.convert.words import (
     BLOCKS,
@@ -152,6 +153,9 @@ _DEEPSPEED: dict[str, Rule] = {
 def read_accelerate(reading: Reading) -> None:
     """Speaks of every key of an Accelerate config."""
     per_node = _read_ranks(reading)
+    require_stage(reading, "deepspeed_config.zero_stage")
+    for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        required_count(reading, f"deepspeed_config.{name}")
     kind = str(reading.get("distributed_type")).lower()
     _read_type(reading, kind)
     _read_mesh(reading)
@@ -183,7 +187,7 @@ def _fsdp_name(key: str) -> str:
 
 def _read_ranks(reading: Reading) -> int | None:
     """`run.ranks`, of one machine. Returns the ranks of each machine, where they are known."""
-    ranks, machines = positive(reading.get("num_processes")), positive(reading.get("num_machines")) or 1
+    ranks, machines = required_count(reading, "num_processes"), required_count(reading, "num_machines") or 1
     if ranks is None:
         return None
     reading.ranks = reading.ranks or ranks

@@ -1,8 +1,10 @@
 """convert(text): a config of another tool -> what becomes of each key, and a Run."""
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+from fullshard.errors import SpecError
 from fullshard.spec.convert.accelerate import read_accelerate
 from fullshard.spec.convert.account import Format, Reading, Said, Verdict
 from fullshard.spec.convert.deepspeed import read_deepspeed
@@ -54,6 +56,7 @@ def convert(text: str, *, name: str, format: Format | None = None, ranks: int | 
     """
     found, tree, notes = read_source(text, name=name, format=format)
     reading = Reading(tree, ranks=ranks)
+    _require_numbers(reading)
     reading.notes.extend(notes)
     _READERS[found](reading)
     order = ("run", "model", "data", "train")  # the rest as it came
@@ -69,6 +72,14 @@ def convert(text: str, *, name: str, format: Format | None = None, ranks: int | 
         origins=reading.origins,
         run=run,
     )
+
+
+def _require_numbers(reading: Reading) -> None:
+    """Raises SpecError for NaN, which JSON, YAML and TOML can say."""
+    for key, value in reading.leaves.items():
+        for one in cast(list[Any], value) if isinstance(value, list) else [value]:
+            if isinstance(one, float) and math.isnan(one):
+                raise SpecError(f"{key} is not valid.", got=repr(value), fix="a number")
 
 
 def _place(target: str, order: tuple[str, ...]) -> tuple[int, str]:

@@ -6,7 +6,7 @@ from typing import Any
 from fullshard.errors import SpecError
 from fullshard.spec.convert.account import Reading, SourceText, Verdict
 from fullshard.spec.convert.deepspeed_rules import RULES
-from fullshard.spec.convert.rules import AUTO, follow, is_on, plain_keys, positive, whole
+from fullshard.spec.convert.rules import AUTO, follow, is_on, plain_keys, required_count, whole
 from fullshard.spec.convert.words import DTYPES, OFFLOAD, last_name
 
 _STAGES = {0: "no_shard", 1: "zero1", 2: "shard_grad_op", 3: "full_shard"}
@@ -38,19 +38,26 @@ def strategy_of(stage: Any) -> str | None:
     return None if number is None else _STAGES.get(number)
 
 
+def require_stage(reading: Reading, key: str) -> None:
+    """Raises SpecError for a stage that ZeRO does not have."""
+    value = reading.get(key)
+    if value in (None, AUTO) or isinstance(value, SourceText) or strategy_of(value) is not None:
+        return
+    raise SpecError(f"{key} is not valid.", got=repr(value), fix="0, 1, 2 or 3")
+
+
 def _read_stage(reading: Reading) -> None:
     key = f"{_ZERO}.stage"
     stage = reading.get(key)
     if isinstance(reading.get(_ZERO), bool):  # an older form
         key, stage = _ZERO, int(reading.get(_ZERO))
+    require_stage(reading, f"{_ZERO}.stage")
     shard_size, hpz = reading.get(f"{_ZERO}.mics_shard_size"), reading.get(f"{_ZERO}.zero_hpz_partition_size")
     strategy = strategy_of(stage)
     if stage is None:
         reading.suppose("sharding.strategy", "no_shard", why="DeepSpeed shards nothing without a stage")
     elif strategy is None:
-        reading.say(
-            key, Verdict.NOT_SUPPORTED, why="a stage is 0, 1, 2 or 3; the planner chooses the strategy"
-        )
+        reading.say(key, Verdict.NOT_NEEDED, why="left open there: the planner chooses the strategy")
     elif whole(stage) == 3 and isinstance(shard_size, int) and shard_size > 0:  # MiCS
         reading.set(key, "sharding.strategy", value="hybrid_shard", why="MiCS: sharded in groups of ranks")
         reading.set(f"{_ZERO}.mics_shard_size", "sharding.shard_degree", value=shard_size)
@@ -110,7 +117,7 @@ def _read_precision(reading: Reading) -> None:
 def _read_batch(reading: Reading) -> None:
     """train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × ranks."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    total, micro, steps = (positive(reading.get(key)) for key in keys)
+    total, micro, steps = (required_count(reading, key) for key in keys)
     ranks = reading.ranks
     given = [value for value in (micro, steps, ranks) if value]
     if total and total % math.prod(given):
@@ -134,7 +141,7 @@ def _read_batch(reading: Reading) -> None:
         reading.set(keys[0], "train.global_batch", value=total)
         if micro and steps and not ranks:
             reading.notes.append(f"its batch sizes are for {total // (micro * steps)} ranks")
-    if positive(reading.get(keys[1])):
+    if required_count(reading, keys[1]):
         reading.set(keys[1], "train.microbatch", value=micro, why="sequences a rank at once")
     if steps:
         _read_accumulation(reading, keys[2], total=total, micro=micro, steps=steps)

@@ -14,6 +14,7 @@ from fullshard.spec.convert.rules import (
     number,
     plain_keys,
     positive,
+    required_count,
 )
 from fullshard.spec.convert.words import (
     BLOCKS,
@@ -199,7 +200,8 @@ def read_fsdp_alone(reading: Reading) -> None:
 def read_lightning(reading: Reading) -> None:
     """Speaks of the arguments of Fabric or a Trainer, and of the strategy within; or of a strategy alone."""
     prefix = "strategy."
-    nodes = positive(reading.get("num_nodes")) or 1
+    nodes = required_count(reading, "num_nodes") or 1
+    required_count(reading, "max_steps", unset=(-1,))
     devices = reading.get("devices")
     each = len(devices) if isinstance(devices, list) else positive(devices)
     if each:

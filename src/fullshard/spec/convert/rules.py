@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from fullshard.errors import SpecError
 from fullshard.spec.convert.account import Reading, SourceText, Verdict
 
 AUTO = "auto"
@@ -151,19 +152,33 @@ def number(value: Any) -> float | None:
     """A number, also one that is written as text (`1e-4`, which YAML takes for one)."""
     try:
         return None if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 
 def whole(value: Any) -> int | None:
     """A whole number that is not negative; None for any other."""
     read = number(value)
-    return int(read) if read is not None and read >= 0 and read == int(read) else None
+    return int(read) if read is not None and read >= 0 and read.is_integer() else None
 
 
 def positive(value: Any) -> int | None:
     """A whole number over 0; None for any other."""
     return whole(value) or None
+
+
+def required_count(reading: Reading, key: str, *, unset: tuple[Any, ...] = ()) -> int | None:
+    """Returns the whole number over 0 that `key` has; None where it is absent, left open, or one of `unset`.
+
+    Raises SpecError for any other value: there is no run that it could be converted to.
+    """
+    value = reading.get(key)
+    if _in(value, (None, AUTO, *unset)) or isinstance(value, SourceText):
+        return None
+    count = positive(value)
+    if count is None:
+        raise SpecError(f"{key} is not valid.", got=repr(value), fix="a whole number over 0")
+    return count
 
 
 def is_on(value: Any) -> bool:

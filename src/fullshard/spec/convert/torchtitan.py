@@ -4,7 +4,7 @@ from typing import Any
 
 from fullshard.spec.convert.account import Reading, Verdict
 from fullshard.spec.convert.deepspeed import one_ranks_batch
-from fullshard.spec.convert.rules import follow, is_on, number, plain_keys, positive
+from fullshard.spec.convert.rules import follow, is_on, number, plain_keys, positive, required_count
 from fullshard.spec.convert.torchtitan_rules import RULES
 from fullshard.spec.presets import find_preset
 
@@ -33,6 +33,8 @@ _PARALLEL = "parallelism."
 
 def read_torchtitan(reading: Reading) -> None:
     """Speaks of every key of a torchtitan job."""
+    for key in ("training.seq_len", "training.steps"):
+        required_count(reading, key)
     _read_mesh(reading)
     _read_batch(reading)
     _read_model(reading)
@@ -56,7 +58,8 @@ def _read_mesh(reading: Reading) -> None:
     )
     policy_key = f"{_PARALLEL}fsdp_reshard_after_forward"
     # A degree of -1, or none, is all ranks that are left.
-    replicate, shard = positive(reading.get(replicate_key)) or 1, positive(reading.get(shard_key)) or -1
+    replicate = required_count(reading, replicate_key, unset=(-1,)) or 1
+    shard = required_count(reading, shard_key, unset=(-1,)) or -1
     never = reading.get(policy_key) == "never"
     if replicate > 1 and shard == 1:
         reading.set(replicate_key, "sharding.strategy", value="no_shard", why="replicated over all ranks")
@@ -88,8 +91,8 @@ def _read_batch(reading: Reading) -> None:
     local_key = (
         "training.batch_size" if "training.batch_size" in reading.leaves else "training.local_batch_size"
     )
-    local = positive(reading.get(local_key))
-    total = positive(reading.get("training.global_batch_size"))
+    local = required_count(reading, local_key)
+    total = required_count(reading, "training.global_batch_size", unset=(-1,))
     if local:
         reading.set(local_key, "train.microbatch", value=local, why="sequences a rank at once")
     if total:
