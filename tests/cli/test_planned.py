@@ -53,6 +53,11 @@ def test_the_choice_is_the_same_each_time_and_is_predicted() -> None:
     assert "auto" not in (first.run.sharding.strategy, first.run.recompute.mode, first.run.prefetch.mode)
 
 
+def test_a_warmup_that_is_longer_than_the_run_is_noted_before_ranks_start(capsys) -> None:
+    planned("train.steps=5", "schedule.warmup_steps=6")
+    assert "schedule.warmup_steps = 6 is more than train.steps = 5" in capsys.readouterr().err
+
+
 def test_what_is_pinned_is_kept_and_predicted() -> None:
     pins = ("sharding.strategy=zero1", "recompute.mode=full", "prefetch.mode=none", "train.microbatch=3")
     plan = planned(*pins, "run.ranks=2")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.spec.run import ScheduleSection
-from fullshard.training.schedule import rate_factor
+from fullshard.spec.run import Run, ScheduleSection
+from fullshard.training.schedule import rate_factor, warmup_note
 
 FALLING = ("cosine", "linear", "wsd")
 KINDS = (*FALLING, "constant")
@@ -95,3 +95,16 @@ def test_a_run_of_one_step_takes_it_at_the_peak(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_shorter_than_its_warmup_never_reaches_the_peak(kind: str) -> None:
     assert rates(section(kind, warmup=20), 5) == pytest.approx([0.05, 0.1, 0.15, 0.2, 0.25])
+
+
+@given(st.integers(1, 10**15), st.integers(0, 10**15))
+def test_a_run_that_ends_before_its_warmup_says_so(steps: int, warmup: int) -> None:
+    run = Run.load(overrides=[f"train.steps={steps}", f"schedule.warmup_steps={warmup}"])
+    note = warmup_note(run)
+    assert (note is not None) == (warmup > steps)
+    assert note is None or f"schedule.warmup_steps = {warmup}" in note
+
+
+def test_the_highest_rate_of_a_warmup_that_does_not_end_is_named() -> None:
+    run = Run.load(overrides=["train.steps=5", "schedule.warmup_steps=20", "optimizer.learning_rate=0.004"])
+    assert "never reaches 0.004; the highest is 0.001" in str(warmup_note(run))

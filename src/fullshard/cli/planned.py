@@ -25,6 +25,10 @@ def with_plan(request: "Request") -> "Request":
     cannot tell (hardware or an optimizer that it does not know), the run's plain defaults are taken, and a
     note on standard error says so. Raises PlanError if nothing fits, before anything is allocated.
     """
+    from fullshard.training.schedule import warmup_note
+
+    if (note := warmup_note(request.run)) is not None:
+        _note(note)
     ranks, device = _place(request)
     given = request.plan
     if given is not None and (given.world_size, given.device) != (ranks, device):

@@ -2,7 +2,7 @@
 
 import math
 
-from fullshard.spec.run import ScheduleSection
+from fullshard.spec.run import Run, ScheduleSection
 
 
 def rate_factor(section: ScheduleSection, *, step: int, steps: int) -> float:
@@ -28,6 +28,18 @@ def rate_factor(section: ScheduleSection, *, step: int, steps: int) -> float:
         start = max(warmup, last - section.decay_fraction * steps)
         return 1 - span * _progress(step, start=start, last=last)
     return 1.0
+
+
+def warmup_note(run: Run) -> str | None:
+    """Returns a warning for a run that ends before its warmup does; None for any other."""
+    warmup, steps, peak = run.schedule.warmup_steps, run.train.steps, run.optimizer.learning_rate
+    if warmup <= steps:
+        return None
+    highest = peak * rate_factor(run.schedule, step=steps - 1, steps=steps)
+    return (
+        f"schedule.warmup_steps = {warmup} is more than train.steps = {steps}: the learning rate never "
+        f"reaches {peak:g}; the highest is {highest:.3g}, in the last step"
+    )
 
 
 def _progress(step: int, *, start: float, last: int) -> float:
