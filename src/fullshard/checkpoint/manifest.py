@@ -26,7 +26,9 @@ from torch import Tensor
 from fullshard.checkpoint.digests import KeyFile, digest, matches
 from fullshard.checkpoint.files import MANIFEST, Files, LocalFiles, is_lost, is_remote, write_file
 from fullshard.checkpoint.pieces import SUFFIX
-from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
 from fullshard.spec.value import Value
 
 FORMAT = 2
@@ -145,6 +147,20 @@ class Manifest(Value):
     @property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files.values())
+
+    @property
+    def run(self) -> Run | None:
+        """The run that saved it; None where none was noted. Raises CheckpointError if it cannot be read."""
+        if self.plan is None:
+            return None
+        try:
+            return Plan.model_validate(self.plan).run
+        except (ValidationError, FullshardError) as error:
+            raise CheckpointError(
+                "the plan in the checkpoint's manifest cannot be read.",
+                got=error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.what,
+                fix="the fullshard that wrote it; --format safetensors does without",
+            ) from error
 
     def encoded(self, key: KeyFile | None = None) -> bytes:
         """The manifest's file, with its own digest, signed if there is a key."""

@@ -107,7 +107,7 @@ class LocalPlace:
         return [(step, LocalFiles(path, self.key)) for step, path in found]
 
     def unfinished(self) -> list[str]:
-        return [str(path) for path in sorted(self.path.glob(".tmp-*"))]
+        return [str(path) for path in sorted(self.path.glob(".tmp-*")) if path.is_dir()]
 
     def rejected(self) -> list[str]:
         return [path.name for path in sorted(self.path.glob(".bad-*"))]

@@ -65,9 +65,9 @@ def collect_leftovers(directory: Path) -> None:
     A `.tmp-` directory whose process may still run is left alone, and named in a warning. Call it with the
     place locked: then one that has no more than begun is nobody's.
     """
-    for path in sorted(directory.glob(".del-*")):
+    for path in _directories(directory, ".del-*"):
         remove(path)
-    for path in sorted(directory.glob(".tmp-*")):
+    for path in _directories(directory, ".tmp-*"):
         try:
             writer = WriterProcess.model_validate_json(LocalFiles(path).read(WRITER))
         except (OSError, ValidationError):
@@ -83,9 +83,14 @@ def collect_leftovers(directory: Path) -> None:
             logger.warning("leaving %s alone: %s may still be writing it", path, who)
 
 
+def _directories(directory: Path, pattern: str) -> list[Path]:
+    """Real ones: a file or a link of such a name is somebody else's."""
+    return [path for path in sorted(directory.glob(pattern)) if path.is_dir() and not path.is_symlink()]
+
+
 def _is_bare(path: Path) -> bool:
     """Whether its process was ended before it had said who it is, and so before it wrote any shard."""
-    return path.is_dir() and {one.name for one in path.iterdir()} <= {WRITER}
+    return {one.name for one in path.iterdir()} <= {WRITER}
 
 
 def set_aside(path: Path) -> Path:

@@ -22,7 +22,6 @@ from fullshard.models.decoder_names import llama_config, llama_names
 from fullshard.models.huggingface import hf_model
 from fullshard.models.weight_names import described, file_names, meta_twin
 from fullshard.spec.model_section import Decoder, HuggingFaceModel
-from fullshard.spec.plan import Plan
 from fullshard.spec.pretrained import locate
 from fullshard.spec.run import Run
 from fullshard.spec.weight_map import Naming
@@ -69,7 +68,7 @@ def export_hf(
     transformers does not know, and for a directory that holds weights already; MissingExtraError.
     """
     _, manifest = find(checkpoint)
-    run = Plan.model_validate(manifest.plan).run if manifest.plan is not None else None
+    run = manifest.run
     known = _as_known(manifest, run, doing=f"exporting {checkpoint}")
     config = {**_without_cache_switch(known.config), "dtype": _named_dtype(manifest, dtype)}
     config.pop("torch_dtype", None)

@@ -15,7 +15,6 @@ from fullshard.checkpoint.place import Place
 from fullshard.errors import CheckpointError
 from fullshard.models.adapters import ADAPTER, lora_config
 from fullshard.spec.model_section import HuggingFaceModel
-from fullshard.spec.plan import Plan
 from fullshard.spec.weight_map import Shape, WeightMap, whole
 from fullshard.training.export_hf import turned_modules
 
@@ -30,7 +29,7 @@ def export_peft(checkpoint: str | Path | Place, directory: str | Path) -> None:
     Raises CheckpointError for a checkpoint without adapters; MissingExtraError without peft.
     """
     _, manifest = find(checkpoint)
-    run = Plan.model_validate(manifest.plan).run if manifest.plan is not None else None
+    run = manifest.run
     plain = plain_names(manifest.model_tensors)
     adapted = sorted({name.partition(ADDED)[0] for name in plain.values() if ADDED in name})
     if run is None or run.adapter.rank == 0 or not adapted:
