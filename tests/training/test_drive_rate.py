@@ -1,10 +1,11 @@
 """A drive's rate: the same on all ranks, and nothing left behind; none where a rank cannot write."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch.distributed as dist
 
-from fullshard.training.drive_rate import measure_drive
+from fullshard.training.drive_rate import filled_files, measure_drive
 
 
 def rate_of(directory: Path) -> float | None:
@@ -25,3 +26,9 @@ def rate_where_one_has_none(directory: Path) -> float | None:
 def test_there_is_none_where_one_rank_cannot_write(ranks, tmp_path: Path):
     assert ranks(2).run(rate_where_one_has_none, tmp_path) == [None, None]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_process_that_is_killed_while_it_measures_leaves_nothing(tmp_path: Path):
+    with ExitStack() as open_files:
+        filled_files(tmp_path, open_files, pieces=1)
+        assert not list(tmp_path.iterdir())

@@ -25,7 +25,7 @@ def measure_drive(directory: Path, *, pieces: int = 16) -> float | None:
     rate = 0.0
     with ExitStack() as open_files:
         try:
-            files = _filled(directory, open_files, pieces=pieces)
+            files = filled_files(directory, open_files, pieces=pieces)
         except (OSError, OffloadError):
             files = None
         mean_over_ranks(0.0)  # all begin together
@@ -37,13 +37,16 @@ def measure_drive(directory: Path, *, pieces: int = 16) -> float | None:
     return float(f"{mean:.3g}") if everywhere else None
 
 
-def _filled(directory: Path, open_files: ExitStack, *, pieces: int) -> tuple[DriveFile, DriveFile]:
-    """Two files of random numbers: a drive may be quicker with zeros, and reads nothing where none are."""
-    name = open_files.enter_context(tempfile.TemporaryDirectory(prefix="fullshard-calibrate-", dir=directory))
-    one, other = (
-        open_files.enter_context(DriveFile.create(Path(name, own), pieces * _PIECE_BYTES))
-        for own in ("one", "other")
-    )
+def filled_files(directory: Path, open_files: ExitStack, *, pieces: int) -> tuple[DriveFile, DriveFile]:
+    """Two open files of random numbers: a drive may be quicker with zeros, and reads nothing where none are.
+
+    They have no names any more, so that a process that is killed leaves nothing on the drive.
+    """
+    with tempfile.TemporaryDirectory(prefix="fullshard-calibrate-", dir=directory) as name:
+        one, other = (
+            open_files.enter_context(DriveFile.create(Path(name, own), pieces * _PIECE_BYTES))
+            for own in ("one", "other")
+        )
     for file in (one, other):
         _write(file, _numbers())
     return one, other
