@@ -1,5 +1,7 @@
 """A dry run in a process of its own: what comes back, and what it says when it fails."""
 
+import tempfile
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -38,9 +40,18 @@ def failing(model: nn.Module, batch: Tensor) -> Tensor:
 HERE = "tests.dryrun.test_run"
 
 
-def test_the_process_finds_what_is_found_here():
+def loud(plan: Plan) -> nn.Module:
+    print("building")
+    return look_up(Program().model)(plan)
+
+
+def test_the_process_finds_what_is_found_here_whatever_the_model_prints_and_makes_no_files(
+    monkeypatch: pytest.MonkeyPatch,
+):
     plan = plan_of(2, "precision.mode=bf16")
-    assert dry_run(plan, rank=1) == dry(plan, rank=1)
+    here = dry(plan, rank=1)
+    monkeypatch.setattr(tempfile, "tempdir", __file__)  # not a directory
+    assert dry_run(plan, Program(model=f"{HERE}:loud"), rank=1) == here
 
 
 def test_an_error_within_backward_is_told():

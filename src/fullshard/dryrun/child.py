@@ -1,8 +1,7 @@
-"""The process of one dry run: `python -m fullshard.dryrun.child REQUEST ANSWER`, two files."""
+"""The process of one dry run: `python -m fullshard.dryrun.child <REQUEST >ANSWER`."""
 
+import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -13,14 +12,18 @@ from fullshard.dryrun.result import DryRun
 from fullshard.errors import FullshardError
 
 
-def main(argv: Sequence[str]) -> None:
-    """Does what the first file asks, and writes the answer to the second."""
-    request = Request.model_validate_json(Path(argv[0]).read_text(encoding="utf-8"))
+def main() -> None:
+    """Does what standard input asks, and writes the answer to standard output; what the model prints goes to
+    standard error."""
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    request = Request.model_validate_json(sys.stdin.buffer.read())
     try:
         answer = Answer(result=_perform(request))
     except FullshardError as error:
         answer = Answer(failure=Failure.of(error))
-    Path(argv[1]).write_text(answer.model_dump_json(), encoding="utf-8")
+    with os.fdopen(answers, "w", encoding="utf-8") as file:
+        file.write(answer.model_dump_json())
 
 
 def _perform(request: Request) -> DryRun:
@@ -39,4 +42,4 @@ def _perform(request: Request) -> DryRun:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

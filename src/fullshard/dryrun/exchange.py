@@ -1,4 +1,4 @@
-"""What goes to the process of a dry run, and what comes back: as JSON, through files."""
+"""What goes to the process of a dry run, and what comes back: as JSON, through pipes."""
 
 from typing import Self
 

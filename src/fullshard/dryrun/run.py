@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 from fullshard.dryrun.exchange import Answer, Request
 from fullshard.dryrun.program import Program
@@ -23,16 +21,21 @@ def dry_run(plan: Plan, program: Program | None = None, *, rank: int = 0) -> Dry
     last that it said, if it ended otherwise.
     """
     request = Request(plan=plan, program=program or Program(), rank=rank)
-    with tempfile.TemporaryDirectory(prefix="dryrun-") as directory:
-        asked, answered = Path(directory, "request.json"), Path(directory, "answer.json")
-        asked.write_text(request.model_dump_json(), encoding="utf-8")
-        command = [sys.executable, "-m", "fullshard.dryrun.child", str(asked), str(answered)]
-        # What can be imported here can be imported there.
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        child = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
-        if not answered.exists():
-            raise _ended(child)
-        answer = Answer.model_validate_json(answered.read_text(encoding="utf-8"))
+    command = [sys.executable, "-m", "fullshard.dryrun.child"]
+    # What can be imported here can be imported there.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    child = subprocess.run(
+        command,
+        input=request.model_dump_json(),
+        env=environment,
+        check=False,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+    if not child.stdout:
+        raise _ended(child)
+    answer = Answer.model_validate_json(child.stdout)
     if answer.failure is not None:
         raise answer.failure.error()
     assert answer.result is not None, "an answer is a result or a failure"
