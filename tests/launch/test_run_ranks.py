@@ -80,6 +80,13 @@ def test_a_killed_rank_is_named_and_not_those_that_lost_it(start: Start) -> None
     assert (process.returncode, err.count("rank ")) == (LaunchError.exit_code, 2)
 
 
+def test_a_rank_that_leaves_with_exit_code_0_is_named_and_ends_all(start: Start) -> None:
+    process = start("leave_early")
+    _, err = process.communicate(timeout=SOONER_THAN_TORCHELASTIC)
+    assert err.startswith("rank 0: LaunchError: rank 0 left early.\n  got: sys.exit(0)\n")
+    assert process.returncode == LaunchError.exit_code
+
+
 def test_an_error_in_user_code_is_shown_with_its_place_and_on_demand_its_traceback(start: Start) -> None:
     process = start("fail_in_user_code", FULLSHARD_TRACEBACK="1")
     _, err = process.communicate(timeout=TIMEOUT)

@@ -1,11 +1,12 @@
 """What cannot run is refused before any rank is started."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from fullshard.errors import FullshardError, LaunchError, PlanError
+from fullshard.errors import INTERRUPTED_EXIT_CODE, FullshardError, LaunchError, PlanError
 from fullshard.launch.request import Request
 from fullshard.launch.start import own_ranks, start
 from fullshard.spec.plan import Plan
@@ -60,3 +61,21 @@ def test_a_request_is_read_as_it_was_written(tmp_path: Path) -> None:
     request = Request(run=plan.run, plan=plan, resume=True)
     request.save(tmp_path)
     assert Request.load(tmp_path) == request
+
+
+CODES = {"nothing": None, "zero": 0, "words": "enough", "interrupted": INTERRUPTED_EXIT_CODE}
+
+
+def leave(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
+    sys.exit(CODES[run.run.dir])
+
+
+@pytest.mark.parametrize("code", ["nothing", "zero", "words"])
+def test_a_job_that_calls_exit_has_failed_whatever_the_code(code: str) -> None:
+    with pytest.raises(LaunchError, match="rank 0 left early"):
+        Request(run=run_with(f"run.dir={code}"), job=f"{__name__}:leave").perform()
+
+
+def test_a_job_that_was_interrupted_and_has_saved_leaves_with_its_own_code() -> None:
+    with pytest.raises(SystemExit, match="75"):
+        Request(run=run_with("run.dir=interrupted"), job=f"{__name__}:leave").perform()

@@ -1,6 +1,7 @@
 """Request: what a launch asks every rank to do, as a file that the ranks read."""
 
 import importlib
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Self
 
 from pydantic import Field
 
-from fullshard.errors import LaunchError
+from fullshard.errors import INTERRUPTED_EXIT_CODE, LaunchError
 from fullshard.launch.garbage import uncollected
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -41,10 +42,24 @@ class Request(Value):
         return cls.model_validate_json(Path(directory, FILE_NAME).read_text())
 
     def perform(self) -> None:
-        """Calls the job with what is asked. Raises LaunchError if there is no such function."""
+        """Calls the job with what is asked.
+
+        Raises LaunchError if there is no such function, and if something in it calls `sys.exit` with anything
+        except INTERRUPTED_EXIT_CODE: work that was not finished must not look finished, whatever the code.
+        """
         with uncollected():
             job = self.find_job()
-        job(self.run, resume=self.resume, plan=self.plan, command_started=self.command_started)
+        try:
+            job(self.run, resume=self.resume, plan=self.plan, command_started=self.command_started)
+        except SystemExit as left:
+            if left.code == INTERRUPTED_EXIT_CODE:
+                raise
+            raise LaunchError(
+                f"rank {os.environ.get('RANK', '0')} left early.",
+                got=f"sys.exit({'' if left.code is None else repr(left.code)})",
+                why="something called it before the job was done",
+                fix="an exception where it cannot continue; FULLSHARD_TRACEBACK=1 shows who called it",
+            ) from left
 
     def find_job(self) -> Callable[..., object]:
         """The function that `job` names. Raises LaunchError if there is none."""
