@@ -13,6 +13,7 @@ import pytest
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, DataError, LaunchError
 from fullshard.launch.ending import CTRL_C_EXIT_CODE
+from fullshard.launch.scratch import remove_abandoned
 
 # Far less than the jobs sleep, so that waiting for a rank that should have been ended fails the test.
 TIMEOUT = 60
@@ -131,7 +132,9 @@ def test_an_interrupt_that_no_rank_could_note_says_that_nothing_was_saved(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
-def test_no_rank_outlives_a_launcher_that_is_killed(start: Start, tmp_path: Path) -> None:
+def test_no_rank_outlives_a_launcher_that_is_killed_and_the_next_one_removes_its_directory(
+    start: Start, tmp_path: Path
+) -> None:
     process = start("deaf")
     pids = [int(note) for note in notes(tmp_path)]
     process.kill()
@@ -142,6 +145,10 @@ def test_no_rank_outlives_a_launcher_that_is_killed(start: Start, tmp_path: Path
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left
+    process.wait()
+    assert list(tmp_path.glob("fullshard-*"))
+    remove_abandoned(tmp_path)
+    assert not list(tmp_path.glob("fullshard-*"))
 
 
 @pytest.mark.long  # tests/test_train_command.py has a whole run of it

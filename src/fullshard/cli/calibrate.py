@@ -1,7 +1,6 @@
 """`fullshard calibrate`."""
 
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -41,6 +40,7 @@ def calibrate(
     ranks at work, are what `fullshard plan` and `fullshard train` then reckon with. The default file is
     ~/.config/fullshard/hardware.toml, or what $FULLSHARD_HARDWARE names.
     """
+    from fullshard.launch.scratch import private_directory
     from fullshard.launch.start import start
     from fullshard.profiler.detect import user_hardware_path
     from fullshard.report.calibration import calibration_table
@@ -49,8 +49,7 @@ def calibrate(
     path = out or user_hardware_path()
     _require_directory(path)
     _require_drive(drive)
-    with tempfile.TemporaryDirectory(prefix="fullshard-calibrate-") as name:
-        directory = Path(name)
+    with private_directory() as directory:
         own = {"drive": str(drive.absolute())} | ({} if seconds is None else {"seconds": seconds})
         settings = CalibrationSettings.model_validate(own)
         settings.save(directory)

@@ -4,7 +4,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Generator
@@ -19,6 +18,7 @@ from fullshard.launch.ending import Ending
 from fullshard.launch.environment import quiet_logs
 from fullshard.launch.garbage import uncollected
 from fullshard.launch.request import Request
+from fullshard.launch.scratch import private_directory
 from fullshard.launch.signals import Signals
 from fullshard.launch.verdict import Ended
 
@@ -48,8 +48,7 @@ def run_ranks(request: Request, *, ranks: int) -> int:
     launch = uuid.uuid4().hex  # that of all attempts: what one has written, the next one goes on with
     with Signals() as signals, _quiet_torchelastic():
         while True:
-            with tempfile.TemporaryDirectory(prefix="fullshard-") as name:
-                directory = Path(name)
+            with private_directory() as directory:
                 request.save(directory)
                 watch = _Watch(_local_agent(directory, ranks, launch=launch), directory, signals=signals)
                 with ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchelastic") as thread:

@@ -1,0 +1,77 @@
+"""The private directory of a launch, which does not outlast it, not even one that was killed."""
+
+import fcntl
+import os
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_PREFIX = "fullshard-"
+_LOCK, _UNLOCKED = "lock", "unlocked"
+
+
+@contextmanager
+def private_directory() -> Generator[Path]:
+    """A new directory in the temporary directory, for this user alone, which is removed at the end.
+
+    Those that killed processes have left there are removed first: see `remove_abandoned`.
+    """
+    remove_abandoned(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
+        directory = Path(name)
+        with (directory / _UNLOCKED).open("w") as lock:
+            lock.write(_kernel())
+            lock.flush()
+            # Locked before it has its name: a lock that is free is that of a process that is dead.
+            with suppress(OSError):  # no locks here, so nobody will be able to tell
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                (directory / _UNLOCKED).rename(directory / _LOCK)
+            yield directory
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Removes the private directories in `parent` whose process is certainly dead; leaves all others.
+
+    The kernel frees a lock when the process that holds it ends, however it ends. This kernel knows only of
+    its own processes, so directories of other machines, or from before it was booted, are left alone. So is
+    what another user owns, and what holds no lock.
+    """
+    for directory in parent.glob(f"{_PREFIX}*"):
+        if _is_ours(directory) and _is_free(directory / _LOCK):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _is_ours(directory: Path) -> bool:
+    try:
+        found = directory.lstat()
+    except OSError:  # another launch has removed it at the same time
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def _is_free(lock: Path) -> bool:
+    """Whether it is a lock of a process of this kernel that is dead."""
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if os.read(descriptor, 1000) != _kernel().encode():
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _kernel() -> str:
+    """A name that no other running kernel has."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
