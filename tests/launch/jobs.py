@@ -82,8 +82,10 @@ def leave_early(run: Run, *, resume: bool, plan: Plan | None, command_started: f
 
 
 def until_interrupted(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
-    """Takes its time to save, longer for rank 1 than for rank 0."""
-    with Interrupt() as interrupt:
+    """Takes its time to save, longer for rank 1 than for rank 0. The ranks are connected."""
+    from fullshard.sharding.mesh import process_group  # imports torch
+
+    with Interrupt() as interrupt, process_group("cpu"):
         leave_note(run, str(os.getpid()))
         while not interrupt.requested:
             time.sleep(0.01)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from fullshard.errors import INTERRUPTED_EXIT_CODE, DataError, LaunchError
 from fullshard.launch.ending import CTRL_C_EXIT_CODE
 from fullshard.launch.scratch import remove_abandoned
+from tests.launch.sockets import Address, attack, listening
 
 # Far less than the jobs sleep, so that waiting for a rank that should have been ended fails the test.
 TIMEOUT = 60
@@ -23,15 +26,15 @@ SOONER_THAN_TORCHELASTIC = 25
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """`start(job)`: two ranks that do `job`, whose notes lie in `tmp_path`."""
+@contextmanager
+def starting(directory: Path) -> Iterator[Start]:
+    """`start(job)`: two ranks that do `job`, whose notes lie in `directory`."""
     started: list[subprocess.Popen[str]] = []
 
     def start_one(job: str, *, by: tuple[str, ...] = (), **environment: str) -> "subprocess.Popen[str]":
-        command = [sys.executable, *by, "-m", "tests.launch.command", job, str(tmp_path)]
+        command = [sys.executable, *by, "-m", "tests.launch.command", job, str(directory)]
         clean = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        clean["TMPDIR"] = str(tmp_path)  # a launcher that is killed leaves its directory behind
+        clean["TMPDIR"] = str(directory)  # a launcher that is killed leaves its directory behind
         process = subprocess.Popen(
             command, env=clean | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -43,6 +46,40 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.kill()
         with process:  # closes the pipes; a rank that was left behind may still hold their other end
             pass
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    with starting(tmp_path) as start_one:
+        yield start_one
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A job of ranks that were connected, and to whose ports somebody else connected before SIGTERM."""
+
+    exit_code: int
+    err: str
+    notes: list[str]
+    listened_on: list[set[Address]]  # of the launcher and of each rank
+    ran_what_was_planted: bool
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
+    directory = tmp_path_factory.mktemp("interrupted")
+    marker = directory / "planted"
+    with starting(directory) as start:
+        process = start("until_interrupted")
+        pids = [process.pid, *map(int, notes(directory))]
+        sockets = [listening(pid) for pid in pids]
+        for _, port in sockets[0]:
+            attack(port, marker)
+        time.sleep(1.5)  # torch's rendezvous reads its store once a second
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=TIMEOUT)
+    addresses = [{address for address, _ in found} for found in sockets]
+    return Interrupted(process.returncode, err, notes(directory), addresses, marker.exists())
 
 
 def notes(directory: Path, *, of: int = 2) -> list[str]:
@@ -98,13 +135,21 @@ def test_an_error_in_user_code_is_shown_with_its_place_and_on_demand_its_traceba
     assert process.returncode == 1
 
 
-def test_interrupted_ranks_are_waited_for_until_all_have_saved(start: Start, tmp_path: Path) -> None:
-    process = start("until_interrupted")
-    notes(tmp_path)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=TIMEOUT)
-    assert (process.returncode, notes(tmp_path)) == (INTERRUPTED_EXIT_CODE, ["saved", "saved"])
-    assert err == "SIGTERM: the ranks finish this step and save (Ctrl-C again ends them now)\n"
+def test_interrupted_ranks_are_waited_for_until_all_have_saved(interrupted: Interrupted) -> None:
+    assert (interrupted.exit_code, interrupted.notes) == (INTERRUPTED_EXIT_CODE, ["saved", "saved"])
+    said = "SIGTERM: the ranks finish this step and save (Ctrl-C again ends them now)\n"
+    assert interrupted.err == said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc lists the sockets")
+def test_a_job_of_one_machine_listens_on_loopback_alone(interrupted: Interrupted) -> None:
+    assert all(interrupted.listened_on), "the launcher keeps a store, and gloo listens in every rank"
+    assert all(address.is_loopback for address in set[Address]().union(*interrupted.listened_on))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc lists the sockets")
+def test_the_launcher_unpickles_nothing_that_comes_over_its_port(interrupted: Interrupted) -> None:
+    assert not interrupted.ran_what_was_planted
 
 
 def test_a_second_ctrl_c_ends_ranks_that_do_not_heed_the_first(start: Start, tmp_path: Path) -> None:

@@ -66,26 +66,17 @@ def _local_agent(directory: Path, ranks: int, *, launch: str) -> "LocalElasticAg
         from torch.distributed.elastic.agent.server.api import WorkerSpec  # costs a second
         from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-        from torch.distributed.elastic.rendezvous import RendezvousParameters
-        from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-    # Port 0 is any free one. The address is given, or torchelastic looks the machine's name up, which hangs
-    # where DNS does.
-    here = "127.0.0.1"
-    rendezvous = get_rendezvous_handler(
-        RendezvousParameters(
-            "c10d", f"{here}:0", launch, min_nodes=1, max_nodes=1, local_addr=here, is_host=True
-        )
-    )
+        from fullshard.launch.rendezvous import OneMachine
+
     spec = WorkerSpec(
         role="rank",
         local_world_size=ranks,
-        rdzv_handler=rendezvous,
+        rdzv_handler=OneMachine(launch),
         entrypoint=sys.executable,
         args=("-m", "fullshard.launch.rank", str(directory), str(os.getpid())),
         max_restarts=0,  # another attempt is ours to begin, with an agent and a store of its own
         monitor_interval=POLL_SECONDS,
-        local_addr=here,
     )
     return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(directory / "torchelastic")))
 
@@ -166,11 +157,9 @@ class _Watch:
         return Ending.load(ending_path(self._directory, rank))
 
     def _ended(self, run: "Future[RunResult]") -> list[Ended]:
-        from torch.distributed.elastic.rendezvous import RendezvousError  # costs a second
-
         try:
             result = run.result()
-        except (OSError, RuntimeError, RendezvousError) as error:
+        except (OSError, RuntimeError) as error:
             raise LaunchError(
                 f"{self._ranks} ranks could not be started.", got=f"{type(error).__name__}: {error}"
             ) from error

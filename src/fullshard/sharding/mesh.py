@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.errors import LaunchError, PlanError
+from fullshard.sharding.loopback import all_ranks_are_local, local_groups_on_loopback, store_on_loopback
 from fullshard.spec.plan import DeviceType, Plan
 
 REPLICATE_AXIS, SHARD_AXIS = "dp_replicate", "dp_shard"
@@ -55,6 +56,9 @@ def process_group(
 
     A group that is already initialised is used as it is, and left as it is. On CUDA the group serves CPU
     tensors too (gloo beside NCCL), so that offloaded gradients can be reduced.
+
+    Where all ranks are on this machine, their sockets are on its loopback interface: GLOO_SOCKET_IFNAME and
+    NCCL_SOCKET_IFNAME say so while the context is open, unless they are set already.
     """
     kind = pick_device_type(device)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -63,17 +67,23 @@ def process_group(
     own_device = torch.device(own)
     if kind == "cuda":
         torch.cuda.set_device(own_device)
-    ours = not dist.is_initialized()
-    if ours:
+    if dist.is_initialized():
+        yield _ranks(local_rank, own_device)
+        return
+    with local_groups_on_loopback():
         _initialise(kind, timedelta(seconds=timeout_seconds))
-    clean = False
-    try:
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
-        yield Ranks(dist.get_rank(), dist.get_world_size(), local_rank, local_world_size, own_device)
-        clean = True
-    finally:
-        if ours and dist.is_initialized():
-            _leave(kind, clean=clean)
+        clean = False
+        try:
+            yield _ranks(local_rank, own_device)
+            clean = True
+        finally:
+            if dist.is_initialized():
+                _leave(kind, clean=clean)
+
+
+def _ranks(local_rank: int, device: torch.device) -> Ranks:
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
+    return Ranks(dist.get_rank(), dist.get_world_size(), local_rank, local_world_size, device)
 
 
 def _leave(kind: DeviceType, *, clean: bool) -> None:
@@ -86,16 +96,33 @@ def _leave(kind: DeviceType, *, clean: bool) -> None:
 
 def _initialise(kind: DeviceType, timeout: timedelta) -> None:
     backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # torchrun says so where the store at MASTER_ADDR:MASTER_PORT is its own, which outlives our processes.
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = _agent_store(timeout)
+    elif all_ranks_are_local() and "MASTER_PORT" in os.environ:
+        store = _local_store(rank, timeout)
+    else:
         dist.init_process_group(backend, timeout=timeout)
         return
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = meet(_agent_store(timeout), rank=rank, world_size=world_size, timeout=timeout)
+    store = meet(store, rank=rank, world_size=world_size, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _local_store(rank: int, timeout: timedelta) -> dist.Store:
+    port = int(os.environ["MASTER_PORT"])
+    try:
+        return store_on_loopback(port, rank=rank, timeout=timeout)
+    except (OSError, dist.DistError) as error:
+        raise LaunchError(
+            "the ranks of this machine cannot find each other.",
+            got=f"rank {rank}, MASTER_PORT = {port}: {str(error).splitlines()[0]}",
+            why="another process has that port, or rank 0 was not started or died before it came",
+            fix="another MASTER_PORT, the same for all ranks",
+        ) from error
 
 
 def _agent_store(timeout: timedelta) -> dist.Store:

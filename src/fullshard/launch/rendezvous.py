@@ -1,0 +1,43 @@
+"""How one agent and its ranks find each other, without a port that another machine reaches."""
+
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from fullshard.sharding.loopback import LOOPBACK, served_on_loopback
+
+
+class OneMachine(RendezvousHandler):
+    """A rendezvous of one agent, which has nobody to meet; its ranks meet at a store on loopback.
+
+    torch's own handlers keep a store on every interface, and its `c10d` unpickles what anybody writes there.
+    """
+
+    def __init__(self, launch: str) -> None:
+        self._launch = launch
+
+    def get_backend(self) -> str:
+        return "one machine"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._store_of_ranks = served_on_loopback()  # for as long as this agent lives
+        address = RendezvousStoreInfo(LOOPBACK, self._store_of_ranks.port)
+        return RendezvousInfo(HashStore(), 0, 1, address)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._launch
+
+    def shutdown(self) -> bool:
+        return True

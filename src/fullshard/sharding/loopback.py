@@ -1,0 +1,111 @@
+"""Sockets of ranks that are all on this machine: bound to loopback, where no other machine reaches them.
+
+[Note: who listens where] By itself, torch's TCPStore listens on every interface, gloo on the address that
+the host's name has, and NCCL on the first interface that is not loopback. None of them asks who connects, and
+what ranks send each other is unpickled. So the store gets a socket that is bound already, and gloo and NCCL
+get the name of the interface. Other users of this machine reach loopback, too: see docs/restarts.md.
+"""
+
+import fcntl
+import functools
+import ipaddress
+import os
+import socket
+import struct
+import sys
+from collections.abc import Generator, Mapping, MutableMapping
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+LOOPBACK = "127.0.0.1"
+_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+# linux/sockios.h and net/if.h; sys/sockio.h on macOS, whose flags have the same numbers.
+_SIOCGIFFLAGS = {"linux": 0x8913, "darwin": 0xC0206911}
+_IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
+
+
+def all_ranks_are_local(environment: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether the ranks that torchrun's variables describe are all on this machine.
+
+    One rank alone is, and as many as there are on this machine, and those that meet at a loopback address.
+    """
+    ranks = environment.get("WORLD_SIZE", "1")
+    if "RANK" not in environment or ranks in ("1", environment.get("LOCAL_WORLD_SIZE")):
+        return True
+    address = environment.get("MASTER_ADDR", "")
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name, of whichever machine
+        return False
+
+
+@contextmanager
+def local_groups_on_loopback(environment: MutableMapping[str, str] = os.environ) -> Generator[None]:
+    """Within it, the process groups of ranks that are all local use the loopback interface.
+
+    A variable that the user has set is kept. Does nothing where ranks may be on other machines, and where no
+    loopback interface is found.
+    """
+    interface = loopback_interface() if all_ranks_are_local(environment) else None
+    # NCCL takes a name for the beginning of one, unless it stands behind an equals sign.
+    wanted = {} if interface is None else {_GLOO: interface, _NCCL: f"={interface}"}
+    ours = {name: value for name, value in wanted.items() if name not in environment}
+    environment.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            environment.pop(name, None)
+
+
+def loopback_interface() -> str | None:
+    """Returns the name of the loopback interface that is up; None where there is none, or it is not known how
+    to ask for it."""
+    request = _SIOCGIFFLAGS.get(sys.platform)
+    if request is None:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asked, request, struct.pack("16s24x", name.encode()))
+            except OSError:  # it went in the meantime
+                continue
+            (flags,) = struct.unpack_from("H", answer, 16)
+            if flags & _IFF_UP and flags & _IFF_LOOPBACK:
+                return name
+    return None
+
+
+def served_on_loopback(port: int = 0) -> dist.TCPStore:
+    """Returns a store that this process keeps, on a socket bound to 127.0.0.1; port 0 is any free one.
+
+    Raises OSError where the port is taken.
+    """
+    with socket.socket() as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((LOOPBACK, port))
+        bound.listen(socket.SOMAXCONN)
+        port = bound.getsockname()[1]
+        # The store closes it. `host_name` says where its own client connects, not where it listens.
+        descriptor = bound.detach()
+    return dist.TCPStore(
+        host_name=LOOPBACK, port=port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+    )
+
+
+def store_on_loopback(port: int, *, rank: int, timeout: timedelta) -> dist.Store:
+    """Returns a connection to the store that rank 0 keeps at `port`. Every rank calls it.
+
+    Rank 0 keeps the store until its process ends, so that a second group finds it, and not the end of the
+    first one's. Raises OSError where the port is taken, and DistError where nobody keeps a store there.
+    """
+    if rank == 0:
+        _kept_on_loopback(port)
+    return dist.TCPStore(LOOPBACK, port, timeout=timeout, wait_for_workers=False)
+
+
+@functools.cache
+def _kept_on_loopback(port: int) -> dist.TCPStore:
+    return served_on_loopback(port)
