@@ -1,4 +1,4 @@
-"""Which sockets a process listens on, and who tries to get in there."""
+"""Sockets on which a process listens, and an attack on the one of a store."""
 
 import base64
 import ipaddress

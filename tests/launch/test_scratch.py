@@ -1,4 +1,4 @@
-"""What killed launches have left is removed, and nothing else."""
+"""The next launch removes the directories of killed ones, and nothing else."""
 
 import os
 import tempfile

@@ -1,4 +1,4 @@
-"""Where ranks listen: on loopback if all are on this machine, unless the user says otherwise."""
+"""Ranks listen on loopback if all of them are on this machine, unless the user has set another interface."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""How one agent and its ranks find each other, without a port that another machine reaches."""
+"""The rendezvous of one agent and its ranks, without a port that another machine reaches."""
 
 from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo

@@ -27,7 +27,7 @@ def private_directory() -> Generator[Path]:
             lock.write(_kernel())
             lock.flush()
             # Locked before it has its name: a lock that is free is that of a process that is dead.
-            with suppress(OSError):  # no locks here, so nobody will be able to tell
+            with suppress(OSError):  # no locks here, so nobody will know whether this process is dead
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 (directory / _UNLOCKED).rename(directory / _LOCK)
             yield directory
@@ -54,7 +54,7 @@ def _is_ours(directory: Path) -> bool:
 
 
 def _is_free(lock: Path) -> bool:
-    """Whether it is a lock of a process of this kernel that is dead."""
+    """Returns whether a dead process of this kernel held the lock."""
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -71,7 +71,7 @@ def _is_free(lock: Path) -> bool:
 
 
 def _kernel() -> str:
-    """A name that no other running kernel has."""
+    """Returns a name that no other running kernel has."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()

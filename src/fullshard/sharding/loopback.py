@@ -43,7 +43,7 @@ def all_ranks_are_local(environment: Mapping[str, str] = os.environ) -> bool:
 
 @contextmanager
 def local_groups_on_loopback(environment: MutableMapping[str, str] = os.environ) -> Generator[None]:
-    """Within it, the process groups of ranks that are all local use the loopback interface.
+    """Puts the process groups that are made within it on the loopback interface, if all ranks are local.
 
     A variable that the user has set is kept. Does nothing where ranks may be on other machines, and where no
     loopback interface is found.
@@ -61,8 +61,10 @@ def local_groups_on_loopback(environment: MutableMapping[str, str] = os.environ)
 
 
 def loopback_interface() -> str | None:
-    """Returns the name of the loopback interface that is up; None where there is none, or it is not known how
-    to ask for it."""
+    """Returns the name of the loopback interface that is up.
+
+    None where there is none, and on systems that this function does not know how to ask.
+    """
     request = _SIOCGIFFLAGS.get(sys.platform)
     if request is None:
         return None
