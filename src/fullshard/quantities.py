@@ -29,7 +29,7 @@ def parse_bytes(text: str) -> int:
         raise SpecError(
             "not a number of bytes.", got=repr(text), fix=f"a number and one of {', '.join(_BYTE_FACTORS)}"
         )
-    return int(float(match[1]) * factors[match[2].lower()])
+    return int(_finite(match[1], text) * factors[match[2].lower()])
 
 
 def format_count(count: float) -> str:
@@ -50,7 +50,7 @@ def parse_count(text: str) -> int:
     factors = {unit.lower(): 1000**i for i, unit in enumerate(_DECIMAL)} | {"b": 1000**3}
     if match is None or match[2].lower() not in factors:
         raise SpecError("not a count.", got=repr(text), fix="a number, with k, M, B, T or P behind it or not")
-    return round(float(match[1]) * factors[match[2].lower()])
+    return round(_finite(match[1], text) * factors[match[2].lower()])
 
 
 def format_seconds(seconds: float) -> str:
@@ -64,3 +64,11 @@ def format_seconds(seconds: float) -> str:
         return f"{minutes} min {rest:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min"
+
+
+def _finite(digits: str, text: str) -> float:
+    """Raises SpecError for more digits than any quantity has."""
+    number = float(digits)
+    if number > 1e30:
+        raise SpecError("the number is too large.", got=f"{text[:40]}…" if len(text) > 40 else text)
+    return number

@@ -1,13 +1,17 @@
 """What every verb has in common: quick help, exit codes, one message for one mistake."""
 
+import inspect
 import re
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import get_args
 
 import pytest
+import typer
 
-from fullshard.cli.main import main
+from fullshard.cli.main import _app, main
 from fullshard.errors import FullshardError, PlanError, SpecError
 
 VERBS = [
@@ -90,6 +94,26 @@ def test_a_mistake_exits_with_the_code_of_its_error_and_its_message_alone(
     assert (out, said in err) == ("", True)
     assert err.startswith(f"{error.__name__}: ")
     assert "Traceback" not in err
+
+
+def float_options(app: typer.Typer, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(words of the command, option) of every option that is a number with a point."""
+    for group in app.registered_groups:
+        yield from float_options(group.typer_instance, (*words, group.name))
+    for command in app.registered_commands:
+        for one in inspect.signature(command.callback).parameters.values():
+            kind, option = get_args(one.annotation)[:2]
+            if float in (kind, *get_args(kind)):
+                yield (*words, command.name), option.default  # typer takes the first name for it
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "0"])
+def test_an_option_takes_no_number_that_is_none(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = list(float_options(_app()))
+    assert (("plan",), "--price") in options
+    for words, option in options:
+        assert main([*words, f"{option}={value}"]) == 2
+        assert f"Invalid value for '{option}'" in capsys.readouterr().err
 
 
 def test_a_mistake_in_the_run_is_found_before_torch_is_imported() -> None:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from fullshard.cli.numbers import positive
+
 if TYPE_CHECKING:
     from fullshard.launch.request import Request
     from fullshard.spec.calibration import Calibration
@@ -20,7 +22,8 @@ def calibrate(
         Literal["auto", "cpu", "cuda"], typer.Option("--device", help="What to measure.")
     ] = "auto",
     seconds: Annotated[
-        float | None, typer.Option("--seconds", min=0.1, help="About how long to measure, if not 36.")
+        float | None,
+        typer.Option("--seconds", min=0.1, callback=positive, help="About how long to measure, if not 36."),
     ] = None,
     out: Annotated[
         Path | None,

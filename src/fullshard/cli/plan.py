@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from fullshard.cli.numbers import positive
+
 if TYPE_CHECKING:
     from fullshard.cli.answer import Question
     from fullshard.cli.subject import Subject
@@ -63,7 +65,10 @@ BudgetOption = Annotated[
     str | None, typer.Option("--budget", metavar="TOKENS", help="Tell how long so many tokens take: 15T.")
 ]
 Price = Annotated[
-    float | None, typer.Option("--price", metavar="DOLLARS", help="Of a GPU for an hour: what they cost.")
+    float | None,
+    typer.Option(
+        "--price", metavar="DOLLARS", callback=positive, help="Of a GPU for an hour: what they cost."
+    ),
 ]
 Compare = Annotated[bool, typer.Option("--compare", help="All strategies side by side.")]
 Exact = Annotated[
@@ -81,7 +86,10 @@ SaveSpec = Annotated[
 Days = Annotated[
     float | None,
     typer.Option(
-        "--fewest-gpus-in-days", metavar="DAYS", help="The fewest GPUs that do the --budget in time."
+        "--fewest-gpus-in-days",
+        metavar="DAYS",
+        callback=positive,
+        help="The fewest GPUs that do the --budget in time.",
     ),
 ]
 Largest = Annotated[
@@ -233,7 +241,10 @@ def _budget(tokens: str | None, *, price: float | None, hardware: "Hardware") ->
             raise SpecError("a price needs a number of tokens.", got=f"--price {price:g}", fix="--budget 15T")
         return None
     return Budget.parse(
-        {"tokens": parse_count(tokens), "price_per_hour": price or hardware.price_per_hour},
+        {
+            "tokens": parse_count(tokens),
+            "price_per_hour": hardware.price_per_hour if price is None else price,
+        },
         source="--budget and --price",
     )
 
