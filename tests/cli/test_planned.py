@@ -1,11 +1,12 @@
 """The plan that `fullshard train` runs: chosen where the run leaves it open, kept where it pins."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from fullshard.cli.planned import described, with_plan
-from fullshard.errors import PlanError
+from fullshard.errors import CheckpointError, PlanError
 from fullshard.launch.request import Request
 from fullshard.planner.search import search
 from fullshard.profiler.detect import detect_hardware
@@ -56,6 +57,14 @@ def test_the_choice_is_the_same_each_time_and_is_predicted() -> None:
 def test_a_warmup_that_is_longer_than_the_run_is_noted_before_ranks_start(capsys) -> None:
     planned("train.steps=5", "schedule.warmup_steps=6")
     assert "schedule.warmup_steps = 6 is more than train.steps = 5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["foo://bar", "s3://", "s3:///run", "s3:/bucket/run", "gs://bucket"])
+def test_where_nothing_can_be_saved_is_refused_before_the_model_is_built(url: str) -> None:
+    if url.startswith("gs:") and find_spec("gcsfs") is not None:
+        pytest.skip("gcsfs is installed")
+    with pytest.raises(CheckpointError, match=url):
+        planned(f"checkpoint.dir={url}", "train.loss=absent:loss")
 
 
 def test_what_is_pinned_is_kept_and_predicted() -> None:

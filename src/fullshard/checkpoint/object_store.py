@@ -32,6 +32,8 @@ _FOREIGN = (
 )
 _UNREACHED = {"ConnectionError", "HTTPClientError", "ClientConnectionError", "TimeoutError", "RequestTimeout"}
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"}
+# Their URLs begin with a bucket; those of other stores (hdfs:///data) may have no host.
+_BUCKETED = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "r2", "b2"}
 _CHANGED_AT = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 
@@ -134,6 +136,13 @@ class Store:
 
     def _path(self, url: str) -> str:
         return str(self._system._strip_protocol(url))
+
+
+def require_bucket(url: str) -> None:
+    """Raises CheckpointError for a URL that says which kind of store it is, and not where in it."""
+    protocol, _, rest = url.partition("://")
+    if not rest.strip("/") or (protocol in _BUCKETED and rest.startswith("/")):
+        raise CheckpointError(f"{url} names no bucket.", fix=f"{protocol}://bucket/run")
 
 
 class RangeReader:

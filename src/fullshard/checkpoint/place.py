@@ -18,6 +18,7 @@ from fullshard.checkpoint.manifest import MANIFEST, Manifest, step_name, verify
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 _STEP = re.compile(r"step-([0-9]{8,})")
+_CUT_URL = re.compile(r"([a-z][a-z0-9+.]+):/([^/].*)")
 _LOCK = ".lock"
 
 logger = logging.getLogger("fullshard")
@@ -170,21 +171,32 @@ def place_of(directory: str | Path | Place, *, key_file: str | Path | None = Non
     """Returns the place that a path or a URL names.
 
     `key_file`: checkpoints that are saved there are signed with its key, and only signed ones are loaded; see
-    `digests.KeyFile`. Raises MissingExtraError for a URL whose package is not installed, and CheckpointError
-    for a file that cannot serve as a key.
+    `digests.KeyFile`. Raises MissingExtraError for a URL whose package is not installed; CheckpointError for a
+    URL without a bucket or of an unknown kind, for a path that was a URL before `Path` took one of its
+    slashes, and for a file that cannot serve as a key.
     """
     key = None if key_file is None else KeyFile(Path(key_file))
     if key is not None:
         key.require()
+    if not isinstance(directory, str | Path):
+        if key != directory.key and key is not None:
+            raise CheckpointError(f"{directory} has a key of its own.", got=f"{key.path} besides")
+        return directory
+    if cut := _CUT_URL.match(str(directory)):
+        raise CheckpointError(
+            f"{directory} is not a URL, and hardly a path.",
+            got=f"one slash behind {cut[1]}:",
+            fix=f"{cut[1]}://{cut[2]}, as text: pathlib.Path takes one of the slashes",
+        )
     if isinstance(directory, str) and is_remote(directory):
+        from fullshard.checkpoint.object_store import require_bucket
         from fullshard.checkpoint.objects import ObjectPlace
 
+        require_bucket(directory)
         place = ObjectPlace(directory.rstrip("/"), key=key)
         place.require_backend()
         return place
-    if isinstance(directory, str | Path):
-        return LocalPlace(Path(str(directory).removeprefix("file://")), key=key)
-    return directory
+    return LocalPlace(Path(str(directory).removeprefix("file://")), key=key)
 
 
 def whole(place: Place) -> Iterator[tuple[Files, Manifest]]:

@@ -46,6 +46,12 @@ def with_plan(request: "Request") -> "Request":
         with importing():  # the user's own modules come after it
             import_module("torch._dynamo")  # which fake tensors need
             import_module("fullshard.sharding.describe")
+    section = request.run.checkpoint
+    if section.dir is not None or section.key_file is not None:
+        from fullshard.checkpoint.place import place_of
+
+        # Where nothing can be saved nothing is trained, and this is known before the model is built.
+        place_of(section.dir or request.run.run.dir, key_file=section.key_file)
     with uncollected():
         plan = _planned(request, ranks=ranks, device=device)
     if plan is not None and plan.prediction is not None and not plan.prediction.is_timed:

@@ -309,6 +309,12 @@ class CheckpointSection(Value):
     export: bool = False
 
     @model_validator(mode="after")
+    def _nodes_have_directories(self) -> Self:
+        if self.disks == "node" and self.dir is not None and "://" in self.dir:
+            raise ValueError(f'disks = "node" needs dir to be a directory of each node, not {self.dir}')
+        return self
+
+    @model_validator(mode="after")
     def _export_needs_whole_tensors(self) -> Self:
         if self.export and self.layout == "ranks":
             raise ValueError('export = true needs layout = "sharded"')
