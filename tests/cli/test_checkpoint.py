@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from fullshard.cli.main import main
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, SpecError
 from tests.checkpoint.states import numbers, saved
 
 
@@ -55,6 +55,22 @@ def test_export_takes_the_newest_whole_checkpoint_of_a_run(run_directory: Path, 
     assert {name: t.tolist() for name, t in load_file(target).items()} == {
         n: t.tolist() for n, t in model.items()
     }
+
+
+@pytest.mark.parametrize("size", ["0", "0.4B", ""])
+@pytest.mark.parametrize("form", ["safetensors", "hf"])
+def test_no_file_of_no_bytes_is_exported(
+    run_directory: Path, tmp_path: Path, size: str, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    arguments = ["ckpt", "export", str(run_directory), str(out), "--shard-size", size, "--format", form]
+    assert main(arguments) == SpecError.exit_code
+    assert ("bytes" in capsys.readouterr().err, out.exists()) == (True, False)
+
+
+@pytest.mark.parametrize("option", [["--shard-size", "5GB"], ["--dtype", "bf16"]])
+def test_what_adapters_do_not_take_is_not_ignored(run_directory: Path, option: list[str]) -> None:
+    assert main(["ckpt", "export", str(run_directory), "out", "--format", "peft", *option]) == 2
 
 
 def test_a_directory_without_checkpoints_cannot_be_exported(

@@ -53,8 +53,9 @@ def export(
     With `shard_bytes`, `target` is a directory, and gets files of at most so many bytes (a larger tensor has
     one of its own) and, last, their index.
 
-    Raises CheckpointError.
+    Raises CheckpointError; SpecError for a `shard_bytes` that no file has.
     """
+    require_size(shard_bytes)
     target = Path(target)
     if shard_bytes is None and target.is_dir():
         raise CheckpointError(
@@ -190,6 +191,12 @@ def _of(part: Part, source: str) -> Part:
 
 def _as_they_are(shapes: Mapping[str, Shape]) -> WeightMap:
     return WeightMap(parts={name: whole(name, shape) for name, shape in shapes.items()}, shapes=shapes)
+
+
+def require_size(shard_bytes: int | None) -> None:
+    """Raises SpecError for a size that no file has."""
+    if shard_bytes is not None and shard_bytes < 1:
+        raise SpecError("no file is so small.", got=f"files of at most {shard_bytes} bytes", fix="5GB")
 
 
 def _make_room(outgoing: Outgoing, target: Path, *, is_file: bool, free_bytes: Callable[[Path], int]) -> None:

@@ -171,8 +171,8 @@ def place_of(directory: str | Path | Place, *, key_file: str | Path | None = Non
     """Returns the place that a path or a URL names.
 
     `key_file`: checkpoints that are saved there are signed with its key, and only signed ones are loaded; see
-    `digests.KeyFile`. Raises MissingExtraError for a URL whose package is not installed; CheckpointError for a
-    URL without a bucket or of an unknown kind, for a path that was a URL before `Path` took one of its
+    `digests.KeyFile`. Raises MissingExtraError for a URL whose package is not installed; CheckpointError for
+    a URL without a bucket or of an unknown kind, for a path that was a URL before `Path` took one of its
     slashes, and for a file that cannot serve as a key.
     """
     key = None if key_file is None else KeyFile(Path(key_file))

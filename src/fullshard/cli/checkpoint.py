@@ -134,15 +134,21 @@ def export_checkpoint(
 ) -> None:
     """Write the model of a checkpoint as safetensors: one file, several with an index, or a whole
     directory."""
+    from fullshard.errors import SpecError
     from fullshard.quantities import parse_bytes
 
-    shard_bytes = parse_bytes(shard_size) if shard_size else None
+    shard_bytes = None if shard_size is None else parse_bytes(shard_size)
+    if form is ExportFormat.PEFT and (shard_bytes is not None or dtype is not None):
+        raise SpecError(
+            "--format peft takes neither --shard-size nor --dtype.", fix="--format hf, or neither"
+        )
     place = _place(source, key_file)
     if form is ExportFormat.HF:
         from fullshard.training.export_hf import SHARD_BYTES, export_hf
 
         named = dtype.value if dtype else None
-        export_hf(place, target, dtype=named, shard_bytes=shard_bytes or SHARD_BYTES)
+        most = SHARD_BYTES if shard_bytes is None else shard_bytes
+        export_hf(place, target, dtype=named, shard_bytes=most)
     elif form is ExportFormat.PEFT:
         from fullshard.training.export_peft import export_peft
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from fullshard.checkpoint.export import export_pretrained
+from fullshard.checkpoint.export import export_pretrained, require_size
 from fullshard.checkpoint.export_merged import ADDED, Merging
 from fullshard.checkpoint.load import find
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest, SavedTensor
@@ -65,8 +65,10 @@ def export_hf(
     megabytes at most, whatever the model (one row of a tensor's first dim, if that is more).
 
     The reference decoder is written as the Llama that it is. Raises CheckpointError for other models that
-    transformers does not know, and for a directory that holds weights already; MissingExtraError.
+    transformers does not know, and for a directory that holds weights already; MissingExtraError; SpecError
+    for a `shard_bytes` that no file has.
     """
+    require_size(shard_bytes)
     _, manifest = find(checkpoint)
     run = manifest.run
     known = _as_known(manifest, run, doing=f"exporting {checkpoint}")
