@@ -19,6 +19,7 @@ from tests.faults.course import (
     lines,
     next_start,
 )
+from tests.faults.crowd import litter
 from tests.faults.disks import powerless_disk, remount, small_disk
 from tests.ranks import RankFailed
 
@@ -52,6 +53,7 @@ def cut_while_training(
                 ranks(2).run(go_on, Course(checkpoints, record, mode=mode))
             thread.join()
             disk.restart()
+            litter(checkpoints)
             acknowledged = last_acknowledged(record)
             outcomes.append(next_start(ranks, Course(checkpoints, record)))
             assert outcomes[-1].startswith("resumed"), outcomes[-1]
@@ -125,6 +127,7 @@ def disk_fault(ranks: Callable, directory: Path, *, fault: str, mode: Mode) -> t
         def strike() -> None:
             while len(lines(record, "acknowledged")) < 2:
                 time.sleep(0.001)
+            litter(checkpoints)
             while True:  # a mount that is being written to cannot turn read-only: again
                 try:
                     befall(place)
