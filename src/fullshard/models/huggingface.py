@@ -42,8 +42,8 @@ def hf_model(section: HuggingFaceModel) -> nn.Module:
     config = hf_config(section)
     model_class = _model_class(section, config)
     attention = None if section.attention == "auto" else section.attention
-    build: Any = model_class._from_config
-    if hasattr(model_class, "from_config"):  # an auto class: what is trusted has been found already
+    build: Any = getattr(model_class, "_from_config", None)
+    if build is None:  # an auto class; whether code beside the model is trusted was decided above
         build = partial(model_class.from_config, trust_remote_code=False)
     try:
         return without_parameters(
