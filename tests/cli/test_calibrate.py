@@ -33,3 +33,11 @@ def test_a_drive_that_is_not_there_is_an_error(tmp_path: Path, capfd: pytest.Cap
     arguments = ["--device", "cpu", "--ranks", "1", "--seconds", "0.1", "--out", str(tmp_path / "file.toml")]
     assert main(["calibrate", *arguments, "--drive", str(tmp_path / "nvme")]) == 2
     assert "nvme is not a directory" in capfd.readouterr().err
+
+
+def test_a_file_that_is_no_hardware_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    path = tmp_path / "run.toml"
+    path.write_text("[train]\nsteps = 3\n")
+    assert main(["calibrate", "--device", "cpu", "--ranks", "1", "--out", str(path)]) == 2
+    assert path.read_text() == "[train]\nsteps = 3\n"
+    assert "--force" in capfd.readouterr().err

@@ -73,6 +73,33 @@ def test_what_adapters_do_not_take_is_not_ignored(run_directory: Path, option: l
     assert main(["ckpt", "export", str(run_directory), "out", "--format", "peft", *option]) == 2
 
 
+@pytest.mark.parametrize("name", ["checkpoints/step-00000003/__0_0.distcp", "thesis.txt", "checkpoints"])
+def test_an_export_destroys_nothing(
+    run_directory: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = run_directory / name
+    if not target.exists():
+        target.write_text("years of work")
+    before = target.read_bytes() if target.is_file() else sorted(target.iterdir())
+    for more in ([], ["--shard-size", "1GB"], ["--format", "hf"]):
+        assert main(["ckpt", "export", str(run_directory), str(target), *more]) == SpecError.exit_code
+    assert before == (target.read_bytes() if target.is_file() else sorted(target.iterdir()))
+
+
+def test_an_export_replaces_an_earlier_one_and_by_force_any_file(run_directory: Path) -> None:
+    target = run_directory / "out"
+    target.write_text("not needed any more")
+    assert main(["ckpt", "export", str(run_directory), str(target), "--force"]) == 0
+    assert main(["ckpt", "export", str(run_directory), str(target)]) == 0
+
+
+def test_nodes_are_not_gathered_into_a_checkpoint(run_directory: Path) -> None:
+    step = run_directory / "checkpoints" / "step-00000003"
+    before = sorted(step.iterdir())
+    assert main(["ckpt", "gather", str(run_directory), "--to", str(step / "all")]) == SpecError.exit_code
+    assert sorted(step.iterdir()) == before
+
+
 def test_a_directory_without_checkpoints_cannot_be_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

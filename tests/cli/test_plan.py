@@ -184,3 +184,14 @@ def test_the_rate_of_a_drive_can_be_given_with_hardware_that_nobody_has_yet(
     assert seconds[0] == pytest.approx(2 * seconds[1], rel=1e-4)  # type: ignore[operator]
     for wrong in ("0", "fast", "-1e9", "inf"):
         assert main(["plan", *arguments, f"--drive-rate={wrong}"]) == 2
+
+
+@pytest.mark.parametrize("option", ["--save", "--save-spec"])
+def test_a_saved_plan_replaces_plans_alone(option: str, spec_path: Path, tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    target.write_text("years of work")
+    arguments = ["plan", str(spec_path), "--on", "2xH100", option, str(target)]
+    assert main(arguments) == SpecError.exit_code
+    assert target.read_text() == "years of work"
+    assert main([*arguments, "--force"]) == 0
+    assert main(arguments) == 0

@@ -25,6 +25,7 @@ from fullshard.checkpoint.protocol import Checkpointable
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.weight_map import Naming, Part, Shape, WeightMap, whole
+from fullshard.targets import require_outside
 
 # What torch's wrappers put into names: compile and recompute anywhere, DDP before all of them.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -53,10 +54,11 @@ def export(
     With `shard_bytes`, `target` is a directory, and gets files of at most so many bytes (a larger tensor has
     one of its own) and, last, their index.
 
-    Raises CheckpointError; SpecError for a `shard_bytes` that no file has.
+    Raises CheckpointError; SpecError for a `shard_bytes` that no file has, and a `target` in a checkpoint.
     """
     require_size(shard_bytes)
     target = Path(target)
+    require_outside(target)
     if shard_bytes is None and target.is_dir():
         raise CheckpointError(
             f"{target} cannot be written.",
@@ -92,10 +94,11 @@ def export_pretrained(
     enough, else several and their index; then the files `beside` (config.json, last of all: without it
     nothing loads what was broken off).
 
-    Raises CheckpointError, also for a directory that holds weights already.
+    Raises CheckpointError, also for a directory that holds weights already; SpecError for a checkpoint's own.
     """
     target = Path(directory)
-    _refuse_weights(target)
+    require_outside(target)
+    refuse_weights(target)
 
     def write(files: Files, manifest: Manifest) -> None:
         outgoing = _outgoing(
@@ -205,7 +208,8 @@ def _make_room(outgoing: Outgoing, target: Path, *, is_file: bool, free_bytes: C
     disk.require_space(target, needed_bytes=outgoing.size_bytes, available_bytes=free_bytes(directory))
 
 
-def _refuse_weights(directory: Path) -> None:
+def refuse_weights(directory: Path) -> None:
+    """Raises CheckpointError for a directory that holds a model."""
     held = sorted(path.name for path in directory.glob("*.safetensors")) if directory.is_dir() else []
     if held:
         raise CheckpointError(

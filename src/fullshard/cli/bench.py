@@ -25,12 +25,23 @@ def overhead(
     from fullshard.launch.start import start
     from fullshard.report.overhead import overhead_page
     from fullshard.spec.run import Run
+    from fullshard.targets import require_file
 
     settings = SETTINGS if run_path is None else ()
     run = Run.load(run_path, overrides=[*settings, *(overrides or [])])
+    result = Path(run.run.dir, "overhead.json")
+    require_file(result, is_kind=_is_result, force=False)
     request = Request(run=run, job="fullshard.training.overhead:run_overhead")
     exit_code = start(request)
     if exit_code == 0 and os.environ.get("RANK", "0") == "0":
-        text = Path(run.run.dir, "overhead.json").read_text()
+        text = result.read_text()
         typer.echo(text if as_json else overhead_page(json.loads(text)))
     raise typer.Exit(exit_code)
+
+
+def _is_result(path: Path) -> bool:
+    """Whether an earlier measurement wrote it."""
+    from fullshard.spec.pretrained import read_config
+    from fullshard.targets import read_by
+
+    return read_by(read_config)(path) and "seconds_a_step" in read_config(path)

@@ -35,6 +35,9 @@ def calibrate(
         Path,
         typer.Option("--drive", metavar="DIRECTORY", help="On the drive to measure, as offload.path is."),
     ] = Path(),
+    force: Annotated[
+        bool, typer.Option("--force", help="Let --out replace a file that is not a hardware.toml.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="All that was found, as JSON.")] = False,
 ) -> None:
     """Measure this machine, or under torchrun or srun the cluster, and write a hardware.toml.
@@ -48,8 +51,10 @@ def calibrate(
     from fullshard.profiler.detect import user_hardware_path
     from fullshard.report.calibration import calibration_table
     from fullshard.spec.calibration import Calibration, CalibrationSettings
+    from fullshard.targets import require_file
 
     path = out or user_hardware_path()
+    require_file(path, is_kind=_is_hardware, force=force)
     _require_directory(path)
     _require_drive(drive)
     with private_directory() as directory:
@@ -63,6 +68,14 @@ def calibrate(
             typer.echo(found.model_dump_json() if as_json else calibration_table(found))
             typer.echo(f"written: {path}", err=True)
     raise typer.Exit(exit_code)
+
+
+def _is_hardware(path: Path) -> bool:
+    """Whether it is a hardware.toml, written by hand or measured."""
+    from fullshard.spec.hardware_file import read_toml
+    from fullshard.targets import read_by
+
+    return read_by(read_toml)(path) and "chip" in read_toml(path)
 
 
 def _require_directory(path: Path) -> None:

@@ -130,6 +130,9 @@ def export_checkpoint(
     shard_size: Annotated[
         str | None, typer.Option(help="Several files of at most this size (5 GB), and their index.")
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a file that is not safetensors; write among other files.")
+    ] = False,
     key_file: KeyFileOption = None,
 ) -> None:
     """Write the model of a checkpoint as safetensors: one file, several with an index, or a whole
@@ -142,6 +145,7 @@ def export_checkpoint(
         raise SpecError(
             "--format peft takes neither --shard-size nor --dtype.", fix="--format hf, or neither"
         )
+    _require_target(target, form, sharded=shard_bytes is not None, force=force)
     place = _place(source, key_file)
     if form is ExportFormat.HF:
         from fullshard.training.export_hf import SHARD_BYTES, export_hf
@@ -163,6 +167,22 @@ def export_checkpoint(
     typer.echo(f"{target}")
 
 
+def _require_target(target: Path, form: ExportFormat, *, sharded: bool, force: bool) -> None:
+    """Raises SpecError where an export would destroy something else than an earlier export."""
+    from fullshard.checkpoint.export import refuse_weights
+    from fullshard.checkpoint.pretrained_files import INDEX
+    from fullshard.checkpoint.safetensors_header import read_header
+    from fullshard.targets import read_by, require_directory, require_file
+
+    is_weights = read_by(read_header, most_bytes=None)
+    if form is ExportFormat.HF:
+        refuse_weights(target)
+    if form is not ExportFormat.SAFETENSORS or sharded:
+        require_directory(target, is_kind=lambda one: one.name == INDEX or is_weights(one), force=force)
+    else:
+        require_file(target, is_kind=is_weights, force=force)
+
+
 def gather_checkpoint(
     directories: Annotated[
         list[Path], typer.Argument(metavar="NODE...", help="The directory of each node, in any order.")
@@ -175,7 +195,9 @@ def gather_checkpoint(
 ) -> None:
     """Bring together what nodes saved on disks of their own (checkpoint.disks = "node")."""
     from fullshard.checkpoint.nodes import gather
+    from fullshard.targets import require_outside
 
+    require_outside(target)
     nodes = [inner if (inner := one / "checkpoints").is_dir() else one for one in directories]
     typer.echo(f"{gather(nodes, target, key_file=key_file)}")
 

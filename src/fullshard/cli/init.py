@@ -23,12 +23,11 @@ def init(
 ) -> None:
     """Write a run.toml with every key, its default and what it may be."""
     from fullshard.errors import SpecError
+    from fullshard.targets import require_file
 
+    require_file(path, is_kind=lambda _: False, force=force, streams=True)
     try:
-        with path.open("w" if force else "x") as file:
-            file.write(run_toml(path.name))
-    except FileExistsError as error:
-        raise SpecError(f"{path} exists already.", fix="--force, or another path") from error
+        path.write_text(run_toml(path.name))
     except OSError as error:
         raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another path") from error
     typer.echo(f"{path}")

@@ -83,6 +83,9 @@ SaveSpec = Annotated[
     Path | None,
     typer.Option("--save-spec", metavar="SPEC.json", help="The model's spec, to plan from again."),
 ]
+Force = Annotated[
+    bool, typer.Option("--force", help="Let --save and --save-spec replace files of other kinds.")
+]
 Days = Annotated[
     float | None,
     typer.Option(
@@ -115,6 +118,7 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     as_json: AsJson = False,
     save: Save = None,
     save_spec: SaveSpec = None,
+    force: Force = False,
     fewest_gpus_in_days: Days = None,
     largest: Largest = None,
 ) -> None:
@@ -122,6 +126,7 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     from fullshard.cli.answer import answer_of, largest_of, on_the_fewest, with_dry_run
     from fullshard.quantities import parse_count
 
+    _require_targets(save, save_spec, force=force)
     pinned = list(overrides or [])
     pinned += [f"data.sequence_length={sequence_length}"] if sequence_length else []
     pinned += [f"precision.mode={precision}"] if precision else []
@@ -247,6 +252,17 @@ def _budget(tokens: str | None, *, price: float | None, hardware: "Hardware") ->
         },
         source="--budget and --price",
     )
+
+
+def _require_targets(plan: Path | None, spec: Path | None, *, force: bool) -> None:
+    """Before anything is planned, not after."""
+    from fullshard.spec.model import ModelSpec
+    from fullshard.spec.plan import Plan
+    from fullshard.targets import read_by, require_file
+
+    for path, load in ((plan, Plan.load), (spec, ModelSpec.load)):
+        if path is not None:
+            require_file(path, is_kind=read_by(load), force=force, streams=True)
 
 
 def _write(value: "Plan | ModelSpec", path: Path) -> None:

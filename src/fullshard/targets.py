@@ -1,0 +1,112 @@
+"""Where commands write: not into a checkpoint, not over a run's records, and not over files of others."""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from fullshard.errors import FullshardError, SpecError
+
+IsKind = Callable[[Path], bool]
+
+_STEP = re.compile(r"step-[0-9]{8,}")
+_DATA = "*.distcp"
+# What a run writes into its directory, and what shows that a directory is a run's.
+_RECORDS = {"launch.json", "metrics.jsonl", "measurement.json", "plan.json", ".lock"}
+_SIGNS = ("launch.json", "metrics.jsonl")
+# A file of ours that a person might replace is never so large, so a larger one is not read.
+_LARGEST_BYTES = 64 << 20
+
+
+def require_file(path: Path, *, is_kind: IsKind, force: bool, streams: bool = False) -> None:
+    """Raises SpecError where a command may not write the file `path`.
+
+    A file that is there is replaced if it `is_kind`: of the kind that the command writes. Any other is
+    replaced only with `force`. `streams`: the command can write to a pipe or a device.
+    """
+    require_outside(path)
+    if os.path.isdir(path):
+        raise SpecError(f"{path} cannot be written.", got="a directory", fix=f"a file in it: {path}/…")
+    is_file = os.path.isfile(path)
+    if not os.path.exists(path) or (streams and not is_file):
+        return
+    if not is_file:
+        raise SpecError(f"{path} cannot be written.", got="a pipe or a device", fix="a file")
+    if not force and not is_kind(path):
+        raise SpecError(
+            f"{path} exists already.",
+            got="a file of another kind than would replace it",
+            fix="another path, or --force, which replaces it",
+        )
+
+
+def require_directory(path: Path, *, is_kind: IsKind, force: bool) -> None:
+    """Raises SpecError where a command may not write files into the directory `path`.
+
+    It may be absent, empty, or hold only files that are of the kind that the command writes. In any other,
+    files of the same names are replaced only with `force`.
+    """
+    require_outside(path)
+    if not os.path.exists(path):
+        return
+    entries = _entries(path)
+    for within in (path, path / "checkpoints"):
+        if os.path.isdir(within) and any(_STEP.fullmatch(one.name) for one in _entries(within)):
+            raise SpecError(
+                f"{path} cannot be written.", got=f"checkpoints in {within}", fix="a directory of its own"
+            )
+    others = [one.name for one in entries if not (one.is_file() and is_kind(one))]
+    if others and not force:
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        raise SpecError(
+            f"{path} is not empty.",
+            got=f"{', '.join(others[:3])}{more}",
+            why="files of the same names would be replaced",
+            fix="another directory, or --force, which replaces them",
+        )
+
+
+def require_outside(path: Path) -> None:
+    """Raises SpecError for a path in a checkpoint, and for the records of a run: nothing replaces these."""
+    place = Path(os.path.realpath(path))
+    for depth, directory in enumerate((place, *place.parents)):
+        # Checkpoints are flat, so deeper ones are looked at only where their names say what they are.
+        near = depth < 2 or _STEP.fullmatch(directory.name)
+        if near and os.path.isdir(directory) and any(directory.glob(_DATA)):
+            raise SpecError(
+                f"{path} cannot be written.",
+                got=f"a path in the checkpoint {directory}",
+                why="a checkpoint with a file too many, or another one, is damaged",
+                fix="a path elsewhere",
+            )
+    if place.name in _RECORDS and any(os.path.exists(place.parent / sign) for sign in _SIGNS):
+        raise SpecError(
+            f"{path} cannot be written.", got=f"a record of the run in {place.parent}", fix="a path elsewhere"
+        )
+
+
+def read_by(load: Callable[[Path], object], *, most_bytes: int | None = _LARGEST_BYTES) -> IsKind:
+    """Returns a test of whether `load` reads a file: it raises a FullshardError where it does not.
+
+    A file of more than `most_bytes` is not tried.
+    """
+
+    def is_kind(path: Path) -> bool:
+        if most_bytes is not None and path.stat().st_size > most_bytes:
+            return False
+        try:
+            load(path)
+        except (FullshardError, OSError):
+            return False
+        return True
+
+    return is_kind
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except OSError as error:
+        raise SpecError(
+            f"{directory} cannot be read.", got=error.strerror, fix="another directory"
+        ) from error
