@@ -29,7 +29,7 @@ def parse_bytes(text: str) -> int:
         raise SpecError(
             "not a number of bytes.", got=repr(text), fix=f"a number and one of {', '.join(_BYTE_FACTORS)}"
         )
-    return int(_finite(match[1], text) * factors[match[2].lower()])
+    return int(_bounded(_finite(match[1], text) * factors[match[2].lower()], text))
 
 
 def format_count(count: float) -> str:
@@ -50,7 +50,13 @@ def parse_count(text: str) -> int:
     factors = {unit.lower(): 1000**i for i, unit in enumerate(_DECIMAL)} | {"b": 1000**3}
     if match is None or match[2].lower() not in factors:
         raise SpecError("not a count.", got=repr(text), fix="a number, with k, M, B, T or P behind it or not")
-    return round(_finite(match[1], text) * factors[match[2].lower()])
+    return round(_bounded(_finite(match[1], text) * factors[match[2].lower()], text))
+
+
+def _bounded(count: float, text: str) -> float:
+    if count >= 2**63:
+        raise SpecError("a number is too large.", got=repr(text[:60]), why="it has more than 64 bits")
+    return count
 
 
 def format_seconds(seconds: float) -> str:

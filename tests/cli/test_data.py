@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import numpy as np
+
 from fullshard.cli.main import main
 from tests.training.data.samples import save_tokenizer, texts_file
 
@@ -16,7 +18,7 @@ def test_what_there_is_is_shown_and_made_once(tmp_path: Path, capsys):
     texts_file(tmp_path / "a.jsonl", 200)
     tokenizer = save_tokenizer(tmp_path / "tok")
     settings = ("data.source=jsonl", f'data.paths=["{tmp_path}/*.jsonl"]', f'data.tokenizer="{tokenizer}"')
-    settings += ("data.packing=best_fit", "data.sequence_length=64")
+    settings += ("data.packing=best_fit", "data.sequence_length=64", "model.vocabulary=512")
     assert prepare(tmp_path, *settings) == 0
     first = capsys.readouterr()
     summary = json.loads(first.out)
@@ -49,3 +51,29 @@ def test_wrong_data_is_told_by_its_exit_code(tmp_path: Path, capsys):
     assert prepare(tmp_path, *settings) == 5
     assert "a.jsonl line 1" in capsys.readouterr().err
     assert prepare(tmp_path, "data.source=python", "data.factory=a:b") == 2
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused_before_tokens_are_made(tmp_path: Path, capsys):
+    texts_file(tmp_path / "a.jsonl", 20)
+    tokenizer = save_tokenizer(tmp_path / "tok")
+    settings = ("data.source=jsonl", f'data.paths=["{tmp_path}/*.jsonl"]', f'data.tokenizer="{tokenizer}"')
+    assert prepare(tmp_path, *settings, "model.vocabulary=256") == 2
+    assert "a vocabulary of 256" in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
+
+
+def test_tokens_above_the_vocabulary_are_refused(tmp_path: Path, capsys):
+    np.save(tmp_path / "a.npy", np.arange(500, dtype=np.uint16))
+    settings = ("data.source=memmap", f'data.paths=["{tmp_path}/a.npy"]', "data.sequence_length=8")
+    assert prepare(tmp_path, *settings, "model.vocabulary=499") == 2
+    assert "tokens up to 499, and a vocabulary of 499" in capsys.readouterr().err
+    assert prepare(tmp_path, *settings, "model.vocabulary=500") == 0
+
+
+def test_the_vocabulary_of_a_config_json_counts(tmp_path: Path, capsys):
+    np.save(tmp_path / "a.npy", np.arange(500, dtype=np.uint16))
+    config = {"model_type": "gemma3", "text_config": {"vocab_size": 499}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = ("data.source=memmap", f'data.paths=["{tmp_path}/a.npy"]', "data.sequence_length=8")
+    assert prepare(tmp_path, *settings, f"model.hf={tmp_path}") == 2
+    assert "a vocabulary of 499" in capsys.readouterr().err

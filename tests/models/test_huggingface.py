@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fullshard.errors import MissingExtraError, SpecError
+from fullshard.models.constructing import without_parameters
 from fullshard.models.huggingface import hf_model, is_causal_lm, own_dtype
 from fullshard.models.limits import check_positions, check_vocabulary
 from fullshard.spec.model_section import HuggingFaceModel
@@ -45,6 +47,45 @@ def test_parameters_are_fp32_whatever_the_file_says(tmp_path: Path) -> None:
     own = HuggingFaceModel(hf=str(tmp_path))
     assert {parameter.dtype for parameter in hf_model(own).parameters()} == {torch.float32}
     assert own_dtype(own) == torch.bfloat16
+
+
+LLAMA = CONFIGS["llama"]
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"num_attention_heads": 0}, "is not valid"),
+        ({"model_type": ["llama"]}, "model_type, a text"),
+        ({"vocab_size": 10**30}, "vocab_size is too large"),
+        ({"vocab_size": 10**15, "hidden_size": 10**9}, "transformers cannot build"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is too large"),
+        ({"hidden_act": "os.system"}, "transformers cannot build"),
+        ({"rope_parameters": [1]}, "is not valid"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_config_that_no_model_is_made_of_is_refused(tmp_path: Path, config: Any, says: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | config))
+    with pytest.raises(SpecError, match=says):
+        hf_model(HuggingFaceModel(hf=str(tmp_path)))
+
+
+@needs_transformers
+def test_layers_are_bounded_in_options_too(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="num_hidden_layers is too large"):
+        hf_model(section("llama", tmp_path, num_hidden_layers=10**9))
+
+
+def test_a_model_of_too_many_parameters_or_too_large_tables_is_refused_while_it_is_constructed() -> None:
+    for construct, says in (
+        (lambda: nn.ParameterList(torch.empty(0) for _ in range(10**9)), "too many parameters"),
+        (lambda: torch.ones(10**6, 10**6, dtype=torch.bool), "a table that is too large"),
+        (lambda: torch.arange(10**12), "a table that is too large"),
+    ):
+        with pytest.raises(SpecError, match=says):
+            without_parameters(construct, most_parameters=100)
 
 
 @needs_transformers

@@ -12,8 +12,12 @@ from typing import BinaryIO, Protocol, cast
 
 from fullshard.checkpoint import disk
 from fullshard.checkpoint.digests import KeyFile
+from fullshard.quantities import format_bytes
 
 MANIFEST = "manifest.json"
+SMALL_BYTES = 1 << 30
+"""What a file that describes others has at most: of ten thousand ranks, some hundred megabytes."""
+
 _READ_BYTES, _AHEAD_BYTES = 1 << 20, 16 << 20
 
 
@@ -97,7 +101,10 @@ class LocalFiles:
 
     def read(self, name: str) -> bytes:
         with self.open(name) as file:
-            return file.read()
+            data = file.read(SMALL_BYTES + 1)
+        if len(data) > SMALL_BYTES:
+            raise OSError(errno.EFBIG, f"it has more than {format_bytes(SMALL_BYTES)}", str(self.path / name))
+        return data
 
     @contextmanager
     def open(self, name: str) -> Generator[BinaryIO]:

@@ -12,7 +12,6 @@ tables. There is no `latest` file: the newest checkpoint is the highest step tha
 """
 
 import hmac
-import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
 import torch
-from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import Field, JsonValue, ValidationError, model_validator
 from torch import Tensor
 
 from fullshard.checkpoint.digests import KeyFile, digest, matches
@@ -29,7 +28,8 @@ from fullshard.checkpoint.pieces import SUFFIX
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.spec.value import Value
+from fullshard.spec.small_files import parse_json
+from fullshard.spec.value import NonNegativeInt, PositiveInt, Value
 
 FORMAT = 2
 METADATA = ".metadata"
@@ -285,8 +285,8 @@ def step_name(step: int) -> str:
 def _undamaged_json(text: bytes, where: str) -> dict[str, Any]:
     """Held against the bytes, not what they are parsed to: another version may write a number else."""
     try:
-        data: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        data: Any = parse_json(text)
+    except ValueError as error:
         raise DamagedCheckpointError(f"{where} is damaged.", got=f"{MANIFEST}, no JSON: {error}") from error
     if not isinstance(data, dict):
         raise DamagedCheckpointError(f"{where} is damaged.", got="no JSON object")

@@ -1,6 +1,5 @@
 """The files of one checkpoint on object storage. See `objects` for what lies where."""
 
-import json
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any, BinaryIO, cast
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import MANIFEST
 from fullshard.checkpoint.object_store import Listing, RangeReader, Store
+from fullshard.spec.small_files import parse_json
 
 # S3 takes 10,000 parts: so a file of one rank may have 625 GiB.
 PART_BYTES = 64 << 20
@@ -73,7 +73,7 @@ def attempt_of(manifest: bytes) -> str | None:
     """What attempt a manifest names; none, where its files lie beside it. One that is damaged names what
     cannot be there, and is refused by whoever reads it."""
     try:
-        data: Any = json.loads(manifest)
+        data: Any = parse_json(manifest)
         attempt: Any = data.get("attempt")
     except (ValueError, AttributeError):
         return "unknown"

@@ -12,7 +12,6 @@ there is no lease: it would have to be renewed while shards are written, and a w
 longer than it holds would go on regardless. It could only spare the second writer its work.
 """
 
-import json
 import logging
 import secrets
 from collections.abc import Generator
@@ -29,6 +28,7 @@ from fullshard.checkpoint.object_files import PART_BYTES, ObjectFiles, attempt_o
 from fullshard.checkpoint.object_store import Listing, Store, Stored
 from fullshard.checkpoint.retention import WRITER, WriterProcess
 from fullshard.errors import CheckpointError
+from fullshard.spec.small_files import parse_json
 
 # No object of an attempt came for so long: nobody writes it any more.
 _DEAD_AFTER = timedelta(days=1)
@@ -254,6 +254,6 @@ def is_abandoned(draft: ObjectFiles, now: Stored) -> bool:
     if now.changed and known and len(known) == len(times) and now.changed - max(known) > _DEAD_AFTER:
         return True
     try:
-        return WriterProcess.model_validate(json.loads(draft.read(WRITER))).is_dead()
+        return WriterProcess.model_validate(parse_json(draft.read(WRITER))).is_dead()
     except (FileNotFoundError, ValueError, ValidationError):
         return False

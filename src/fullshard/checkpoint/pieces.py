@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, BinaryIO, Self, cast
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -25,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fullshard.checkpoint.digests import hash_like, new_hash
 from fullshard.checkpoint.stream import ALIGNMENT, LARGE_BYTES, address
 from fullshard.errors import DamagedCheckpointError
-from fullshard.spec.value import Value
+from fullshard.spec.value import NonNegativeInt, PositiveInt, Value
 
 BLOCK_BYTES = 16 << 20
 SUFFIX = ".pieces"

@@ -1,6 +1,6 @@
 """The safetensors files of a model as Hugging Face lays them out: one, or several and an index."""
 
-import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +8,11 @@ from typing import Any, cast
 
 from fullshard.checkpoint.safetensors_header import FileTensor, read_header
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.spec.small_files import parse_json, read_bytes
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_INDEX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def open_weights(path: Path) -> PretrainedFiles:
 
 def _indexed(index: Path) -> dict[str, FileTensor]:
     try:
-        data: Any = json.loads(index.read_bytes())
+        data: Any = parse_json(read_bytes(index, most_bytes=_INDEX_BYTES))
     except ValueError as error:
         raise DamagedCheckpointError(f"{index} is no JSON.", got=str(error)) from error
     told: Any = cast(dict[str, Any], data).get("weight_map") if isinstance(data, dict) else None
@@ -57,7 +59,7 @@ def _indexed(index: Path) -> dict[str, FileTensor]:
     inside: dict[str, dict[str, FileTensor]] = {}
     for file in sorted({str(file) for file in names.values()}):
         path = index.parent / file
-        if Path(file).name != file or not path.is_file():
+        if Path(file).name != file or not os.path.isfile(path):
             raise CheckpointError(
                 f"{path} is not there.", got=f"{INDEX} names it", fix="fetch it, or the right index"
             )

@@ -14,6 +14,7 @@ from fullshard.checkpoint.files import LocalFiles
 from fullshard.spec.value import Value
 
 WRITER = "writer.json"
+_WRITER_BYTES = 1 << 16
 
 logger = logging.getLogger("fullshard")
 

@@ -17,6 +17,7 @@ import torch
 
 from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.errors import DamagedCheckpointError
+from fullshard.spec.small_files import parse_json
 
 DTYPES = {
     torch.float64: "F64",
@@ -39,6 +40,7 @@ DTYPES = {
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _ALIGNMENT = 8
 _LENGTH_BYTES = 8
+_MOST_DIMS = 64  # of a tensor of torch
 _LONGEST_BYTES = 100_000_000  # what the format's own reader takes
 
 
@@ -85,7 +87,7 @@ def read_header(path: Path) -> dict[str, FileTensor]:
             raise _damaged(path, f"{size} bytes, and a header of {length} that is not all there")
         text = file.read(length)
     try:
-        header: Any = json.loads(text)
+        header: Any = parse_json(text)
     except ValueError as error:
         raise _damaged(path, f"a header that is no JSON: {error}") from error
     if not isinstance(header, dict):
@@ -105,7 +107,7 @@ def _tensor(path: Path, name: str, *, one: Any, begin: int) -> FileTensor:
     told: dict[str, Any] = one if isinstance(one, dict) else {}
     shape, offsets = _counts(told.get("shape")), _counts(told.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2:
-        raise _damaged(path, f"{name}: {one}")
+        raise _damaged(path, f"{name}: {str(one)[:200]}")
     if told.get("dtype") not in _BY_NAME:
         raise _damaged(path, f"{name}: dtype {told.get('dtype')!r}, which this fullshard does not know")
     tensor = FileTensor(path.name, begin + offsets[0], tuple(shape), _BY_NAME[told["dtype"]])
@@ -121,6 +123,8 @@ def _counts(values: Any) -> list[int] | None:
     if not isinstance(values, list):
         return None
     every = cast(list[Any], values)
+    if len(every) > _MOST_DIMS:
+        return None
     return every if all(type(value) is int and value >= 0 for value in every) else None
 
 

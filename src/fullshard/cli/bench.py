@@ -1,6 +1,5 @@
 """`fullshard bench`."""
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +24,7 @@ def overhead(
     from fullshard.launch.start import start
     from fullshard.report.overhead import overhead_page
     from fullshard.spec.run import Run
+    from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_text
     from fullshard.targets import require_file
 
     settings = SETTINGS if run_path is None else ()
@@ -34,8 +34,8 @@ def overhead(
     request = Request(run=run, job="fullshard.training.overhead:run_overhead")
     exit_code = start(request)
     if exit_code == 0 and os.environ.get("RANK", "0") == "0":
-        text = result.read_text()
-        typer.echo(text if as_json else overhead_page(json.loads(text)))
+        text = read_text(result, most_bytes=VALUE_BYTES)
+        typer.echo(text if as_json else overhead_page(parse_json(text)))
     raise typer.Exit(exit_code)
 
 

@@ -1,6 +1,7 @@
 """`fullshard calibrate`."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -84,6 +85,8 @@ def _require_directory(path: Path) -> None:
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            path.lstat()
     except OSError as error:
         raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another --out") from error
 
@@ -91,7 +94,7 @@ def _require_directory(path: Path) -> None:
 def _require_drive(directory: Path) -> None:
     from fullshard.errors import SpecError
 
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise SpecError(
             f"{directory} is not a directory.", got=f"--drive {directory}", fix="one that is on the drive"
         )

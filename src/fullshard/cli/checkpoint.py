@@ -1,6 +1,7 @@
 """`fullshard ckpt list | verify | diff | gather | export`."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
@@ -198,7 +199,7 @@ def gather_checkpoint(
     from fullshard.targets import require_outside
 
     require_outside(target)
-    nodes = [inner if (inner := one / "checkpoints").is_dir() else one for one in directories]
+    nodes = [inner if os.path.isdir(inner := one / "checkpoints") else one for one in directories]
     typer.echo(f"{gather(nodes, target, key_file=key_file)}")
 
 

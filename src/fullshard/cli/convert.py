@@ -51,9 +51,17 @@ def convert(
 
 def _text(path: str) -> str:
     from fullshard.errors import SpecError
+    from fullshard.spec.small_files import SETTINGS_BYTES, read_text
 
     try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        if path != "-":
+            return read_text(path, most_bytes=SETTINGS_BYTES)
+        data = sys.stdin.buffer.read(SETTINGS_BYTES + 1)
+        if len(data) > SETTINGS_BYTES:
+            raise SpecError(
+                "standard input is too long for a config.", got=f"more than {SETTINGS_BYTES} bytes"
+            )
+        return data.decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
         raise SpecError(f"{path} cannot be read.", got=reason) from error

@@ -21,8 +21,9 @@ def prepare_data(
 ) -> None:
     """Make the tokens of a run, and lay them out in sequences, before it needs them; show what there is."""
     from fullshard.errors import SpecError
+    from fullshard.models.limits import check_known_vocabulary
     from fullshard.spec.run import Run
-    from fullshard.training.data.build import is_plain_text, packed_data
+    from fullshard.training.data.build import is_plain_text, packed_data, tokenizer_vocabulary
     from fullshard.training.data.text import text_data
 
     run = Run.load(run_path, overrides=overrides or [])
@@ -32,7 +33,9 @@ def prepare_data(
             got=f'data.source = "python", data.factory = {run.data.factory!r}',
             why="a function of your own makes the batches when the run asks for them",
         )
+    check_known_vocabulary(run, tokens=tokenizer_vocabulary(run.data))
     data = text_data(run) if is_plain_text(run.data) else packed_data(run)
+    check_known_vocabulary(run, tokens=data.vocabulary)
     summary = data.summary()
     if as_json:
         typer.echo(json.dumps(summary))

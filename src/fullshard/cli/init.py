@@ -1,6 +1,7 @@
 """`fullshard init`: a run.toml that says everything there is to say, made from the fields of Run itself."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,7 @@ _HEAD = """\
 # A key behind a # is unset. Start it with: fullshard train {name}
 """
 _COMMENT_COLUMN = 34
+_LARGE = 10**9
 
 
 def init(
@@ -105,5 +107,7 @@ def _allowed(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
 
 
 def _bounds(schema: Mapping[str, Any]) -> str:
+    """A bound that no run comes near is left out."""
     words = {"exclusiveMinimum": "over", "minimum": "from", "exclusiveMaximum": "under", "maximum": "to"}
-    return "".join(f" {word} {schema[key]:g}" for key, word in words.items() if key in schema)
+    said = {word: schema[key] for key, word in words.items() if schema.get(key, math.inf) < _LARGE}
+    return "".join(f" {word} {bound:,}" for word, bound in said.items())

@@ -1,6 +1,7 @@
 """`fullshard report`."""
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -52,7 +53,7 @@ def _read(directory: Path) -> _Run:
     from fullshard.spec.measurement import Measurement
     from fullshard.spec.plan import Plan
 
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise SpecError(f"{directory} is no directory.", fix="the directory of a run, such as runs/default")
     measured, planned = directory / MEASUREMENT_NAME, directory / PLAN_NAME
     if not measured.exists():

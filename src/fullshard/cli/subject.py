@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ def find_subject(name: str | None) -> Subject:
     if name is None:
         return Subject(name="the embedded default model", chosen_here=False)
     path = Path(name)
-    if path.exists():
+    if os.path.exists(path):
         return _from_file(path)
     if path.suffix in (".json", ".toml") or name.startswith((".", "/", "~")):
         from fullshard.errors import SpecError
@@ -108,23 +109,23 @@ def _from_file(path: Path) -> Subject:
 
 def _from_config(path: Path, *, name: str) -> Subject:
     from fullshard.errors import SpecError
-    from fullshard.spec.pretrained import expressed, read_config, why_not_expressed
+    from fullshard.spec.pretrained import check_sizes, expressed, read_config, why_not_expressed
 
     config = read_config(path)
-    if "model_type" not in config:
+    check_sizes(config, source=str(path))
+    if not isinstance(config.get("model_type"), str):
         raise SpecError(
             f"{path} is no config.json of a model, and no saved spec.",
             got=f"an object with {', '.join(list(config)[:6]) or 'nothing in it'}",
-            why="a model's has model_type, a spec that --save-spec wrote has traces",
+            why="a model's has model_type, a text; a spec that --save-spec wrote has traces",
         )
     if why_not_expressed(config) is None:
         found = expressed(config, source=str(path))
         return Subject(name=name, settings=_model_settings(found.model), differs=found.differs)
-    longest = config.get("max_position_embeddings") or config.get("n_positions") or DEFAULT_SEQUENCE
+    positions = (config.get("max_position_embeddings"), config.get("n_positions"))
+    longest = next((one for one in positions if isinstance(one, int) and one > 0), DEFAULT_SEQUENCE)
     # Of images there are no tokens: each counts as one.
-    length = (
-        1 if "image_size" in config and "vocab_size" not in config else min(int(longest), DEFAULT_SEQUENCE)
-    )
+    length = 1 if "image_size" in config and "vocab_size" not in config else min(longest, DEFAULT_SEQUENCE)
     settings = (f"data.sequence_length={length}", f"model.hf={json.dumps(str(path))}")
     return Subject(name=name, settings=settings)
 
@@ -193,7 +194,7 @@ def batch_for(run: "Run", *, tokens: int | None, ranks: int) -> tuple[int, str |
 def batch_for_any_ranks(run: "Run", *, tokens: int | None) -> tuple[int, str | None]:
     """(sequences a step, what to tell the user): a power of two, so that many numbers of ranks share it."""
     wanted = 4 * DEFAULT_TOKENS if tokens is None else tokens
-    sequences = 2 ** max(0, round(math.log2(wanted / run.data.sequence_length)))
+    sequences = 2 ** max(0, round(math.log2(max(1, wanted) / run.data.sequence_length)))
     return (
         sequences,
         f"planned with {sequences:,} sequences = {sequences * run.data.sequence_length:,} tokens a step",

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from fullshard.errors import FullshardError
+from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_text
 
 TRACEBACK_VARIABLE = "FULLSHARD_TRACEBACK"
 CTRL_C_EXIT_CODE = 130
@@ -102,7 +103,7 @@ class Ending:
         """None where nothing was saved."""
         if not path.exists():
             return None
-        data = json.loads(path.read_text())
+        data = parse_json(read_text(path, most_bytes=VALUE_BYTES))
         ending = cls()
         ending.exit_code = data["exit_code"]
         ending.failure = Failure(**data["failure"]) if data["failure"] else None

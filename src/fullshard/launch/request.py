@@ -39,7 +39,8 @@ class Request(Value):
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        return cls.model_validate_json(Path(directory, FILE_NAME).read_text())
+        """Reads what `save` left. Raises SpecError."""
+        return cls.read_json(Path(directory, FILE_NAME), what="the request of a launch")
 
     def perform(self) -> None:
         """Calls the job with what is asked.

@@ -15,8 +15,9 @@ from fullshard.errors import MissingExtraError, SpecError
 from fullshard.models.constructing import without_parameters
 from fullshard.models.quiet_import import import_quietly
 from fullshard.models.remote_code import class_beside, code_beside, not_trusted, without_code
+from fullshard.spec.libraries import Outside
 from fullshard.spec.model_section import HuggingFaceModel
-from fullshard.spec.pretrained import locate, read_config
+from fullshard.spec.pretrained import check_sizes, locate, read_config
 
 _LAYERS = "num_hidden_layers"
 _CAUSAL = "AutoModelForCausalLM"
@@ -45,16 +46,16 @@ def hf_model(section: HuggingFaceModel) -> nn.Module:
     build: Any = getattr(model_class, "_from_config", None)
     if build is None:  # an auto class; whether code beside the model is trusted was decided above
         build = partial(model_class.from_config, trust_remote_code=False)
-    try:
+
+    def refused(got: str) -> SpecError:
+        fix = 'model.attention = "auto" or "eager"' if attention and attention in got else None
+        what = f"{section.source}: transformers cannot build {_name_of(model_class)} of it."
+        return SpecError(what, got=got, fix=fix)
+
+    with Outside(refused):
         return without_parameters(
             lambda: build(config, dtype=torch.float32, attn_implementation=attention)  # None: the model's own
         )
-    except (ValueError, KeyError, ImportError, AttributeError) as error:
-        raise SpecError(
-            f"{section.source}: transformers cannot build {_name_of(model_class)} of it.",
-            got=_first_line(error),
-            fix='model.attention = "auto" or "eager"' if attention and attention in str(error) else None,
-        ) from error
 
 
 def import_transformers(source: str) -> Any:
@@ -70,24 +71,24 @@ def hf_config(section: HuggingFaceModel) -> Any:
     import_transformers(section.source)
     path = locate(section.hf)
     data = read_config(path)
+    check_sizes(data, source=str(path))
     kind = data.get("model_type")
-    if kind is None:
+    if not isinstance(kind, str):
         raise SpecError(
             f"{section.source}: {path} is no config.json of a model.",
             got=f"an object with {', '.join(list(data)[:6]) or 'nothing in it'}",
-            why="a model's has model_type",
+            why="a model's has model_type, a text",
         )
     config_class = _config_class(section, data, path=path)
     data.pop("quantization_config", None)  # how the file's weights are packed; they are trained unpacked
     if not section.trust_remote_code:
         data = without_code(data)
-    try:
+    with Outside(lambda got: SpecError(f"{section.source}: {path} is not valid.", got=got)):
         config = config_class.from_dict(dict(data))
         if section.options:
-            config = config_class.from_dict(_with_options(data, section, config=config))
-    except (ValueError, TypeError, KeyError, AttributeError, _invalid()) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise SpecError(f"{section.source}: {path} is not valid.", got=lines[-1].strip()) from error
+            changed = _with_options(data, section, config=config)
+            check_sizes(changed, source=f"{section.source}, with model.options")
+            config = config_class.from_dict(changed)
     for part in _parts(config):
         part.use_cache = False  # keys and values that only generating needs
     return config
@@ -124,12 +125,6 @@ def is_causal_lm(model: nn.Module) -> bool:
     beside = code_beside(vars(model.config)).get(_CAUSAL, "")
     names = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), beside.rpartition(".")[2]}
     return any(cls.__name__ in names for cls in type(model).__mro__)
-
-
-def _invalid() -> type[Exception]:
-    """What configs raise that check themselves, since transformers 5."""
-    errors = importlib.import_module("huggingface_hub.errors")
-    return getattr(errors, "StrictDataclassError", ValueError)
 
 
 def _with_options(data: Mapping[str, Any], section: HuggingFaceModel, *, config: Any) -> dict[str, Any]:
@@ -207,7 +202,3 @@ def _model_class(section: HuggingFaceModel, config: Any) -> Any:
 
 def _name_of(model_class: Any) -> str:
     return str(getattr(model_class, "__name__", model_class))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

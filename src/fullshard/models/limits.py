@@ -1,12 +1,13 @@
 """What a model cannot be given: sequences longer than its positions, tokens beyond its vocabulary."""
 
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from fullshard.errors import SpecError
 from fullshard.models.huggingface import is_causal_lm
 from fullshard.spec.model_section import Decoder, HuggingFaceModel
+from fullshard.spec.pretrained import locate, read_config
 from fullshard.spec.run import Run
 
 _POSITIONS = "max_position_embeddings"
@@ -51,7 +52,35 @@ def check_vocabulary(model: nn.Module, run: Run, *, tokens: int | None) -> None:
 
     A model may have more: many are padded to a round number.
     """
-    rows = vocabulary_of(model, run)
+    _check_rows(vocabulary_of(model, run), run, tokens=tokens)
+
+
+def check_known_vocabulary(run: Run, *, tokens: int | None) -> None:
+    """Raises the same where what [model] says is enough to tell, without the model: before tokens are made
+    that it has no row for."""
+    _check_rows(_known_vocabulary(run), run, tokens=tokens)
+
+
+def _known_vocabulary(run: Run) -> int | None:
+    """The rows that the run, or the config.json that it names, gives the model; None where they do not."""
+    if isinstance(run.model, Decoder):
+        return run.model.vocabulary
+    if not isinstance(run.model, HuggingFaceModel):
+        return None
+    try:
+        config = read_config(locate(run.model.hf))
+    except SpecError:  # data can be prepared on a machine without the model
+        return None
+    for values in (run.model.options, config):
+        text: Any = values.get("text_config")
+        for place in (text, values):
+            size: Any = cast(dict[str, Any], place).get("vocab_size") if isinstance(place, dict) else None
+            if isinstance(size, int):
+                return size
+    return None
+
+
+def _check_rows(rows: int | None, run: Run, *, tokens: int | None) -> None:
     if rows is None or tokens is None or tokens <= rows:
         return
     key = "model.vocabulary" if isinstance(run.model, Decoder) else "model.options.vocab_size"

@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Literal
 
 import xxhash
-from pydantic import NonNegativeInt, PositiveInt, ValidationError
+from pydantic import ValidationError
 
 from fullshard.errors import DamagedOffloadError, ForeignOffloadError
 from fullshard.offload.directories import IDENTITY, replace
 from fullshard.offload.drive import ALIGNMENT, LOOK, System, rounded_up
-from fullshard.spec.value import Value
+from fullshard.spec.small_files import read_bytes
+from fullshard.spec.value import NonNegativeInt, PositiveInt, Value
 
 SLOTS = (0, 1)
+_MOST_BYTES = 256 << 20
 _FOREIGN_FIX = "another offload.path; or, where nothing of it is to be kept, discard it: remove the directory"
 
 
@@ -107,7 +109,7 @@ def claim(directory: Path, identity: Identity, *, system: System) -> None:
     if not path.exists() and not any(os.path.lexists(data_path(directory, slot)) for slot in SLOTS):
         replace(path, text, system=system)
         return
-    found = path.read_bytes() if path.exists() else b""
+    found = read_bytes(path, most_bytes=_MOST_BYTES) if path.exists() else b""
     if found == text:
         return
     try:
@@ -134,7 +136,9 @@ def read_world_size(directory: Path) -> int | None:
     """How many ranks the run had whose files these are; None where that cannot be told."""
     path = directory / IDENTITY
     try:
-        return Identity.model_validate_json(_unsealed(path.read_bytes(), path)).world_size
+        return Identity.model_validate_json(
+            _unsealed(read_bytes(path, most_bytes=_MOST_BYTES), path)
+        ).world_size
     except (OSError, ValidationError, DamagedOffloadError):
         return None
 
@@ -145,7 +149,8 @@ def sound_manifests(directory: Path) -> list[Manifest]:
     for slot in SLOTS:
         path = manifest_path(directory, slot)
         with suppress(OSError, ValidationError, DamagedOffloadError):
-            found.append(Manifest.model_validate_json(_unsealed(path.read_bytes(), path)))
+            text = read_bytes(path, most_bytes=_MOST_BYTES)
+            found.append(Manifest.model_validate_json(_unsealed(text, path)))
     return found
 
 
@@ -160,7 +165,8 @@ def read_manifest(
     if not os.path.lexists(path):
         return None
     try:
-        manifest = Manifest.model_validate_json(_unsealed(path.read_bytes(), path))
+        text = read_bytes(path, most_bytes=_MOST_BYTES)
+        manifest = Manifest.model_validate_json(_unsealed(text, path))
     except ValidationError as error:
         raise DamagedOffloadError(f"{path} is damaged.", got=error.errors()[0]["msg"]) from error
     if manifest.identity != identity or manifest.records != tuple(records):
@@ -177,7 +183,7 @@ def read_payload(directory: Path, slot: int, *, manifest: Manifest) -> bytes:
     if not path.exists():
         raise DamagedOffloadError(f"{path} is missing.")
     with path.open("rb") as file:
-        data = file.read(manifest.payload_bytes)
+        data = file.read(min(manifest.payload_bytes, os.fstat(file.fileno()).st_size))
     if len(data) < manifest.payload_bytes:
         raise DamagedOffloadError(
             f"{path} is truncated.", got=f"{len(data)} bytes, {manifest.payload_bytes} expected"

@@ -17,8 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from pydantic import NonNegativeInt
-
 from fullshard.errors import PlanError
 from fullshard.planner.candidates import Candidate, WhatIf, candidates, to_plan
 from fullshard.planner.host_room import ways_into_the_host
@@ -33,7 +31,7 @@ from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import OffloadTerms, Prediction, host_fits
 from fullshard.spec.run import Run, Tier
-from fullshard.spec.value import Value
+from fullshard.spec.value import NonNegativeInt, Value
 
 RANKED = 20
 _SAME = 1e-3

@@ -3,14 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TextIO
 
-from pydantic import PositiveInt
-
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.report.grid import show_rows
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import ActivationTerms, Prediction
-from fullshard.spec.run import PositiveFloat, Run, Strategy
-from fullshard.spec.value import Value
+from fullshard.spec.run import Run, Strategy
+from fullshard.spec.value import PositiveFloat, PositiveInt, Value
 
 BAR_COLUMNS = 24
 CRUMB = 1e-3  # the part of the whole below which a term gets no line of its own

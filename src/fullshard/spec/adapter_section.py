@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fullshard.spec.value import Fraction, NonNegativeInt, PositiveFloat, Value
+from fullshard.spec.value import Count, Fraction, Options, PositiveScalar, Value
 
 # What needs values of the whole base, which no rank ever has, or stands elsewhere.
 _REFUSED = {
@@ -32,14 +32,14 @@ class AdapterSection(Value):
     `options`: other values of peft's LoraConfig, such as `use_rslora`, `bias`, `layers_to_transform`.
     """
 
-    rank: NonNegativeInt = 0
-    alpha: PositiveFloat = 16.0
+    rank: Count = 0
+    alpha: PositiveScalar = 16.0
     dropout: Fraction = 0.0
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     trained: tuple[str, ...] = ()
     base_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     save: Literal["all", "adapters"] = "all"
-    options: dict[str, Any] = Field(default_factory=dict[str, Any])
+    options: Options = Field(default_factory=dict[str, Any])
 
     @property
     def saved_alone(self) -> bool:

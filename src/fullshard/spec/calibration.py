@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from fullshard.errors import SpecError
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.plan import Plan
-from fullshard.spec.run import NonNegativeFloat, PositiveFloat
-from fullshard.spec.value import Value
+from fullshard.spec.value import NonNegativeFloat, PositiveFloat, Value
 
 SETTINGS_NAME, RESULT_NAME = "calibrate.json", "calibration.json"
 
@@ -26,7 +24,8 @@ class CalibrationSettings(Value):
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        return cls.model_validate_json(Path(directory, SETTINGS_NAME).read_text(encoding="utf-8"))
+        """Reads what `save` left. Raises SpecError."""
+        return cls.read_json(Path(directory, SETTINGS_NAME), what="what a calibration is asked for")
 
 
 class MeasuredStep(Value):
@@ -53,7 +52,4 @@ class Calibration(Value):
     @classmethod
     def load(cls, directory: Path) -> Self:
         """What `save` left. Raises SpecError where there is nothing."""
-        try:
-            return cls.model_validate_json(Path(directory, RESULT_NAME).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise SpecError("calibrating left no result.", got=str(error).splitlines()[0]) from error
+        return cls.read_json(Path(directory, RESULT_NAME), what="the result of a calibration")

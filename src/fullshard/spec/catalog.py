@@ -4,16 +4,13 @@ The figures stand in `catalog.toml`, whose head says what they are; the rest in 
 """
 
 import re
-import tomllib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from pydantic import PositiveInt
-
 from fullshard.spec.hardware import Chip, ComputeDtype
-from fullshard.spec.run import PositiveFloat
-from fullshard.spec.value import Value
+from fullshard.spec.small_files import SETTINGS_BYTES, parse_toml, read_text
+from fullshard.spec.value import PositiveFloat, PositiveInt, Value
 
 
 class ListedChip(Value):
@@ -56,8 +53,8 @@ class ListedChip(Value):
 @cache
 def listed_chips() -> tuple[ListedChip, ...]:
     """All chips of the catalog."""
-    with Path(__file__).with_name("catalog.toml").open("rb") as file:
-        entries = tomllib.load(file)["chips"]
+    text = read_text(Path(__file__).with_name("catalog.toml"), most_bytes=SETTINGS_BYTES)
+    entries = parse_toml(text)["chips"]
     return tuple(ListedChip.parse(entry, source=f"catalog.toml, {entry['name']}") for entry in entries)
 
 

@@ -4,7 +4,17 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fullshard.spec.value import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Value
+from fullshard.spec.value import (
+    Count,
+    Fraction,
+    NonNegativeInt,
+    Options,
+    PathText,
+    PositiveCount,
+    PositiveScalar,
+    Processes,
+    Value,
+)
 
 TokenDtype = Literal["uint8", "uint16", "uint32", "int16", "int32", "int64"]
 
@@ -22,7 +32,7 @@ class SourceFields(Value):
     two dimensions, and an .idx tells).
     """
 
-    paths: tuple[str, ...] = ()
+    paths: tuple[PathText, ...] = ()
     name: str | None = None
     subset: str | None = None
     split: str = "train"
@@ -40,7 +50,7 @@ class DataSource(SourceFields):
     All have one, or none: then all are one source, whose epoch has each token once."""
 
     source: Literal["text", "jsonl", "parquet", "datasets", "memmap"]
-    weight: PositiveFloat | None = None
+    weight: PositiveScalar | None = None
 
     @model_validator(mode="after")
     def _place_fits(self) -> Self:
@@ -72,19 +82,19 @@ class DataSection(SourceFields):
     source: Literal["stdlib", "text", "jsonl", "parquet", "datasets", "memmap", "python"] = "stdlib"
     sources: tuple[DataSource, ...] = ()
     factory: str | None = None
-    options: dict[str, Any] = Field(default_factory=dict[str, Any])
-    tokenizer: str | None = None
+    options: Options = Field(default_factory=dict[str, Any])
+    tokenizer: PathText | None = None
     end_token: str | None = None
     trust_remote_code: bool = False
-    sequence_length: PositiveInt = 64
+    sequence_length: PositiveCount = 64
     packing: Literal["concat", "best_fit", "none"] = "concat"
     document_mask: bool = False
     train_on: Literal["all", "assistant", "completion"] = "all"
     on_error: Literal["stop", "skip"] = "stop"
     validation_fraction: Fraction = 0.05
-    cache: str = "~/.cache/fullshard/data"
-    processes: NonNegativeInt = 0
-    ahead_steps: NonNegativeInt = 1
+    cache: PathText = "~/.cache/fullshard/data"
+    processes: Processes = 0
+    ahead_steps: Count = 1
 
     @property
     def kinds(self) -> set[str]:

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
+from fullshard.errors import SpecError
 from fullshard.spec.hardware_file import read_toml, write_toml
 from fullshard.spec.plan import DeviceType
-from fullshard.spec.run import NonNegativeFloat, NonNegativeInt, PositiveFloat
-from fullshard.spec.value import Value
+from fullshard.spec.value import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Value
+
+MOST_RANKS = 2**20
 
 ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
@@ -164,8 +166,8 @@ class Hardware(Value):
     name: str
     device: DeviceType
     chip: Chip
-    nodes: PositiveInt = 1
-    ranks_per_node: PositiveInt = 1
+    nodes: Annotated[int, Field(gt=0, le=MOST_RANKS)] = 1
+    ranks_per_node: Annotated[int, Field(gt=0, le=MOST_RANKS)] = 1
     rates: Rates
     within: Link
     across: Link | None = None
@@ -193,7 +195,13 @@ class Hardware(Value):
         return int(self.chip.memory_bytes * self.usable_fraction)
 
     def on(self, *, nodes: int, ranks_per_node: int) -> "Hardware":
-        """The same chips and links, more or fewer of them."""
+        """The same chips and links, more or fewer of them. Raises SpecError for more than MOST_RANKS."""
+        if nodes * ranks_per_node > MOST_RANKS:
+            raise SpecError(
+                "there is no machine of so many ranks.",
+                got=f"{nodes:,} nodes of {ranks_per_node:,}",
+                fix=f"at most {MOST_RANKS:,}",
+            )
         return self.model_copy(update={"nodes": nodes, "ranks_per_node": ranks_per_node})
 
     @classmethod

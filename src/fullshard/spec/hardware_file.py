@@ -1,12 +1,12 @@
 """hardware.toml: plain data as TOML that a person reads and edits, with a unit beside each figure."""
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from fullshard.errors import SpecError
+from fullshard.spec.small_files import SETTINGS_BYTES, parse_toml, read_text
 
 # What stands behind a key, once for all tables. `rates.matmul.bf16` is looked up by `matmul`.
 _COMMENTS = {
@@ -48,13 +48,12 @@ _COMMENTS = {
 def read_toml(path: Path) -> dict[str, Any]:
     """The file's tables. Raises SpecError if it cannot be read or is no TOML."""
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
+        return parse_toml(read_text(path, most_bytes=SETTINGS_BYTES))
     except OSError as error:
         raise SpecError(
             f"{path} cannot be read.", got=error.strerror, fix="fullshard calibrate, which writes one"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise SpecError(f"{path} is no TOML.", got=str(error)) from error
 
 

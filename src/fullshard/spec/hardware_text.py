@@ -13,7 +13,7 @@ from fullshard.spec.hardware_file import read_toml
 from fullshard.spec.links import find_link, listed_links
 from fullshard.spec.rates import default_rates, efficiencies
 
-_COUNTS = re.compile(r"\s*(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(.+?)\s*", re.IGNORECASE)
+_COUNTS = re.compile(r"\s*(?:(\d{1,15})\s*[x×*]\s*)?(?:(\d{1,15})\s*[x×*]\s*)?(.+?)\s*", re.IGNORECASE)
 _EXAMPLES = "8xH100, 32x8xH100 (32 nodes of 8), H200, or a hardware.toml"
 
 

@@ -1,14 +1,13 @@
 """Links that join ranks: their peaks, and what collectives reach of these. The figures: `links.toml`."""
 
-import tomllib
 from functools import cache
 from pathlib import Path
 
 from pydantic import Field
 
 from fullshard.spec.hardware import CollectiveRate, Link
-from fullshard.spec.run import NonNegativeFloat, PositiveFloat
-from fullshard.spec.value import Value
+from fullshard.spec.small_files import SETTINGS_BYTES, parse_toml, read_text
+from fullshard.spec.value import NonNegativeFloat, PositiveFloat, Value
 
 
 class ListedLink(Value):
@@ -24,8 +23,8 @@ class ListedLink(Value):
 @cache
 def listed_links() -> dict[str, ListedLink]:
     """All links of the catalog, by name."""
-    with Path(__file__).with_name("links.toml").open("rb") as file:
-        entries = tomllib.load(file)
+    text = read_text(Path(__file__).with_name("links.toml"), most_bytes=SETTINGS_BYTES)
+    entries = parse_toml(text)
     return {name: ListedLink.parse(entry, source=f"links.toml, {name}") for name, entry in entries.items()}
 
 

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveInt, computed_field, model_validator
+from pydantic import BeforeValidator, Field, computed_field, model_validator
 
-from fullshard.errors import SpecError
 from fullshard.spec.hardware import ComputeDtype
-from fullshard.spec.run import NonNegativeFloat, NonNegativeInt, PositiveFloat, Strategy
-from fullshard.spec.value import Value
+from fullshard.spec.run import Strategy
+from fullshard.spec.value import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Value
 
 
 def _none_if_not_finite(value: Any) -> Any:
@@ -248,10 +247,7 @@ class Measurement(Value):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Reads what `save` wrote. Raises SpecError for anything else."""
-        try:
-            return cls.model_validate_json(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise SpecError(f"{path} is not a saved measurement.", got=str(error).splitlines()[0]) from error
+        return cls.read_json(path, what="a saved measurement")
 
     def save(self, path: str | Path) -> None:
         """Writes JSON; a reader finds the old file or the new one, whole. Raises OSError."""

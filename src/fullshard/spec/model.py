@@ -6,7 +6,7 @@ from math import prod
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
-from fullshard.errors import PlanError, SpecError
+from fullshard.errors import PlanError
 from fullshard.spec.plan import DeviceType, Dtype, Precision
 from fullshard.spec.run import RecomputeSection, UnitOverride
 from fullshard.spec.value import Value
@@ -228,10 +228,7 @@ class ModelSpec(Value):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Reads what `save` wrote. Raises SpecError for anything else."""
-        try:
-            return cls.model_validate_json(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise SpecError(f"{path} is not a saved model spec.", got=str(error).splitlines()[0]) from error
+        return cls.read_json(path, what="a saved model spec")
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.model_dump_json() + "\n", encoding="utf-8")

@@ -5,7 +5,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from fullshard.spec.value import PositiveFloat, PositiveInt, Value
+from fullshard.spec.value import Options, PathText, PositiveCount, PositiveScalar, Value
+
+MOST_LAYERS = 2_048
+"""The deepest models that people have trained have a thousand."""
 
 
 class Decoder(Value):
@@ -15,15 +18,15 @@ class Decoder(Value):
     sizes the section may have `hf` (a model of transformers) or `python` (any module): docs/models.md.
     """
 
-    vocabulary: PositiveInt = 256
-    d_model: PositiveInt = 320
-    layers: PositiveInt = 4
-    heads: PositiveInt = 4
-    kv_heads: PositiveInt = 2
-    d_ff: PositiveInt = 960
-    max_sequence: PositiveInt = 2048
-    rope_theta: PositiveFloat = 10_000.0
-    norm_eps: PositiveFloat = 1e-5
+    vocabulary: PositiveCount = 256
+    d_model: PositiveCount = 320
+    layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)] = 4
+    heads: PositiveCount = 4
+    kv_heads: PositiveCount = 2
+    d_ff: PositiveCount = 960
+    max_sequence: PositiveCount = 2048
+    rope_theta: PositiveScalar = 10_000.0
+    norm_eps: PositiveScalar = 1e-5
     tied: bool = False
 
     @model_validator(mode="after")
@@ -50,12 +53,12 @@ class HuggingFaceModel(Value):
     which may do whatever you may do on this machine; false refuses a model that cannot be built without it.
     """
 
-    hf: str
+    hf: PathText
     weights: Literal["auto", "require", "none"] = "auto"
     architecture: str = "auto"
     attention: str = "auto"
     trust_remote_code: bool = False
-    options: dict[str, Any] = Field(default_factory=dict[str, Any])
+    options: Options = Field(default_factory=dict[str, Any])
 
     @property
     def source(self) -> str:
@@ -68,7 +71,7 @@ class PythonModel(Value):
     with `torch.empty` (parameters) takes no memory."""
 
     python: str
-    options: dict[str, Any] = Field(default_factory=dict[str, Any])
+    options: Options = Field(default_factory=dict[str, Any])
 
     @property
     def source(self) -> str:

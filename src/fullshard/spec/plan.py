@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal, Self
 
-from fullshard.errors import PlanError, SpecError
+from fullshard.errors import PlanError
 from fullshard.spec.prediction import Prediction
 from fullshard.spec.run import PrecisionMode, Run, Strategy
 from fullshard.spec.value import PositiveInt, Value
@@ -145,10 +145,7 @@ class Plan(Value):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Reads what `save` wrote. Raises SpecError for anything else."""
-        try:
-            return cls.model_validate_json(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise SpecError(f"{path} is not a saved plan.", got=str(error).splitlines()[0]) from error
+        return cls.read_json(path, what="a saved plan")
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.model_dump_json(indent=2) + "\n")

@@ -1,12 +1,11 @@
 """Prediction: what a plan is said to need and to take, term by term."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveInt
+from pydantic import Field
 
 from fullshard.spec.memory import MemoryTerms
-from fullshard.spec.run import NonNegativeFloat, NonNegativeInt, PositiveFloat
-from fullshard.spec.value import Value
+from fullshard.spec.value import Large, NonNegativeFloat, PositiveFloat, PositiveInt, Value
 
 
 class TimeTerms(Value):
@@ -59,10 +58,10 @@ class OffloadTerms(Value):
     `host_capacity_bytes`: a rank's share of the host's memory; None: not known.
     """
 
-    host_bytes: NonNegativeInt = 0
-    disk_bytes: NonNegativeInt = 0
-    disk_read_bytes: NonNegativeInt = 0
-    disk_written_bytes: NonNegativeInt = 0
+    host_bytes: Large = 0
+    disk_bytes: Large = 0
+    disk_read_bytes: Large = 0
+    disk_written_bytes: Large = 0
     disk_seconds: NonNegativeFloat | None = 0.0
     update_seconds: NonNegativeFloat = 0.0
     copy_seconds: NonNegativeFloat = 0.0
@@ -86,8 +85,8 @@ class ActivationTerms(Value):
     most, `copied_bytes` of one step in each of the two directions, and the seconds of both.
     """
 
-    host_bytes: NonNegativeInt = 0
-    copied_bytes: NonNegativeInt = 0
+    host_bytes: Large = 0
+    copied_bytes: Large = 0
     copy_seconds: NonNegativeFloat = 0.0
     host_capacity_bytes: PositiveInt | None = None
 
@@ -104,13 +103,13 @@ class Prediction(Value):
 
     hardware: str
     memory: MemoryTerms
-    allocator_reserve_bytes: NonNegativeInt = 0
-    context_bytes: NonNegativeInt = 0
+    allocator_reserve_bytes: Large = 0
+    context_bytes: Large = 0
     capacity_bytes: PositiveInt
     offload: OffloadTerms | None = None
     activations: ActivationTerms | None = None
     time: TimeTerms
-    tokens_per_step: PositiveInt
+    tokens_per_step: Annotated[Large, Field(gt=0)]
     tokens_per_second: PositiveFloat
     flops_per_token: PositiveFloat | None = None
     mfu: PositiveFloat | None = None

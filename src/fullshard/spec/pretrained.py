@@ -1,19 +1,22 @@
 """A `config.json` of Hugging Face: where it lies on this machine, and which Decoder says the same."""
 
-import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fullshard.errors import SpecError
-from fullshard.spec.model_section import Decoder
+from fullshard.spec.model_section import MOST_LAYERS, Decoder
 from fullshard.spec.presets import QK_NORMS, QKV_BIASES, SCALED_POSITIONS, SOME_POSITIONS
+from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_bytes
 from fullshard.spec.value import Value
 
 CONFIG_NAME = "config.json"
+_REVISION_BYTES = 4096
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# What transformers' configs call the number of blocks: num_hidden_layers, n_layer, decoder_layers, depths.
+_LAYERS = re.compile(r"(.*_)?(layers?|depths?|blocks)")
 _EXPRESSED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
 
@@ -34,11 +37,13 @@ def cached_config(name: str, environment: Mapping[str, str] = os.environ) -> Pat
     if not _REPOSITORY.fullmatch(name):
         return None
     repository = _cache(environment) / f"models--{name.replace('/', '--')}"
-    found = list(repository.glob(f"snapshots/*/{CONFIG_NAME}"))
+    if not os.path.isdir(repository):
+        return None
+    found = [path for path in repository.glob(f"snapshots/*/{CONFIG_NAME}") if path.is_file()]
     main = repository / "refs" / "main"
     if main.is_file():
-        revision = main.read_text(encoding="utf-8").strip()
-        found = [path for path in found if path.parent.name == revision] or found
+        revision = read_bytes(main, most_bytes=_REVISION_BYTES).strip()
+        found = [path for path in found if os.fsencode(path.parent.name) == revision] or found
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
@@ -47,10 +52,10 @@ def locate(source: str, environment: Mapping[str, str] = os.environ) -> Path:
 
     The model's weights and tokenizer, if it has them, lie beside it. Nothing is fetched. Raises SpecError.
     """
-    path = Path(source).expanduser()
-    if path.is_file():
+    path = Path(os.path.expanduser(source))
+    if os.path.isfile(path):
         return path
-    if path.is_dir():
+    if os.path.isdir(path):
         if not (path / CONFIG_NAME).is_file():
             raise SpecError(f"{source} is a directory without a {CONFIG_NAME}.", fix="the model's directory")
         return path / CONFIG_NAME
@@ -69,24 +74,47 @@ def locate(source: str, environment: Mapping[str, str] = os.environ) -> Path:
 
 def _cache(environment: Mapping[str, str]) -> Path:
     if environment.get("HF_HUB_CACHE"):
-        return Path(environment["HF_HUB_CACHE"]).expanduser()
+        return Path(os.path.expanduser(environment["HF_HUB_CACHE"]))
     home = environment.get("HF_HOME")
     if not home:
         home = Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return Path(home, "hub").expanduser()
+    return Path(os.path.expanduser(home), "hub")
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises SpecError for anything else."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(read_bytes(path, most_bytes=VALUE_BYTES))
     except OSError as error:
         raise SpecError(f"{path} cannot be read.", got=error.strerror) from error
     except ValueError as error:
         raise SpecError(f"{path} is no JSON.", got=str(error)) from error
     if not isinstance(data, dict):
         raise SpecError(f"{path} holds no JSON object.", got=type(data).__name__)
-    return data
+    return cast(dict[str, Any], data)
+
+
+def check_sizes(config: Mapping[str, Any], *, source: str) -> None:
+    """Raises SpecError for a number in `config` that no model has: of more than 64 bits, or more than
+    MOST_LAYERS of its blocks, which would be constructed one by one."""
+    for key, value in _named_numbers(config, ""):
+        layers = _LAYERS.fullmatch(key.rpartition(".")[2]) is not None
+        most = MOST_LAYERS if layers else 2**63 - 1
+        if abs(value) > most:
+            digits = f"{value:,}" if value.bit_length() < 128 else f"a number of {value.bit_length()} bits"
+            raise SpecError(f"{source}: {key} is too large.", got=digits, why=f"at most {most:,}")
+
+
+def _named_numbers(value: Any, key: str) -> Iterator[tuple[str, int]]:
+    """(dotted key, number) of every whole number in `value`."""
+    if isinstance(value, Mapping):
+        for name, inner in cast(Mapping[Any, Any], value).items():
+            yield from _named_numbers(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for inner in cast(Sequence[Any], value):
+            yield from _named_numbers(inner, key)
+    elif isinstance(value, int):
+        yield key, value
 
 
 def why_not_expressed(config: Mapping[str, Any]) -> str | None:
@@ -95,7 +123,7 @@ def why_not_expressed(config: Mapping[str, Any]) -> str | None:
     if kind not in _EXPRESSED:
         return f"model_type {kind!r}"
     d_model, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    if not isinstance(d_model, int) or not isinstance(heads, int) or heads < 1:
+    if not isinstance(d_model, int) or not isinstance(heads, int) or min(d_model, heads) < 1:
         return "no hidden_size, or no num_attention_heads"
     if config.get("head_dim") not in (None, d_model / heads):
         return f"head_dim = {config['head_dim']}, which is not hidden_size / heads = {d_model / heads:g}"
@@ -115,7 +143,7 @@ def expressed(config: Mapping[str, Any], *, source: str) -> Expressed:
     if reason is not None:
         raise SpecError(f"{source}: the reference decoder cannot express it.", got=reason)
     heads = config["num_attention_heads"]
-    rope = config.get("rope_parameters") or {}  # transformers 5 writes the base in there
+    rope = _table(config, "rope_parameters")  # transformers 5 writes the base in there
     sizes = {
         "vocabulary": config.get("vocab_size"),
         "d_model": config["hidden_size"],
@@ -135,9 +163,14 @@ def expressed(config: Mapping[str, Any], *, source: str) -> Expressed:
     return Expressed(model=model, differs=tuple(_differences(config)))
 
 
+def _table(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found: Any = config.get(key)
+    return cast(Mapping[str, Any], found) if isinstance(found, Mapping) else {}
+
+
 def _differences(config: Mapping[str, Any]) -> list[str]:
     kind = config["model_type"]
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaling = _table(config, "rope_scaling") or _table(config, "rope_parameters")
     window = config.get("sliding_window") if config.get("use_sliding_window", kind == "mistral") else None
     found = {
         QKV_BIASES: kind == "qwen2",

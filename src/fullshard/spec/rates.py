@@ -1,14 +1,13 @@
 """Rates of chips that nobody calibrated: parts of their peaks, by the size of a launch (`rates.toml`)."""
 
-import tomllib
 from functools import cache
 from pathlib import Path
 
 from pydantic import Field
 
 from fullshard.spec.hardware import Chip, ComputeDtype, Curve, Point, Rates
-from fullshard.spec.run import NonNegativeFloat, NonNegativeInt, PositiveFloat
-from fullshard.spec.value import Value
+from fullshard.spec.small_files import SETTINGS_BYTES, parse_toml, read_text
+from fullshard.spec.value import NonNegativeFloat, NonNegativeInt, PositiveFloat, Value
 
 # (seconds at the chip's peak, part of the rate that is reached), by rising seconds.
 Shape = tuple[tuple[float, float], ...]
@@ -79,8 +78,8 @@ class Efficiencies(Value):
 @cache
 def efficiencies() -> Efficiencies:
     """The table that all chips share."""
-    with Path(__file__).with_name("rates.toml").open("rb") as file:
-        return Efficiencies.parse(tomllib.load(file), source="rates.toml")
+    text = read_text(Path(__file__).with_name("rates.toml"), most_bytes=SETTINGS_BYTES)
+    return Efficiencies.parse(parse_toml(text), source="rates.toml")
 
 
 def default_rates(

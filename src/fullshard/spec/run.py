@@ -1,9 +1,9 @@
 """Run: what the user asks for. It is read from a `run.toml`, and every default stands on its field here."""
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
+from tomllib import TOMLDecodeError
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -12,13 +12,20 @@ from fullshard.errors import SpecError
 from fullshard.spec.adapter_section import AdapterSection
 from fullshard.spec.data_section import DataSection
 from fullshard.spec.model_section import Decoder, ModelSection
+from fullshard.spec.small_files import SETTINGS_BYTES, parse_toml, read_text
 from fullshard.spec.value import (
     NUMBER,
+    Count,
     Fraction,
-    NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
+    NonNegativeScalar,
+    Options,
+    PathText,
+    PositiveCount,
     PositiveInt,
+    PositiveScalar,
+    Processes,
+    Seconds,
     Value,
 )
 
@@ -74,15 +81,15 @@ class TrainSection(Value):
     unset, the next token's for models that predict it, else the model's own.
     """
 
-    steps: PositiveInt = 200
-    global_batch: PositiveInt = 24
-    microbatch: PositiveInt | None = None
+    steps: PositiveCount = 200
+    global_batch: PositiveCount = 24
+    microbatch: PositiveCount | None = None
     accumulate_sync: Literal["auto", "each", "last"] = "auto"
     loss: str | None = None
-    validate_every: NonNegativeInt = 100
-    validate_sequences: PositiveInt = 240
-    max_skipped_steps: PositiveInt = 10
-    warmup_steps_untimed: NonNegativeInt = 5
+    validate_every: Count = 100
+    validate_sequences: PositiveCount = 240
+    max_skipped_steps: PositiveCount = 10
+    warmup_steps_untimed: Count = 5
 
 
 class OptimizerSection(Value):
@@ -96,14 +103,14 @@ class OptimizerSection(Value):
     """
 
     name: str = "adamw"
-    learning_rate: PositiveFloat = 3e-3
+    learning_rate: PositiveScalar = 3e-3
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.1
+    eps: PositiveScalar = 1e-8
+    weight_decay: NonNegativeScalar = 0.1
     momentum: Fraction = 0.0
-    clip_norm: NonNegativeFloat = 1.0
+    clip_norm: NonNegativeScalar = 1.0
     in_backward: bool = False
-    options: dict[str, Any] = Field(default_factory=dict[str, Any])
+    options: Options = Field(default_factory=dict[str, Any])
 
     @model_validator(mode="after")
     def _nothing_waits_for_the_norm(self) -> Self:
@@ -122,7 +129,7 @@ class ScheduleSection(Value):
     """
 
     kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    warmup_steps: NonNegativeInt = 20
+    warmup_steps: Count = 20
     final_ratio: Annotated[float, NUMBER, Field(ge=0, le=1)] = 0.1
     decay_fraction: Annotated[float, NUMBER, Field(gt=0, le=1)] = 0.2
 
@@ -174,9 +181,9 @@ class ShardingSection(Value):
     """
 
     strategy: Annotated[Strategy | Literal["auto"], BeforeValidator(parse_strategy)] = "auto"
-    shard_degree: PositiveInt | None = None
-    reshard_to: PositiveInt | None = None
-    tensor_parallel: PositiveInt = 1
+    shard_degree: PositiveCount | None = None
+    reshard_to: PositiveCount | None = None
+    tensor_parallel: PositiveCount = 1
     units: UnitSection = UnitSection()
 
     @model_validator(mode="before")
@@ -210,8 +217,8 @@ class PrecisionSection(Value):
     cast_inputs: bool = True
     output_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     buffer_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    initial_loss_scale: PositiveFloat = 65536.0
-    loss_scale_window: PositiveInt = 2000
+    initial_loss_scale: PositiveScalar = 65536.0
+    loss_scale_window: PositiveCount = 2000
 
 
 class RecomputeSection(Value):
@@ -227,9 +234,9 @@ class RecomputeSection(Value):
     """
 
     mode: Literal["auto", "none", "full", "every", "selective", "offload"] = "auto"
-    every: PositiveInt | None = None
-    save_matmuls: PositiveInt = 1
-    offload_min_fraction: NonNegativeFloat = 1 / 32
+    every: PositiveCount | None = None
+    save_matmuls: PositiveCount = 1
+    offload_min_fraction: NonNegativeScalar = 1 / 32
 
     @property
     def period(self) -> int:
@@ -244,8 +251,8 @@ class PrefetchSection(Value):
     `auto`: the planner's choice."""
 
     mode: Literal["auto", "none", "implicit", "explicit"] = "auto"
-    forward: NonNegativeInt = 1
-    backward: NonNegativeInt = 1
+    forward: Count = 1
+    backward: Count = 1
 
 
 class OffloadSection(Value):
@@ -265,7 +272,7 @@ class OffloadSection(Value):
     """
 
     tier: Tier | Literal["auto"] = "auto"
-    path: str = "offload"
+    path: PathText = "offload"
     group_parameters: PositiveInt = 64_000_000
     host_bytes: PositiveInt | None = None
     moments: Literal["fp32", "bf16"] = "fp32"
@@ -297,10 +304,10 @@ class CheckpointSection(Value):
     with it, and only signed ones are loaded (docs/security.md). `export` adds safetensors at the end.
     """
 
-    dir: str | None = None
-    every: NonNegativeInt = 0
-    keep: NonNegativeInt = 2
-    keep_every: NonNegativeInt = 0
+    dir: PathText | None = None
+    every: Count = 0
+    keep: Count = 2
+    keep_every: Count = 0
     mode: Literal["sync", "async"] = "sync"
     disks: Literal["shared", "node"] = "shared"
     layout: Literal["sharded", "ranks"] = "sharded"
@@ -336,16 +343,16 @@ class SurvivalSection(Value):
     `check_replicas_every`: steps between two comparisons of replicas, bit for bit; 0 for none.
     """
 
-    watchdog_seconds: NonNegativeFloat = 300.0
-    watchdog_patience: Annotated[float, NUMBER, Field(ge=1)] = 3.0
-    collective_seconds: PositiveFloat = 600.0
+    watchdog_seconds: Seconds = 300.0
+    watchdog_patience: Annotated[float, NUMBER, Field(ge=1, le=100)] = 3.0
+    collective_seconds: Annotated[float, NUMBER, Field(gt=0, le=10**7)] = 600.0
     fingerprint: Literal["all", "step", "none"] = "all"
     on_spike: Literal["none", "skip", "rollback"] = "none"
-    spike_window: Annotated[int, NUMBER, Field(ge=4)] = 128
-    spike_sigma: PositiveFloat = 6.0
-    skip_batches: NonNegativeInt = 0
-    max_rollbacks: NonNegativeInt = 3
-    check_replicas_every: NonNegativeInt = 0
+    spike_window: Annotated[Count, Field(ge=4)] = 128
+    spike_sigma: PositiveScalar = 6.0
+    skip_batches: Count = 0
+    max_rollbacks: Count = 3
+    check_replicas_every: Count = 0
 
     @property
     def group_timeout_seconds(self) -> float:
@@ -358,10 +365,10 @@ class LogSection(Value):
     where the time goes, from the fourth on (they are in no figure of speed; a run of fewer steps has none).
     `trackers`: any of tensorboard, wandb, mlflow."""
 
-    every: PositiveInt = 10
-    profile_steps: NonNegativeInt = 2
+    every: PositiveCount = 10
+    profile_steps: Count = 2
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
-    sample_tokens: NonNegativeInt = 160
+    sample_tokens: Count = 160
 
 
 class RunSection(Value):
@@ -369,11 +376,11 @@ class RunSection(Value):
     `compile` auto: if the planner finds it faster. `restarts`: how often ranks that died are started again,
     from the newest checkpoint; torchrun, which starts ranks by itself, has `--max-restarts`."""
 
-    dir: str = "runs/default"
+    dir: PathText = "runs/default"
     seed: NonNegativeInt = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    ranks: NonNegativeInt = 0
-    restarts: NonNegativeInt = 0
+    ranks: Processes = 0
+    restarts: Count = 0
     compile: bool | Literal["auto"] = False
 
 
@@ -457,13 +464,12 @@ class Run(Value):
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
+        return parse_toml(read_text(path, most_bytes=SETTINGS_BYTES))
     except OSError as error:
         raise SpecError(
             f"{path} cannot be read.", got=error.strerror, fix="fullshard init, which writes one"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise SpecError(f"{path} is no TOML.", got=str(error)) from error
 
 
@@ -474,9 +480,11 @@ def _override(data: dict[str, Any], override: str) -> None:
     if not separator or not path or not key:
         raise SpecError("--set takes section.key=value.", got=override, fix="--set train.steps=500")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = parse_toml(f"value = {text}")["value"]
+    except TOMLDecodeError:
         value = text.strip()
+    except ValueError as error:
+        raise SpecError(f"--set {name} has no value that a run can have.", got=str(error)) from error
     section: Any = data
     for part in path:
         section = section.setdefault(part, {})

@@ -3,11 +3,26 @@
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from fullshard.errors import SpecError
+from fullshard.spec.small_files import VALUE_BYTES, check_depth, read_bytes
+
+
+def _possible_path(text: str) -> str:
+    """Raises ValueError for what no file system takes; UnicodeEncodeError, which is one, for no text."""
+    names = text.encode(errors="surrogateescape").split(b"/")
+    if "\0" in text or sum(map(len, names)) + len(names) > 4096 or max(map(len, names)) > 255:
+        raise ValueError("no file has such a path: a name has 255 bytes at most, a path 4095, and none a NUL")
+    return text
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    check_depth(options, most=10_000)
+    return options
 
 
 def _not_a_truth_value(value: Any) -> Any:
@@ -21,9 +36,26 @@ def _not_a_truth_value(value: Any) -> Any:
 NUMBER = BeforeValidator(_not_a_truth_value)
 NonNegativeFloat = Annotated[float, NUMBER, Field(ge=0)]
 PositiveFloat = Annotated[float, NUMBER, Field(gt=0)]
-NonNegativeInt = Annotated[int, NUMBER, Field(ge=0)]
-PositiveInt = Annotated[int, NUMBER, Field(gt=0)]
 Fraction = Annotated[float, NUMBER, Field(ge=0, lt=1)]
+# Integers of 64 bits, as files and tensors have them.
+NonNegativeInt = Annotated[int, NUMBER, Field(ge=0, le=2**63 - 1)]
+PositiveInt = Annotated[int, NUMBER, Field(gt=0, le=2**63 - 1)]
+# What a prediction may come to; a float holds it.
+Large = Annotated[int, Field(ge=0, le=10**100)]
+# What a run does or has so many of. The product of two of them has 64 bits.
+Count = Annotated[int, NUMBER, Field(ge=0, le=10**9)]
+PositiveCount = Annotated[int, NUMBER, Field(gt=0, le=10**9)]
+# What a machine runs at once.
+Processes = Annotated[int, NUMBER, Field(ge=0, le=4096)]
+# What is computed with in fp32.
+NonNegativeScalar = Annotated[float, NUMBER, Field(ge=0, le=1e30)]
+PositiveScalar = Annotated[float, NUMBER, Field(gt=0, le=1e30)]
+# The product of two is less than a timer or a collective can wait.
+Seconds = Annotated[float, NUMBER, Field(ge=0, le=10**7)]
+PathText = Annotated[str, AfterValidator(_possible_path)]
+# For a function or a class outside of fullshard, which knows what may be in it.
+Options = Annotated[dict[str, Any], AfterValidator(_plain)]
+_SHOWN = 120
 _QUOTED = re.compile(r"'([^']*)'")
 
 
@@ -39,6 +71,22 @@ class Value(BaseModel):
             return cls.model_validate(dict(data))
         except ValidationError as error:
             raise _spec_error(cls, error, source=source) from None
+
+    @classmethod
+    def read_json(cls, path: str | Path, *, what: str) -> Self:
+        """Reads a value that was written as JSON.
+
+        Raises SpecError that says that `path` is not `what` ("a saved plan") for anything else.
+        """
+        try:
+            return cls.model_validate_json(read_bytes(path, most_bytes=VALUE_BYTES))
+        except ValidationError as error:
+            first = error.errors(include_input=False, include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            got = f"{place}: {first['msg']}" if place else first["msg"]
+            raise SpecError(f"{path} is not {what}.", got=got) from error
+        except OSError as error:
+            raise SpecError(f"{path} is not {what}.", got=error.strerror) from error
 
 
 def _spec_error(cls: type[BaseModel], error: ValidationError, *, source: str) -> SpecError:
@@ -65,10 +113,19 @@ def _spec_error(cls: type[BaseModel], error: ValidationError, *, source: str) ->
         reason, fix = f"it is one of {', '.join(names)}", _nearest(str(first["input"]), names)
     return SpecError(
         f"{source}: {name or 'the whole'} is not valid{more}.",
-        got=repr(first["input"]) if name else None,  # the whole says no more than the reason
+        got=_shown(first["input"]) if name else None,  # the whole says no more than the reason
         why=reason,
         fix=fix,
     )
+
+
+def _shown(value: object) -> str:
+    """A value as Python writes it, as far as a person reads it."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # thousands of digits, or levels
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text):,} characters)"
 
 
 def _nearest(text: str, names: Sequence[str]) -> str | None:

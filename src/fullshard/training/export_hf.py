@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +25,12 @@ from fullshard.models.weight_names import described, file_names, meta_twin
 from fullshard.spec.model_section import Decoder, HuggingFaceModel
 from fullshard.spec.pretrained import locate
 from fullshard.spec.run import Run
+from fullshard.spec.small_files import read_bytes
 from fullshard.spec.weight_map import Naming
 
 SHARD_BYTES = 5_000_000_000  # a file, as on the hub
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_MOST_BYTES = 64 << 20
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 # What tokenizers and the preparation of images and sound consist of, in repositories of Hugging Face.
 _TOKENIZER = (
@@ -74,7 +77,7 @@ def export_hf(
     known = _as_known(manifest, run, doing=f"exporting {checkpoint}")
     config = {**_without_cache_switch(known.config), "dtype": _named_dtype(manifest, dtype)}
     config.pop("torch_dtype", None)
-    beside = {name: path.read_bytes() for name, path in _files_of(run).items()}
+    beside = {name: _beside(path) for name, path in _files_of(run).items()}
     if known.generation is not None:
         beside.setdefault(_GENERATION, known.generation)
     beside[_CONFIG] = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
@@ -192,6 +195,13 @@ def _files_of(run: Run | None) -> dict[str, Path]:
     return found | _present(beside, (_GENERATION,))
 
 
+def _beside(path: Path) -> bytes:
+    try:
+        return read_bytes(path, most_bytes=_MOST_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read.", got=error.strerror) from error
+
+
 def _present(directory: Path | None, names: Iterable[str]) -> dict[str, Path]:
     return {
         name: directory / name for name in names if directory is not None and (directory / name).is_file()
@@ -201,7 +211,7 @@ def _present(directory: Path | None, names: Iterable[str]) -> dict[str, Path]:
 def _tokenizer_directory(run: Run) -> Path | None:
     if run.data.tokenizer is None:
         return None
-    path = Path(run.data.tokenizer).expanduser()
+    path = Path(os.path.expanduser(run.data.tokenizer))
     return path if path.is_dir() else path.parent
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
+from fullshard.errors import SpecError
 from fullshard.spec.value import Value
 
 # What torchrun calls a launch that nobody has named.
@@ -43,8 +44,8 @@ class LaunchRecord(Value):
     def load(cls, path: Path) -> Self | None:
         """None where there is none, or what is there is none."""
         try:
-            return cls.model_validate_json(path.read_text())
-        except (OSError, ValueError):
+            return cls.read_json(path, what="the record of a launch")
+        except SpecError:
             return None
 
 

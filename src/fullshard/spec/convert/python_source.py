@@ -1,11 +1,14 @@
 """Keyword arguments of a call in Python source, read by its syntax tree. Nothing is ever executed."""
 
 import ast
+import math
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from fullshard.spec.convert.account import SourceText
 
+_MOST_VALUES = 20_000
 # Calls whose arguments are settings: the names of those that stand by position.
 _FSDP1 = (
     "module",
@@ -54,11 +57,15 @@ class PythonSource:
     """A parsed program: its calls, and what its names were assigned.
 
     A name that is assigned once stands for what it was assigned; anything that only running would tell is
-    kept as its text (`SourceText`). Raises SyntaxError for text that is no Python.
+    kept as its text (`SourceText`). Raises SyntaxError or ValueError for text that is not Python, and
+    RecursionError or MemoryError where it is nested too deep; ValueError for more values than are meant.
     """
 
     def __init__(self, text: str) -> None:
-        tree = ast.parse(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what Python thinks of somebody's program
+            tree = ast.parse(text)
+        self._left = _MOST_VALUES
         self._tree = tree
         self._assigned = _assigned_once(tree)
 
@@ -98,6 +105,9 @@ class PythonSource:
         return named
 
     def _value(self, node: ast.expr) -> Any:
+        self._left -= 1
+        if self._left < 0:  # names that stand for several of other names, again and again
+            raise ValueError(f"its arguments are more than {_MOST_VALUES:,} values")
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.Name) and node.id in self._assigned:
@@ -120,7 +130,7 @@ class PythonSource:
         if name in ("int", "float") and len(call.args) == 1:
             value = self._value(call.args[0])
             if isinstance(value, int | float):
-                return int(value) if name == "int" else float(value)
+                return int(value) if name == "int" and math.isfinite(value) else float(value)
         arguments = self._arguments(call, parts[name]) if name in parts else {}
         return arguments or SourceText(ast.unparse(call))
 
@@ -183,6 +193,6 @@ def _product(node: ast.BinOp) -> int | float | None:
         return None
     if isinstance(node.op, ast.Mult) and max(abs(left), abs(right)) < 1e15:
         return left * right
-    if isinstance(node.op, ast.Pow) and abs(left) < 1e3 and 0 <= right < 16:
+    if isinstance(node.op, ast.Pow) and 0 <= left < 1e3 and 0 <= right < 16:
         return cast(float, left**right)
     return None

@@ -1,20 +1,23 @@
 """Whose config a text is, by what stands in it, and its tree of keys."""
 
 import json
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from fullshard.errors import SpecError
-from fullshard.spec.convert.account import Format
+from fullshard.spec.convert.account import Format, leaves
 from fullshard.spec.convert.python_source import (
     FSDP_CALLS,
     LIGHTNING_HOSTS,
     LIGHTNING_STRATEGIES,
     PythonSource,
 )
+from fullshard.spec.libraries import Outside
 from fullshard.spec.run import Run
+from fullshard.spec.small_files import check_depth, check_integers, parse_json, parse_toml
 
+_MOST_KEYS = 5_000
+_YAML_LETTERS = 1 << 17  # a second of its parser
 _ACCELERATE = {"compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "num_machines"}
 _DEEPSPEED = {
     "zero_optimization",
@@ -41,7 +44,7 @@ def read_source(text: str, *, name: str, format: Format | None) -> Source:
     for read in (_json, _toml, _python, _yaml):
         found = read(text, format)
         if found is not None:
-            return found
+            return _plain_source(found, text, name=name)
     wanted = f"no config of {format}" if format else "of no format that is known here"
     raise SpecError(
         f"{name} is {wanted}.",
@@ -55,20 +58,23 @@ def _json(text: str, format: Format | None) -> Source | None:
     if format not in (None, Format.DEEPSPEED, Format.ACCELERATE):
         return None
     try:
-        tree = json.loads(text)
+        tree = parse_json(text)
     except ValueError:
         return None
     return _mapping(tree, format)
 
 
 def _yaml(text: str, format: Format | None) -> Source | None:
-    if format not in (None, Format.ACCELERATE, Format.DEEPSPEED):
+    """Without what YAML's references make of a few lines: no config has more values than characters."""
+    if format not in (None, Format.ACCELERATE, Format.DEEPSPEED) or len(text) > _YAML_LETTERS:
         return None
     import yaml
 
     try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError:
+        with Outside(lambda got: SpecError("it is not YAML.", got=got)):
+            tree = yaml.safe_load(text)
+            check_depth(tree, most=len(text))
+    except SpecError:
         return None
     return _mapping(tree, format)
 
@@ -77,7 +83,7 @@ def _mapping(tree: Any, format: Format | None) -> Source | None:
     """Accelerate's or DeepSpeed's, by its keys."""
     if not isinstance(tree, Mapping) or not tree:
         return None
-    keyed = _with_text_keys(cast(Mapping[Any, Any], tree))
+    keyed = {str(key): value for key, value in cast(Mapping[Any, Any], tree).items()}
     if format is not None:
         return format, keyed, []
     if _ACCELERATE & keyed.keys():
@@ -87,20 +93,36 @@ def _mapping(tree: Any, format: Format | None) -> Source | None:
     return None
 
 
-def _with_text_keys(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    """YAML's keys may be of any type."""
-    return {
-        str(key): _with_text_keys(cast(Mapping[Any, Any], value)) if isinstance(value, Mapping) else value
-        for key, value in tree.items()
-    }
+def _plain_source(source: Source, text: str, *, name: str) -> Source:
+    """Raises SpecError for values that no run.toml can have."""
+    format, tree, notes = source
+    try:
+        check_depth(tree, most=len(text))
+        check_integers(tree)
+        plain = {key: _plain(value) for key, value in tree.items()}
+        json.dumps(plain, ensure_ascii=False).encode()  # which raises for half of a surrogate pair
+    except ValueError as error:
+        raise SpecError(f"{name} has values that no run has.", got=str(error)) from error
+    if len(list(leaves(plain))) > _MOST_KEYS:
+        raise SpecError(f"{name} is not a config.", got=f"more than {_MOST_KEYS:,} keys")
+    return format, plain, notes
+
+
+def _plain(value: Any) -> Any:
+    """With texts for keys, which YAML has of any type, and for values that are not of JSON's types."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in cast(Mapping[Any, Any], value).items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(inner) for inner in cast(Iterable[Any], value)]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def _toml(text: str, format: Format | None) -> Source | None:
     if format not in (None, Format.TORCHTITAN):
         return None
     try:
-        tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
+        tree = parse_toml(text)
+    except ValueError:
         return None
     sections = {key for key, value in tree.items() if isinstance(value, dict)}
     if format is None and sections and sections <= Run.model_fields.keys() and not sections & {"training"}:
@@ -116,9 +138,12 @@ def _python(text: str, format: Format | None) -> Source | None:
     if format not in (None, Format.FSDP, Format.LIGHTNING):
         return None
     try:
-        source = PythonSource(text)
-    except (SyntaxError, ValueError, RecursionError):
+        return _calls(PythonSource(text), format)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the parser's stack has its own error
         return None
+
+
+def _calls(source: PythonSource, format: Format | None) -> Source | None:
     if format in (None, Format.LIGHTNING):
         strategy, host = source.call(LIGHTNING_STRATEGIES), source.call(LIGHTNING_HOSTS)
         if strategy or (host and {"strategy", "devices", "precision"} & host[1].keys()):
@@ -139,13 +164,13 @@ def _problem(text: str, name: str) -> str | None:
     """Why a file whose ending says what it is could not be read as that."""
     try:
         if name.endswith(".json"):
-            json.loads(text)
+            parse_json(text)
         elif name.endswith(".toml"):
-            tomllib.loads(text)
+            parse_toml(text)
         elif name.endswith(".py"):
             PythonSource(text)
-    except (ValueError, SyntaxError, RecursionError) as error:
-        return str(error).splitlines()[0]
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        return (str(error) or type(error).__name__).splitlines()[0]
     return None
 
 

@@ -10,10 +10,10 @@ def toml_text(settings: Mapping[str, Any], *, origins: Mapping[str, str], head: 
     tables: dict[str, list[str]] = {}
     for target in settings:
         table, _, key = target.rpartition(".")
-        comment = f"  # {' '.join(origins[target].split())}" if target in origins else ""
+        comment = f"  # {_on_one_line(origins[target])}" if target in origins else ""
         tables.setdefault(table, []).append(f"{key} = {toml_value(settings[target])}{comment}")
     parts = [f"[{table}]\n" + "\n".join(lines) for table, lines in tables.items()]
-    return "\n\n".join([*(f"# {line}".rstrip() for line in [head]), *parts]) + "\n"
+    return "\n\n".join([f"# {_on_one_line(head)}", *parts]) + "\n"
 
 
 def toml_value(value: Any) -> str:
@@ -25,4 +25,9 @@ def toml_value(value: Any) -> str:
         return "{" + ", ".join(f"{json.dumps(key)} = {toml_value(one)}" for key, one in items) + "}"
     if isinstance(value, float):
         return repr(value)
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _on_one_line(text: str) -> str:
+    """A comment of TOML holds no control characters."""
+    return "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))

@@ -35,6 +35,16 @@ def build_data(run: Run, *, alive: Alive = still) -> Data:
     return text_data(run) if is_plain_text(section) else packed_data(run, alive=alive)
 
 
+def tokenizer_vocabulary(section: DataSection) -> int | None:
+    """The vocabulary of the tokenizer that `section` names; None where it names none.
+
+    Known before any token is made, which may take hours. Raises DataError, MissingExtraError.
+    """
+    if section.tokenizer is None:
+        return None
+    return open_tokenizer(section.tokenizer, end_token=section.end_token).vocabulary
+
+
 def is_plain_text(section: DataSection) -> bool:
     """Whether it is text that is read as bytes: nothing is made of it beforehand."""
     plain = section.source in ("stdlib", "text") and not section.sources and section.tokenizer is None

@@ -25,6 +25,7 @@ from typing import Any, cast
 import xxhash
 
 from fullshard.errors import DataError
+from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_bytes
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -49,7 +50,7 @@ def key_of(facts: Mapping[str, Any]) -> str:
 
 def cache_root(directory: str) -> Path:
     """The cache's directory, made where it is not there. Raises DataError where it cannot be."""
-    root = Path(directory).expanduser().absolute()
+    root = Path(os.path.expanduser(directory)).absolute()
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -59,7 +60,7 @@ def cache_root(directory: str) -> Path:
 
 def manifest_of(entry: Path) -> dict[str, Any]:
     """What `built` was told about an entry, and `files`: the bytes of each of its files."""
-    return cast(dict[str, Any], json.loads((entry / MANIFEST).read_bytes()))
+    return cast(dict[str, Any], parse_json(read_bytes(entry / MANIFEST, most_bytes=VALUE_BYTES)))
 
 
 def built(root: Path, name: str, *, build: Callable[[Path], Mapping[str, Any]], alive: Alive = still) -> Path:
@@ -128,7 +129,7 @@ def _is_whole(entry: Path) -> bool:
     try:
         files = manifest_of(entry)["files"]
         return all((entry / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
@@ -167,11 +168,11 @@ def _taken(descriptor: int) -> bool:
 
 def _remembered(path: Path, memory: Path) -> str | None:
     try:
-        said = json.loads(_place(path, memory).read_bytes())
+        said = parse_json(read_bytes(_place(path, memory), most_bytes=VALUE_BYTES))
         now = path.stat()
-    except (OSError, ValueError):
+        return str(said["digest"]) if [now.st_size, now.st_mtime_ns] == said["seen"] else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return said["digest"] if [now.st_size, now.st_mtime_ns] == said["seen"] else None
 
 
 def _remember(path: Path, memory: Path, *, alive: Alive) -> str:

@@ -30,6 +30,7 @@ from fullshard.training.data.tokenizer import (
     open_tokenizer,
     tokenizer_file,
     tokenizer_files,
+    tokenizer_text,
     tokenizers_version,
 )
 from fullshard.training.data.tokenizing import Made, Recipe, token_dtype, tokenized
@@ -104,7 +105,7 @@ def _called(source: Source, documents: Sequence[Document]) -> str:
 def _dataset(fields: SourceFields, *, root: Path, alive: Alive) -> _Found:
     shards, names = list[Shard](), list[str]()
     for path in fields.paths or ("",):
-        place = str(Path(path).expanduser().absolute()) if path else ""
+        place = os.path.abspath(os.path.expanduser(path)) if path else ""
         dataset = open_dataset(place, fields)
         rows, files = len(dataset), [Path(file["filename"]) for file in dataset.cache_files]
         # What it did to its files since they were written, such as a selection, stands in its fingerprint.
@@ -218,7 +219,7 @@ def _recipe_facts(recipe: Recipe, source: Source) -> Mapping[str, Any]:
     }
     if recipe.tokenizer is not None:
         files = tokenizer_files(recipe.tokenizer)
-        facts["tokenizer"] = [key_of({"text": file.read_text(encoding="utf-8")}) for file in files]
+        facts["tokenizer"] = [key_of({"text": tokenizer_text(file)}) for file in files]
         facts["tokenizers"] = tokenizers_version()
     if recipe.fields.records == "messages":
         facts["transformers"] = version("transformers")

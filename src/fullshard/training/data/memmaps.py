@@ -145,13 +145,21 @@ def _check_size(path: Path, dtype: str) -> None:
         )
 
 
+def _index(path: Path) -> Integers:
+    """The bytes of an .idx, of which only those are read that are looked at."""
+    if not path.is_file():
+        raise DataError(f"{path} is not a regular file.")
+    return mapped(path, "uint8")
+
+
 def _megatron(path: Path, index: Path) -> _Raw:
     """Header, then sizes (int32), places in bytes (int64), and where each document's sequences begin."""
-    data = index.read_bytes()
+    data = _index(index)
     head = len(_MAGIC) + struct.calcsize("<QBQQ")
-    if not data.startswith(_MAGIC) or len(data) < head:
-        raise DataError(f"{index} is no index of tokens.", got=f"it begins with {data[: len(_MAGIC)]!r}")
-    version, code, sequences, documents = struct.unpack_from("<QBQQ", data, len(_MAGIC))
+    start = bytes(data[:head])
+    if not start.startswith(_MAGIC) or len(start) < head:
+        raise DataError(f"{index} is no index of tokens.", got=f"it begins with {start[: len(_MAGIC)]!r}")
+    version, code, sequences, documents = struct.unpack_from("<QBQQ", start, len(_MAGIC))
     dtype = _DTYPES.get(code, "unknown")
     if version != _VERSION or np.dtype(dtype if code in _DTYPES else "float32").kind not in "iu":
         raise DataError(f"{index} cannot be used.", got=f"version {version}, dtype {code} ({dtype})")
@@ -162,8 +170,9 @@ def _megatron(path: Path, index: Path) -> _Raw:
     places = np.frombuffer(data, "<i8", sequences, head + 4 * sequences) // np.dtype(dtype).itemsize
     first = np.frombuffer(data, "<i8", documents, head + 12 * sequences)
     tokens = mapped(path, dtype)
-    bad_order = first[-1] != sequences or (np.diff(first) < 0).any()
-    if bad_order or (places < 0).any() or (places + sizes > len(tokens)).any():
+    bad_order = first[0] < 0 or first[-1] != sequences or (np.diff(first) < 0).any()
+    outside = (sizes < 0) | (places < 0) | (places > len(tokens) - sizes)
+    if bad_order or outside.any():
         raise DataError(
             f"{index} does not fit its .bin.",
             got=f"{len(tokens)} tokens of {dtype} in {path.name}",

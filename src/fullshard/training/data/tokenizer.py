@@ -1,6 +1,6 @@
 """Text to tokens and back: bytes, or a tokenizer of Hugging Face."""
 
-import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.errors import DataError, MissingExtraError
+from fullshard.spec.libraries import Outside
+from fullshard.spec.small_files import parse_json, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -23,6 +25,7 @@ BYTES = 256
 """The vocabulary where the tokens are the bytes."""
 
 TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_MOST_BYTES = 64 << 20  # the largest tokenizer.json have some forty million
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end|>", "[SEP]")
 
 
@@ -91,15 +94,17 @@ class FileTokenizer:
 
     @property
     def vocabulary(self) -> int:
-        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        found = self.backend.encode_batch_fast([*texts], add_special_tokens=False)
+        with _backend():
+            found = self.backend.encode_batch_fast([*texts], add_special_tokens=False)
         return [np.array(one.ids, dtype=np.int64) for one in found]
 
     def decode(self, tokens: Iterable[int]) -> str:
         known = self.vocabulary
-        return self.backend.decode([t for t in tokens if t < known], skip_special_tokens=False)
+        with _backend():
+            return self.backend.decode([t for t in tokens if t < known], skip_special_tokens=False)
 
 
 def open_tokenizer(path: str | None, *, end_token: str | None = None) -> Tokenizer:
@@ -115,9 +120,10 @@ def open_tokenizer(path: str | None, *, end_token: str | None = None) -> Tokeniz
         return ByteTokenizer()
     file = tokenizer_file(path)
     backend = _read(file)
-    around: list[int] = backend.encode("", add_special_tokens=True).ids
-    known: set[int] = set(backend.encode("x", add_special_tokens=False).ids)
-    full: list[int] = backend.encode("x", add_special_tokens=True).ids
+    with _backend(str(file)):
+        around: list[int] = backend.encode("", add_special_tokens=True).ids
+        known: set[int] = set(backend.encode("x", add_special_tokens=False).ids)
+        full: list[int] = backend.encode("x", add_special_tokens=True).ids
     before = next((i for i, token in enumerate(full) if token in known), 0)
     after = around[before:]
     end = _end_token(backend, file, named=end_token)
@@ -130,10 +136,12 @@ def open_tokenizer(path: str | None, *, end_token: str | None = None) -> Tokeniz
 
 def tokenizer_file(path: str) -> Path:
     """The tokenizer.json that `path` is or holds. Raises DataError where there is none."""
-    place = Path(path).expanduser()
-    file = place / TOKENIZER_FILE if place.is_dir() else place
-    if not file.is_file():
-        slow = place.is_dir() and any((place / name).exists() for name in ("tokenizer.model", "vocab.json"))
+    place = Path(os.path.expanduser(path))
+    file = place / TOKENIZER_FILE if os.path.isdir(place) else place
+    if not os.path.isfile(file):
+        slow = os.path.isdir(place) and any(
+            (place / name).exists() for name in ("tokenizer.model", "vocab.json")
+        )
         raise DataError(
             "there is no tokenizer.",
             got=f"data.tokenizer = {path!r}: no file {file}",
@@ -168,20 +176,32 @@ def _read(file: Path) -> "Backend":
     require_tokenizers()
     from tokenizers import Tokenizer as Backend
 
+    data = tokenizer_text(file).encode()
     try:
-        data = file.read_bytes()
-        json.loads(data)
-    except (OSError, ValueError) as error:
-        raise DataError(f"the tokenizer {file} cannot be read.", got=str(error)) from error
-    try:
-        backend = Backend.from_buffer(data)
+        parse_json(data)
     except ValueError as error:
-        raise DataError(
-            f"{file} is no tokenizer.", got=str(error), fix="a tokenizer.json of the package tokenizers"
-        ) from error
-    backend.no_padding()
-    backend.no_truncation()
+        raise DataError(f"the tokenizer {file} cannot be read.", got=str(error)) from error
+    fix = "a tokenizer.json of the package tokenizers"
+    with Outside(lambda got: DataError(f"{file} is no tokenizer.", got=got, fix=fix)):
+        backend = Backend.from_buffer(data)
+        backend.no_padding()
+        backend.no_truncation()
     return backend
+
+
+def tokenizer_text(file: Path) -> str:
+    """Returns the text of a tokenizer's file. Raises DataError where it cannot be read."""
+    try:
+        return read_text(file, most_bytes=_MOST_BYTES)
+    except OSError as error:
+        raise DataError(f"the tokenizer {file} cannot be read.", got=error.strerror) from error
+    except ValueError as error:
+        raise DataError(f"the tokenizer {file} cannot be read.", got=str(error)) from error
+
+
+def _backend(name: str = "the tokenizer") -> Outside:
+    """Around what the package tokenizers does with its file, or with a text."""
+    return Outside(lambda got: DataError(f"{name} does not take a text.", got=got))
 
 
 def _end_token(backend: "Backend", file: Path, *, named: str | None) -> int:
@@ -201,8 +221,8 @@ def _end_token(backend: "Backend", file: Path, *, named: str | None) -> int:
 def _configured(config: Path) -> str | None:
     """eos_token, a name or a table with its content."""
     try:
-        data: Any = json.loads(config.read_bytes())
-    except (OSError, ValueError):
+        data: Any = parse_json(tokenizer_text(config)) if config.exists() else None
+    except ValueError:
         return None
     token = data.get("eos_token") if isinstance(data, dict) else None
     if isinstance(token, dict):
