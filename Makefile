@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-long torture check format clean
+.PHONY: train test test-long torture fuzz check format clean
 
 train: $(VENV)/installed
 	$(BIN)/fullshard train
@@ -17,6 +17,9 @@ test-long: $(VENV)/installed-dev
 
 torture: $(VENV)/installed-dev
 	$(BIN)/python -m tests.faults.torture
+
+fuzz: $(VENV)/installed-dev
+	$(BIN)/python -m tests.fuzz
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .

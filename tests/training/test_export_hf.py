@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.save import save
 from fullshard.cli.main import main
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, FullshardError
 from fullshard.models.build import build_model
 from fullshard.models.huggingface import hf_model
 from fullshard.sharding.apply import shard
@@ -160,3 +161,27 @@ def test_what_was_trained_beside_adapters_loads_in_peft_with_them(ranks, tmp_pat
     assert adapters
     for name, tensor in adapters.items():
         assert torch.equal(loaded[f"base_model.model.{name}"], tensor), name
+
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+HOSTILE = [
+    {"plan": {"strategy": 7}},
+    {"values": {"huggingface": {}}},
+    {"values": {"huggingface": {"architectures": [], "model_type": "llama"}}},
+    {"values": {"huggingface": LLAMA | {"architectures": ["os"]}}},
+    {"values": {"huggingface": LLAMA | {"architectures": [["LlamaForCausalLM"]]}}},
+    {"values": {"huggingface": LLAMA | {"model_type": ["llama"]}}},
+    {"values": {"huggingface": LLAMA | {"num_attention_heads": 0}}},
+    {"values": {"huggingface": LLAMA | {"hidden_size": "many"}}},
+    {"values": {"huggingface": LLAMA | {"hidden_size": 10**30}}},
+]
+
+
+@pytest.mark.parametrize("changed", HOSTILE, ids=str)
+def test_a_manifest_that_describes_no_model_is_refused(tmp_path, changed):
+    path = saved_numbers(tmp_path / "run", 1)
+    manifest = read_manifest(path).model_copy(update=changed)
+    (path / "manifest.json").write_bytes(manifest.encoded())
+    with pytest.raises(FullshardError):
+        export_hf(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -14,7 +14,6 @@ from fullshard.checkpoint.files import LocalFiles
 from fullshard.spec.value import Value
 
 WRITER = "writer.json"
-_WRITER_BYTES = 1 << 16
 
 logger = logging.getLogger("fullshard")
 

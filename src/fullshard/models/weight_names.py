@@ -22,6 +22,8 @@ from fullshard.errors import CheckpointError, MissingExtraError
 from fullshard.models.quiet_import import import_quietly
 from fullshard.models.remote_code import code_beside, without_code
 from fullshard.models.weight_trace import Traced, UntracedError, source_tensor
+from fullshard.spec.libraries import Outside
+from fullshard.spec.pretrained import check_sizes
 from fullshard.spec.weight_map import Part, Shape, WeightMap, by_name, whole
 
 # What models call the part without a head, where they do not say it themselves.
@@ -92,33 +94,36 @@ def meta_twin(config: Mapping[str, Any], *, needed_for: str) -> Any:
     """The model of transformers that a whole config.json names, on the meta device.
 
     The config may come from anybody: no code beside a model is run for it. Raises MissingExtraError without
-    transformers, CheckpointError for a config that it does not know.
+    transformers, CheckpointError for a config that it does not know, SpecError for one of impossible sizes.
     """
     if importlib.util.find_spec("transformers") is None:
         raise MissingExtraError("hf", package="transformers", needed_for=needed_for)
     import_quietly("transformers.modeling_utils")
     transformers: Any = importlib.import_module("transformers")
-    (architecture,) = config["architectures"]
+    check_sizes(config, source=needed_for)
     values = {key: value for key, value in without_code(config).items() if key != "model_type"}
-    try:
+    named = config.get("architectures")
+
+    def refused(got: str) -> CheckpointError:
+        if code_beside(config):
+            return CheckpointError(
+                f"{needed_for} would run Python code that came with the model.",
+                got=f"{named}, which is not one of transformers' own",
+                why="a checkpoint may come from anybody, so only classes of transformers are made from it",
+                fix="--format safetensors, which writes the tensors by their own names",
+            )
+        return CheckpointError(
+            f"{needed_for} needs a transformers that knows the model.",
+            got=f"{named}, which transformers {transformers.__version__} does not have as it is: {got}",
+            fix="the transformers that it was trained with, or a newer one",
+        )
+
+    with Outside(refused), torch.device("meta"):
+        (architecture,) = config["architectures"]
         known = transformers.AutoConfig.for_model(config["model_type"], **values)
         made = getattr(transformers, architecture)
         if not issubclass(made, transformers.PreTrainedModel):
             raise TypeError(architecture)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if code_beside(config):
-            raise CheckpointError(
-                f"{needed_for} would run Python code that came with the model.",
-                got=f"{architecture}, which is not one of transformers' own",
-                why="a checkpoint may come from anybody, so only classes of transformers are made from it",
-                fix="--format safetensors, which writes the tensors by their own names",
-            ) from error
-        raise CheckpointError(
-            f"{needed_for} needs a transformers that knows the model.",
-            got=f"{architecture}, which transformers {transformers.__version__} does not have as it is",
-            fix="the transformers that it was trained with, or a newer one",
-        ) from error
-    with torch.device("meta"):
         return made(known)
 
 

@@ -17,10 +17,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.errors import DataError, MissingExtraError
+from fullshard.spec.libraries import Outside
 from fullshard.training.data.tokenizer import tokenizer_file
 
 Messages = Sequence[Mapping[str, Any]]
 _MARK = "{% generation"
+
+
+# By the expressions in a chat template, which can be any of Jinja's.
+_RAISED_BY_TEMPLATES = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 class NotWrittenOutError(ValueError):
@@ -40,14 +53,16 @@ class ChatTemplate:
         from transformers import AutoTokenizer
 
         directory = tokenizer_file(path).parent
-        try:
+
+        def refused(got: str) -> DataError:
+            if "trust_remote_code" in got and not trust_remote_code:
+                return _not_trusted(directory)
+            return DataError(f"the tokenizer in {directory} cannot be loaded.", got=got)
+
+        with Outside(refused):
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 str(directory), local_files_only=True, trust_remote_code=trust_remote_code
             )
-        except (OSError, ValueError, KeyError) as error:
-            if "trust_remote_code" in str(error) and not trust_remote_code:
-                raise _not_trusted(directory) from error
-            raise DataError(f"the tokenizer in {directory} cannot be loaded.", got=str(error)) from error
         if not Path(path).expanduser().is_dir() or not self._tokenizer.chat_template:
             raise DataError(
                 "there is no chat template.",
@@ -69,7 +84,9 @@ class ChatTemplate:
                 return self._as_marked(messages)
             text = self._text(messages)
             spans = [(0, len(text))] if train_on == "all" else self._answers(messages, text)
-        except TemplateError as error:
+        except NotWrittenOutError:
+            raise
+        except (TemplateError, *_RAISED_BY_TEMPLATES) as error:
             raise NotWrittenOutError(f"the chat template does not take it: {error}") from error
         coded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         tokens = np.array(coded["input_ids"], dtype=np.int64)

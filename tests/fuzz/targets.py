@@ -1,0 +1,354 @@
+"""What reads somebody else's files: for each reader, a valid input, ways to break it, and how it is read.
+
+A target's `make` writes one mutated input into an empty directory; its `read` does with it what a user would.
+`read` may return, or raise a FullshardError.
+"""
+
+import json
+import os
+import pickle
+import shutil
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from fullshard.checkpoint.digests import digest
+from fullshard.checkpoint.export import export
+from fullshard.checkpoint.inspection import damages
+from fullshard.checkpoint.load import load
+from fullshard.checkpoint.manifest import MANIFEST, METADATA, SHARDS
+from fullshard.checkpoint.pretrained_files import open_weights
+from fullshard.models.huggingface import hf_model
+from fullshard.spec.convert.conversion import convert
+from fullshard.spec.data_section import SourceFields
+from fullshard.spec.model_section import HuggingFaceModel
+from fullshard.spec.plan import Plan
+from fullshard.spec.pretrained import expressed, read_config, why_not_expressed
+from fullshard.spec.run import Run
+from fullshard.training.data.build import build_data
+from fullshard.training.data.cache import cache_root, still
+from fullshard.training.data.chat import ChatTemplate, NotWrittenOutError
+from fullshard.training.data.memmaps import memmap_stores
+from fullshard.training.data.tokenizer import open_tokenizer
+from tests.checkpoint.states import saved
+from tests.fakes.architectures_hf import CONFIGS
+from tests.fakes.plans import plan_of
+from tests.faults.crowd import Anything
+from tests.fuzz.mutations import HOSTILE, mutated_bytes, mutated_json, mutated_lines
+from tests.training.data.samples import CHAT, save_tokenizer, texts_file
+
+CONVERTED = Path(__file__).parents[1] / "spec" / "configs"
+
+
+@dataclass(frozen=True)
+class Target:
+    """make(seeds, directory, rng): `seeds` holds what `prepare` has written."""
+
+    make: Callable[[Path, Path, Random], None]
+    read: Callable[[Path], object]
+
+
+def prepare(seeds: Path) -> None:
+    """Writes valid inputs of every kind into `seeds`."""
+    for step in (1, 2):
+        saved(seeds / "checkpoints", step)
+    save_tokenizer(seeds / "tokenizer", template=CHAT)
+    texts_file(seeds / "texts.jsonl", 30)
+    save_file({"a": torch.ones(3, 4), "b": torch.zeros(5)}, seeds / "model.safetensors")
+    np.save(seeds / "tokens.npy", np.arange(64, dtype=np.uint16))
+    np.arange(64, dtype=np.uint16).tofile(seeds / "tokens.bin")
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 4, 5)
+    arrays = (np.full(4, 16, "<i4"), np.arange(4, dtype="<i8") * 32, np.arange(5, dtype="<i8"))
+    (seeds / "tokens.idx").write_bytes(head + b"".join(one.tobytes() for one in arrays))
+    plan_of(2).save(seeds / "plan.json")
+    (seeds / "run.toml").write_text(RUN)
+
+
+RUN = """
+[model]
+dim = 64
+layers = 2
+[data]
+source = "jsonl"
+paths = ["texts.jsonl"]
+sequence_length = 64
+[train]
+steps = 10
+batch_tokens = 1024
+[optimizer]
+name = "adamw"
+learning_rate = 3e-4
+betas = [0.9, 0.95]
+[schedule]
+kind = "cosine"
+warmup_steps = 2
+[sharding]
+strategy = "full_shard"
+[checkpoint]
+every = 2
+dir = "checkpoints"
+[survival]
+watchdog_seconds = 300.0
+[run]
+ranks = 2
+seed = 1
+dir = "runs/x"
+"""
+
+
+# --- checkpoints -------------------------------------------------------------------------------------------
+
+
+def make_checkpoint(name: str, seeds: Path, directory: Path, rng: Random) -> None:
+    """Breaks one JSON file of the newer checkpoint, mostly with the digests that an attacker would write."""
+    shutil.copytree(seeds / "checkpoints", directory / "checkpoints")
+    path = directory / "checkpoints" / "step-00000002"
+    tree = json.loads((path / name).read_bytes())
+    data = mutated_json(tree, rng)
+    (path / name).write_bytes(data)
+    if rng.random() < 0.9:
+        sign(path, {name: data} if name != MANIFEST else {})
+
+
+def make_metadata(seeds: Path, directory: Path, rng: Random) -> None:
+    """Replaces DCP's pickle by one that creates `marker` where it is read."""
+    shutil.copytree(seeds / "checkpoints", directory / "checkpoints")
+    path = directory / "checkpoints" / "step-00000002"
+    attack = pickle.dumps(Marks(directory / "marker"), protocol=rng.randrange(6))
+    data = attack if rng.random() < 0.5 else mutated_bytes((path / METADATA).read_bytes(), rng)
+    (path / METADATA).write_bytes(data)
+    sign(path, {METADATA: data})
+
+
+def make_files(seeds: Path, directory: Path, rng: Random) -> None:
+    """Breaks any entry of either checkpoint or of their directory, or adds one."""
+    shutil.copytree(seeds / "checkpoints", directory / "checkpoints")
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        path = rng.choice(sorted(directory.glob("checkpoints/*/*")))
+        match rng.randrange(7):
+            case 0:
+                path.write_bytes(mutated_bytes(path.read_bytes(), rng) if path.is_file() else b"")
+            case 1:
+                replace(
+                    path, lambda one: one.symlink_to(rng.choice(("/etc/passwd", "nowhere", ".", one.name)))
+                )
+            case 2:
+                replace(path, os.mkfifo)
+            case 3:
+                replace(path, Path.mkdir)
+            case 4:
+                os.truncate(path, 1 << 40) if path.is_file() and not path.is_symlink() else None
+            case 5:
+                stray = path.parents[rng.randrange(2)] / rng.choice(
+                    (METADATA, MANIFEST, "step-00000009", "latest")
+                )
+                replace(stray, lambda one: one.symlink_to("nowhere"))
+            case _:
+                path.rename(path.with_name(rng.choice(("x", "..x", "step-00000003", "é"))))
+
+
+class Marks:
+    """A pickle of this makes a directory where it is read."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (str(self.marker),))
+
+
+def replace(path: Path, make: Callable[[Path], object]) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    make(path)
+
+
+def sign(path: Path, contents: dict[str, bytes]) -> None:
+    """Puts digests of `contents` into the manifest, and the manifest's own; as far as it is one."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        for name, data in contents.items():
+            manifest["files"][name] |= {"size_bytes": len(data), "digest": digest(data)}
+    except (ValueError, RecursionError, TypeError, KeyError):
+        return
+    if isinstance(manifest, dict):
+        blank = json.dumps({**manifest, "digest": "0" * 32})
+        text = blank.replace('"digest": "' + "0" * 32 + '"}', f'"digest": "{digest(blank.encode())}"' + "}")
+        (path / MANIFEST).write_text(text)
+
+
+def read_checkpoint(directory: Path) -> None:
+    checkpoints = directory / "checkpoints"
+    for path in sorted(checkpoints.glob("step-*")):
+        if path.is_dir():
+            list(damages(path))
+    each(
+        lambda: export(checkpoints, directory / "model.safetensors"),
+        lambda: load(Anything(), checkpoints),
+        lambda: load(Anything(), checkpoints / "step-00000002"),
+    )
+
+
+def each(*acts: Callable[[], object]) -> None:
+    """Does all of them, and raises what the last one that failed raised."""
+    failed: Exception | None = None
+    for act in acts:
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001
+            failed = error
+    if failed is not None:
+        raise failed
+
+
+# --- models and settings -----------------------------------------------------------------------------------
+
+
+def make_safetensors(seeds: Path, directory: Path, rng: Random) -> None:
+    data = (seeds / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    if rng.random() < 0.7:
+        text = mutated_json(header, rng)
+        stated = rng.choice((len(text), len(text), len(text), len(text) + 1, 2**63, 0))
+        data = stated.to_bytes(8, "little") + text + data[8 + length :]
+    else:
+        data = mutated_bytes(data, rng)
+    (directory / "model.safetensors").write_bytes(data)
+
+
+def make_weights_index(seeds: Path, directory: Path, rng: Random) -> None:
+    shutil.copy(seeds / "model.safetensors", directory / "one.safetensors")
+    tree = {"metadata": {"total_size": 68}, "weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}
+    (directory / "model.safetensors.index.json").write_bytes(mutated_json(tree, rng))
+
+
+def make_config(seeds: Path, directory: Path, rng: Random) -> None:
+    config = (
+        CONFIGS[rng.choice(("llama", "gpt2", "qwen3_moe", "t5", "vit"))]
+        if rng.random() < 0.5
+        else CONFIGS["llama"]
+    )
+    (directory / "config.json").write_bytes(mutated_json(config, rng))
+
+
+def read_model(directory: Path) -> None:
+    config = read_config(directory / "config.json")
+    if why_not_expressed(config) is None:
+        expressed(config, source="config.json")
+    hf_model(HuggingFaceModel(hf=str(directory)))
+
+
+def make_lines(name: str, seeds: Path, directory: Path, rng: Random) -> None:
+    (directory / name).write_bytes(mutated_lines((seeds / name).read_text(), rng))
+
+
+def make_tree(name: str, seeds: Path, directory: Path, rng: Random) -> None:
+    (directory / name).write_bytes(mutated_json(json.loads((seeds / name).read_bytes()), rng))
+
+
+def make_converted(seeds: Path, directory: Path, rng: Random) -> None:
+    source = rng.choice(sorted(CONVERTED.iterdir()))
+    text = source.read_text()
+    data = mutated_json(json.loads(text), rng) if source.suffix == ".json" else mutated_lines(text, rng)
+    (directory / source.name.removesuffix(".txt")).write_bytes(data)
+
+
+def read_converted(directory: Path) -> None:
+    from fullshard.cli.convert import _text
+
+    (path,) = directory.iterdir()
+    convert(_text(str(path)), name=path.name).run_toml()
+
+
+# --- data --------------------------------------------------------------------------------------------------
+
+
+def make_tokenizer(seeds: Path, directory: Path, rng: Random) -> None:
+    shutil.copytree(seeds / "tokenizer", directory, dirs_exist_ok=True)
+    name = rng.choice(("tokenizer.json", "tokenizer.json", "tokenizer_config.json"))
+    tree = json.loads((directory / name).read_bytes())
+    (directory / name).write_bytes(mutated_json(tree, rng))
+
+
+def read_tokenizer(directory: Path) -> None:
+    def write_out() -> None:
+        template = ChatTemplate(str(directory))
+        with suppress(NotWrittenOutError):  # which leaves a record out, or ends the run, as the settings say
+            template.encode([{"role": "user", "content": "the cat"}], train_on="all")
+
+    each(
+        lambda: open_tokenizer(str(directory)).encode("the cat"),
+        write_out,
+    )
+
+
+def make_tokens(seeds: Path, directory: Path, rng: Random) -> None:
+    for name in ("tokens.npy", "tokens.bin", "tokens.idx"):
+        shutil.copy(seeds / name, directory)
+    path = directory / rng.choice(("tokens.npy", "tokens.bin", "tokens.idx", "tokens.idx"))
+    data = path.read_bytes()
+    if rng.random() < 0.5:  # a number of the header, or of the arrays
+        at = rng.randrange(9, min(len(data) - 8, 140))
+        number = rng.choice((0, 1, 2**31, 2**62, 2**63, 2**64 - 1))
+        data = data[:at] + number.to_bytes(8, "little") + data[at + 8 :]
+    else:
+        data = mutated_bytes(data, rng)
+    path.write_bytes(data)
+
+
+def read_tokens(directory: Path) -> None:
+    def stores(name: str) -> None:
+        fields = SourceFields(paths=(str(directory / name),))
+        for store in memmap_stores(fields, root=cache_root(str(directory / "cache")), alive=still):
+            for begin, end in zip(store.begins[:10], store.ends[:10], strict=True):
+                store.tokens[begin:end].sum()
+
+    each(lambda: stores("tokens.npy"), lambda: stores("tokens.bin"))
+
+
+def make_texts(seeds: Path, directory: Path, rng: Random) -> None:
+    rows = [json.loads(line) for line in (seeds / "texts.jsonl").read_text().splitlines()]
+    place = rng.randrange(len(rows))
+    lines = [json.dumps(row).encode() for row in rows]
+    lines[place] = (
+        mutated_json(rows[place], rng) if rng.random() < 0.7 else json.dumps(rng.choice(HOSTILE)).encode()
+    )
+    data = b"\n".join(lines)
+    (directory / "texts.jsonl").write_bytes(mutated_bytes(data, rng) if rng.random() < 0.3 else data)
+
+
+def read_texts(directory: Path) -> None:
+    data = {"source": "jsonl", "paths": [f"{directory}/texts.jsonl"], "cache": str(directory / "cache")}
+    settings = {"sequence_length": 16, "processes": 1, "packing": "best_fit"}
+    build_data(Run.parse({"data": data | settings}, source="fuzz"))
+
+
+TARGETS = {
+    "manifest": Target(partial(make_checkpoint, MANIFEST), read_checkpoint),
+    "table of pieces": Target(partial(make_checkpoint, "__0_0.distcp.pieces"), read_checkpoint),
+    "index of shards": Target(partial(make_checkpoint, SHARDS), read_checkpoint),
+    "metadata": Target(make_metadata, read_checkpoint),
+    "checkpoint files": Target(make_files, read_checkpoint),
+    "safetensors": Target(make_safetensors, open_weights),
+    "weights index": Target(make_weights_index, open_weights),
+    "config.json": Target(make_config, read_model),
+    "run.toml": Target(partial(make_lines, "run.toml"), lambda directory: Run.load(directory / "run.toml")),
+    "plan.json": Target(
+        partial(make_tree, "plan.json"), lambda directory: Plan.load(directory / "plan.json")
+    ),
+    "convert": Target(make_converted, read_converted),
+    "tokenizer": Target(make_tokenizer, read_tokenizer),
+    "memmaps": Target(make_tokens, read_tokens),
+    "texts": Target(make_texts, read_texts),
+}
