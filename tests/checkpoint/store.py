@@ -44,13 +44,14 @@ def served(directory: Path) -> Iterator[Server]:
             _await(port, process)
             make = urllib.request.Request(f"http://127.0.0.1:{port}/{BUCKET}", method="PUT")
             urllib.request.urlopen(make, timeout=60).close()
-            yield Server(process, _environment(port))
+            yield Server(process, environment(port))
         finally:
             process.kill()
             process.wait()
 
 
-def _environment(port: int) -> dict[str, str]:
+def environment(port: int) -> dict[str, str]:
+    """Makes AWS's library ask a port of this machine."""
     return {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "testing",

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO, cast
 
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import MANIFEST
-from fullshard.checkpoint.object_store import Listing, RangeReader, Store
+from fullshard.checkpoint.object_store import ANSWER_SECONDS, Listing, RangeReader, Store
 from fullshard.spec.small_files import parse_json
 
 # S3 takes 10,000 parts: so a file of one rank may have 625 GiB.
@@ -20,11 +20,13 @@ class ObjectFiles:
     """A checkpoint below the prefix `url`, or one `attempt` to save it.
 
     `part_bytes`: what is sent at once. While a file is written, two or three such parts are in memory.
+    `answer_seconds`: see `Store`.
     """
 
     url: str
     attempt: str | None = None
     part_bytes: int = PART_BYTES
+    answer_seconds: float = ANSWER_SECONDS
     key: KeyFile | None = None
 
     @property
@@ -36,25 +38,25 @@ class ObjectFiles:
 
     def sizes(self) -> dict[str, int]:
         if self.attempt is not None:
-            return sizes_of(self._store.listing(self._prefix))
-        own = sizes_of(self._store.listing(self.url))
+            return sizes_of(self.store.listing(self._prefix))
+        own = sizes_of(self.store.listing(self.url))
         if MANIFEST not in own or self._prefix == self.url:
             return own
-        return {**sizes_of(self._store.listing(self._prefix)), MANIFEST: own[MANIFEST]}
+        return {**sizes_of(self.store.listing(self._prefix)), MANIFEST: own[MANIFEST]}
 
     def read(self, name: str) -> bytes:
-        return self._store.get(self._at(name))
+        return self.store.get(self._at(name))
 
     @contextmanager
     def open(self, name: str) -> Generator[BinaryIO]:
-        yield cast(BinaryIO, RangeReader(self._store, self._at(name)))
+        yield cast(BinaryIO, RangeReader(self.store, self._at(name)))
 
     def create(self, name: str) -> AbstractContextManager[BinaryIO]:
-        return self._store.upload(self._at(name), part_bytes=self.part_bytes)
+        return self.store.upload(self._at(name), part_bytes=self.part_bytes)
 
     @property
-    def _store(self) -> Store:
-        return Store(self.url)
+    def store(self) -> Store:
+        return Store(self.url, self.answer_seconds)
 
     def _at(self, name: str) -> str:
         committed = name == MANIFEST and self.attempt is None
@@ -65,7 +67,7 @@ class ObjectFiles:
         """Where the files lie: below the attempt that the manifest names, or beside it, if they were copied
         from a file system."""
         attempt = self.attempt or attempt_of(self.read(MANIFEST))
-        below = self.attempt is not None or attempt in self._store.listing(self.url).prefixes
+        below = self.attempt is not None or attempt in self.store.listing(self.url).prefixes
         return f"{self.url}/{attempt}" if below else self.url
 
 

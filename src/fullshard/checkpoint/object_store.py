@@ -3,8 +3,13 @@
     s3://bucket/run        pip install "fullshard[s3]"
     gs://…, abfs://…       whatever fsspec knows, once its package is installed
 
-Credentials, endpoint, timeouts and retries are the backend's own; for S3 those of the AWS command line
-(`AWS_PROFILE`, `AWS_ENDPOINT_URL`, …), with up to five tries for a request whose connection broke.
+Credentials and endpoint are the backend's own; for S3 those of the AWS command line (`AWS_PROFILE`,
+`AWS_ENDPOINT_URL`, …). A request whose connection breaks is tried up to five times.
+
+[Note: an answer in time] A store may accept a connection and never answer, or never read what it is sent.
+A backend's timeouts do not bound that: s3fs and botocore repeat each other's tries, 25 of 15 s for every
+request, and a body that nobody reads has no timeout at all. So every request has a deadline here, all tries
+together.
 """
 
 import errno
@@ -20,6 +25,11 @@ from typing import Any, BinaryIO
 
 from fullshard.checkpoint.disk import ExplainedError
 from fullshard.errors import CheckpointError, MissingExtraError
+from fullshard.quantities import format_seconds
+from fullshard.spec.run import CheckpointSection
+
+ANSWER_SECONDS = CheckpointSection().store_seconds
+_BYTES_PER_SECOND = 1 << 20  # a slower network than this is taken for one that does not answer
 
 _REMOTE = getattr(errno, "EREMOTEIO", errno.EPROTO)
 # What a backend raises besides OSError, where it is loaded at all.
@@ -55,9 +65,14 @@ class Listing:
 
 @dataclass(frozen=True)
 class Store:
-    """Requests to the store that a URL names. Every method may raise OSError."""
+    """Requests to the store that a URL names. Every method may raise OSError.
+
+    `answer_seconds`: how long a request may take, all tries together; one that carries bytes may take a
+    second longer for every MiB. See [Note: an answer in time].
+    """
 
     url: str
+    answer_seconds: float = ANSWER_SECONDS
 
     def require(self) -> None:
         """Raises MissingExtraError where its package is not installed, CheckpointError for no such URL."""
@@ -67,8 +82,7 @@ class Store:
         """Empty where there is nothing. Never from a cache."""
         path = self._path(url)
         try:
-            with _asking(url):
-                entries: list[dict[str, Any]] = self._system.ls(path, detail=True, refresh=True)
+            entries = self.ask(url, "ls", path, options={"detail": True, "refresh": True})
         except FileNotFoundError:
             return Listing({}, ())
         below = {
@@ -81,18 +95,18 @@ class Store:
 
     def get(self, url: str, *, begin: int | None = None, end: int | None = None) -> bytes:
         """An object, or those of its bytes."""
-        with _asking(url):
-            return self._system.cat_file(self._path(url), start=begin, end=end)
+        moved_bytes = (end or 0) - (begin or 0)
+        options = {"start": begin, "end": end}
+        return self.ask(url, "cat_file", self._path(url), options=options, moved_bytes=moved_bytes)
 
     def size_bytes(self, url: str) -> int:
-        with _asking(url):
-            return int(self._system.info(self._path(url), refresh=True)["size"])
+        return int(self.ask(url, "info", self._path(url), options={"refresh": True})["size"])
 
     def put_new(self, url: str, *, data: bytes) -> None:
         """One request that makes an object. Raises FileExistsError where it exists: if-none-match, where the
         store knows that; else it is looked for first."""
-        with _asking(url):
-            self._system.pipe_file(self._path(url), data, mode="create")
+        options = {"mode": "create"}
+        self.ask(url, "pipe_file", self._path(url), data, options=options, moved_bytes=len(data))
 
     @contextmanager
     def upload(self, url: str, *, part_bytes: int) -> Generator[BinaryIO]:
@@ -115,19 +129,46 @@ class Store:
 
     def remove(self, urls: Sequence[str]) -> None:
         if urls:
-            with _asking(self.url):
-                self._system.rm([self._path(url) for url in urls])
+            self.ask(self.url, "rm", [self._path(url) for url in urls])
 
     def abort_uploads(self, url: str) -> None:
         """Drops what broken-off uploads below `url` have left: S3 keeps, hides and charges their parts."""
-        system = self._system
-        if not hasattr(system, "abort_mpu"):
+        if not self.is_s3:
             return
-        bucket, prefix, _ = system.split_path(self._path(url))
+        bucket, prefix = self.bucket_and_key(url)
+        options = {"Bucket": bucket, "Prefix": f"{prefix}/"}
+        for one in self.ask(url, "call_s3", "list_multipart_uploads", options=options).get("Uploads", []):
+            self.ask(url, "abort_mpu", bucket, one["Key"], one["UploadId"])
+
+    def ask(
+        self,
+        url: str,
+        act: str,
+        *arguments: Any,
+        options: Mapping[str, Any] | None = None,
+        moved_bytes: int = 0,
+    ) -> Any:
+        """Calls the method `act` of fsspec's file system. `url` is the object that errors name, `moved_bytes`
+        the bytes that the request sends or receives. See [Note: an answer in time]."""
+        system, asyn = self._system, importlib.import_module("fsspec.asyn")
+        seconds = self.answer_seconds + max(0, moved_bytes) / _BYTES_PER_SECOND
         with _asking(url):
-            answer = system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
-            for one in answer.get("Uploads", []):
-                system.abort_mpu(bucket, one["Key"], one["UploadId"])
+            if not system.async_impl:
+                return getattr(system, act)(*arguments, **(options or {}))
+            asked = functools.partial(getattr(system, f"_{act}"), *arguments, **(options or {}))
+            try:
+                return asyn.sync(system.loop, asked, timeout=seconds)
+            except asyn.FSTimeoutError as error:
+                raise _silence(f"no answer within {format_seconds(seconds)}", url) from error
+
+    @property
+    def is_s3(self) -> bool:
+        return hasattr(self._system, "call_s3")
+
+    def bucket_and_key(self, url: str) -> tuple[str, str]:
+        """Where S3 has the object `url`."""
+        bucket, key, _ = self._system.split_path(self._path(url))
+        return bucket, key
 
     @property
     def _system(self) -> Any:
@@ -235,11 +276,21 @@ def _as_os_error(error: BaseException, url: str) -> OSError:
         why, fix = "these credentials may not do that", "the bucket's policy, or other credentials"
         told = ExplainedError(errno.EACCES, f"access denied: {said}", place=url, why=why, fix=fix)
     elif kinds & _UNREACHED:
-        fix = "the network; for another store than AWS's own, its address in AWS_ENDPOINT_URL"
-        told = ExplainedError(errno.ETIMEDOUT, said, place=url, why="the store does not answer", fix=fix)
+        told = _silence(said, url)
     else:  # not EIO, which would say that the bytes are gone
         told = ExplainedError(_REMOTE, f"{code or type(error).__name__}: {said}", place=url)
     return told
+
+
+def _silence(said: str, url: str) -> ExplainedError:
+    return ExplainedError(
+        errno.ETIMEDOUT,
+        said,
+        place=url,
+        why="the store does not answer",
+        fix="the network; for another store than AWS's own, its address in AWS_ENDPOINT_URL; for a slow one, "
+        "a longer checkpoint.store_seconds",
+    )
 
 
 def _code(error: BaseException | None) -> str | None:

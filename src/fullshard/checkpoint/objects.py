@@ -16,7 +16,7 @@ import logging
 import secrets
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from pydantic import ValidationError
@@ -25,7 +25,7 @@ from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import MANIFEST, Files
 from fullshard.checkpoint.manifest import Manifest, step_name
 from fullshard.checkpoint.object_files import PART_BYTES, ObjectFiles, attempt_of
-from fullshard.checkpoint.object_store import Listing, Store, Stored
+from fullshard.checkpoint.object_store import ANSWER_SECONDS, Listing, Store, Stored
 from fullshard.checkpoint.retention import WRITER, WriterProcess
 from fullshard.errors import CheckpointError
 from fullshard.spec.small_files import parse_json
@@ -42,11 +42,13 @@ logger = logging.getLogger("fullshard")
 class ObjectPlace:
     """The checkpoints below the prefix `url`. See [Note: one put commits].
 
-    `part_bytes`: of a file that is written, what is sent at once; S3 wants 5 MiB or more.
+    `part_bytes`: of a file that is written, what is sent at once; S3 wants 5 MiB or more. `answer_seconds`:
+    see `Store`.
     """
 
     url: str
     part_bytes: int = PART_BYTES
+    answer_seconds: float = ANSWER_SECONDS
     key: KeyFile | None = None
 
     def __str__(self) -> str:
@@ -54,25 +56,25 @@ class ObjectPlace:
 
     def require_backend(self) -> None:
         """Raises MissingExtraError where what asks the store is not installed."""
-        Store(self.url).require()
+        self._store.require()
 
     def exists(self) -> bool:
-        found = Store(self.url).listing(self.url)
+        found = self._store.listing(self.url)
         return bool(found.objects or found.prefixes)
 
     def one(self) -> Files:
-        return ObjectFiles(self.url, part_bytes=self.part_bytes, key=self.key)
+        return ObjectFiles(self.url, None, self.part_bytes, self.answer_seconds, self.key)
 
     def steps(self) -> list[tuple[int, Files]]:
         """Those with a manifest: what was not committed is no checkpoint, nor looks like one."""
-        found = _listings(self.url)
+        found = _listings(self._store)
         return [(step, self._at(step)) for step, below in found.items() if MANIFEST in below.objects]
 
     def unfinished(self) -> list[str]:
-        return [str(draft) for draft in _uncommitted(self.url)]
+        return [str(draft) for draft in _uncommitted(self._store)]
 
     def rejected(self) -> list[str]:
-        found = _listings(self.url)
+        found = _listings(self._store)
         return [f"{step_name(step)}/{name}" for step, below in found.items() for name in _rejects(below)]
 
     @contextmanager
@@ -83,7 +85,7 @@ class ObjectPlace:
     def begin(self, step: int, *, needed_bytes: int) -> Files:
         draft = self._at(step, attempt=secrets.token_hex(8))
         writer = WriterProcess.this().model_dump_json().encode()
-        store = Store(self.url)
+        store = self._store
         with suppress(FileExistsError):  # where the answer was lost, and the backend asked again
             store.put_new(f"{draft}/{WRITER}", data=writer)
         try:
@@ -96,7 +98,7 @@ class ObjectPlace:
                 "same time, one may replace the other's checkpoint",
                 self,
             )
-        _collect_leftovers(self.url, own=draft)
+        _collect_leftovers(store, own=draft)
         return draft
 
     def commit(self, draft: Files, manifest: Manifest) -> Files:
@@ -104,21 +106,21 @@ class ObjectPlace:
         draft = _own(draft)
         _require_stored(draft, manifest)
         signed = manifest.model_copy(update={"attempt": draft.attempt}).encoded(draft.key)
-        _put_manifest(draft.url, data=signed)
+        _put_manifest(draft, data=signed)
         return self._at(manifest.step)
 
     def discard(self, draft: Files) -> None:
         """A draft stays where its manifest may be there, though the answer to that was lost."""
         draft = _own(draft)
         try:
-            if _committed(draft.url) != draft.attempt:
+            if _committed(draft) != draft.attempt:
                 _remove_attempt(draft)
         except OSError as error:
             logger.warning("%s could not be removed: %s", draft, error)
 
     def set_aside(self, checkpoint: Files) -> str:
         """Moves the manifest alone: the files stay where they are."""
-        store, url = Store(self.url), _own(checkpoint).url
+        store, url = self._store, _own(checkpoint).url
         text = store.get(f"{url}/{MANIFEST}")
         aside = f"{url}/{_REJECT}{attempt_of(text)}-{secrets.token_hex(4)}.json"
         with suppress(FileExistsError):
@@ -128,16 +130,22 @@ class ObjectPlace:
 
     def remove(self, checkpoint: Files) -> None:
         """The manifest first: what is left of a removal that was broken off is a save that never ended."""
-        store, url = Store(self.url), _own(checkpoint).url
-        attempt, below = _committed(url), store.listing(url)
+        files = _own(checkpoint)
+        store, url = self._store, files.url
+        attempt, below = _committed(files), store.listing(url)
         store.remove([f"{url}/{MANIFEST}"])
         if attempt in below.prefixes:
-            _remove_attempt(ObjectFiles(url, attempt))
+            _remove_attempt(replace(files, attempt=attempt))
         else:  # copied from a file system
             store.remove([f"{url}/{name}" for name in set(below.objects) - {MANIFEST, *_rejects(below)}])
 
     def _at(self, step: int, *, attempt: str | None = None) -> ObjectFiles:
-        return ObjectFiles(f"{self.url}/{step_name(step)}", attempt, self.part_bytes, self.key)
+        url = f"{self.url}/{step_name(step)}"
+        return ObjectFiles(url, attempt, self.part_bytes, self.answer_seconds, self.key)
+
+    @property
+    def _store(self) -> Store:
+        return Store(self.url, self.answer_seconds)
 
 
 def _own(files: Files) -> ObjectFiles:
@@ -145,11 +153,10 @@ def _own(files: Files) -> ObjectFiles:
     return files
 
 
-def _listings(url: str) -> dict[int, Listing]:
+def _listings(store: Store) -> dict[int, Listing]:
     """What lies below every step, the highest step first."""
-    store = Store(url)
-    steps = sorted(int(n.removeprefix("step-")) for n in store.listing(url).prefixes if _is_step(n))
-    return {step: store.listing(f"{url}/{step_name(step)}") for step in reversed(steps)}
+    steps = sorted(int(n.removeprefix("step-")) for n in store.listing(store.url).prefixes if _is_step(n))
+    return {step: store.listing(f"{store.url}/{step_name(step)}") for step in reversed(steps)}
 
 
 def _is_step(name: str) -> bool:
@@ -161,24 +168,24 @@ def _rejects(below: Listing) -> list[str]:
     return [name for name in below.objects if name.startswith(_REJECT)]
 
 
-def _uncommitted(url: str) -> list[ObjectFiles]:
+def _uncommitted(store: Store) -> list[ObjectFiles]:
     """Attempts that no manifest names, nor one that was set aside."""
     found: list[ObjectFiles] = []
-    for step, below in _listings(url).items():
-        at = f"{url}/{step_name(step)}"
+    for step, below in _listings(store).items():
+        at = ObjectFiles(f"{store.url}/{step_name(step)}", answer_seconds=store.answer_seconds)
         named: set[str | None] = {name.split("-")[1] for name in _rejects(below)}
         if below.prefixes and MANIFEST in below.objects:
             named.add(_committed(at))
         # A manifest that names none of them may be a damaged one: its files are not for us to remove.
         if named <= set(below.prefixes):
-            found += [ObjectFiles(at, attempt) for attempt in below.prefixes if attempt not in named]
+            found += [replace(at, attempt=attempt) for attempt in below.prefixes if attempt not in named]
     return found
 
 
-def _committed(url: str) -> str | None:
-    """The attempt that the manifest below `url` names; None where there is none."""
+def _committed(files: ObjectFiles) -> str | None:
+    """The attempt that the manifest of a step names; None where there is none."""
     try:
-        return attempt_of(Store(url).get(f"{url}/{MANIFEST}"))
+        return attempt_of(files.store.get(f"{files.url}/{MANIFEST}"))
     except FileNotFoundError:
         return None
 
@@ -195,8 +202,8 @@ def _require_stored(draft: ObjectFiles, manifest: Manifest) -> None:
             )
 
 
-def _put_manifest(url: str, *, data: bytes) -> None:
-    store, target = Store(url), f"{url}/{MANIFEST}"
+def _put_manifest(draft: ObjectFiles, *, data: bytes) -> None:
+    store, target = draft.store, f"{draft.url}/{MANIFEST}"
     failed: OSError | None = None
     for _ in range(_COMMIT_TRIES):
         try:
@@ -210,7 +217,7 @@ def _put_manifest(url: str, *, data: bytes) -> None:
         if there == data:
             return None  # it was stored, and the answer was lost
         raise CheckpointError(
-            f"another job has saved {url} meanwhile.",
+            f"another job has saved {draft.url} meanwhile.",
             got="a manifest that is not ours",
             why="a checkpoint is never overwritten",
             fix="a place of its own for every run",
@@ -221,35 +228,35 @@ def _put_manifest(url: str, *, data: bytes) -> None:
 
 def _remove_attempt(draft: ObjectFiles) -> None:
     """What tells whose it was goes last."""
-    store = Store(draft.url)
+    store = draft.store
     store.abort_uploads(str(draft))
     names = set(store.listing(str(draft)).objects)
     store.remove([f"{draft}/{name}" for name in sorted(names - {WRITER})])
     store.remove([f"{draft}/{name}" for name in names & {WRITER}])
 
 
-def _collect_leftovers(url: str, *, own: ObjectFiles) -> None:
+def _collect_leftovers(store: Store, *, own: ObjectFiles) -> None:
     """Removes attempts whose process is dead, or that are older than any save takes; never what a manifest
     names. What fails is a warning."""
     try:
-        now = Store(url).listing(str(own)).objects[WRITER]
-        for draft in _uncommitted(url):
+        now = store.listing(str(own)).objects[WRITER]
+        for draft in _uncommitted(store):
             if str(draft) == str(own):
                 continue
             # Looked up again: it may have committed, and ended, since the first look.
-            if is_abandoned(draft, now) and str(draft) in map(str, _uncommitted(url)):
+            if is_abandoned(draft, now) and str(draft) in map(str, _uncommitted(store)):
                 logger.info("removing %s: nobody writes it any more", draft)
                 _remove_attempt(draft)
             else:
                 logger.warning("leaving %s alone: a process may still be writing it", draft)
     except OSError as error:
-        logger.warning("what broken-off saves left in %s could not be removed: %s", url, error)
+        logger.warning("what broken-off saves left in %s could not be removed: %s", store.url, error)
 
 
 def is_abandoned(draft: ObjectFiles, now: Stored) -> bool:
     """Whether nobody writes it any more, for certain. `now`: an object that was put a moment ago, for the
     clock of the store."""
-    times = [one.changed for one in Store(draft.url).listing(str(draft)).objects.values()]
+    times = [one.changed for one in draft.store.listing(str(draft)).objects.values()]
     known = [time for time in times if time is not None]
     if now.changed and known and len(known) == len(times) and now.changed - max(known) > _DEAD_AFTER:
         return True

@@ -1,11 +1,13 @@
 """The checkpoints that a run writes while it goes on: at once or in the background, as its settings say."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from fullshard.checkpoint import BackgroundSaver, NodeDisks, save
+from fullshard.checkpoint.objects import ObjectPlace
 from fullshard.checkpoint.place import Place, newest_step, place_of
 from fullshard.errors import CheckpointError, OffloadError
 from fullshard.quantities import format_seconds
@@ -115,7 +117,9 @@ def place(directory: str | Path, plan: Plan) -> Place | NodeDisks:
     """The place that the plan's run saves to and loads from."""
     section = plan.run.checkpoint
     found = place_of(directory, key_file=section.key_file)
-    return NodeDisks(Path(directory), key=found.key) if section.disks == "node" else found
+    if section.disks == "node":
+        return NodeDisks(Path(directory), key=found.key)
+    return replace(found, answer_seconds=section.store_seconds) if isinstance(found, ObjectPlace) else found
 
 
 def newest_saved(directory: str | Path, plan: Plan) -> int | None:
