@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, cast
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import MANIFEST
 from fullshard.checkpoint.object_store import ANSWER_SECONDS, Listing, RangeReader, Store
+from fullshard.checkpoint.object_upload import upload
 from fullshard.spec.small_files import parse_json
 
 # S3 takes 10,000 parts: so a file of one rank may have 625 GiB.
@@ -19,7 +20,7 @@ PART_BYTES = 64 << 20
 class ObjectFiles:
     """A checkpoint below the prefix `url`, or one `attempt` to save it.
 
-    `part_bytes`: what is sent at once. While a file is written, two or three such parts are in memory.
+    `part_bytes`: what is sent at once. While a file is written, one such part is in memory.
     `answer_seconds`: see `Store`.
     """
 
@@ -52,7 +53,7 @@ class ObjectFiles:
         yield cast(BinaryIO, RangeReader(self.store, self._at(name)))
 
     def create(self, name: str) -> AbstractContextManager[BinaryIO]:
-        return self.store.upload(self._at(name), part_bytes=self.part_bytes)
+        return upload(self.store, self._at(name), part_bytes=self.part_bytes)
 
     @property
     def store(self) -> Store:

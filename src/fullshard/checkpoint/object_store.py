@@ -12,6 +12,7 @@ request, and a body that nobody reads has no timeout at all. So every request ha
 together.
 """
 
+import base64
 import errno
 import functools
 import importlib
@@ -21,7 +22,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, BinaryIO
+from typing import Any
 
 from fullshard.checkpoint.disk import ExplainedError
 from fullshard.errors import CheckpointError, MissingExtraError
@@ -29,6 +30,7 @@ from fullshard.quantities import format_seconds
 from fullshard.spec.run import CheckpointSection
 
 ANSWER_SECONDS = CheckpointSection().store_seconds
+TRIES = 3  # of what was altered on its way
 _BYTES_PER_SECOND = 1 << 20  # a slower network than this is taken for one that does not answer
 
 _REMOTE = getattr(errno, "EREMOTEIO", errno.EPROTO)
@@ -44,7 +46,21 @@ _UNREACHED = {"ConnectionError", "HTTPClientError", "ClientConnectionError", "Ti
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"}
 # Their URLs begin with a bucket; those of other stores (hdfs:///data) may have no host.
 _BUCKETED = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "r2", "b2"}
+_ALTERED = {"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"}
 _CHANGED_AT = ("LastModified", "last_modified", "updated", "mtime", "created")
+
+
+class AlteredError(ExplainedError):
+    """Raised where the store has, or has received, other bytes than were sent."""
+
+    def __init__(self, said: str, *, place: str) -> None:
+        super().__init__(
+            _REMOTE,
+            said,
+            place=place,
+            why="a bit changed on its way to the store, or in it",
+            fix="save again; if it stays so, another way to the store (https), or another store",
+        )
 
 
 @dataclass(frozen=True)
@@ -103,29 +119,29 @@ class Store:
         return int(self.ask(url, "info", self._path(url), options={"refresh": True})["size"])
 
     def put_new(self, url: str, *, data: bytes) -> None:
-        """One request that makes an object. Raises FileExistsError where it exists: if-none-match, where the
-        store knows that; else it is looked for first."""
+        """One request that makes a small object, which is then read back. Raises FileExistsError where it
+        exists: if-none-match, where the store knows that; else it is looked for first. Raises AlteredError
+        where it is other than `data`; it stays there."""
         options = {"mode": "create"}
         self.ask(url, "pipe_file", self._path(url), data, options=options, moved_bytes=len(data))
+        if self.get(url) != data:
+            raise AlteredError("it is other than was sent", place=url)
 
-    @contextmanager
-    def upload(self, url: str, *, part_bytes: int) -> Generator[BinaryIO]:
-        """An object to write to, sent in parts; it is there once the block has ended well, and only then.
+    def opened(self, url: str, *, part_bytes: int) -> Any:
+        """A file of fsspec's to write an object with, which `object_upload` looks after."""
+        with asking(url):
+            return self._system.open(self._path(url), "wb", block_size=part_bytes)
 
-        Holds a part or two in memory. The last part, and what makes one object of them, are sent at the end:
-        that fails as loudly as a write does.
+    def md5s(self, url: str) -> set[str]:
+        """The MD5 of an object in hexadecimal digits, where the store reports it; else anything else.
+
+        For stores other than S3.
         """
-        with _asking(url):
-            file: Any = self._system.open(self._path(url), "wb", block_size=part_bytes)
-        ended = False
-        try:
-            with _asking(url):
-                yield file
-                file.close()
-            ended = True
-        finally:
-            if not ended:
-                _give_up(file)
+        entry: Mapping[str, Any] = self.ask(url, "info", self._path(url), options={"refresh": True})
+        told = {str(entry.get(key)).strip('"').lower() for key in ("etag", "ETag")}
+        with suppress(ValueError):  # no base64
+            told.add(base64.b64decode(str(entry.get("md5Hash", ""))).hex())
+        return told
 
     def remove(self, urls: Sequence[str]) -> None:
         if urls:
@@ -152,7 +168,7 @@ class Store:
         the bytes that the request sends or receives. See [Note: an answer in time]."""
         system, asyn = self._system, importlib.import_module("fsspec.asyn")
         seconds = self.answer_seconds + max(0, moved_bytes) / _BYTES_PER_SECOND
-        with _asking(url):
+        with asking(url):
             if not system.async_impl:
                 return getattr(system, act)(*arguments, **(options or {}))
             asked = functools.partial(getattr(system, f"_{act}"), *arguments, **(options or {}))
@@ -160,6 +176,12 @@ class Store:
                 return asyn.sync(system.loop, asked, timeout=seconds)
             except asyn.FSTimeoutError as error:
                 raise _silence(f"no answer within {format_seconds(seconds)}", url) from error
+
+    @property
+    def bucket(self) -> str:
+        """Its URL."""
+        protocol, _, rest = self.url.partition("://")
+        return f"{protocol}://{rest.partition('/')[0]}"
 
     @property
     def is_s3(self) -> bool:
@@ -172,8 +194,7 @@ class Store:
 
     @property
     def _system(self) -> Any:
-        protocol, _, rest = self.url.partition("://")
-        return _system(f"{protocol}://{rest.partition('/')[0]}", os.getpid())
+        return _system(self.bucket, os.getpid())
 
     def _path(self, url: str) -> str:
         return str(self._system._strip_protocol(url))
@@ -223,7 +244,10 @@ def _system(url: str, process: int) -> Any:  # fsspec has no types
     them all. Not for a forked process."""
     try:
         core = importlib.import_module("fsspec.core")
-        return core.url_to_fs(url, use_listings_cache=False)[0]
+        system = core.url_to_fs(url, use_listings_cache=False)[0]
+        if hasattr(system, "config_kwargs"):
+            _leave_verifying_to_us(system.config_kwargs)
+        return system
     except ImportError as error:
         if url.startswith(("s3://", "s3a://")):
             raise MissingExtraError("s3", package="s3fs", needed_for=url) from error
@@ -234,17 +258,17 @@ def _system(url: str, process: int) -> Any:  # fsspec has no types
         raise CheckpointError(f"{url} cannot be used.", got=str(error), fix="s3://bucket/run") from error
 
 
-def _give_up(file: Any) -> None:
-    """fsspec would send the rest when the file is collected, and make a whole object of a half."""
-    with suppress(OSError), _asking(str(file.path)):  # what went wrong before is the error to show
-        file.discard()
-    if hasattr(file, "blocksize"):  # fsspec's own: closed, it sends nothing
-        file.closed = True
+def _leave_verifying_to_us(config: dict[str, str]) -> None:
+    """Has S3's library not hold what it reads to the checksum that the store has of it: it raises an error
+    that is not of damage. Our own digests cover all that is read."""
+    own = "response_checksum_validation"
+    if own in importlib.import_module("botocore.config").Config.OPTION_DEFAULTS:  # botocore 1.36
+        config.setdefault(own, "when_required")
 
 
 @contextmanager
-def _asking(url: str) -> Generator[None]:
-    """Whatever the backend raises, as an OSError that says what and where."""
+def asking(url: str) -> Generator[None]:
+    """Raises whatever the backend raises as an OSError that says what and where."""
     try:
         yield
     except ExplainedError:
@@ -275,6 +299,8 @@ def _as_os_error(error: BaseException, url: str) -> OSError:
     elif isinstance(error, PermissionError):
         why, fix = "these credentials may not do that", "the bucket's policy, or other credentials"
         told = ExplainedError(errno.EACCES, f"access denied: {said}", place=url, why=why, fix=fix)
+    elif code in _ALTERED:
+        told = AlteredError(f"{code}: {said}", place=url)
     elif kinds & _UNREACHED:
         told = _silence(said, url)
     else:  # not EIO, which would say that the bytes are gone

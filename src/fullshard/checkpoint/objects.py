@@ -22,17 +22,16 @@ from datetime import timedelta
 from pydantic import ValidationError
 
 from fullshard.checkpoint.digests import KeyFile
-from fullshard.checkpoint.files import MANIFEST, Files
-from fullshard.checkpoint.manifest import Manifest, step_name
+from fullshard.checkpoint.files import MANIFEST, Files, write_file
+from fullshard.checkpoint.manifest import Manifest, read_manifest, step_name
 from fullshard.checkpoint.object_files import PART_BYTES, ObjectFiles, attempt_of
-from fullshard.checkpoint.object_store import ANSWER_SECONDS, Listing, Store, Stored
+from fullshard.checkpoint.object_store import ANSWER_SECONDS, TRIES, AlteredError, Listing, Store, Stored
 from fullshard.checkpoint.retention import WRITER, WriterProcess
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.small_files import parse_json
 
 # No object of an attempt came for so long: nobody writes it any more.
 _DEAD_AFTER = timedelta(days=1)
-_COMMIT_TRIES = 3
 _REJECT = "bad-"
 
 logger = logging.getLogger("fullshard")
@@ -86,8 +85,7 @@ class ObjectPlace:
         draft = self._at(step, attempt=secrets.token_hex(8))
         writer = WriterProcess.this().model_dump_json().encode()
         store = self._store
-        with suppress(FileExistsError):  # where the answer was lost, and the backend asked again
-            store.put_new(f"{draft}/{WRITER}", data=writer)
+        write_file(draft, WRITER, data=writer)
         try:
             store.put_new(f"{draft}/{WRITER}", data=writer)
         except FileExistsError:
@@ -205,7 +203,7 @@ def _require_stored(draft: ObjectFiles, manifest: Manifest) -> None:
 def _put_manifest(draft: ObjectFiles, *, data: bytes) -> None:
     store, target = draft.store, f"{draft.url}/{MANIFEST}"
     failed: OSError | None = None
-    for _ in range(_COMMIT_TRIES):
+    for _ in range(TRIES):
         try:
             return store.put_new(target, data=data)
         except OSError as error:
@@ -216,6 +214,9 @@ def _put_manifest(draft: ObjectFiles, *, data: bytes) -> None:
             continue  # it met with another, which did not come to be either
         if there == data:
             return None  # it was stored, and the answer was lost
+        if isinstance(failed, AlteredError) and _is_damaged(draft):
+            store.remove([target])  # ours, for nothing was there before
+            continue
         raise CheckpointError(
             f"another job has saved {draft.url} meanwhile.",
             got="a manifest that is not ours",
@@ -224,6 +225,15 @@ def _put_manifest(draft: ObjectFiles, *, data: bytes) -> None:
         ) from failed
     assert failed is not None, "tried at least once"
     raise failed
+
+
+def _is_damaged(draft: ObjectFiles) -> bool:
+    """Whether the manifest of a step is not as anybody meant it."""
+    try:
+        read_manifest(replace(draft, attempt=None))
+    except DamagedCheckpointError:
+        return True
+    return False
 
 
 def _remove_attempt(draft: ObjectFiles) -> None:

@@ -1,0 +1,221 @@
+"""An object on its way to a store: sent in parts, and there only once the store has what was sent.
+
+[Note: confirmed, or read back] A bit may flip between our memory and the store's disk, and a store that does
+not look acknowledges it. So every part's MD5 is compared with what the store reports of the bytes that it
+received. S3 answers each part with an ETag, which is their MD5. It is another where the store encrypts with
+keys (SSE-KMS, SSE-C): there the CRC-32 has to be echoed, which S3 does only once it has compared it. A part
+whose report differs is sent again. For other stores than S3 it is the MD5 of the whole object, from their
+listing (`md5Hash` of Google's, an ETag).
+
+A report that stays another is not taken for damage, since some stores have ETags of their own making, nor
+for none. Such an object is read back, and its bytes decide. That doubles the traffic, but only there.
+"""
+
+import base64
+import errno
+import functools
+import hashlib
+import io
+import logging
+import zlib
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any, BinaryIO, Protocol, cast
+
+from fullshard.checkpoint.object_store import TRIES, AlteredError, Store, asking
+
+_READ_BYTES = 16 << 20
+
+logger = logging.getLogger("fullshard")
+
+
+@contextmanager
+def upload(store: Store, url: str, *, part_bytes: int) -> Generator[BinaryIO]:
+    """An object to write to. It is there once the block has ended well, and only then, with the bytes that
+    were written.
+
+    Holds a part in memory. The last part, and what makes one object of them, are sent at the end:
+    that fails as loudly as a write does.
+    """
+    kind = _ToS3 if store.is_s3 else _ToAny
+    sending: _Upload = kind(store, url, part_bytes=part_bytes)
+    ended = False
+    try:
+        yield cast(BinaryIO, sending)
+        sending.finish()
+        ended = True
+    finally:
+        if not ended:
+            with suppress(OSError):  # what went wrong before is the error to show
+                sending.give_up()
+
+
+class _Upload(Protocol):
+    """Bytes in order into an object. Every method may raise OSError."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> int: ...
+
+    def finish(self) -> None:
+        """Sends what is left. Raises AlteredError where the store then has other bytes."""
+        ...
+
+    def give_up(self) -> None:
+        """Has the store drop what it was sent."""
+        ...
+
+
+class _ToS3:
+    """Through S3's own requests: one for an object smaller than a part."""
+
+    def __init__(self, store: Store, url: str, *, part_bytes: int) -> None:
+        self._store, self._url, self._part_bytes = store, url, part_bytes
+        self._bucket, self._key = store.bucket_and_key(url)
+        self._held = io.BytesIO()  # a file, since aiohttp warns of large bytes
+        self._id: str | None = None  # the store's, of an upload in parts
+        self._parts: list[dict[str, Any]] = []
+        self._digests: list[tuple[int, str]] = []  # bytes and MD5 of each part
+        self._is_confirmed = self._is_answered = True
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        left = memoryview(data).cast("B")
+        count = left.nbytes
+        while left.nbytes:
+            left = left[self._held.write(left[: self._part_bytes - self._held.tell()]) :]
+            if self._held.tell() == self._part_bytes:
+                self._send_part()
+        return count
+
+    def finish(self) -> None:
+        if self._id is None:
+            self._send("put_object", {})
+        else:
+            if self._held.tell():
+                self._send_part()
+            # It may take S3 minutes to make one object of many parts.
+            whole = {"UploadId": self._id, "MultipartUpload": {"Parts": self._parts}}
+            self._ask("complete_multipart_upload", whole, moved_bytes=len(self._parts) << 20)
+            self._id = None
+        if not self._is_confirmed:
+            _warn_of_no_report(self._store.bucket)
+            _require_same(self._store, self._url, parts=self._digests)
+
+    def give_up(self) -> None:
+        # A store that has just not answered would be waited for once more. A later save drops the parts.
+        if self._id is not None and self._is_answered:
+            self._ask("abort_multipart_upload", {"UploadId": self._id})
+
+    def _send_part(self) -> None:
+        if self._id is None:
+            self._id = str(self._ask("create_multipart_upload", {})["UploadId"])
+        number = len(self._parts) + 1
+        answer = self._send("upload_part", {"UploadId": self._id, "PartNumber": number})
+        known = {name: one for name, one in answer.items() if name == "ETag" or _is_checksum(name)}
+        self._parts.append({"PartNumber": number, **known})
+
+    def _send(self, request: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Sends what is held, again while the store reports other bytes. Returns the last answer."""
+        body, self._held = self._held, io.BytesIO()
+        data = body.getbuffer()
+        answer: Mapping[str, Any] | None = None
+        refused: AlteredError | None = None
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="md5") as thread:
+            digested = thread.submit(_md5, data)
+            for _ in range(TRIES):
+                body.seek(0)
+                try:
+                    answer = self._ask(request, {**options, "Body": body}, moved_bytes=data.nbytes)
+                except AlteredError as error:
+                    refused = error
+                    continue
+                if not self._is_confirmed or _is_received(answer, data, md5=digested.result()):
+                    break
+            else:
+                self._is_confirmed = False
+            self._digests.append((data.nbytes, digested.result()))
+        if answer is None:
+            assert refused is not None, "tried at least once"
+            raise refused
+        return answer
+
+    def _ask(self, request: str, options: Mapping[str, Any], *, moved_bytes: int = 0) -> Mapping[str, Any]:
+        whole = {"Bucket": self._bucket, "Key": self._key, **options}
+        try:
+            return self._store.ask(self._url, "call_s3", request, options=whole, moved_bytes=moved_bytes)
+        except OSError as error:
+            self._is_answered = error.errno != errno.ETIMEDOUT
+            raise
+
+
+class _ToAny:
+    """Through a file of fsspec's."""
+
+    def __init__(self, store: Store, url: str, *, part_bytes: int) -> None:
+        self._store, self._url = store, url
+        self._file = store.opened(url, part_bytes=part_bytes)
+        self._size_bytes = 0
+        self._digest = hashlib.md5(usedforsecurity=False)
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        part = memoryview(data).cast("B")
+        self._digest.update(part)
+        with asking(self._url):
+            self._file.write(part)
+        self._size_bytes += part.nbytes
+        return part.nbytes
+
+    def finish(self) -> None:
+        with asking(self._url):
+            self._file.close()
+        md5 = self._digest.hexdigest()
+        if md5 not in self._store.md5s(self._url):
+            _warn_of_no_report(self._store.bucket)
+            _require_same(self._store, self._url, parts=[(self._size_bytes, md5)])
+
+    def give_up(self) -> None:
+        """fsspec would send the rest when the file is collected, and make a whole object of a half."""
+        with suppress(OSError), asking(self._url):
+            self._file.discard()
+        if hasattr(self._file, "blocksize"):  # fsspec's own: closed, it sends nothing
+            self._file.closed = True
+
+
+def _md5(data: memoryview) -> str:
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+def _crc32(data: memoryview) -> str:
+    """As S3 writes it."""
+    return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+
+
+def _is_checksum(name: str) -> bool:
+    return name.startswith("Checksum") and name != "ChecksumType"
+
+
+def _is_received(answer: Mapping[str, Any], data: memoryview, *, md5: str) -> bool:
+    """Whether S3's answer to `data` proves that they arrived. See [Note: confirmed, or read back]."""
+    if str(answer.get("ETag")).strip('"') == md5:
+        return True
+    with_keys = "aws:kms" in str(answer.get("ServerSideEncryption")) or "SSECustomerAlgorithm" in answer
+    return with_keys and answer.get("ChecksumCRC32") == _crc32(data)
+
+
+def _require_same(store: Store, url: str, *, parts: Sequence[tuple[int, str]]) -> None:
+    """Reads an object back. `parts`: bytes and MD5 of each. Raises AlteredError where one is another."""
+    begin = 0
+    for size_bytes, md5 in parts:
+        end, found = begin + size_bytes, hashlib.md5(usedforsecurity=False)
+        for at in range(begin, end, _READ_BYTES):
+            found.update(store.get(url, begin=at, end=min(at + _READ_BYTES, end)))
+        if found.hexdigest() != md5:
+            raise AlteredError(f"bytes {begin} to {end} are others than were sent", place=url)
+        begin = end
+
+
+@functools.cache
+def _warn_of_no_report(bucket: str) -> None:
+    """Warns once for each bucket."""
+    logger.warning(
+        "%s reports no checksum that can be compared with what was sent: each object is read back", bucket
+    )
