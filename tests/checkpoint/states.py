@@ -97,8 +97,14 @@ def sharded(step: int, mesh_shape: tuple[int, ...]) -> dict[str, Tensor]:
     return tensors
 
 
-def saved_sharded(directory: Path, step: int, mesh_shape: tuple[int, ...]) -> Path:
-    return save(State(step, sharded(step, mesh_shape), {"tokens": step * 100}), directory)
+def saved_sharded(
+    directory: Path | Place,
+    step: int,
+    mesh_shape: tuple[int, ...],
+    options: Mapping[str, Any] | None = None,
+) -> Path:
+    state = State(step, sharded(step, mesh_shape), {"tokens": step * 100})
+    return save(state, directory, **(options or {}))
 
 
 def loaded_sharded(directory: Path, mesh_shape: tuple[int, ...]) -> tuple[State, dict[str, Tensor]]:

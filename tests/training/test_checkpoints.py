@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from fullshard.checkpoint import load
+from fullshard.checkpoint.objects import ObjectPlace
 from fullshard.errors import CheckpointError
 from fullshard.training.checkpoints import Checkpoints, place
 from fullshard.training.loop import train
+from tests.checkpoint import flipping_memory
 from tests.training.runs import local_bits, mean_square, run_of, same_bits, sharded
 
 
@@ -56,6 +58,26 @@ def test_a_failure_is_told_and_ends_the_run_if_asked(ranks, tmp_path, mode, on_f
         assert len(told) == 1
         assert told[0].startswith("step 3: NOT SAVED")
         assert "Not a directory" in told[0]
+
+
+def save_where_bits_change(mode: str) -> tuple[list[str], object]:
+    state, plan = sharded(
+        run_of(f"checkpoint.mode={mode}", "checkpoint.read_back=true", "checkpoint.store_seconds=5")
+    )
+    flipping_memory.begin(flips=".distcp")
+    said: list[str] = []
+    with Checkpoints(flipping_memory.URL, plan, say=said.append) as checkpoints:
+        checkpoints.save(state)
+        checkpoints.wait()
+    return said, place(flipping_memory.URL, plan)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_save_is_read_back_if_asked(ranks, mode):
+    ((said, found),) = ranks(1).run(save_where_bits_change, mode)
+    assert "NOT SAVED" in said[0]
+    assert "was read back" in said[0]
+    assert found == ObjectPlace(flipping_memory.URL, answer_seconds=5.0)
 
 
 def save_last(directory: Path) -> None:

@@ -84,7 +84,7 @@ class BackgroundSaver:
                 if step.index % 100 == 0:
                     saver.save(state)
 
-    `directory`, `keep`, `keep_every`, `layout`, `plan`: as for `save`.
+    `directory`, `keep`, `keep_every`, `layout`, `plan`, `read_back`: as for `save`.
     """
 
     def __init__(
@@ -95,9 +95,12 @@ class BackgroundSaver:
         keep_every: int = 0,
         layout: Layout = "sharded",
         plan: Plan | None = None,
+        read_back: bool = False,
     ) -> None:
         place = directory if isinstance(directory, NodeDisks) else place_of(directory)
-        self._saving = Saving(place, keep=keep, keep_every=keep_every, layout=layout, plan=plan)
+        self._saving = Saving(
+            place, keep=keep, keep_every=keep_every, layout=layout, plan=plan, read_back=read_back
+        )
         self._group = cast(Group, dist.new_group(backend="gloo") if distributed() else None)
         self._staging = _Staging()
         self._running: Future[Outcome] | None = None

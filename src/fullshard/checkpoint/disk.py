@@ -65,6 +65,16 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def forget(path: Path) -> None:
+    """Has the system drop what it holds of a file in memory, once that is flushed: the disk is read next."""
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
 @contextmanager
 def created(path: Path) -> Generator[StreamedFile]:
     """A file that must not be there yet, down to the disk when the block ends well."""

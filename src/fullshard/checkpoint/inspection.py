@@ -14,6 +14,7 @@ from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     SHARDS,
+    Manifest,
     files_of,
     lost_or_denied,
     read_manifest,
@@ -44,16 +45,24 @@ def damages(checkpoint: Files | str | Path) -> Iterator[Damage]:
     except DamagedCheckpointError as error:
         yield Damage(MANIFEST, _said(error), ())
         return
-    reader, sizes = storage.Reader(files, manifest), files.sizes()
-    sound = True
-    for name in manifest.own_files:
-        for damage in _in_file(reader, name, sizes=sizes):
-            sound = False
-            yield damage
+    reader, sizes, sound = storage.Reader(files, manifest), files.sizes(), True
+    for damage in damaged_files(files, manifest, sizes=sizes):
+        sound = False
+        yield damage
     if sound:
         yield from _in_index(reader)
     for name in sorted(set(sizes) - set(manifest.files) - {MANIFEST, WRITER}):
         yield Damage(name, "not of this checkpoint", ())
+
+
+def damaged_files(files: Files, manifest: Manifest, *, sizes: Mapping[str, int]) -> Iterator[Damage]:
+    """Reads every byte of the files that `manifest` names, and gives what differs from what was saved.
+
+    `sizes`: those of `files`. Raises as `damages` does.
+    """
+    reader = storage.Reader(files, manifest)
+    for name in manifest.own_files:
+        yield from _in_file(reader, name, sizes=sizes)
 
 
 def differences(one: Files | str | Path, other: Files | str | Path) -> Iterator[str]:

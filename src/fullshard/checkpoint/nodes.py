@@ -33,6 +33,7 @@ from fullshard.checkpoint.manifest import (
     verify,
 )
 from fullshard.checkpoint.place import LocalPlace
+from fullshard.checkpoint.read_back import require_manifest, require_written
 from fullshard.errors import CheckpointError
 
 logger = logging.getLogger("fullshard")
@@ -170,9 +171,16 @@ def begin(
 
 
 def commit(
-    draft: LocalFiles, seat: Seat, *, manifest: Manifest, index: bytes | None, group: Group = None
+    draft: LocalFiles,
+    seat: Seat,
+    *,
+    manifest: Manifest,
+    index: bytes | None,
+    read_back: bool = False,
+    group: Group = None,
 ) -> Path:
-    """Prepares on every disk, then commits. Collective. `index`: of the shards, which every disk gets."""
+    """Prepares on every disk, then commits. Collective. `index`: of the shards, which every disk gets.
+    `read_back`: both are verified as they lie on the disk, before any is committed."""
     doing = f"committing {draft}"
     target = draft.path.with_name(step_name(manifest.step))
 
@@ -182,6 +190,10 @@ def commit(
                 write_file(draft, SHARDS, data=index)
             own = manifest.model_copy(update={"node": seat.node})
             write_file(draft, MANIFEST, data=own.encoded(draft.key))
+            if read_back:
+                every = {name: one for name, one in own.files.items() if one.node is None}
+                require_written(draft, own.model_copy(update={"files": every}))
+                require_manifest(draft)
 
     def rename() -> None:
         if seat.leads:

@@ -39,6 +39,7 @@ from fullshard.checkpoint.nodes import NodeDisks
 from fullshard.checkpoint.pieces import local_shard
 from fullshard.checkpoint.place import Place, location, place_of, prune
 from fullshard.checkpoint.protocol import Checkpointable
+from fullshard.checkpoint.read_back import require_manifest, require_written
 from fullshard.checkpoint.retention import WRITER
 from fullshard.checkpoint.shards import Shards, UnchangingShards
 from fullshard.checkpoint.stream import ALIGNMENT, LARGE_BYTES
@@ -66,6 +67,7 @@ def save(
     keep_every: int = 0,
     layout: Layout = "sharded",
     plan: Plan | None = None,
+    read_back: bool = False,
 ) -> Path | str:
     """Saves `state` as `directory/step-00000123` and returns that path. Collective: every rank calls it.
 
@@ -75,13 +77,15 @@ def save(
     before is untouched.
 
     `keep`: after that, only the newest `keep` whole checkpoints stay, and those whose step `keep_every`
-    divides (0: none); `keep` 0 keeps all. `layout`: see `Manifest`. `plan` is noted in the manifest. A step
+    divides (0: none); `keep` 0 keeps all. `layout`: see `Manifest`. `plan` is noted in the manifest.
+    `read_back`: every byte is read again and verified before the save is acknowledged, by the rank that wrote
+    it; a save that turns out damaged fails. A step
     that is there already, whole and of the same model, is not written again; of another model it is refused;
     a broken one is renamed to `.bad-…`. While one process saves to a directory, another is refused.
     `NodeDisks(directory)`: on disks that nodes do not share; see `nodes`.
     """
     place = directory if isinstance(directory, NodeDisks) else place_of(directory)
-    saving = Saving(place, keep=keep, keep_every=keep_every, layout=layout, plan=plan)
+    saving = Saving(place, keep=keep, keep_every=keep_every, layout=layout, plan=plan, read_back=read_back)
     snapshot = everyone(lambda: take_snapshot(state), doing="taking the state to save")
     return saving.run(snapshot)
 
@@ -106,6 +110,7 @@ class Saving:
     keep_every: int = 0
     layout: Layout = "sharded"
     plan: Plan | None = None
+    read_back: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("keep", self.keep), ("keep_every", self.keep_every)):
@@ -166,7 +171,9 @@ class Saving:
                 index = first(
                     lambda: draft.read(SHARDS) if SHARDS in files else None, doing=doing, group=group
                 )
-                nodes.commit(draft, seat, manifest=manifest, index=index, group=group)
+                nodes.commit(
+                    draft, seat, manifest=manifest, index=index, read_back=self.read_back, group=group
+                )
             except CheckpointError:
                 nodes.discard(draft, seat)
                 raise
@@ -215,6 +222,12 @@ class Saving:
                 group=group,
             )
         mine.held.finish()
+        if self.read_back:
+            everyone(
+                lambda: require_written(draft, self._manifest(mine, files=own, tensors={})),
+                doing=f"reading back step {mine.step}",
+                group=group,
+            )
         own = {n: one if n == SHARDS else one.model_copy(update={"node": node}) for n, one in own.items()}
         files = {name: file for part in gathered(own, group=group) for name, file in part.items()}
         if self.layout == "ranks":
@@ -229,9 +242,21 @@ class Saving:
         writer = draft.read(WRITER)
         files[WRITER] = describe_small(draft, writer)
         target = self.place.commit(draft, self._manifest(mine, files=files, tensors=tensors))
-        verify(target)  # a save is not acknowledged unless the next load would find it
+        if self.read_back:
+            self._require_manifest(target)
+        else:
+            verify(target)  # a save is not acknowledged unless the next load would find it
         logger.info("saved %s (%s)", target, format_bytes(sum(file.size_bytes for file in files.values())))
         return location(target)
+
+    def _require_manifest(self, target: Files) -> None:
+        assert not isinstance(self.place, NodeDisks), "they read it before they commit"
+        try:
+            require_manifest(target)
+        except CheckpointError as error:
+            aside = self.place.set_aside(target)
+            logger.warning("%s is not whole (%s); renamed to %s", target, error.got, aside)
+            raise
 
     def _manifest(
         self, mine: Snapshot, *, files: dict[str, SavedFile], tensors: dict[str, SavedTensor], nodes: int = 1

@@ -300,10 +300,11 @@ class CheckpointSection(Value):
     copy in host memory. `disks`: of nodes that do not share them (`node`), each keeps what its ranks write.
     `layout`: `sharded`, which any ranks load; `ranks`, a file for each rank's own shards, which the same
     ranks load. `on_failure`: what a save that fails does to the run; the last one
-    always ends it with an error. `store_seconds`: how long an object store may take to answer a request, all
-    tries together; one that carries bytes may take a second longer for every MiB. `key_file`: the path of a
-    file with a secret key; checkpoints are signed with it, and only signed ones are loaded
-    (docs/security.md). `export` adds safetensors at the end.
+    always ends it with an error. `read_back`: a save is acknowledged once every byte was read again and
+    verified. `store_seconds`: how long an object store may take to answer a request, all tries together; one
+    that carries bytes may take a second longer for every MiB. `key_file`: the path of a file with a secret
+    key; checkpoints are signed with it, and only signed ones are loaded (docs/security.md). `export` adds
+    safetensors at the end.
     """
 
     dir: PathText | None = None
@@ -314,6 +315,7 @@ class CheckpointSection(Value):
     disks: Literal["shared", "node"] = "shared"
     layout: Literal["sharded", "ranks"] = "sharded"
     on_failure: Literal["continue", "stop"] = "continue"
+    read_back: bool = False
     store_seconds: Annotated[float, NUMBER, Field(gt=0, le=86400)] = 60.0
     key_file: PathText | None = None
     export: bool = False

@@ -33,6 +33,7 @@ class Checkpoints:
                 keep_every=section.keep_every,
                 layout=section.layout,
                 plan=plan,
+                read_back=section.read_back,
             )
         self.last: Path | str | None = None
         self.failed: CheckpointError | None = None
@@ -100,6 +101,7 @@ class Checkpoints:
             keep_every=section.keep_every,
             layout=section.layout,
             plan=self._plan,
+            read_back=section.read_back,
         )
 
     def _written(self, path: Path | str, *, step: int, how: str = "") -> None:

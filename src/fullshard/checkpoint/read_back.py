@@ -1,0 +1,42 @@
+"""Reading back what a save has written, before it is acknowledged: a disk may keep other bytes.
+
+It reads from the disk, not from the memory of the system, as far as the system lets go of what it holds.
+"""
+
+from fullshard.checkpoint import disk
+from fullshard.checkpoint.files import Files, LocalFiles
+from fullshard.checkpoint.inspection import damaged_files
+from fullshard.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from fullshard.errors import CheckpointError, DamagedCheckpointError
+
+
+def require_written(draft: Files, manifest: Manifest) -> None:
+    """Reads every byte of the files that `manifest` names. Raises CheckpointError for the first file whose
+    bytes are others than were written."""
+    for name in manifest.own_files:
+        _forget(draft, name)
+    for damage in damaged_files(draft, manifest, sizes=draft.sizes()):
+        raise _altered(draft, damage.file, got=damage.what)
+
+
+def require_manifest(files: Files) -> None:
+    """Reads the manifest of a checkpoint. Raises CheckpointError where it is other than was written."""
+    _forget(files, MANIFEST)
+    try:
+        read_manifest(files)
+    except DamagedCheckpointError as error:
+        raise _altered(files, MANIFEST, got=str(error.got)) from error
+
+
+def _altered(files: Files, name: str, *, got: str) -> CheckpointError:
+    return CheckpointError(
+        f"{files}/{name} was read back, and is other than was written.",
+        got=got,
+        why="the disk, or something on the way to it, changed it",
+        fix="save again; another disk, if it happens again",
+    )
+
+
+def _forget(files: Files, name: str) -> None:
+    if isinstance(files, LocalFiles):
+        disk.forget(files.path / name)
