@@ -182,7 +182,7 @@ ON_A_RANK = [
         ('sharding.units.overrides=[{match="tail", strategy="no_shard"}]',),
     ),
     Wrong("nothing to resume", 6, ("no run to go on with", "try:"), argv=("--resume",)),
-    Wrong("file for a directory", 8, ("run's directory", "try:"), ("run.dir=file",), file="precious"),
+    Wrong("file for a directory", 2, ("run's directory", "try:"), ("run.dir=file",), file="precious"),
     Wrong("tracker that is not installed", 2, ("fullshard[mlflow]",), ('log.trackers=["mlflow"]',)),
 ]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.job import run_job
+from fullshard.training.launched import LaunchRecord
 from tests.launch.jobs import SMALL
 
 STEPS = 12
@@ -29,7 +30,8 @@ def test_a_run_whose_rank_was_killed_ends_like_an_undisturbed_one(ranks, tmp_pat
     """In a directory that holds another run, which is set aside once."""
     straight, hit = tmp_path / "straight", tmp_path / "hit"
     ranks(2).run(undisturbed, str(straight))
-    (hit / "checkpoints").mkdir(parents=True)
+    hit.mkdir()
+    LaunchRecord(jobs=("another",), world_size=2).save(hit / "launch.json")
 
     settings = (f"train.steps={STEPS}", "run.restarts=1", "checkpoint.every=4")
     command = [sys.executable, "-m", "tests.launch.command", "killed_once", str(hit), *settings]

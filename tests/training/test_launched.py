@@ -12,7 +12,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.directory import Opened, RunDirectory, opened
 from fullshard.training.job import run_job
-from fullshard.training.launched import Launch
+from fullshard.training.launched import Launch, LaunchRecord
 from fullshard.training.metrics import FILE_NAME
 from tests.training.test_job import TINY
 
@@ -97,8 +97,9 @@ def test_two_ranks_of_one_agent_see_the_same(ranks) -> None:
 
 
 def test_what_is_no_record_is_none(tmp_path: Path) -> None:
-    RunDirectory(tmp_path).launch.write_text("{")
-    assert attempt(tmp_path, ONE).before is None
+    for text in ("{", "{}", '{"version": "0.2.0", "configurations": []}', '{"world_size": 2}'):
+        RunDirectory(tmp_path).launch.write_text(text)
+        assert LaunchRecord.load(RunDirectory(tmp_path).launch) is None
 
 
 def train(directory: str, steps: int, world_size: int) -> tuple[int, bool]:

@@ -37,6 +37,7 @@ def train(
     """Train a sharded model on all GPUs, or on two CPU ranks; under torchrun or srun, on the ranks given."""
     started = time.time()
     request = _request(run_path, overrides or [], plan_path=plan_path, started=started)
+    _require_directory(request.run, resume=resume)
     from fullshard.cli.planned import with_plan
     from fullshard.launch.start import start
 
@@ -65,6 +66,20 @@ def _request(
         )
     plan = Plan.load(plan_path)
     return Request(run=plan.run, plan=plan, command_started=started)
+
+
+def _require_directory(run: "Run", *, resume: bool) -> None:
+    """Raises SpecError for a `run.dir` that is not a run's alone, before anything is planned or started."""
+    from fullshard.launch.environment import under_srun, under_torchrun
+    from fullshard.training.launched import Launch
+    from fullshard.training.run_place import LAUNCH, require_free, require_name
+
+    directory = require_name(run.run.dir)
+    # Ranks that torchrun or srun has started know only together whether they resume what is there.
+    if resume or under_torchrun() or under_srun():
+        return
+    if Launch.seen_from().earlier_attempt(directory / LAUNCH) is None:
+        require_free(directory, offload_path=run.offload.path)
 
 
 def _show_measurement(run: "Run", *, since: float, as_json: bool) -> None:

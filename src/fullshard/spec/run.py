@@ -377,7 +377,8 @@ class LogSection(Value):
 
 
 class RunSection(Value):
-    """`dir` holds the run's log, checkpoints and report. `ranks` 0: every GPU, else 2 ranks on the CPU.
+    """`dir` holds the run's log, checkpoints and report, and nothing else: a new run renames an earlier one's
+    to `<dir>.1`. `ranks` 0: every GPU, else 2 ranks on the CPU.
     `compile` auto: if the planner finds it faster. `restarts`: how often ranks that died are started again,
     from the newest checkpoint; torchrun, which starts ranks by itself, has `--max-restarts`."""
 

@@ -13,6 +13,17 @@ from fullshard.checkpoint.agreement import alone
 from fullshard.checkpoint.place import place_of
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.training.launched import Launch, LaunchRecord
+from fullshard.training.run_place import (
+    CHECKPOINTS,
+    EXPORT,
+    LAUNCH,
+    MEASUREMENT,
+    METRICS,
+    PLAN,
+    require_free,
+    require_name,
+    set_aside,
+)
 
 # How long a restarted run waits for the lock: a rank that was killed may take a moment to go.
 _PATIENCE_SECONDS, _TURN_SECONDS = 20.0, 0.2
@@ -27,27 +38,27 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path | str:
-        return self.saved_to or self.root / "checkpoints"
+        return self.saved_to or self.root / CHECKPOINTS
 
     @property
     def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
+        return self.root / METRICS
 
     @property
     def measurement(self) -> Path:
-        return self.root / "measurement.json"
+        return self.root / MEASUREMENT
 
     @property
     def plan(self) -> Path:
-        return self.root / "plan.json"
+        return self.root / PLAN
 
     @property
     def export(self) -> Path:
-        return self.root / "model.safetensors"
+        return self.root / EXPORT
 
     @property
     def launch(self) -> Path:
-        return self.root / "launch.json"
+        return self.root / LAUNCH
 
     def note_end(self, *, interrupted: bool) -> None:
         """Says how the run ended: a batch script may ask, and a run that is through is not gone on with."""
@@ -78,6 +89,7 @@ def opened(
     launch: Launch | None = None,
     saved_to: str | None = None,
     kept: bool = False,
+    offload_path: str = "offload",
 ) -> Generator[Opened]:
     """The directory for one run to write, locked against a second.
 
@@ -86,8 +98,10 @@ def opened(
 
     `kept`: a run may have left what it can go on from elsewhere (`fullshard.training.outside`).
     Only rank 0 calls this. Raises TrainError if the directory is in use or cannot be made, CheckpointError if
-    there is nothing to resume, or where a new run is to save to (`saved_to`) an earlier one has saved.
+    there is nothing to resume, or where a new run is to save to (`saved_to`) an earlier one has saved;
+    SpecError for a directory that is not a run's alone (`fullshard.training.run_place`).
     """
+    require_name(str(root))
     directory = RunDirectory(root, saved_to)
     there = directory.launch.exists() if kept else Path(directory.checkpoints).is_dir()
     if resume and not saved_to and not there:
@@ -97,15 +111,16 @@ def opened(
             fix="leave --resume out, or set run.dir to the directory of the run",
         )
     launch = launch or Launch()
+    before = launch.earlier_attempt(directory.launch)
+    if not (resume or before):
+        require_free(root, offload_path=offload_path)  # a directory that is refused is left as it is
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        before = launch.earlier_attempt(directory.launch)
+        _made(root)
         with _lock(root, patience_seconds=_PATIENCE_SECONDS if before else 0.0):
             if saved_to and not (resume or before):
                 _require_no_checkpoint(saved_to)
-            aside = None if resume or before else _set_aside(directory)
-        # The lock went with what was set aside.
-        root.mkdir(parents=True, exist_ok=True)
+            aside = None if resume or before else set_aside(root, offload_path=offload_path)
+        _made(root)  # the lock went with what was set aside
         with _lock(root):
             launch.record().save(directory.launch)
             yield Opened(directory, aside, before)
@@ -158,12 +173,6 @@ def _require_no_checkpoint(saved_to: str) -> None:
         )
 
 
-def _set_aside(directory: RunDirectory) -> Path | None:
-    root = directory.root
-    if not ((root / "checkpoints").exists() or directory.metrics.exists()):
-        return None
-    number = 1
-    while (target := root.with_name(f"{root.name}.{number}")).exists():
-        number += 1
-    root.rename(target)
-    return target
+def _made(root: Path) -> None:
+    """Makes the directory; of a link, the one that it points to."""
+    Path(os.path.realpath(root)).mkdir(parents=True, exist_ok=True)

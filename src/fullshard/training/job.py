@@ -225,7 +225,12 @@ def _directory(plan: Plan, ranks: Ranks, *, resume: bool) -> Generator[Opened]:
     if ranks.rank == 0:
         kept = run.offload.on_disk
         with opened(
-            Path(run.run.dir), resume=resume, launch=launch, saved_to=run.checkpoint.dir, kept=kept
+            Path(run.run.dir),
+            resume=resume,
+            launch=launch,
+            saved_to=run.checkpoint.dir,
+            kept=kept,
+            offload_path=run.offload.path,
         ) as found:
             yield first(lambda: found, doing="telling of the run's directory")
     else:

@@ -26,9 +26,12 @@ class LaunchRecord(Value):
     ended: Literal["finished", "interrupted"] | None = None
 
     def save(self, path: Path) -> None:
-        """Whole or not at all."""
+        """Whole or not at all: without it, the directory is not known to be a run's."""
         part = path.with_suffix(".part")
-        part.write_text(self.model_dump_json() + "\n")
+        with part.open("w") as file:
+            file.write(self.model_dump_json() + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         part.replace(path)
 
     def describe(self, world_size: int, *, step: int, steps: int) -> str:
@@ -42,11 +45,12 @@ class LaunchRecord(Value):
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
-        """None where there is none, or what is there is none."""
+        """None where there is none, or what is there is none: other programs have a launch.json, too."""
         try:
-            return cls.read_json(path, what="the record of a launch")
+            record = cls.read_json(path, what="the record of a launch")
         except SpecError:
             return None
+        return record if record.model_fields_set >= {"jobs", "world_size"} else None
 
 
 @dataclass(frozen=True)
