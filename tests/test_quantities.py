@@ -99,6 +99,13 @@ def test_a_printed_count_can_be_read(count, unit):
     assert parse_count(format_count(parse_count(f"{count}{unit}"))) == parse_count(f"{count}{unit}")
 
 
+def test_a_number_of_more_than_64_bits_is_refused():
+    for parse in (parse_count, parse_bytes):
+        for text in ("9" * 400, "9" * 19):
+            with pytest.raises(SpecError, match="too large"):
+                parse(text)
+
+
 @pytest.mark.parametrize("text", ["", "many", "4MiB", "-3", "4 M M"])
 def test_what_is_no_count_is_refused(text):
     with pytest.raises(SpecError, match="not a count"):

@@ -217,6 +217,51 @@ def test_whatever_a_value_is_it_is_told_or_refused(data):
     assert {one.key for one in conversion.said} == set(leaves(tree))
 
 
+BOMBS = {
+    "json": "[" * 5000,
+    "toml": "[training]\nsteps = " + "1" * 5000,
+    "yaml": "fsdp_config:\n"
+    + "a: &a0 [x]\n"
+    + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 60)),
+    "a list in itself": "fsdp_config: &a [*a]",
+    "names in python": "a0 = 1\n"
+    + "".join(f"a{i} = [a{i - 1}, a{i - 1}]\n" for i in range(1, 60))
+    + "FSDP(m, x=a59)",
+    "minus signs": "FSDP(m, x=" + "-" * 5000 + "1)",
+    "brackets in python": "FSDP(m, x=" + "[" * 150 + "]" * 150 + ")",
+    "an integer": '{"train_batch_size": 1' + "0" * 400 + "}",
+    "half a letter": '{"train_batch_size": 4, "wandb": {"team": "\\ud800"}}',
+    "many keys": json.dumps({"train_batch_size": 4} | {f"key{i}": i for i in range(6000)}),
+}
+
+
+@pytest.mark.parametrize("text", BOMBS.values(), ids=BOMBS.keys())
+def test_text_that_grows_when_it_is_read_is_refused(text: str) -> None:
+    with pytest.raises(SpecError):
+        convert(text, name="config")
+
+
+def test_values_that_only_yaml_or_python_has_become_text() -> None:
+    for text in (
+        "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2001-01-01, x: !!binary gIGC, y: !!set {a}}",
+        "FSDP(m, sharding_strategy=b'\\xff', x=1j, y=..., z=(-8) ** 0.5)",
+        '{"train_batch_size": 1e999, "gradient_clipping": "nan", "bf16": {"enabled": "\\u007f"}}',
+    ):
+        try:
+            conversion = convert(text, name="config")
+        except SpecError:
+            continue
+        conversion.model_dump_json()
+        assert Run.parse(tomllib.loads(conversion.run_toml()), source="it") == conversion.run
+
+
+def test_a_comment_and_a_text_of_toml_hold_no_control_characters() -> None:
+    text = '{"train_batch_size": 4, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", '
+    text += '"nvme_path": "a\\u007f\\u0001"}}}'
+    conversion = convert(text, name="a\x00\x7fb.json")
+    assert tomllib.loads(conversion.run_toml())["offload"]["path"] == "a\x7f\x01"
+
+
 def toml_value_text(tree: dict[str, Any]) -> str:
     """Each key of the top as one line; what TOML has no word for becomes an empty string."""
     return "\n".join(f"{key} = {toml_value(_without_none(value))}" for key, value in tree.items())

@@ -2,9 +2,11 @@
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fullshard.errors import PlanError
 from fullshard.spec.groups import CUT_ELEMENTS, Group, Held, cut, portions
 
 VECTOR = 64  # elements: the widest that a processor takes at once, of the narrowest dtype
@@ -112,3 +114,9 @@ def test_portions_hold_their_parameters_whole_and_as_few_as_can_be(
     assert len(names) == len(set(names))
     for portion in found:
         assert all(set(a.names) & set(b.names) for a, b in pairwise(portion))
+
+
+def test_more_groups_than_an_update_can_go_through_are_refused_before_they_are_made() -> None:
+    held = [Held("p", numel=10**18, most=10**18, dtype="float32")]
+    with pytest.raises(PlanError, match="too many groups"):
+        cut(held, group_parameters=64_000_000)

@@ -54,6 +54,12 @@ def test_a_text_that_names_none_is_an_error_with_the_nearest(text: str, said: st
         hardware_on(text)
 
 
+@pytest.mark.parametrize("text", ["99999x99999xH100", "8" * 15 + "xH100", "9" * 5000 + "xH100"])
+def test_there_is_no_machine_of_thousands_of_millions_of_ranks(text: str):
+    with pytest.raises(SpecError, match=r"so many ranks|is no chip"):
+        hardware_on(text)
+
+
 def test_two_cards_with_a_bridge_are_joined_by_it_and_more_are_not():
     assert hardware_on("2xH100-NVL").within.name == "nvlink4-bridge"
     assert hardware_on("4xH100-NVL").within.name == "pcie5"

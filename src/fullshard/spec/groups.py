@@ -4,12 +4,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from fullshard.errors import PlanError
+
 # A large shard is cut at multiples of it: no vector of a fused update crosses a cut, so that the numbers
 # are those of an update of the whole.
 CUT_ELEMENTS = 1024
 PAGE_BYTES = 4096  # each part of a group's state begins at one
 UNIT_BUFFERS = 3  # units whose own shards are in memory while all are on the drive
 _PIECE_ELEMENTS = 1 << 22  # 64 MiB of fp32 state and gradients: long enough a copy for the full rate
+_MOST_GROUPS = 100_000
 _BEGIN_ELEMENTS = 64  # segments begin at multiples of it: full vectors from their first element on
 
 
@@ -70,8 +73,19 @@ def cut(held: Iterable[Held], *, group_parameters: int) -> tuple[Group, ...]:
     """Groups of at most `group_parameters` elements (or of CUT_ELEMENTS, if that is more), in the order of
     `held`; on every rank as many, with the same parameters. A parameter stays whole where it fits into a
     group; of one that does not, each part but the last fills its group.
+
+    Raises PlanError for more groups than an update can go through one by one.
     """
+    held = tuple(held)
     limit = max(CUT_ELEMENTS, group_parameters // CUT_ELEMENTS * CUT_ELEMENTS)
+    count = sum(one.most for one in held) // limit
+    if count > _MOST_GROUPS:
+        raise PlanError(
+            "a rank's state would be in too many groups.",
+            got=f"{count:,} of {limit:,} parameters, offload.group_parameters = {group_parameters:,}",
+            why="the update goes through them one by one",
+            fix=f"offload.group_parameters = {count * limit // 1000:,} or more; or more ranks",
+        )
     groups: list[Group] = []
     names: list[str] = []
     segments: list[Segment] = []
