@@ -89,6 +89,13 @@ def test_a_model_of_too_many_parameters_or_too_large_tables_is_refused_while_it_
 
 
 @needs_transformers
+def test_a_config_that_names_no_class_is_of_a_causal_language_model(tmp_path: Path) -> None:
+    config = {key: value for key, value in CONFIGS["llama"].items() if key != "architectures"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert type(hf_model(HuggingFaceModel(hf=str(tmp_path)))).__name__ == "LlamaForCausalLM"
+
+
+@needs_transformers
 def test_options_stand_in_for_values_of_the_config(tmp_path: Path) -> None:
     model = hf_model(section("gpt2", tmp_path, num_hidden_layers=2, n_inner=40))
     assert (len(model.transformer.h), model.transformer.h[0].mlp.c_fc.nf) == (2, 40)
