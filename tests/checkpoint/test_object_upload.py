@@ -21,7 +21,7 @@ from tests.checkpoint.states import State, assert_same
 
 URL = "s3://bucket/run"
 PART_BYTES = 100_000
-PART, METADATA, MANIFEST = "partNumber=2", ".metadata", "manifest.json"
+PART, METADATA, SHARDS, MANIFEST = "partNumber=2", ".metadata", "shards.json", "manifest.json"
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_a_bucket_that_is_encrypted_with_keys_is_believed_its_checksums(store):
     assert_loads(URL, 1)
 
 
-@pytest.mark.parametrize("what", [METADATA, MANIFEST])
+@pytest.mark.parametrize("what", [SHARDS, MANIFEST])
 def test_an_older_checkpoint_is_loaded_where_bytes_differ_from_the_stores_own_checksum(store, what):
     saved(URL, 1)
     saved(URL, 2)

@@ -44,7 +44,7 @@ class FlippingPlace(LocalPlace):
     flips: str = ""
 
     def begin(self, step: int, *, needed_bytes: int) -> FlippingFiles:
-        return FlippingFiles(Path(str(super().begin(step, needed_bytes=needed_bytes))), self.flips)
+        return FlippingFiles(Path(str(super().begin(step, needed_bytes=needed_bytes))), flips=self.flips)
 
 
 @pytest.mark.parametrize("flips", [DATA, f"{DATA}.pieces", METADATA, MANIFEST])
@@ -91,7 +91,7 @@ def test_a_save_in_the_background_is_read_back(tmp_path):
 
 
 def committed(draft: LocalFiles, manifest: Manifest) -> Any:
-    return nodes.commit(draft, Seat(0, 1, leads=True), manifest=manifest, metadata=b"", read_back=True)
+    return nodes.commit(draft, Seat(0, 1, leads=True), manifest=manifest, index=b"", read_back=True)
 
 
 def test_a_disk_of_one_node_is_read_back(tmp_path):

@@ -80,7 +80,9 @@ class KeyFile:
                 key = file.read(_MOST_KEY_BYTES + 1).rstrip()
         except OSError as error:
             raise CheckpointError(
-                f"the key file {self.path} cannot be read.", got=error.strerror, fix="checkpoint.key_file"
+                f"the key file {self.path} cannot be read.",
+                got=error.strerror,
+                fix="a key file that is there on every machine of the run",
             ) from error
         if not _LEAST_KEY_BYTES <= len(key) <= _MOST_KEY_BYTES:
             raise CheckpointError(

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from fullshard.spec.value import Options, PathText, PositiveCount, PositiveScalar, Value
+from fullshard.spec.value import NUMBER, Options, PathText, PositiveCount, PositiveScalar, Value
 
 MOST_LAYERS = 2_048
 """The deepest models that people have trained have a thousand."""
@@ -20,7 +20,7 @@ class Decoder(Value):
 
     vocabulary: PositiveCount = 256
     d_model: PositiveCount = 320
-    layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)] = 4
+    layers: Annotated[int, NUMBER, Field(gt=0, le=MOST_LAYERS)] = 4
     heads: PositiveCount = 4
     kv_heads: PositiveCount = 2
     d_ff: PositiveCount = 960

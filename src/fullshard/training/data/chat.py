@@ -53,16 +53,15 @@ class ChatTemplate:
         from transformers import AutoTokenizer
 
         directory = tokenizer_file(path).parent
-
-        def refused(got: str) -> DataError:
-            if "trust_remote_code" in got and not trust_remote_code:
-                return _not_trusted(directory)
-            return DataError(f"the tokenizer in {directory} cannot be loaded.", got=got)
-
-        with Outside(refused):
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                str(directory), local_files_only=True, trust_remote_code=trust_remote_code
-            )
+        with Outside(lambda got: DataError(f"the tokenizer in {directory} cannot be loaded.", got=got)):
+            try:
+                self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                    str(directory), local_files_only=True, trust_remote_code=trust_remote_code
+                )
+            except ValueError as error:
+                if "trust_remote_code" in str(error) and not trust_remote_code:
+                    raise _not_trusted(directory) from error
+                raise
         if not Path(path).expanduser().is_dir() or not self._tokenizer.chat_template:
             raise DataError(
                 "there is no chat template.",
