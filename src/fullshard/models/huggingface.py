@@ -178,8 +178,8 @@ def _model_class(section: HuggingFaceModel, config: Any) -> Any:
     transformers = import_transformers(section.source)
     name = section.architecture
     if name == "auto":
-        named = getattr(config, "architectures", None) or [_CAUSAL]
-        name = str(named[0])
+        named: Any = getattr(config, "architectures", None)
+        name = str(named[0]) if isinstance(named, list) and named else _CAUSAL
     path = locate(section.hf)
     beside = code_beside(read_config(path))
     by_class = {reference.rpartition(".")[2]: reference for reference in beside.values()}

@@ -16,7 +16,7 @@ class Outside:
     that `error` makes of its words. A FullshardError passes, and so does what ends the process.
     """
 
-    def __init__(self, error: Callable[[str], FullshardError]) -> None:
+    def __init__(self, error: Callable[[str], Exception]) -> None:
         self._error = error
 
     def __enter__(self) -> Self:

@@ -89,7 +89,7 @@ class Pace(Value):
     @property
     def tokens_per_second(self) -> float | None:
         """Of all ranks; None before the first timed step."""
-        return self.tokens / self.seconds if self.seconds else None
+        return self.tokens / self.seconds if self.seconds and self.timed_steps else None
 
     @property
     def step_seconds(self) -> float | None:

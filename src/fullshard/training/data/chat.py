@@ -18,22 +18,10 @@ from numpy.typing import NDArray
 
 from fullshard.errors import DataError, MissingExtraError
 from fullshard.spec.libraries import Outside
-from fullshard.training.data.tokenizer import tokenizer_file
+from fullshard.training.data.tokenizer import tokenizer_file, tokenizer_files, tokenizer_text
 
 Messages = Sequence[Mapping[str, Any]]
 _MARK = "{% generation"
-
-
-# By the expressions in a chat template, which can be any of Jinja's.
-_RAISED_BY_TEMPLATES = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
 
 
 class NotWrittenOutError(ValueError):
@@ -53,6 +41,8 @@ class ChatTemplate:
         from transformers import AutoTokenizer
 
         directory = tokenizer_file(path).parent
+        for file in tokenizer_files(path):
+            tokenizer_text(file)  # refuses a file without end, which transformers would read
         with Outside(lambda got: DataError(f"the tokenizer in {directory} cannot be loaded.", got=got)):
             try:
                 self._tokenizer: Any = AutoTokenizer.from_pretrained(
@@ -75,19 +65,13 @@ class ChatTemplate:
         self, messages: Messages, *, train_on: Literal["all", "assistant"]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """(tokens, which of them are trained on). Raises NotWrittenOutError."""
-        from jinja2 import TemplateError
-
         _check(messages)
-        try:
-            if train_on == "assistant" and self._marked:
-                return self._as_marked(messages)
-            text = self._text(messages)
-            spans = [(0, len(text))] if train_on == "all" else self._answers(messages, text)
-        except NotWrittenOutError:
-            raise
-        except (TemplateError, *_RAISED_BY_TEMPLATES) as error:
-            raise NotWrittenOutError(f"the chat template does not take it: {error}") from error
-        coded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        if train_on == "assistant" and self._marked:
+            return self._as_marked(messages)
+        text = self._text(messages)
+        spans = [(0, len(text))] if train_on == "all" else self._answers(messages, text)
+        with _by_template():
+            coded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         tokens = np.array(coded["input_ids"], dtype=np.int64)
         begins = np.array([begin for begin, _ in coded["offset_mapping"]], dtype=np.int64)
         trained = np.zeros(len(tokens), dtype=np.bool_)
@@ -96,20 +80,20 @@ class ChatTemplate:
         return tokens, trained
 
     def _text(self, messages: Messages, *, opening: bool = False) -> str:
-        return cast(
-            str,
-            self._tokenizer.apply_chat_template(
+        with _by_template():
+            text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=opening
-            ),
-        )
+            )
+        return cast(str, text)
 
     def _as_marked(self, messages: Messages) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        coded = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
+        with _by_template():
+            coded = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )
         return (
             np.array(coded["input_ids"], dtype=np.int64),
             np.array(coded["assistant_masks"], dtype=np.bool_),
@@ -139,6 +123,11 @@ def _not_trusted(directory: Path) -> DataError:
         why="the code may do whatever you may do on this machine",
         fix="read the code, then data.trust_remote_code = true",
     )
+
+
+def _by_template() -> Outside:
+    """Returns a context around a chat template, which is somebody's program in a sandbox."""
+    return Outside(lambda got: NotWrittenOutError(f"the chat template does not take it: {got}"))
 
 
 def _check(messages: Messages) -> None:

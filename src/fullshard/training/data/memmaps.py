@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from fullshard.errors import DataError
 from fullshard.spec.data_section import SourceFields
+from fullshard.spec.libraries import Outside
 from fullshard.training.data.cache import Alive, built, digests, key_of, manifest_of
 from fullshard.training.data.documents import text_documents, unreadable
 from fullshard.training.data.store import Integers, TokenStore, mapped, mapped_npy
@@ -107,10 +108,10 @@ def _opened(path: Path, fields: SourceFields) -> _Raw:
 
 
 def _npy(path: Path) -> _Raw:
-    try:
+    if not path.is_file():
+        raise DataError(f"{path} is not a regular file.")
+    with Outside(lambda got: DataError(f"{path} is no array of tokens.", got=got)):  # or of Python's objects
         array = mapped_npy(path)
-    except ValueError as error:  # no .npy, or of Python's objects
-        raise DataError(f"{path} is no array of tokens.", got=str(error)) from error
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.size:
         raise DataError(
             f"{path} is no array of tokens.",
