@@ -133,10 +133,15 @@ def make_files(seeds: Path, directory: Path, rng: Random) -> None:
     """Breaks any entry of either checkpoint or of their directory, or adds one."""
     shutil.copytree(seeds / "checkpoints", directory / "checkpoints")
     for _ in range(rng.choice((1, 1, 2, 4))):
-        path = rng.choice(sorted(directory.glob("checkpoints/*/*")))
+        regular = [
+            one for one in sorted(directory.glob("checkpoints/*/*")) if one.is_file() and not one.is_symlink()
+        ]
+        if not regular:
+            return
+        path = rng.choice(regular)
         match rng.randrange(7):
             case 0:
-                path.write_bytes(mutated_bytes(path.read_bytes(), rng) if path.is_file() else b"")
+                path.write_bytes(mutated_bytes(path.read_bytes(), rng))
             case 1:
                 replace(
                     path, lambda one: one.symlink_to(rng.choice(("/etc/passwd", "nowhere", ".", one.name)))
@@ -146,7 +151,7 @@ def make_files(seeds: Path, directory: Path, rng: Random) -> None:
             case 3:
                 replace(path, Path.mkdir)
             case 4:
-                os.truncate(path, 1 << 40) if path.is_file() and not path.is_symlink() else None
+                os.truncate(path, 1 << 40)
             case 5:
                 stray = path.parents[rng.randrange(2)] / rng.choice(
                     (METADATA, MANIFEST, "step-00000009", "latest")
