@@ -102,6 +102,12 @@ def test_what_is_not_ours_hides_no_checkpoint_and_every_acknowledged_save_is_fou
     assert sorted(one.name for one in tmp_path.glob("step-*")) == [path.name]
 
 
+@pytest.mark.parametrize("stray", [stray for stray in STRAYS if stray is not manifest_of_a_step_beside])
+def test_strays_alone_are_no_checkpoint(tmp_path, stray):
+    stray(tmp_path)
+    assert not load(State(0, numbers(0)), tmp_path, missing_ok=True)
+
+
 def dangling_link_inside(path: Path) -> None:
     (path / "notes").symlink_to("nowhere")
 

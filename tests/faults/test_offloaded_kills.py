@@ -1,4 +1,4 @@
-"""Ranks that keep state outside of the device and are killed: what all of them had whole is not lost."""
+"""Kills of ranks that offload state, among strays and beside a reader: no committed step is lost."""
 
 import random
 from collections import Counter
@@ -19,6 +19,7 @@ from tests.faults.course import (
     last_committed,
     lines,
 )
+from tests.faults.crowd import litter, reader_beside
 from tests.faults.test_kills import VICTIMS
 from tests.ranks import RankFailed
 
@@ -51,8 +52,12 @@ def kill_offloaded(
         course = Course(checkpoints, record, mode=mode, every=EVERY, tier=tier)
         if i < times:
             killed = replace(course, kill=_kill(rng, victims))
-            with pytest.raises((RankFailed, RuntimeError)):  # the killed one, or one that lost it
+            with (
+                reader_beside(checkpoints),
+                pytest.raises((RankFailed, RuntimeError)),  # the killed one, or one that lost it
+            ):
                 ranks(2).run(go_on, killed)
+            litter(checkpoints)
         else:
             ranks(2).run(go_on, replace(course, until=max(whole, saved) + 4))
         for start in lines(record, "starts")[starts:]:

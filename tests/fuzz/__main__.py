@@ -25,9 +25,8 @@ def main() -> None:
         targets=asked.only or list(TARGETS),
         limit_seconds=LIMIT_SECONDS,
         keep=asked.keep,
+        say=lambda line: print(line, flush=True),
     )
-    for violation in found.violations:
-        print(violation)
     print(
         f"{found.worked} inputs worked, {found.refused} were refused, {len(found.violations)} violations; "
         f"the slowest took {found.slowest:.1f} s, memory grew by {found.peak_bytes >> 20} MiB at most"

@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -57,9 +57,19 @@ class Outcome:
 
 
 def fuzz(
-    *, inputs: int, seed: int, targets: Sequence[str], limit_seconds: float, keep: Path | None
+    *,
+    inputs: int,
+    seed: int,
+    targets: Sequence[str],
+    limit_seconds: float,
+    keep: Path | None = None,
+    say: Callable[[str], object] = lambda line: None,
 ) -> Outcome:
-    """Tries `inputs` inputs, of each target as many. `keep`: where inputs that are violations are put."""
+    """Tries `inputs` inputs, of each target as many.
+
+    keep: where inputs that are violations are put.
+    say: gets each violation as it is found, and the progress.
+    """
     total = Outcome()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
         seeds = Path(name, "seeds")
@@ -67,14 +77,17 @@ def fuzz(
         work = [(target, number) for number in range(-(-inputs // len(targets))) for target in targets]
         while work:
             batch, work = work[:EACH_CHILD], work[EACH_CHILD:]
+            known = len(total.violations)
             done = _in_child(batch, Path(name), seed=seed, limit_seconds=limit_seconds, total=total)
             if done < len(batch):  # the child died of the next one
                 target, number = batch[done]
                 total.violations += (Violation(target, number, "the process died"),)
                 work = batch[done + 1 :] + work
-        for one in total.violations:
-            if keep is not None:
-                keep_input(one, seeds, keep, seed=seed)
+            for one in total.violations[known:]:
+                say(str(one))
+                if keep is not None:
+                    keep_input(one, seeds, keep, seed=seed)
+            say(f"{total.worked + total.refused + len(total.violations)} inputs")
     return total
 
 

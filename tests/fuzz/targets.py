@@ -46,6 +46,7 @@ from tests.faults.crowd import Anything
 from tests.fuzz.mutations import HOSTILE, mutated_bytes, mutated_json, mutated_lines
 from tests.training.data.samples import CHAT, save_tokenizer, texts_file
 
+LONG = 1 << 40  # bytes of a file that is too long to be read
 CONVERTED = Path(__file__).parents[1] / "spec" / "configs"
 
 
@@ -134,7 +135,9 @@ def make_files(seeds: Path, directory: Path, rng: Random) -> None:
     shutil.copytree(seeds / "checkpoints", directory / "checkpoints")
     for _ in range(rng.choice((1, 1, 2, 4))):
         regular = [
-            one for one in sorted(directory.glob("checkpoints/*/*")) if one.is_file() and not one.is_symlink()
+            one
+            for one in sorted(directory.glob("checkpoints/*/*"))
+            if one.is_file() and not one.is_symlink() and one.stat().st_size < LONG
         ]
         if not regular:
             return
@@ -151,7 +154,7 @@ def make_files(seeds: Path, directory: Path, rng: Random) -> None:
             case 3:
                 replace(path, Path.mkdir)
             case 4:
-                os.truncate(path, 1 << 40)
+                os.truncate(path, LONG)
             case 5:
                 stray = path.parents[rng.randrange(2)] / rng.choice(
                     (METADATA, MANIFEST, "step-00000009", "latest")

@@ -184,12 +184,8 @@ def _set_aside(place: Place, files: Files) -> str:
 
 def _find(place: Place, *, missing_ok: bool, refused: Mapping[str, str]) -> tuple[Files, Manifest] | None:
     # A directory that holds steps is not a checkpoint itself, whatever else lies in it.
-    if place.exists() and not place.steps():
-        names = place.one().sizes()
-        if MANIFEST in names:
-            return place.one(), verify(place.one())
-        if METADATA in names:
-            read_manifest(place.one())  # raises: one checkpoint without its manifest must not pass for none
+    if place.exists() and not place.steps() and _is_checkpoint(place.one(), strays_ok=missing_ok):
+        return place.one(), verify(place.one())
     for files, manifest in whole(place):
         if files.name not in refused:
             return files, manifest
@@ -209,6 +205,22 @@ def _find(place: Place, *, missing_ok: bool, refused: Mapping[str, str]) -> tupl
         got="an empty directory" if place.exists() else "no such directory",
         fix="the directory that holds the step-… directories, or one of these",
     )
+
+
+def _is_checkpoint(files: Files, *, strays_ok: bool) -> bool:
+    """Returns whether `files` are those of one checkpoint, perhaps a damaged one.
+
+    strays_ok: whether damaged files under a checkpoint's names, without any shard beside them, may be taken
+        for somebody else's.
+    """
+    names = files.sizes()
+    if MANIFEST not in names and METADATA not in names:
+        return False
+    try:
+        read_manifest(files)
+    except DamagedCheckpointError:
+        return not strays_ok or any(name.endswith(".distcp") for name in names)
+    return True
 
 
 def _receivers(state: Checkpointable, manifest: Manifest) -> dict[str, Tensor]:

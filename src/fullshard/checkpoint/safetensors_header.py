@@ -108,7 +108,7 @@ def _tensor(path: Path, name: str, *, one: Any, begin: int) -> FileTensor:
     shape, offsets = _counts(told.get("shape")), _counts(told.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2:
         raise _damaged(path, f"{name}: {str(one)[:200]}")
-    if told.get("dtype") not in _BY_NAME:
+    if not isinstance(told.get("dtype"), str) or told["dtype"] not in _BY_NAME:
         raise _damaged(path, f"{name}: dtype {told.get('dtype')!r}, which this fullshard does not know")
     tensor = FileTensor(path.name, begin + offsets[0], tuple(shape), _BY_NAME[told["dtype"]])
     if offsets[1] - offsets[0] != tensor.size_bytes:
