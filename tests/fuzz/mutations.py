@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from copy import deepcopy
 from random import Random
 from typing import Any
 
@@ -78,7 +79,7 @@ def mutated_json(tree: Any, rng: Random) -> bytes:
             case 4 if isinstance(holder[key], list):
                 holder[key] *= rng.choice((2, 1000))
             case _:
-                holder[key] = rng.choice(HOSTILE)
+                holder[key] = deepcopy(rng.choice(HOSTILE))  # else an input would depend on those before it
     text = json.dumps(tree)
     for name, raw in _PUT_IN.items():
         text = text.replace(f'"{name}"', raw)

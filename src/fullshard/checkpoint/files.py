@@ -101,10 +101,11 @@ class LocalFiles:
 
     def read(self, name: str) -> bytes:
         with self.open(name) as file:
-            data = file.read(SMALL_BYTES + 1)
-        if len(data) > SMALL_BYTES:
-            raise OSError(errno.EFBIG, f"it has more than {format_bytes(SMALL_BYTES)}", str(self.path / name))
-        return data
+            size = os.fstat(file.fileno()).st_size
+            if size > SMALL_BYTES:
+                what = f"it has {format_bytes(size)}, more than {format_bytes(SMALL_BYTES)}"
+                raise OSError(errno.EFBIG, what, str(self.path / name))
+            return file.read(size)
 
     @contextmanager
     def open(self, name: str) -> Generator[BinaryIO]:
