@@ -24,9 +24,10 @@ from torch import nn
 from fullshard.offload.drive import DriveFile
 from fullshard.offload.drive_store import DriveStore
 from fullshard.offload.slabs import bytes_of, slab
+from fullshard.offload.state import offloaded_of
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.offloaded import offloaded_of, shard
+from fullshard.training.offloaded import shard
 from fullshard.training.optimizer import build_optimizer
 
 WIDTH = 2048

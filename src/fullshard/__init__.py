@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from fullshard.checkpoint import BackgroundSaver as BackgroundSaver
     from fullshard.checkpoint import KeyFile as KeyFile
     from fullshard.checkpoint import NodeDisks as NodeDisks
-    from fullshard.checkpoint import export as export
-    from fullshard.checkpoint import full_state as full_state
     from fullshard.checkpoint import load as load
     from fullshard.checkpoint import newest as newest
     from fullshard.checkpoint import place_of as place_of
     from fullshard.checkpoint import save as save
+    from fullshard.checkpoint.export import export as export
+    from fullshard.checkpoint.export import full_state as full_state
     from fullshard.dryrun.program import Program as Program
     from fullshard.dryrun.run import dry_run as dry_run
     from fullshard.errors import FullshardError as FullshardError
@@ -65,8 +65,8 @@ _HOMES = {
     "BackgroundSaver": "checkpoint",
     "KeyFile": "checkpoint",
     "NodeDisks": "checkpoint",
-    "export": "checkpoint",
-    "full_state": "checkpoint",
+    "export": "checkpoint.export",
+    "full_state": "checkpoint.export",
     "load": "checkpoint",
     "newest": "checkpoint",
     "place_of": "checkpoint",

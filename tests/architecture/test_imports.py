@@ -16,25 +16,37 @@ import pytest
 
 from tests.architecture.source import Import, Module, package, targets
 
-FOUNDATION = {"quantities", "targets", "errors"}
+FOUNDATION = {"quantities", "targets", "errors", "system"}
 VALUES = {"spec"} | FOUNDATION
-RUNTIME = {"sharding", "offload", "checkpoint", "profiler", "models"}
+SHARED = {"distributed"} | VALUES
+LOWER = {"data", "models", "profiler", "sharding", "offload", "checkpoint"}  # import none of each other
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "quantities": {"errors"},
     "targets": {"errors"},
+    "system": {"quantities", "errors"},
     "spec": FOUNDATION,
-    **dict.fromkeys(RUNTIME, VALUES),
-    "training": RUNTIME | VALUES,
-    "launch": {"training"} | RUNTIME | VALUES,
-    "dryrun": {"sharding", "models"} | VALUES,
+    "distributed": VALUES,
+    **dict.fromkeys(LOWER, SHARED),
+    "convert": VALUES,
     "planner": VALUES,
     "report": VALUES,
-    "cli": {"launch", "training", "dryrun", "planner", "report", ""} | RUNTIME | VALUES,  # "": __version__
-    "": {"training", "dryrun", "planner", "report"} | RUNTIME | VALUES,  # fullshard/__init__.py: the library
+    "tracing": {"sharding"} | SHARED,
+    "survival": SHARED,
+    "weights": {"checkpoint", "models", "offload", "sharding"} | SHARED,
+    "training": {"weights", "survival"} | LOWER | SHARED,
+    "calibration": {"training", "weights", "survival"} | LOWER | SHARED,
+    "jobs": {"calibration", "training", "weights", "survival"} | LOWER | SHARED,
+    "launch": {"survival", "training", "sharding", "checkpoint"} | SHARED,
+    "dryrun": {"tracing", "sharding", "models"} | SHARED,
+    "planning": {"launch", "dryrun", "tracing", "training", "planner", "report", "convert"} | LOWER | SHARED,
+    "cli": {"planning", "training", "launch", "jobs", "weights", "dryrun", "planner", "report", "convert", ""}
+    | LOWER
+    | SHARED,
+    "": {"planning", "training", "weights", "tracing", "dryrun", "planner", "report"} | LOWER | SHARED,
     "__main__": {"cli"},
 }
-TORCH_FREE_ROOMS = {"spec", "planner", "report", "errors", "quantities", "targets"}
+TORCH_FREE_ROOMS = {"spec", "convert", "planner", "report", "system", "errors", "quantities", "targets"}
 TORCH_FREE_AT_IMPORT = ("fullshard", "fullshard.cli", "fullshard.cli.main", "fullshard.__main__")
 
 

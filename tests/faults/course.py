@@ -27,9 +27,10 @@ from fullshard.checkpoint.place import LocalPlace
 from fullshard.checkpoint.save import Saving, take_snapshot
 from fullshard.errors import CheckpointError
 from fullshard.offload.drive import SYSTEM, System
+from fullshard.offload.state import offloaded_of
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
-from fullshard.training.offloaded import let_go, offloaded_of, shard
+from fullshard.training.offloaded import let_go, shard
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.start import start_from
 from fullshard.training.state import TrainState

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.models.decoder import DecoderModel
-from fullshard.offload.state import host_bytes_of
+from fullshard.offload.state import host_bytes_of, offloaded_of
 from fullshard.planner.memory import peak_bytes
 from fullshard.profiler.memory import Peak, measure_peak
 from fullshard.sharding.describe import describe
@@ -18,7 +18,7 @@ from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loss import next_token_loss
-from fullshard.training.offloaded import offloaded_of, shard
+from fullshard.training.offloaded import shard
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step

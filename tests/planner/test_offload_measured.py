@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.offload.state import offloaded_of
 from fullshard.planner.offload import TIERS
 from fullshard.planner.search import predict
 from fullshard.spec.groups import PAGE_BYTES
@@ -12,7 +13,7 @@ from fullshard.spec.memory import MemoryTerms
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import OffloadTerms
 from fullshard.training.loss import next_token_loss
-from fullshard.training.offloaded import offloaded_of, shard
+from fullshard.training.offloaded import shard
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.save import save
-from fullshard.profiler.memory import live_bytes, local_tensor
+from fullshard.distributed.tensors import local_tensor
+from fullshard.profiler.memory import live_bytes
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
 from fullshard.training.low_bit import as_kept, eight_bit_adamw, in_full

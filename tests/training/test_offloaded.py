@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.models.build import build_model
+from fullshard.offload.state import offloaded_of
 from fullshard.offload.store import Parts
 from fullshard.spec.groups import Group
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loop import train
 from fullshard.training.loss import next_token_loss
-from fullshard.training.offloaded import offloaded_of, shard
+from fullshard.training.offloaded import shard
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
 from tests.fakes.data import Rows

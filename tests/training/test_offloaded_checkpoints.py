@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fullshard.checkpoint import BackgroundSaver, export, full_state, load, save
+from fullshard.checkpoint import BackgroundSaver, load, save
+from fullshard.checkpoint.export import export, full_state
 from fullshard.training.loop import train
 from fullshard.training.state import TrainState
 from tests.training.runs import local_bits, mean_square, run_of, same_bits, sharded

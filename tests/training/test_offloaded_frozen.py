@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.checkpoint import load, save
+from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import CheckpointError, DamagedOffloadError, OffloadError
 from fullshard.offload.drive import SYSTEM
-from fullshard.offload.state import Settings
-from fullshard.profiler.memory import live_bytes, local_tensor
+from fullshard.offload.state import Settings, offloaded_of
+from fullshard.profiler.memory import live_bytes
 from fullshard.spec.groups import PAGE_BYTES
 from fullshard.spec.plan import Plan
 from fullshard.training import offloaded, pretrained
 from fullshard.training.loop import train
-from fullshard.training.offloaded import let_go, offloaded_of, shard
+from fullshard.training.offloaded import let_go, shard
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.pretrained import load_pretrained
 from fullshard.training.start import start_from

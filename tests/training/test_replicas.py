@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
-from fullshard.profiler.memory import local_tensor
 from fullshard.training.loop import train
 from fullshard.training.replicas import checksum
 from tests.fakes.plans import STRATEGIES

@@ -1,8 +1,7 @@
-"""Checkpoints: sharded, verified, whole or absent, loadable at any number of ranks; and exports."""
+"""Checkpoints: sharded, verified, whole or absent, loadable at any number of ranks."""
 
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.digests import KeyFile
-from fullshard.checkpoint.export import export, full_state
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import Manifest, SavedTensor, compare_names, read_manifest
 from fullshard.checkpoint.nodes import NodeDisks
@@ -18,8 +17,6 @@ __all__ = [
     "NodeDisks",
     "SavedTensor",
     "compare_names",
-    "export",
-    "full_state",
     "load",
     "newest",
     "place_of",

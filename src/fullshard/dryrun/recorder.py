@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fullshard.distributed.tensors import storage_key
 from fullshard.dryrun.events import Allocate, Event, Free
-from fullshard.sharding.kernels import Call, storage_key, transient_bytes
+from fullshard.sharding.kernels import Call, transient_bytes
 from fullshard.spec.plan import DeviceType
 
 # The engine names what it does for torch's profiler, which these operations tell. Casts of activations are

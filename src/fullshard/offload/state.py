@@ -408,3 +408,16 @@ def _copy(new: Parts | None, parts: Parts, *, segment: Segment) -> None:
 
 def _flat(parameter: nn.Parameter) -> Tensor:
     return cast(DTensor, parameter.detach()).to_local().reshape(-1)
+
+
+_ATTRIBUTE = "_fullshard_offloaded"  # of the model
+
+
+def attach(model: nn.Module, state: OffloadedState) -> None:
+    """Makes `offloaded_of` find `state` by its model."""
+    setattr(model, _ATTRIBUTE, state)
+
+
+def offloaded_of(model: nn.Module) -> OffloadedState | None:
+    """Returns the offloaded state of a model, or None if nothing of it is offloaded."""
+    return getattr(model, _ATTRIBUTE, None)

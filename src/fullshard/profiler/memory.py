@@ -16,8 +16,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fullshard.distributed.tensors import local_tensor
 
 # The engine marks what it does in the profiler's trace. Activations that it casts are not its own.
 _ENGINE, _ENGINE_CASTS = "FSDP::", "FSDP::cast_"
@@ -58,11 +59,6 @@ class Peak:
 def live_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind `tensors`, each storage once; of a DTensor, this rank's own part."""
     return sum(_storages(tensors).values())
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of `tensor`: itself, or the local part of a DTensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from fullshard.sharding.kernels import storage_key
+from fullshard.distributed.tensors import storage_key
 from fullshard.sharding.lanes import Lane, lane_for
 from fullshard.spec.plan import DeviceType
 

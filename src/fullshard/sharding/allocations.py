@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fullshard.distributed.tensors import storage_key
 from fullshard.sharding.kernels import (
     GROUPED,
     Call,
@@ -16,7 +17,6 @@ from fullshard.sharding.kernels import (
     grouped_shape,
     launch_of,
     readable_bytes,
-    storage_key,
     transient_bytes,
 )
 from fullshard.sharding.lanes import Way

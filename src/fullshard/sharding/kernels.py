@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from fullshard.distributed.tensors import storage_key
 from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.spec.plan import Dtype
 
@@ -134,8 +135,3 @@ def readable_bytes(tensor: Tensor) -> int:
 def storages_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind `tensors`, each once."""
     return sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Tells the storage of `tensor` from all others alive; a fake one has no address to tell it by."""
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

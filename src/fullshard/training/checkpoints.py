@@ -1,17 +1,15 @@
 """The checkpoints that a run writes while it goes on: at once or in the background, as its settings say."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from fullshard.checkpoint import BackgroundSaver, NodeDisks, save
-from fullshard.checkpoint.objects import ObjectPlace
-from fullshard.checkpoint.place import Place, newest_step, place_of
+from fullshard.checkpoint import BackgroundSaver, save
 from fullshard.errors import CheckpointError, OffloadError
 from fullshard.quantities import format_seconds
 from fullshard.spec.plan import Plan
+from fullshard.training.start import place
 from fullshard.training.state import TrainState
 
 
@@ -113,18 +111,3 @@ class Checkpoints:
         self._say(f"step {step}: NOT SAVED; {'the run ends' if stops else 'training goes on'}\n{error}")
         if stops:
             self.failed = error
-
-
-def place(directory: str | Path, plan: Plan) -> Place | NodeDisks:
-    """The place that the plan's run saves to and loads from."""
-    section = plan.run.checkpoint
-    found = place_of(directory, key_file=section.key_file)
-    if section.disks == "node":
-        return NodeDisks(Path(directory), key=found.key)
-    return replace(found, answer_seconds=section.store_seconds) if isinstance(found, ObjectPlace) else found
-
-
-def newest_saved(directory: str | Path, plan: Plan) -> int | None:
-    """Returns the step of the newest whole checkpoint that this process sees; None where there is none."""
-    found = place(directory, plan)
-    return newest_step(found.own if isinstance(found, NodeDisks) else found)

@@ -29,8 +29,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
+from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
-from fullshard.profiler.memory import local_tensor
 
 
 class InBackward:

@@ -12,17 +12,19 @@ import torch._dynamo  # pyright: ignore[reportUnusedImport]  # else the first me
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullshard.checkpoint import export, place_of
+from fullshard.checkpoint import place_of
 from fullshard.checkpoint.agreement import first, gathered
+from fullshard.checkpoint.export import export
+from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, PlanError
 from fullshard.models.build import build_model, flops_per_token
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.huggingface import is_causal_lm
 from fullshard.models.limits import check_positions, check_vocabulary
 from fullshard.offload.held import Held
-from fullshard.offload.state import OffloadedState, host_bytes_of
+from fullshard.offload.state import OffloadedState, host_bytes_of, offloaded_of
 from fullshard.profiler.clock import find_matmul_peak
-from fullshard.profiler.memory import MemoryParts, Peak, live_bytes, local_tensor, measure_peak
+from fullshard.profiler.memory import MemoryParts, Peak, live_bytes, measure_peak
 from fullshard.profiler.trace import trace_step
 from fullshard.quantities import format_count, format_seconds
 from fullshard.sharding.mesh import Ranks, process_group
@@ -35,7 +37,7 @@ from fullshard.spec.measurement import (
 )
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
-from fullshard.training.checkpoints import Checkpoints, place
+from fullshard.training.checkpoints import Checkpoints
 from fullshard.training.data import Data, build_data, made_ahead
 from fullshard.training.directory import Opened, RunDirectory, opened
 from fullshard.training.evaluate import generate, validation_loss
@@ -44,17 +46,11 @@ from fullshard.training.launched import Launch
 from fullshard.training.left_on_drive import leftovers_of, told_unused, unused
 from fullshard.training.loop import Step, train
 from fullshard.training.loss import Loss, loss_of, next_token_loss
-from fullshard.training.offloaded import (
-    directory_of,
-    discard_offloaded,
-    let_go,
-    offloaded_of,
-    shard,
-)
+from fullshard.training.offloaded import directory_of, discard_offloaded, let_go, shard
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.rollback import roll_back
 from fullshard.training.runlog import RunLog, open_run_log
-from fullshard.training.start import start_from, weights_of
+from fullshard.training.start import place, start_from, weights_of
 from fullshard.training.state import TrainState
 from fullshard.training.watchdog import watching
 from fullshard.training.whereabouts import Phase, Whereabouts

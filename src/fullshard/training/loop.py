@@ -90,7 +90,7 @@ def train(
         rate = plan.run.optimizer.learning_rate * factor
         result = run_step(state, plan, microbatches=timed, loss=loss, learning_rate=rate, stop=should_stop())
         state.after_step(tokens=result.count, skipped=result.skipped)
-        replicas.after_step(state)
+        replicas.after_step(state.model, state.tensors, step=state.step, where=state.where)
         state.where.finish_step(state.step)
         in_a_row = in_a_row + 1 if result.skipped else 0
         too_many = in_a_row >= plan.run.train.max_skipped_steps

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import MissingExtraError
 from fullshard.models.quiet_import import import_quietly
-from fullshard.profiler.memory import local_tensor
 
 
 @cache

@@ -26,7 +26,7 @@ from fullshard.offload.malloc import give_back_what_is_freed
 from fullshard.offload.manifest import Identity, Record, read_world_size
 from fullshard.offload.on_device import OnDevice
 from fullshard.offload.rounding import AdamOptions
-from fullshard.offload.state import OffloadedState, Settings
+from fullshard.offload.state import OffloadedState, Settings, attach, offloaded_of
 from fullshard.offload.store import Record as GroupRecord
 from fullshard.offload.traffic import DriveTraffic
 from fullshard.sharding import apply
@@ -39,7 +39,6 @@ logger = logging.getLogger("fullshard")
 
 T = TypeVar("T")
 _MOMENTS = {"fp32": None, "bf16": torch.bfloat16}
-_KEPT = "_fullshard_offloaded"  # the attribute of the model
 
 
 def shard(
@@ -63,13 +62,8 @@ def shard(
     keeper = OffloadedState(_settings(plan, system)) if plan.run.offload.takes_optimizer else None
     apply.shard(model, plan, units=units, init=init, methods=methods, values=values, keeper=keeper)
     if keeper is not None:
-        setattr(model, _KEPT, keeper)
+        attach(model, keeper)
     return model
-
-
-def offloaded_of(model: nn.Module) -> OffloadedState | None:
-    """What `shard` has put outside."""
-    return getattr(model, _KEPT, None)
 
 
 def streaming_adamw(model: nn.Module, groups: list[dict[str, Any]], *, plan: Plan) -> StreamingAdamW:

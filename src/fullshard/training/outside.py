@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from fullshard.checkpoint.agreement import everyone, gathered, rank
 from fullshard.checkpoint.manifest import SavedTensor
+from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import CheckpointError
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.offload.drive_store import DriveStore
 from fullshard.offload.generations import Generation
 from fullshard.offload.store import Parts
-from fullshard.profiler.memory import local_tensor
 
 logger = logging.getLogger("fullshard")
 

@@ -12,10 +12,9 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.pretrained import Loaded, read_pretrained
 from fullshard.errors import CheckpointError
 from fullshard.models.weight_names import model_names
-from fullshard.offload.state import elsewhere_of, presented
+from fullshard.offload.state import elsewhere_of, offloaded_of, presented
 from fullshard.sharding.materialize import Initialise, initialise
 from fullshard.spec.plan import Plan
-from fullshard.training.offloaded import offloaded_of
 
 logger = logging.getLogger("fullshard")
 

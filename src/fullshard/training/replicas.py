@@ -6,21 +6,20 @@ has computed, kept or received something wrong (arXiv:2407.21783, section 3.3.4,
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
-from fullshard.profiler.memory import local_tensor
 from fullshard.spec.plan import Plan
 from fullshard.training.fingerprint import named_ranks
-from fullshard.training.state import TrainState
-from fullshard.training.whereabouts import Phase
+from fullshard.training.whereabouts import Phase, Whereabouts
 
 logger = logging.getLogger("fullshard")
 
@@ -64,18 +63,27 @@ class ReplicaCheck:
                 plan.strategy,
             )
 
-    def after_step(self, state: TrainState) -> None:
+    def after_step(
+        self,
+        model: nn.Module,
+        tensors: Callable[[], Mapping[str, Tensor]],
+        *,
+        step: int,
+        where: Whereabouts,
+    ) -> None:
         """Compares parameters and optimizer state, if it is time, over the ranks that hold the same part.
         Collective.
+
+        tensors: returns those of the training state, by the names that checkpoints give them.
 
         Raises TrainError on all ranks that names the first tensor that differs, and the ranks that hold it
         otherwise than most.
         """
-        if self._world_size == 1 or not self._every or state.step % self._every:
+        if self._world_size == 1 or not self._every or step % self._every:
             return
-        state.where.enter(Phase.REDUCE)
-        device = next(state.model.parameters()).device
-        groups = _holders(state, device)
+        where.enter(Phase.REDUCE)
+        groups = _holders(model, tensors())
+        device = next(model.parameters()).device
         found = [one for group in groups for one in _compared(group)]
         count = torch.tensor([len(found)], device=device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
@@ -83,7 +91,7 @@ class ReplicaCheck:
             return
         everything: list[Any] = [None] * self._world_size
         dist.all_gather_object(everything, found)
-        raise _differ(state.step, [one for rank in everything for one in cast(list[_Differs], rank)])
+        raise _differ(step, [one for rank in everything for one in cast(list[_Differs], rank)])
 
 
 @torch.no_grad()
@@ -102,11 +110,12 @@ def checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def _holders(state: TrainState, device: torch.device) -> list[_Holders]:
+def _holders(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[_Holders]:
     """The replicated tensors, by who holds the same part. On every rank in the same order."""
-    parameters = {f"model.{name}" for name, _ in state.model.named_parameters()}
+    parameters = {f"model.{name}" for name, _ in model.named_parameters()}
+    device = next(model.parameters()).device
     groups: dict[tuple[int, ...], _Holders] = {}
-    for name, tensor in state.tensors().items():
+    for name, tensor in tensors.items():
         if name not in parameters and not name.startswith("optimizer."):
             continue  # buffers and random states are each rank's own
         group = _replicating_group(tensor)

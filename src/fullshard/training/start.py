@@ -1,9 +1,12 @@
 """Where a run starts from: a checkpoint of its own, the weights of a Hugging Face directory, or neither."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from fullshard.checkpoint import load
+from fullshard.checkpoint import NodeDisks, load
 from fullshard.checkpoint.agreement import first
+from fullshard.checkpoint.objects import ObjectPlace
+from fullshard.checkpoint.place import Place, newest_step, place_of
 from fullshard.checkpoint.pretrained import Loaded
 from fullshard.checkpoint.pretrained_files import find_weights
 from fullshard.errors import CheckpointError, SpecError
@@ -11,9 +14,23 @@ from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.plan import Plan
 from fullshard.spec.pretrained import locate, read_config
 from fullshard.spec.run import Run
-from fullshard.training.checkpoints import newest_saved, place
 from fullshard.training.pretrained import load_pretrained
 from fullshard.training.state import TrainState
+
+
+def place(directory: str | Path, plan: Plan) -> Place | NodeDisks:
+    """The place that the plan's run saves to and loads from."""
+    section = plan.run.checkpoint
+    found = place_of(directory, key_file=section.key_file)
+    if section.disks == "node":
+        return NodeDisks(Path(directory), key=found.key)
+    return replace(found, answer_seconds=section.store_seconds) if isinstance(found, ObjectPlace) else found
+
+
+def newest_saved(directory: str | Path, plan: Plan) -> int | None:
+    """Returns the step of the newest whole checkpoint that this process sees; None where there is none."""
+    found = place(directory, plan)
+    return newest_step(found.own if isinstance(found, NodeDisks) else found)
 
 
 def weights_of(run: Run) -> Path | None:

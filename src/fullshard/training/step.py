@@ -27,9 +27,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
+from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
 from fullshard.offload.adamw import StreamingAdamW
-from fullshard.profiler.memory import local_tensor
 from fullshard.spec.plan import Plan
 from fullshard.training.fingerprint import (
     WIDTH,

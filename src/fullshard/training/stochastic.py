@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fullshard.distributed.tensors import local_tensor
 from fullshard.offload.rounding import AdamOptions, adamw_rounded, shard_index
-from fullshard.profiler.memory import local_tensor
 
 
 class StochasticAdamW(torch.optim.Optimizer):

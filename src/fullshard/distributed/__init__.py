@@ -1,0 +1,1 @@
+"""Ranks and tensors over ranks: agreement on errors, parts of DTensors, loopback."""
