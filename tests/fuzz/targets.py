@@ -27,8 +27,8 @@ from fullshard.checkpoint.inspection import damages
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, SHARDS
 from fullshard.checkpoint.pretrained_files import open_weights
+from fullshard.convert.conversion import convert
 from fullshard.models.huggingface import hf_model
-from fullshard.spec.convert.conversion import convert
 from fullshard.spec.data_section import SourceFields
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.plan import Plan

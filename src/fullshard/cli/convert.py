@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from fullshard.spec.convert.account import Format
-    from fullshard.spec.convert.conversion import Conversion
+    from fullshard.convert.account import Format
+    from fullshard.convert.conversion import Conversion
 
 
 def convert(
@@ -38,7 +38,7 @@ def convert(
     ] = False,
 ) -> None:
     """Print the run.toml of another tool's config; say on standard error what became of each of its keys."""
-    from fullshard.spec.convert.conversion import convert as converted
+    from fullshard.convert.conversion import convert as converted
 
     name = "standard input" if path == "-" else Path(path).name
     conversion = converted(_text(path), name=name, format=_format(format_name), ranks=ranks)
@@ -68,8 +68,8 @@ def _text(path: str) -> str:
 
 
 def _format(name: str | None) -> "Format | None":
+    from fullshard.convert.account import Format
     from fullshard.errors import SpecError
-    from fullshard.spec.convert.account import Format
 
     if name is None:
         return None
@@ -90,8 +90,8 @@ def _as_json(conversion: "Conversion") -> dict[str, object]:
 
 def _show(conversion: "Conversion") -> None:
     """The table, and how many keys of each kind there are."""
+    from fullshard.convert.account import Verdict
     from fullshard.report.grid import show_rows
-    from fullshard.spec.convert.account import Verdict
 
     rows = [(one.key, _told(one.verdict, one.sets, why=one.why)) for one in conversion.said]
     show_rows(rows, file=sys.stderr)

@@ -1,6 +1,6 @@
 """What each key of DeepSpeed's JSON means here, one by one. What several keys say together: `deepspeed`."""
 
-from fullshard.spec.convert.rules import (
+from fullshard.convert.rules import (
     Drops,
     Lacks,
     Rule,
@@ -13,7 +13,7 @@ from fullshard.spec.convert.rules import (
     positive,
     whole,
 )
-from fullshard.spec.convert.words import TENSOR_PARALLEL
+from fullshard.convert.words import TENSOR_PARALLEL
 
 _BUCKETS = Drops("a unit is one collective: sharding.units says which modules are one")
 _STATES = Drops("each unit is gathered when it is needed and freed after; sharding.units sets how large")

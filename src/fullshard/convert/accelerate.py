@@ -1,8 +1,8 @@
 """Accelerate's YAML. Keys: accelerate/commands/config/{config_args,cluster}.py (1.15)."""
 
-from fullshard.spec.convert.account import Reading, Verdict
-from fullshard.spec.convert.deepspeed import require_stage, strategy_of
-from fullshard.spec.convert.rules import (
+from fullshard.convert.account import Reading, Verdict
+from fullshard.convert.deepspeed import require_stage, strategy_of
+from fullshard.convert.rules import (
     Chooses,
     Drops,
     Lacks,
@@ -16,7 +16,7 @@ from fullshard.spec.convert.rules import (
     positive,
     required_count,
 )
-from fullshard.spec.convert.words import (
+from fullshard.convert.words import (
     BLOCKS,
     IGNORED,
     OFFLOAD,

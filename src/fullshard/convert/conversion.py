@@ -4,14 +4,14 @@ import math
 from collections.abc import Callable
 from typing import Any, cast
 
+from fullshard.convert.accelerate import read_accelerate
+from fullshard.convert.account import Format, Reading, Said, Verdict
+from fullshard.convert.deepspeed import read_deepspeed
+from fullshard.convert.fsdp_kwargs import read_fsdp_alone, read_lightning
+from fullshard.convert.source import read_source
+from fullshard.convert.toml_text import toml_text
+from fullshard.convert.torchtitan import read_torchtitan
 from fullshard.errors import SpecError
-from fullshard.spec.convert.accelerate import read_accelerate
-from fullshard.spec.convert.account import Format, Reading, Said, Verdict
-from fullshard.spec.convert.deepspeed import read_deepspeed
-from fullshard.spec.convert.fsdp_kwargs import read_fsdp_alone, read_lightning
-from fullshard.spec.convert.source import read_source
-from fullshard.spec.convert.toml_text import toml_text
-from fullshard.spec.convert.torchtitan import read_torchtitan
 from fullshard.spec.run import Run
 from fullshard.spec.value import Value
 

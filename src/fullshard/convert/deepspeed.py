@@ -3,11 +3,11 @@
 import math
 from typing import Any
 
+from fullshard.convert.account import Reading, SourceText, Verdict
+from fullshard.convert.deepspeed_rules import RULES
+from fullshard.convert.rules import AUTO, follow, is_on, plain_keys, required_count, whole
+from fullshard.convert.words import DTYPES, OFFLOAD, last_name
 from fullshard.errors import SpecError
-from fullshard.spec.convert.account import Reading, SourceText, Verdict
-from fullshard.spec.convert.deepspeed_rules import RULES
-from fullshard.spec.convert.rules import AUTO, follow, is_on, plain_keys, required_count, whole
-from fullshard.spec.convert.words import DTYPES, OFFLOAD, last_name
 
 _STAGES = {0: "no_shard", 1: "zero1", 2: "shard_grad_op", 3: "full_shard"}
 _ZERO = "zero_optimization"

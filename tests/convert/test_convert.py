@@ -13,13 +13,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fullshard.convert.account import Format, Verdict
+from fullshard.convert.conversion import Conversion, convert
+from fullshard.convert.source import read_source
+from fullshard.convert.toml_text import toml_value
 from fullshard.errors import SpecError
 from fullshard.models.decoder import DecoderModel
 from fullshard.sharding.apply import shard
-from fullshard.spec.convert.account import Format, Verdict
-from fullshard.spec.convert.conversion import Conversion, convert
-from fullshard.spec.convert.source import read_source
-from fullshard.spec.convert.toml_text import toml_value
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run, Strategy
 from fullshard.training.loop import train

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from fullshard.convert.account import Reading, SourceText, Verdict
 from fullshard.errors import SpecError
-from fullshard.spec.convert.account import Reading, SourceText, Verdict
 
 AUTO = "auto"
 

@@ -1,6 +1,6 @@
 """What each key of torchtitan's TOML means here, one by one. What several keys say together: `torchtitan`."""
 
-from fullshard.spec.convert.rules import (
+from fullshard.convert.rules import (
     Chooses,
     Drops,
     Lacks,
@@ -12,7 +12,7 @@ from fullshard.spec.convert.rules import (
     positive,
     whole,
 )
-from fullshard.spec.convert.words import OFFLOAD_PARAMS, TENSOR_PARALLEL
+from fullshard.convert.words import OFFLOAD_PARAMS, TENSOR_PARALLEL
 
 _FLOAT8 = Lacks("precision.mode: fp32, bf16, bf16_reduce, fp16 or bf16_pure", (False, None, []))
 _PIPELINE = Drops("for pipeline parallelism, of which there is none")

@@ -1,8 +1,8 @@
 """Arguments of FSDP1, FSDP2, wrappers around them, and Lightning. Sources: torch.distributed.fsdp (2.13),
 lightning_fabric.strategies.fsdp (2.6)."""
 
-from fullshard.spec.convert.account import Reading, SourceText, Verdict
-from fullshard.spec.convert.rules import (
+from fullshard.convert.account import Reading, SourceText, Verdict
+from fullshard.convert.rules import (
     Chooses,
     Drops,
     Lacks,
@@ -16,7 +16,7 @@ from fullshard.spec.convert.rules import (
     positive,
     required_count,
 )
-from fullshard.spec.convert.words import (
+from fullshard.convert.words import (
     BLOCKS,
     DTYPES,
     IGNORED,

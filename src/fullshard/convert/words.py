@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from fullshard.spec.convert.account import Reading, SourceText, Verdict
-from fullshard.spec.convert.rules import is_on, positive
+from fullshard.convert.account import Reading, SourceText, Verdict
+from fullshard.convert.rules import is_on, positive
 
 STRATEGIES = {
     "1": "full_shard",

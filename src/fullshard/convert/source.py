@@ -4,14 +4,14 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from fullshard.errors import SpecError
-from fullshard.spec.convert.account import Format, leaves
-from fullshard.spec.convert.python_source import (
+from fullshard.convert.account import Format, leaves
+from fullshard.convert.python_source import (
     FSDP_CALLS,
     LIGHTNING_HOSTS,
     LIGHTNING_STRATEGIES,
     PythonSource,
 )
+from fullshard.errors import SpecError
 from fullshard.spec.libraries import Outside
 from fullshard.spec.run import Run
 from fullshard.spec.small_files import check_depth, check_integers, parse_json, parse_toml

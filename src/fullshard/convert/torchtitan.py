@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from fullshard.spec.convert.account import Reading, Verdict
-from fullshard.spec.convert.deepspeed import one_ranks_batch
-from fullshard.spec.convert.rules import follow, is_on, number, plain_keys, positive, required_count
-from fullshard.spec.convert.torchtitan_rules import RULES
+from fullshard.convert.account import Reading, Verdict
+from fullshard.convert.deepspeed import one_ranks_batch
+from fullshard.convert.rules import follow, is_on, number, plain_keys, positive, required_count
+from fullshard.convert.torchtitan_rules import RULES
 from fullshard.spec.presets import find_preset
 
 # What torchtitan takes for a key that is left out, where the section or the file needs it.
