@@ -21,9 +21,9 @@ from shutil import rmtree
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from fullshard.data.build import packed_data
+from fullshard.data.documents import stdlib_documents
 from fullshard.spec.run import Run
-from fullshard.training.data.build import packed_data
-from fullshard.training.data.documents import stdlib_documents
 
 AT_ONCE = 1000
 END = "<|endoftext|>"

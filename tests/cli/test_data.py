@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from fullshard.cli.main import main
-from tests.training.data.samples import save_tokenizer, texts_file
+from tests.data.samples import save_tokenizer, texts_file
 
 
 def prepare(tmp_path: Path, *settings: str) -> int:

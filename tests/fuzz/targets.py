@@ -28,23 +28,23 @@ from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, SHARDS
 from fullshard.checkpoint.pretrained_files import open_weights
 from fullshard.convert.conversion import convert
+from fullshard.data.build import build_data
+from fullshard.data.cache import cache_root, still
+from fullshard.data.chat_template import ChatTemplate, NotWrittenOutError
+from fullshard.data.memmaps import memmap_stores
+from fullshard.data.tokenizer import open_tokenizer
 from fullshard.models.huggingface import hf_model
 from fullshard.spec.data_section import SourceFields
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.plan import Plan
 from fullshard.spec.pretrained import expressed, read_config, why_not_expressed
 from fullshard.spec.run import Run
-from fullshard.training.data.build import build_data
-from fullshard.training.data.cache import cache_root, still
-from fullshard.training.data.chat import ChatTemplate, NotWrittenOutError
-from fullshard.training.data.memmaps import memmap_stores
-from fullshard.training.data.tokenizer import open_tokenizer
 from tests.checkpoint.states import saved
+from tests.data.samples import CHAT, save_tokenizer, texts_file
 from tests.fakes.architectures_hf import CONFIGS
 from tests.fakes.plans import plan_of
 from tests.faults.crowd import Anything
 from tests.fuzz.mutations import HOSTILE, mutated_bytes, mutated_json, mutated_lines
-from tests.training.data.samples import CHAT, save_tokenizer, texts_file
 
 LONG = 1 << 40  # bytes of a file that is too long to be read
 CONVERTED = Path(__file__).parents[1] / "spec" / "configs"

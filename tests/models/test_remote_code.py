@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from fullshard.data.chat_template import ChatTemplate
 from fullshard.errors import CheckpointError, DataError, SpecError
 from fullshard.models.huggingface import hf_model, is_causal_lm
 from fullshard.models.weight_names import meta_twin
 from fullshard.spec.model_section import HuggingFaceModel
-from fullshard.training.data.chat import ChatTemplate
+from tests.data.samples import CHAT, save_tokenizer
 from tests.fakes.architectures_hf import CONFIGS
-from tests.training.data.samples import CHAT, save_tokenizer
 
 pytest.importorskip("transformers")
 

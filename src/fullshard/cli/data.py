@@ -20,11 +20,11 @@ def prepare_data(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Make the tokens of a run, and lay them out in sequences, before it needs them; show what there is."""
+    from fullshard.data.build import is_plain_text, packed_data, tokenizer_vocabulary
+    from fullshard.data.text import text_data
     from fullshard.errors import SpecError
     from fullshard.models.limits import check_known_vocabulary
     from fullshard.spec.run import Run
-    from fullshard.training.data.build import is_plain_text, packed_data, tokenizer_vocabulary
-    from fullshard.training.data.text import text_data
 
     run = Run.load(run_path, overrides=overrides or [])
     if run.data.source == "python":

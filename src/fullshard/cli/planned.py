@@ -78,13 +78,13 @@ def _place(request: "Request") -> "tuple[int, DeviceType]":
 
 
 def _planned(request: "Request", *, ranks: int, device: "DeviceType") -> "Plan | None":
+    from fullshard.data.build import tokenizer_vocabulary
     from fullshard.errors import PlanError, SpecError
     from fullshard.models.build import build_model
     from fullshard.models.limits import check_positions, check_vocabulary
     from fullshard.planner.offload import with_untimed_drive
     from fullshard.planner.search import nothing_fits, predict, search
     from fullshard.profiler.detect import detect_hardware
-    from fullshard.training.data.build import tokenizer_vocabulary
     from fullshard.training.loss import loss_of
 
     run = _with_precision(request.run, device)

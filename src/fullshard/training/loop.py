@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
+from fullshard.data.batches import Batches
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
-from fullshard.training.data.batches import Batches
 from fullshard.training.loss import Loss, next_token_loss
 from fullshard.training.replicas import ReplicaCheck
 from fullshard.training.scaler import LossScale

@@ -7,12 +7,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fullshard.training.data.batches import IGNORED_LABEL as IGNORED_LABEL
-    from fullshard.training.data.batches import Batches as Batches
-    from fullshard.training.data.batches import Data as Data
-    from fullshard.training.data.build import build_data as build_data
-    from fullshard.training.data.loader import made_ahead as made_ahead
-    from fullshard.training.data.text import TextData as TextData
+    from fullshard.data.batches import IGNORED_LABEL as IGNORED_LABEL
+    from fullshard.data.batches import Batches as Batches
+    from fullshard.data.batches import Data as Data
+    from fullshard.data.build import build_data as build_data
+    from fullshard.data.prefetch import made_ahead as made_ahead
+    from fullshard.data.text import TextData as TextData
 
 _HOMES = {
     "IGNORED_LABEL": "batches",

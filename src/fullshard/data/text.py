@@ -10,16 +10,16 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fullshard.data.batches import IGNORED_LABEL, share
+from fullshard.data.documents import stdlib_documents, text_documents
+from fullshard.data.order import sample_windows
+from fullshard.data.split import hold_out, pack, shuffle
+from fullshard.data.tokenizer import BYTES, ByteTokenizer
 from fullshard.errors import DataError, SpecError
 from fullshard.quantities import format_count
 from fullshard.spec.model_section import Decoder
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.data.batches import IGNORED_LABEL, share
-from fullshard.training.data.documents import stdlib_documents, text_documents
-from fullshard.training.data.order import sample_windows
-from fullshard.training.data.split import hold_out, pack, shuffle
-from fullshard.training.data.tokenizer import BYTES, ByteTokenizer
 
 _HISTOGRAM_BLOCK = 1 << 20
 

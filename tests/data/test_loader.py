@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fullshard.data.prefetch import made_ahead
 from fullshard.errors import DataError
 from fullshard.spec.plan import Plan
-from fullshard.training.data.loader import made_ahead
-from tests.training.data.samples import plan_of
+from tests.data.samples import plan_of
 
 
 @dataclass

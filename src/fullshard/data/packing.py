@@ -15,8 +15,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.training.data.order import permute
-from fullshard.training.data.store import Integers, mapped_npy
+from fullshard.data.order import permute
+from fullshard.data.token_store import Integers, mapped_npy
 
 Packing = Literal["concat", "best_fit", "none"]
 Int64 = NDArray[np.int64]

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from fullshard.data.documents import unreadable
 from fullshard.errors import DataError, MissingExtraError
 from fullshard.spec.data_section import SourceFields
-from fullshard.training.data.documents import unreadable
 
 SHARD_BYTES = 1 << 20
 """About how much of a file one task reads: enough to be worth a message, few enough to even out."""

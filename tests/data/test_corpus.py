@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.data.cache import cache_root, still
+from fullshard.data.readers import file_shards
+from fullshard.data.sources import stores_of
+from fullshard.data.token_store import TokenStore
+from fullshard.data.tokenize import Made, Recipe, tokenized
+from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import DataError, FullshardError
 from fullshard.spec.data_section import SourceFields
-from fullshard.training.data.cache import cache_root, still
-from fullshard.training.data.corpus import stores_of
-from fullshard.training.data.reading import file_shards
-from fullshard.training.data.store import TokenStore
-from fullshard.training.data.tokenizer import open_tokenizer
-from fullshard.training.data.tokenizing import Made, Recipe, tokenized
-from tests.training.data.samples import CHAT, run_of, save_tokenizer, text, texts_file, write_json_lines
+from tests.data.samples import CHAT, run_of, save_tokenizer, text, texts_file, write_json_lines
 
 
 def store_of(tmp_path: Path, **data: object) -> TokenStore:
@@ -97,7 +97,7 @@ def test_what_a_worker_raises_is_raised_here(tmp_path: Path):
 
 
 def test_the_processes_that_make_tokens_need_no_torch():
-    program = "import sys, fullshard.training.data.tokenizing; sys.exit('torch' in sys.modules)"
+    program = "import sys, fullshard.data.tokenize; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from fullshard.data.documents import Document, unreadable
+from fullshard.data.tokenizer import SEPARATOR
 from fullshard.errors import DataError
-from fullshard.training.data.documents import Document, unreadable
-from fullshard.training.data.tokenizer import SEPARATOR
 
 
 def hold_out(documents: Sequence[Document], *, fraction: float) -> tuple[list[Document], list[Document]]:

@@ -7,20 +7,20 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from fullshard.data.batches import Batches, Data
+from fullshard.data.cache import Alive, built, cache_root, key_of, manifest_of, still
+from fullshard.data.mixture import interleaved
+from fullshard.data.packed import PackedData, Pool
+from fullshard.data.packing import open_rows, shuffled, split_spans, write_rows
+from fullshard.data.sources import stores_of
+from fullshard.data.text import text_data
+from fullshard.data.token_store import Stream, TokenStore, names
+from fullshard.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from fullshard.errors import DataError
 from fullshard.spec.data_section import DataSection
 from fullshard.spec.dotted import look_up
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.data.batches import Batches, Data
-from fullshard.training.data.cache import Alive, built, cache_root, key_of, manifest_of, still
-from fullshard.training.data.corpus import stores_of
-from fullshard.training.data.mixture import interleaved
-from fullshard.training.data.packed import PackedData, Pool
-from fullshard.training.data.packing import open_rows, shuffled, split_spans, write_rows
-from fullshard.training.data.store import Stream, TokenStore, names
-from fullshard.training.data.text import text_data
-from fullshard.training.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 
 
 def build_data(run: Run, *, alive: Alive = still) -> Data:

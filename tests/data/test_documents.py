@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fullshard.data.documents import Document, stdlib_documents, text_documents
+from fullshard.data.split import hold_out, pack, shuffle
 from fullshard.errors import DataError
-from fullshard.training.data.documents import Document, stdlib_documents, text_documents
-from fullshard.training.data.split import hold_out, pack, shuffle
 
 laws = settings(max_examples=50, deadline=None)
 sizes = st.lists(st.integers(1, 5000), min_size=1, max_size=40)

@@ -16,9 +16,9 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from fullshard.data.tokenizer import tokenizer_file, tokenizer_files, tokenizer_text
 from fullshard.errors import DataError, MissingExtraError
 from fullshard.spec.libraries import Outside
-from fullshard.training.data.tokenizer import tokenizer_file, tokenizer_files, tokenizer_text
 
 Messages = Sequence[Mapping[str, Any]]
 _MARK = "{% generation"

@@ -1,6 +1,6 @@
 """Records to tokens: one task at a time in this process, or in processes that do nothing else.
 
-A worker is `python -m fullshard.training.data.tokenizing`: it reads a task a line, and answers a line. It is
+A worker is `python -m fullshard.data.tokenize`: it reads a task a line, and answers a line. It is
 started as a command, and not by multiprocessing, which would import the user's own script again.
 """
 
@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard import errors
+from fullshard.data.chat_template import ChatTemplate, NotWrittenOutError
+from fullshard.data.readers import Corrupt, Record, Shard, absent_field, records
+from fullshard.data.tokenizer import Tokenizer, open_tokenizer
 from fullshard.errors import DataError, FullshardError
 from fullshard.spec.data_section import SourceFields
-from fullshard.training.data.chat import ChatTemplate, NotWrittenOutError
-from fullshard.training.data.reading import Corrupt, Record, Shard, absent_field, records
-from fullshard.training.data.tokenizer import Tokenizer, open_tokenizer
 
 _BATCH_CHARACTERS = 1 << 20
 _TOLD = 5  # how many of the records left out are told one by one

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.data.tokenizer import ByteTokenizer, open_tokenizer, tokenizer_files
 from fullshard.errors import DataError
-from fullshard.training.data.tokenizer import ByteTokenizer, open_tokenizer, tokenizer_files
-from tests.training.data.samples import END, save_tokenizer, text
+from tests.data.samples import END, save_tokenizer, text
 
 
 def test_tokens_are_those_of_the_library_with_an_end_behind(tmp_path: Path):

@@ -8,14 +8,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fullshard.data.batches import IGNORED_LABEL, share
+from fullshard.data.mixture import Interleaving
+from fullshard.data.order import sample_windows
+from fullshard.data.packing import NOTHING, Rows
+from fullshard.data.token_store import Stream, names
+from fullshard.data.tokenizer import Tokenizer
 from fullshard.quantities import format_count
 from fullshard.spec.plan import Plan
-from fullshard.training.data.batches import IGNORED_LABEL, share
-from fullshard.training.data.mixture import Interleaving
-from fullshard.training.data.order import sample_windows
-from fullshard.training.data.packing import NOTHING, Rows
-from fullshard.training.data.store import Stream, names
-from fullshard.training.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.training.data.cache import manifest_of
+from fullshard.data.cache import manifest_of
 
 Integers = NDArray[Any]
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fullshard.data.readers import Corrupt, Kind, Record, Shard, file_shards, records
 from fullshard.errors import DataError
 from fullshard.spec.data_section import SourceFields
-from fullshard.training.data.reading import Corrupt, Kind, Record, Shard, file_shards, records
 
 laws = settings(max_examples=60, deadline=None)
 TEXT = SourceFields()

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fullshard.data.cache import cache_root, still
+from fullshard.data.memmaps import memmap_stores
+from fullshard.data.token_store import TokenStore
 from fullshard.errors import DataError
 from fullshard.spec.data_section import SourceFields
-from fullshard.training.data.cache import cache_root, still
-from fullshard.training.data.memmaps import memmap_stores
-from fullshard.training.data.store import TokenStore
 
 DOCUMENTS = [[5, 6, 7, 1], [8, 1], [9, 10, 11, 12, 1]]
 JOINED = [token for document in DOCUMENTS for token in document]

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.data.cache import built, cache_root, digests, key_of, manifest_of
 from fullshard.errors import DataError
-from fullshard.training.data.cache import built, cache_root, digests, key_of, manifest_of
 
 WRITES_AND_DIES = """
 import os, signal, sys
 from pathlib import Path
-from fullshard.training.data.cache import built
+from fullshard.data.cache import built
 
 def build(draft):
     (draft / "half").write_bytes(b"half")

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.data.chat_template import ChatTemplate, NotWrittenOutError
+from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import DataError
-from fullshard.training.data.chat import ChatTemplate, NotWrittenOutError
-from fullshard.training.data.tokenizer import open_tokenizer
-from tests.training.data.samples import CHAT, save_tokenizer
+from tests.data.samples import CHAT, save_tokenizer
 
 TALK = [
     {"role": "user", "content": "the cat"},

@@ -12,28 +12,28 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.errors import DataError
-from fullshard.spec.data_section import DataSection, DataSource, SourceFields
-from fullshard.training.data.cache import Alive, built, digests, key_of
-from fullshard.training.data.documents import Document, stdlib_documents, text_documents
-from fullshard.training.data.making import Making, making
-from fullshard.training.data.memmaps import memmap_stores
-from fullshard.training.data.reading import (
+from fullshard.data.cache import Alive, built, digests, key_of
+from fullshard.data.documents import Document, stdlib_documents, text_documents
+from fullshard.data.memmaps import memmap_stores
+from fullshard.data.progress import Making, making
+from fullshard.data.readers import (
     SHARD_BYTES,
     Shard,
     file_shards,
     open_dataset,
     require_reader,
 )
-from fullshard.training.data.store import OFFSETS, TOKENS, TRAINED, TokenStore, open_entry
-from fullshard.training.data.tokenizer import (
+from fullshard.data.token_store import OFFSETS, TOKENS, TRAINED, TokenStore, open_entry
+from fullshard.data.tokenize import Made, Recipe, token_dtype, tokenized
+from fullshard.data.tokenizer import (
     open_tokenizer,
     tokenizer_file,
     tokenizer_files,
     tokenizer_text,
     tokenizers_version,
 )
-from fullshard.training.data.tokenizing import Made, Recipe, token_dtype, tokenized
+from fullshard.errors import DataError
+from fullshard.spec.data_section import DataSection, DataSource, SourceFields
 
 Source = Literal["stdlib", "text", "jsonl", "parquet", "datasets", "memmap", "python"]
 _COPY_BYTES = 8 << 20

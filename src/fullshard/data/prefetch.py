@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from fullshard.data.batches import Batches
 from fullshard.spec.plan import Plan
-from fullshard.training.data.batches import Batches
 
 B = TypeVar("B", bound=Batches)
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from fullshard.data.packed import PackedData
 from fullshard.errors import DataError, FullshardError, SpecError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.data import TextData, build_data
-from fullshard.training.data.packed import PackedData
-from tests.training.data.samples import plan_of, run_of, save_tokenizer, texts_file, write_json_lines
+from tests.data.samples import plan_of, run_of, save_tokenizer, texts_file, write_json_lines
 
-THIS = "tests.training.data.test_build"
+THIS = "tests.data.test_build"
 
 
 class Ones:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.training.data.packing import (
+from fullshard.data.packing import (
     NOTHING,
     Packing,
     Rows,

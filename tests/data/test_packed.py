@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fullshard.data.build import packed_data
+from fullshard.data.packed import PackedData
+from fullshard.data.prefetch import made_ahead
 from fullshard.training.data import IGNORED_LABEL
-from fullshard.training.data.build import packed_data
-from fullshard.training.data.loader import made_ahead
-from fullshard.training.data.packed import PackedData
-from tests.training.data.samples import plan_of, run_of
+from tests.data.samples import plan_of, run_of
 
 S = 7
 laws = settings(max_examples=15, deadline=None)

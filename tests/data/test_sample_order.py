@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.training.data.order import permute, sample_windows
+from fullshard.data.order import permute, sample_windows
 
 laws = settings(max_examples=50, deadline=None)
 lengths = st.one_of(st.integers(1, 70), st.integers(71, 2000))

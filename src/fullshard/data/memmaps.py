@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fullshard.data.cache import Alive, built, digests, key_of, manifest_of
+from fullshard.data.documents import text_documents, unreadable
+from fullshard.data.token_store import Integers, TokenStore, mapped, mapped_npy
 from fullshard.errors import DataError
 from fullshard.spec.data_section import SourceFields
 from fullshard.spec.libraries import Outside
-from fullshard.training.data.cache import Alive, built, digests, key_of, manifest_of
-from fullshard.training.data.documents import text_documents, unreadable
-from fullshard.training.data.store import Integers, TokenStore, mapped, mapped_npy
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 # By the number that stands in the index: Megatron-LM, megatron/core/datasets/indexed_dataset.py (DType).

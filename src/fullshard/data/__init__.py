@@ -1,0 +1,1 @@
+"""Texts and tokens of any kind as batches: readers, tokenizers, packing, sampling, prefetch."""
