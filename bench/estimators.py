@@ -22,9 +22,9 @@ from torch import nn
 
 from fullshard.models.decoder import DecoderModel
 from fullshard.planner.memory import peak_bytes
-from fullshard.sharding.describe import describe
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run, Strategy
+from fullshard.tracing.describe import describe
 from fullshard.training.loss import next_token_loss
 
 

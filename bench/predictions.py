@@ -15,11 +15,11 @@ from fullshard.models.decoder import DecoderModel
 from fullshard.planner.memory import peak_bytes
 from fullshard.planner.search import reserve_bytes, with_workspace
 from fullshard.planner.step_time import step_seconds
-from fullshard.sharding.describe import describe
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.hardware_text import hardware_on
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.tracing.describe import describe
 from fullshard.training.loss import next_token_loss
 
 CHIP = "H200"  # what settings for a GPU were measured on

@@ -18,12 +18,12 @@ from torch import nn
 from fullshard.errors import FullshardError
 from fullshard.models.decoder import DecoderModel
 from fullshard.planner.search import predict
-from fullshard.sharding.describe import describe
 from fullshard.spec.hardware import CollectiveRate, Hardware, Link, slower
 from fullshard.spec.hardware_text import hardware_on
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.tracing.describe import describe
 from fullshard.training.loss import next_token_loss
 
 ROWS = Path(__file__).with_name("published.toml")

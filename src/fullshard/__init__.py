@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from fullshard.planner.search import predict as predict
     from fullshard.planner.search import search as search
     from fullshard.profiler.detect import detect_hardware as detect_hardware
-    from fullshard.sharding.describe import describe as describe
     from fullshard.sharding.given import InitialisedWarning as InitialisedWarning
     from fullshard.sharding.layout import layout as layout
     from fullshard.sharding.materialize import materialize as materialize
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from fullshard.spec.model_section import Decoder as Decoder
     from fullshard.spec.plan import Plan as Plan
     from fullshard.spec.run import Run as Run
+    from fullshard.tracing.describe import describe as describe
     from fullshard.training.data import build_data as build_data
     from fullshard.training.export_hf import export_hf as export_hf
     from fullshard.training.export_peft import export_peft as export_peft
@@ -82,7 +82,7 @@ _HOMES = {
     "search": "planner.search",
     "detect_hardware": "profiler.detect",
     "shard": "training.offloaded",
-    "describe": "sharding.describe",
+    "describe": "tracing.describe",
     "InitialisedWarning": "sharding.given",
     "layout": "sharding.layout",
     "materialize": "sharding.materialize",

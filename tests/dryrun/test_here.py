@@ -12,8 +12,8 @@ from fullshard.dryrun.result import DryRun
 from fullshard.errors import ShardError
 from fullshard.planner.memory import peak_bytes
 from fullshard.profiler.memory import MemoryParts
-from fullshard.sharding.describe import describe
 from fullshard.spec.plan import Plan
+from fullshard.tracing.describe import describe
 from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer
 from tests.planner.measured import measured, meta_model, plan_of

@@ -13,10 +13,10 @@ from fullshard.errors import SpecError
 from fullshard.models.build import build_model
 from fullshard.planner.memory import peak_bytes
 from fullshard.sharding.apply import shard
-from fullshard.sharding.describe import describe
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.tracing.describe import describe
 from fullshard.training.loop import train
 from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer

@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fullshard.models.build import build_model
 from fullshard.sharding.apply import shard
-from fullshard.sharding.describe import describe
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.run import Run
+from fullshard.tracing.describe import describe
 from fullshard.training.loss import Loss, loss_of
 from tests.fakes.architectures import whole
 from tests.fakes.architectures_hf import CONFIGS, LENGTH, QUICK, batch_of, write_config

@@ -12,11 +12,11 @@ from fullshard.models.decoder import DecoderModel
 from fullshard.offload.state import host_bytes_of, offloaded_of
 from fullshard.planner.memory import peak_bytes
 from fullshard.profiler.memory import Peak, measure_peak
-from fullshard.sharding.describe import describe
 from fullshard.spec.memory import MemoryTerms
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.tracing.describe import describe
 from fullshard.training.loss import next_token_loss
 from fullshard.training.offloaded import shard
 from fullshard.training.optimizer import build_optimizer

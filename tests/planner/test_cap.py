@@ -8,8 +8,8 @@ import torch
 from fullshard.dryrun.recorder import Recorder
 from fullshard.planner.memory import peak_bytes
 from fullshard.sharding.apply import shard
-from fullshard.sharding.describe import describe
 from fullshard.spec.plan import Plan
+from fullshard.tracing.describe import describe
 from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState

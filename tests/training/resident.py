@@ -99,7 +99,7 @@ def planned_bytes(plan: Plan) -> int:
 
     from fullshard.models.decoder import DecoderModel
     from fullshard.planner.search import predict
-    from fullshard.sharding.describe import describe
+    from fullshard.tracing.describe import describe
     from fullshard.training.loss import next_token_loss
     from tests.fakes.hardware import cpu_of
 

@@ -45,7 +45,7 @@ def with_plan(request: "Request") -> "Request":
     if "torch" not in sys.modules:
         with importing():  # the user's own modules come after it
             import_module("torch._dynamo")  # which fake tensors need
-            import_module("fullshard.sharding.describe")
+            import_module("fullshard.tracing.describe")
     section = request.run.checkpoint
     if section.dir is not None or section.key_file is not None:
         from fullshard.checkpoint.place import place_of
@@ -158,8 +158,8 @@ def _with_precision(run: "Run", device: "DeviceType") -> "Run":
 def described(plan: "Plan | Run", device: "DeviceType", *, model: "Module | None" = None) -> "ModelSpec":
     """The run's model (built already: `model`) as it is trained on `device`: on its own loss and batches."""
     from fullshard.models.build import build_model
-    from fullshard.sharding.describe import describe
     from fullshard.spec.plan import Plan
+    from fullshard.tracing.describe import describe
     from fullshard.training.examples import example
     from fullshard.training.loss import loss_of
 

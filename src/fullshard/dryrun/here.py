@@ -20,10 +20,10 @@ from fullshard.dryrun.result import DryRun
 from fullshard.dryrun.step import OPTIMIZER_STEP, Loss, MakeBatch, MakeOptimizer, dry_step
 from fullshard.errors import ShardError
 from fullshard.sharding.apply import hand_over, prepare, settle
-from fullshard.sharding.cuda_kernels import cuda_kernels
 from fullshard.sharding.materialize import leave_unset
 from fullshard.sharding.units import Predicate
 from fullshard.spec.plan import Plan
+from fullshard.tracing.cuda_kernels import cuda_kernels
 
 
 def dry_run_here(

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from fullshard.distributed.tensors import storage_key
 from fullshard.dryrun.events import Allocate, Event, Free
-from fullshard.sharding.kernels import Call, transient_bytes
 from fullshard.spec.plan import DeviceType
+from fullshard.tracing.kernels import Call, transient_bytes
 
 # The engine names what it does for torch's profiler, which these operations tell. Casts of activations are
 # marked too, but not the engine's own. The same rule as in `profiler.memory`.

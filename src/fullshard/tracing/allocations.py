@@ -10,7 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fullshard.distributed.tensors import storage_key
-from fullshard.sharding.kernels import (
+from fullshard.sharding.lanes import Way
+from fullshard.spec.model import Event
+from fullshard.tracing.kernels import (
     GROUPED,
     Call,
     Launch,
@@ -19,8 +21,6 @@ from fullshard.sharding.kernels import (
     readable_bytes,
     transient_bytes,
 )
-from fullshard.sharding.lanes import Way
-from fullshard.spec.model import Event
 
 Kind = Literal["activations", "loss", "backward", "gradients"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -10,7 +10,6 @@ from fullshard.errors import ShardError
 from fullshard.models.decoder import DecoderModel
 from fullshard.planner.memory import peak_bytes
 from fullshard.profiler.memory import measure_peak
-from fullshard.sharding.describe import describe
 from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.sharding.recompute import apply_recompute
 from fullshard.sharding.units import find_repeated, find_units
@@ -18,6 +17,7 @@ from fullshard.spec.measurement import model_flops_per_token
 from fullshard.spec.model import ModelSpec, Moment, Phase, Trace
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.tracing.describe import describe
 from fullshard.training.loss import next_token_loss
 from tests.fakes.models import VOCABULARY, OddModel
 

@@ -7,8 +7,8 @@ Parameters stand there in the dtype that units are gathered in; what the engine 
 trace, but added by `fullshard.planner.memory`. What is moved to the host counts no more where the device is a
 GPU; the CPU's memory is the host's, and there the copy counts.
 
-Repeated blocks are traced a few times, not all (`fullshard.sharding.shortening`), and two sizes of microbatch
-tell all others (`fullshard.sharding.phases`). Where a model does not do alike in both, it is traced whole,
+Repeated blocks are traced a few times, not all (`fullshard.tracing.repeated_blocks`), and two sizes of microbatch
+tell all others (`fullshard.tracing.phases`). Where a model does not do alike in both, it is traced whole,
 for the plan's own microbatch. Operations are not compiled: what `torch.compile` saves of memory is not seen.
 """
 
@@ -26,20 +26,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fullshard.errors import ShardError
-from fullshard.sharding.allocations import Recorded
-from fullshard.sharding.as_untraced import as_untraced
-from fullshard.sharding.cuda_kernels import cuda_kernels
-from fullshard.sharding.kernels import storages_bytes
 from fullshard.sharding.lanes import PlainLane, ToldLane
-from fullshard.sharding.phases import KernelTable, alike, foretold, joined
 from fullshard.sharding.precision import TORCH_DTYPE, cast_buffers
 from fullshard.sharding.recompute import apply_recompute
-from fullshard.sharding.shortening import Shortened, shorten
-from fullshard.sharding.trace import LossFunction, Tracer
 from fullshard.sharding.units import Predicate, Unit, find_repeated, find_units
 from fullshard.spec.model import Kernel, Line, ModelSpec, ParamSpec, Phase, Repeat, Trace, UnitSpec
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import RecomputeSection, Run, Strategy
+from fullshard.tracing.allocations import Recorded
+from fullshard.tracing.cuda_kernels import cuda_kernels
+from fullshard.tracing.kernels import storages_bytes
+from fullshard.tracing.phases import KernelTable, alike, foretold, joined
+from fullshard.tracing.repeated_blocks import Shortened, shorten
+from fullshard.tracing.trace import LossFunction, Tracer
+from fullshard.tracing.transformers_masks import as_untraced
 
 # What is traced for a Run that leaves recompute to the planner.
 RECOMPUTES = (
