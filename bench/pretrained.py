@@ -30,10 +30,10 @@ from fullshard.sharding.mesh import process_group
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.export_hf import export_hf
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.pretrained import load_pretrained
 from fullshard.training.state import TrainState
+from fullshard.weights.export_hf import export_hf
+from fullshard.weights.pretrained import load_pretrained
 
 BLOCK = 256 << 10
 VOCABULARY, WIDTH, FEED_FORWARD = 32_000, 2048, 5632

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from fullshard.checkpoint import newest as newest
     from fullshard.checkpoint import place_of as place_of
     from fullshard.checkpoint import save as save
-    from fullshard.checkpoint.export import export as export
-    from fullshard.checkpoint.export import full_state as full_state
     from fullshard.dryrun.program import Program as Program
     from fullshard.dryrun.run import dry_run as dry_run
     from fullshard.errors import FullshardError as FullshardError
@@ -49,15 +47,17 @@ if TYPE_CHECKING:
     from fullshard.spec.run import Run as Run
     from fullshard.tracing.describe import describe as describe
     from fullshard.training.data import build_data as build_data
-    from fullshard.training.export_hf import export_hf as export_hf
-    from fullshard.training.export_peft import export_peft as export_peft
     from fullshard.training.loop import Step as Step
     from fullshard.training.loop import train as train
     from fullshard.training.loss import next_token_loss as next_token_loss
     from fullshard.training.offloaded import shard as shard
     from fullshard.training.optimizer import build_optimizer as build_optimizer
-    from fullshard.training.pretrained import load_pretrained as load_pretrained
     from fullshard.training.state import TrainState as TrainState
+    from fullshard.weights.export import export as export
+    from fullshard.weights.export import full_state as full_state
+    from fullshard.weights.export_hf import export_hf as export_hf
+    from fullshard.weights.export_peft import export_peft as export_peft
+    from fullshard.weights.pretrained import load_pretrained as load_pretrained
 
 __version__ = "0.1.0"
 
@@ -65,8 +65,8 @@ _HOMES = {
     "BackgroundSaver": "checkpoint",
     "KeyFile": "checkpoint",
     "NodeDisks": "checkpoint",
-    "export": "checkpoint.export",
-    "full_state": "checkpoint.export",
+    "export": "weights.export",
+    "full_state": "weights.export",
     "load": "checkpoint",
     "newest": "checkpoint",
     "place_of": "checkpoint",
@@ -96,9 +96,9 @@ _HOMES = {
     "Decoder": "spec.model_section",
     "Run": "spec.run",
     "build_data": "training.data",
-    "export_hf": "training.export_hf",
-    "export_peft": "training.export_peft",
-    "load_pretrained": "training.pretrained",
+    "export_hf": "weights.export_hf",
+    "export_peft": "weights.export_peft",
+    "load_pretrained": "weights.pretrained",
     "Step": "training.loop",
     "train": "training.loop",
     "next_token_loss": "training.loss",

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from fullshard.checkpoint.export import export
 from fullshard.checkpoint.inspection import damages
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.checkpoint.place import newest
 from fullshard.errors import CheckpointError
 from fullshard.spec.weight_map import Shape, WeightMap, whole
+from fullshard.weights.export import export
 from tests.checkpoint.states import State, assert_same, loaded, numbers, saved, sharded
 
 

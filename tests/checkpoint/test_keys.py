@@ -8,7 +8,6 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.checkpoint.digests import KeyFile, digest
-from fullshard.checkpoint.export import export
 from fullshard.checkpoint.inspection import damages
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import MANIFEST, read_manifest
@@ -17,6 +16,7 @@ from fullshard.checkpoint.pieces import PieceTable
 from fullshard.checkpoint.place import Place, newest, place_of
 from fullshard.checkpoint.save import save
 from fullshard.errors import CheckpointError
+from fullshard.weights.export import export
 from tests.checkpoint.states import State, assert_same, numbers, saved, sharded
 from tests.checkpoint.test_inspection import flip
 

@@ -22,11 +22,9 @@ import torch
 from safetensors.torch import save_file
 
 from fullshard.checkpoint.digests import digest
-from fullshard.checkpoint.export import export
 from fullshard.checkpoint.inspection import damages
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, SHARDS
-from fullshard.checkpoint.pretrained_files import open_weights
 from fullshard.convert.conversion import convert
 from fullshard.data.build import build_data
 from fullshard.data.cache import cache_root, still
@@ -39,6 +37,8 @@ from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.plan import Plan
 from fullshard.spec.pretrained import expressed, read_config, why_not_expressed
 from fullshard.spec.run import Run
+from fullshard.weights.export import export
+from fullshard.weights.files import open_weights
 from tests.checkpoint.states import saved
 from tests.data.samples import CHAT, save_tokenizer, texts_file
 from tests.fakes.architectures_hf import CONFIGS

@@ -9,8 +9,8 @@ import pytest
 from fullshard.data.chat_template import ChatTemplate
 from fullshard.errors import CheckpointError, DataError, SpecError
 from fullshard.models.huggingface import hf_model, is_causal_lm
-from fullshard.models.weight_names import meta_twin
 from fullshard.spec.model_section import HuggingFaceModel
+from fullshard.weights.names import meta_twin
 from tests.data.samples import CHAT, save_tokenizer
 from tests.fakes.architectures_hf import CONFIGS
 

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fullshard.checkpoint import BackgroundSaver, load, save
-from fullshard.checkpoint.export import export, full_state
 from fullshard.training.loop import train
 from fullshard.training.state import TrainState
+from fullshard.weights.export import export, full_state
 from tests.training.runs import local_bits, mean_square, run_of, same_bits, sharded
 from tests.training.test_offloaded import TIERS, TINY, Odd
 

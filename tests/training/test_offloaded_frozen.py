@@ -23,13 +23,14 @@ from fullshard.offload.state import Settings, offloaded_of
 from fullshard.profiler.memory import live_bytes
 from fullshard.spec.groups import PAGE_BYTES
 from fullshard.spec.plan import Plan
-from fullshard.training import offloaded, pretrained
+from fullshard.training import offloaded
 from fullshard.training.loop import train
 from fullshard.training.offloaded import let_go, shard
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.pretrained import load_pretrained
 from fullshard.training.start import start_from
 from fullshard.training.state import TrainState
+from fullshard.weights import pretrained
+from fullshard.weights.pretrained import load_pretrained
 from tests.training.runs import WIDTH, Pairs, Regression, local_bits, mean_square, meta, run_of, same_bits
 
 DRIVE = "params+optimizer:nvme"

@@ -149,19 +149,19 @@ def export_checkpoint(
     _require_target(target, form, sharded=shard_bytes is not None, force=force)
     place = _place(source, key_file)
     if form is ExportFormat.HF:
-        from fullshard.training.export_hf import SHARD_BYTES, export_hf
+        from fullshard.weights.export_hf import SHARD_BYTES, export_hf
 
         named = dtype.value if dtype else None
         most = SHARD_BYTES if shard_bytes is None else shard_bytes
         export_hf(place, target, dtype=named, shard_bytes=most)
     elif form is ExportFormat.PEFT:
-        from fullshard.training.export_peft import export_peft
+        from fullshard.weights.export_peft import export_peft
 
         export_peft(place, target)
     else:
         import torch
 
-        from fullshard.checkpoint.export import export
+        from fullshard.weights.export import export
 
         dtypes = {ExportDtype.BF16: torch.bfloat16, ExportDtype.FP32: torch.float32}
         export(place, target, shard_bytes=shard_bytes, dtype=dtypes[dtype] if dtype else None)
@@ -170,10 +170,10 @@ def export_checkpoint(
 
 def _require_target(target: Path, form: ExportFormat, *, sharded: bool, force: bool) -> None:
     """Raises SpecError where an export would destroy something else than an earlier export."""
-    from fullshard.checkpoint.export import refuse_weights
-    from fullshard.checkpoint.pretrained_files import INDEX
-    from fullshard.checkpoint.safetensors_header import read_header
     from fullshard.targets import read_by, require_directory, require_file
+    from fullshard.weights.export import refuse_weights
+    from fullshard.weights.files import INDEX
+    from fullshard.weights.safetensors_header import read_header
 
     is_weights = read_by(read_header, most_bytes=None)
     if form is ExportFormat.HF:

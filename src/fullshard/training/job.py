@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from fullshard.checkpoint import place_of
 from fullshard.checkpoint.agreement import first, gathered
-from fullshard.checkpoint.export import export
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, PlanError
 from fullshard.models.build import build_model, flops_per_token
@@ -54,6 +53,7 @@ from fullshard.training.start import place, start_from, weights_of
 from fullshard.training.state import TrainState
 from fullshard.training.watchdog import watching
 from fullshard.training.whereabouts import Phase, Whereabouts
+from fullshard.weights.export import export
 
 SAMPLE_PROMPT = "def "
 # The first steps allocate what later ones reuse; the second shows the standing peak, and from the fourth on

@@ -7,15 +7,15 @@ from fullshard.checkpoint import NodeDisks, load
 from fullshard.checkpoint.agreement import first
 from fullshard.checkpoint.objects import ObjectPlace
 from fullshard.checkpoint.place import Place, newest_step, place_of
-from fullshard.checkpoint.pretrained import Loaded
-from fullshard.checkpoint.pretrained_files import find_weights
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.plan import Plan
 from fullshard.spec.pretrained import locate, read_config
 from fullshard.spec.run import Run
-from fullshard.training.pretrained import load_pretrained
 from fullshard.training.state import TrainState
+from fullshard.weights.files import find_weights
+from fullshard.weights.pretrained import load_pretrained
+from fullshard.weights.read import Loaded
 
 
 def place(directory: str | Path, plan: Plan) -> Place | NodeDisks:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fullshard.checkpoint.export_source import SavedModel
 from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.errors import CheckpointError
+from fullshard.weights.tensor_source import SavedModel
 
 # As peft names its modules: what was there, beside what was added.
 BASE, ADDED = ".base_layer.", ".lora_"

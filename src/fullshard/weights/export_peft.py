@@ -8,15 +8,15 @@ from typing import Any
 
 from fullshard.checkpoint import disk
 from fullshard.checkpoint.agreement import alone
-from fullshard.checkpoint.export import export, plain_names
-from fullshard.checkpoint.export_merged import ADDED
 from fullshard.checkpoint.load import find
 from fullshard.checkpoint.place import Place
 from fullshard.errors import CheckpointError
 from fullshard.models.adapters import ADAPTER, lora_config
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.weight_map import Shape, WeightMap, whole
-from fullshard.training.export_hf import turned_modules
+from fullshard.weights.export import export, plain_names
+from fullshard.weights.export_hf import turned_modules
+from fullshard.weights.merge_adapters import ADDED
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _WITHIN = "base_model.model."  # where peft's own model holds the one that it adapts

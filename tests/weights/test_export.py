@@ -9,9 +9,9 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from fullshard.checkpoint.export import export, full_state
 from fullshard.checkpoint.save import save
 from fullshard.errors import CheckpointError, SpecError
+from fullshard.weights.export import export, full_state
 from tests.checkpoint.states import State, assert_same, numbers, ones_own, saved, saved_sharded, sharded
 
 EVERY_DTYPE = {

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fullshard.checkpoint.pretrained import Loaded, read_pretrained
-from fullshard.checkpoint.pretrained_files import open_weights
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.models.huggingface import hf_model
 from fullshard.sharding.apply import shard
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.model_section import HuggingFaceModel
-from fullshard.training.pretrained import load_pretrained
-from tests.checkpoint.hugging_face import EACH, hugging_face, outcome, whole
+from fullshard.weights.files import open_weights
+from fullshard.weights.pretrained import load_pretrained
+from fullshard.weights.read import Loaded, read_pretrained
 from tests.checkpoint.states import assert_same
 from tests.fakes.plans import STRATEGIES, plan_of
+from tests.weights.hugging_face import EACH, hugging_face, outcome, whole
 
 
 def imported(directory: Path, name: str, *settings: str) -> tuple[Loaded, dict[str, Tensor], Tensor]:

@@ -11,9 +11,9 @@ from torch import Tensor
 from fullshard.checkpoint.manifest import Manifest, SavedTensor
 from fullshard.checkpoint.pieces import SUFFIX, Piece
 from fullshard.checkpoint.storage import Reader
-from fullshard.checkpoint.strided import moves_into
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.weight_map import Part, row_major
+from fullshard.weights.strided import moves_into
 
 
 class TensorSource(Protocol):

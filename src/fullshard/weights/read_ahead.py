@@ -18,10 +18,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fullshard.checkpoint.pretrained_files import PretrainedFiles
 from fullshard.checkpoint.stream import ALIGNMENT, DIRECT
-from fullshard.checkpoint.strided import GAP_BYTES, Move, bounded
 from fullshard.errors import DamagedCheckpointError
+from fullshard.weights.files import PretrainedFiles
+from fullshard.weights.strided import GAP_BYTES, Move, bounded
 
 BUFFER_BYTES = 8 << 20
 _THREADS = 2  # that wait for the disk

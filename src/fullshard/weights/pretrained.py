@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.pretrained import Loaded, read_pretrained
 from fullshard.errors import CheckpointError
-from fullshard.models.weight_names import model_names
 from fullshard.offload.state import elsewhere_of, offloaded_of, presented
 from fullshard.sharding.materialize import Initialise, initialise
 from fullshard.spec.plan import Plan
+from fullshard.weights.names import model_names
+from fullshard.weights.read import Loaded, read_pretrained
 
 logger = logging.getLogger("fullshard")
 

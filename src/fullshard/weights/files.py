@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from fullshard.checkpoint.safetensors_header import FileTensor, read_header
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.small_files import parse_json, read_bytes
+from fullshard.weights.safetensors_header import FileTensor, read_header
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

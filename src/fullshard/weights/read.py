@@ -16,12 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from fullshard.checkpoint.agreement import everyone, first, world_size
 from fullshard.checkpoint.pieces import local_shard, shard_begin
-from fullshard.checkpoint.pretrained_files import PretrainedFiles, open_weights
-from fullshard.checkpoint.pretrained_read import carry_out
-from fullshard.checkpoint.safetensors_header import FileTensor
-from fullshard.checkpoint.strided import moves_into
 from fullshard.errors import CheckpointError
 from fullshard.spec.weight_map import Naming, Shape, WeightMap, by_name
+from fullshard.weights.files import PretrainedFiles, open_weights
+from fullshard.weights.read_ahead import carry_out
+from fullshard.weights.safetensors_header import FileTensor
+from fullshard.weights.strided import moves_into
 
 _SHOWN = 4
 _COPIES = 1.5  # of most of the model on all ranks: from here on several read the same bytes

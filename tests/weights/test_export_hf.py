@@ -16,15 +16,15 @@ from fullshard.models.build import build_model
 from fullshard.models.huggingface import hf_model
 from fullshard.sharding.apply import shard
 from fullshard.spec.model_section import HuggingFaceModel
-from fullshard.training.export_hf import export_hf
-from fullshard.training.export_peft import export_peft
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.pretrained import load_pretrained
 from fullshard.training.state import TrainState
-from tests.checkpoint.hugging_face import EACH, hugging_face, outcome, whole
+from fullshard.weights.export_hf import export_hf
+from fullshard.weights.export_peft import export_peft
+from fullshard.weights.pretrained import load_pretrained
 from tests.checkpoint.states import assert_same
 from tests.checkpoint.states import saved as saved_numbers
 from tests.fakes.plans import plan_of
+from tests.weights.hugging_face import EACH, hugging_face, outcome, whole
 
 
 def saved(directory: Path, name: str, *settings: str) -> dict[str, Tensor]:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fullshard.checkpoint import disk
-from fullshard.checkpoint.export_source import TensorSource
 from fullshard.checkpoint.manifest import SavedTensor
-from fullshard.checkpoint.safetensors_header import DTYPES, encode
-from fullshard.checkpoint.strided import Move, bounded, moves_into
 from fullshard.errors import CheckpointError
 from fullshard.spec.weight_map import Part, WeightMap
+from fullshard.weights.safetensors_header import DTYPES, encode
+from fullshard.weights.strided import Move, bounded, moves_into
+from fullshard.weights.tensor_source import TensorSource
 
 # What is held of a tensor that is larger: much more than a block of a checkpoint, whose digests are of 16
 # MiB.

@@ -21,10 +21,10 @@ from torch.distributed.fsdp import FSDPModule
 from fullshard.errors import CheckpointError, MissingExtraError
 from fullshard.models.quiet_import import import_quietly
 from fullshard.models.remote_code import code_beside, without_code
-from fullshard.models.weight_trace import Traced, UntracedError, source_tensor
 from fullshard.spec.libraries import Outside
 from fullshard.spec.pretrained import check_sizes
 from fullshard.spec.weight_map import Part, Shape, WeightMap, by_name, whole
+from fullshard.weights.trace import Traced, UntracedError, source_tensor
 
 # What models call the part without a head, where they do not say it themselves.
 _BASES = ("model", "transformer")

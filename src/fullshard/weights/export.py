@@ -13,19 +13,19 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import disk, storage
 from fullshard.checkpoint.agreement import alone
-from fullshard.checkpoint.export_merged import MergedModel, Merging
-from fullshard.checkpoint.export_source import SavedModel, TensorSource
-from fullshard.checkpoint.export_stream import Outgoing
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.load import with_newest
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
 from fullshard.checkpoint.place import Place
-from fullshard.checkpoint.pretrained_files import INDEX, ONE_FILE
 from fullshard.checkpoint.protocol import Checkpointable
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.weight_map import Naming, Part, Shape, WeightMap, whole
 from fullshard.targets import require_outside
+from fullshard.weights.files import INDEX, ONE_FILE
+from fullshard.weights.merge_adapters import MergedModel, Merging
+from fullshard.weights.tensor_source import SavedModel, TensorSource
+from fullshard.weights.write import Outgoing
 
 # What torch's wrappers put into names: compile and recompute anywhere, DDP before all of them.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fullshard.models.weight_trace import Traced, UntracedError, source_tensor
+from fullshard.weights.trace import Traced, UntracedError, source_tensor
 
 SOURCES = {"a": (12, 10), "b": (12, 10), "c": (4, 6, 5)}
 Rearranging = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -12,8 +12,6 @@ from typing import Any, Literal, cast
 
 import torch
 
-from fullshard.checkpoint.export import export_pretrained, require_size
-from fullshard.checkpoint.export_merged import ADDED, Merging
 from fullshard.checkpoint.load import find
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest, SavedTensor
 from fullshard.checkpoint.place import Place
@@ -21,12 +19,14 @@ from fullshard.errors import CheckpointError, SpecError
 from fullshard.models.adapters import is_turned
 from fullshard.models.decoder_names import llama_config, llama_names
 from fullshard.models.huggingface import hf_model
-from fullshard.models.weight_names import described, file_names, meta_twin
 from fullshard.spec.model_section import Decoder, HuggingFaceModel
 from fullshard.spec.pretrained import locate
 from fullshard.spec.run import Run
 from fullshard.spec.small_files import read_bytes
 from fullshard.spec.weight_map import Naming
+from fullshard.weights.export import export_pretrained, require_size
+from fullshard.weights.merge_adapters import ADDED, Merging
+from fullshard.weights.names import described, file_names, meta_twin
 
 SHARD_BYTES = 5_000_000_000  # a file, as on the hub
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
