@@ -29,12 +29,12 @@ from fullshard.errors import CheckpointError
 from fullshard.offload.drive import SYSTEM, System
 from fullshard.offload.state import offloaded_of
 from fullshard.spec.plan import Plan
+from fullshard.survival.phase import Phase, Whereabouts
 from fullshard.training.loop import train
 from fullshard.training.offloaded import let_go, shard
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.start import start_from
 from fullshard.training.state import TrainState
-from fullshard.training.whereabouts import Phase, Whereabouts
 from tests.training.runs import WIDTH, Pairs, Regression, mean_square, meta, run_of, sharded
 
 # live: steps so long that a save in the background is written from the shards themselves

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.spec.plan import Plan
+from fullshard.survival.phase import Phase
+from fullshard.survival.watchdog import last_words_to, watching
 from fullshard.training.loop import train
 from fullshard.training.loss import Loss
-from fullshard.training.watchdog import last_words_to, watching
-from fullshard.training.whereabouts import Phase
 from tests.training.runs import Pairs, mean_square, run_of, sharded
 
 FOREVER = 600

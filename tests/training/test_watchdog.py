@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from fullshard.errors import TrainError
 from fullshard.spec.run import SurvivalSection
-from fullshard.training.diagnosis import Report, Sighting, Silent, diagnose, process_state, this_host
-from fullshard.training.watchdog import watching
-from fullshard.training.whereabouts import Phase, Whereabouts
+from fullshard.survival.diagnosis import Report, Sighting, Silent, diagnose, process_state, this_host
+from fullshard.survival.phase import Phase, Whereabouts
+from fullshard.survival.watchdog import watching
 from tests.training.hangs import hung
 
 NOW = 1000.0

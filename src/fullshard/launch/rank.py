@@ -57,7 +57,7 @@ def perform_here(request: Request) -> int:
 def _last_words(path: Path) -> Generator[None]:
     """A watchdog ends the process at once; what it ended it for is told first, for the launcher to show."""
     with importing():
-        from fullshard.training.watchdog import last_words_to  # torch, after the environment
+        from fullshard.survival.watchdog import last_words_to  # torch, after the environment
 
     def tell(error: TrainError) -> None:
         with Ending() as ending:

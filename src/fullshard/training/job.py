@@ -36,6 +36,8 @@ from fullshard.spec.measurement import (
 )
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
+from fullshard.survival.phase import Phase, Whereabouts
+from fullshard.survival.watchdog import watching
 from fullshard.training.checkpoints import Checkpoints
 from fullshard.training.data import Data, build_data, made_ahead
 from fullshard.training.directory import Opened, RunDirectory, opened
@@ -51,8 +53,6 @@ from fullshard.training.rollback import roll_back
 from fullshard.training.runlog import RunLog, open_run_log
 from fullshard.training.start import place, start_from, weights_of
 from fullshard.training.state import TrainState
-from fullshard.training.watchdog import watching
-from fullshard.training.whereabouts import Phase, Whereabouts
 from fullshard.weights.export import export
 
 SAMPLE_PROMPT = "def "

@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_leaves
 from fullshard.data.batches import Batches
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
+from fullshard.survival.phase import Phase
+from fullshard.survival.replicas import ReplicaCheck
 from fullshard.training.loss import Loss, next_token_loss
-from fullshard.training.replicas import ReplicaCheck
 from fullshard.training.scaler import LossScale
 from fullshard.training.schedule import rate_factor
 from fullshard.training.state import TrainState
 from fullshard.training.step import StepResult, run_step
-from fullshard.training.whereabouts import Phase
 
 logger = logging.getLogger("fullshard")
 

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.manifest import SavedTensor, compare_names
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.offload.adamw import StreamingAdamW
+from fullshard.survival.phase import Whereabouts
+from fullshard.survival.spikes import RecentSteps
 from fullshard.training.in_backward import InBackward
 from fullshard.training.low_bit import as_kept, in_full
 from fullshard.training.outside import Beside, Outside
 from fullshard.training.scaler import LossScale
-from fullshard.training.spikes import RecentSteps
-from fullshard.training.whereabouts import Whereabouts
 from fullshard.weights.names import described
 
 

@@ -31,18 +31,18 @@ from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.spec.plan import Plan
-from fullshard.training.fingerprint import (
+from fullshard.survival.fingerprint import (
     WIDTH,
     Fingerprint,
     check_same,
     collectives_issued,
     settings_checksum,
 )
+from fullshard.survival.phase import Phase, Whereabouts
 from fullshard.training.in_backward import local_norms, scale, set_learning_rate
 from fullshard.training.loss import Loss
 from fullshard.training.outside import clear_gradients, gradients_of
 from fullshard.training.state import TrainState, shard_replicas
-from fullshard.training.whereabouts import Phase, Whereabouts
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
+from fullshard.survival.replicas import checksum
 from fullshard.training.loop import train
-from fullshard.training.replicas import checksum
 from tests.fakes.plans import STRATEGIES
 from tests.training.runs import mean_square, run_of, sharded
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from fullshard.errors import TrainError
 from fullshard.spec.run import SurvivalSection
-from fullshard.training.diagnosis import (
+from fullshard.survival.diagnosis import (
     Report,
     Sighting,
     Silent,
@@ -38,9 +38,9 @@ from fullshard.training.diagnosis import (
     process_state,
     this_host,
 )
-from fullshard.training.fingerprint import default_store
-from fullshard.training.stacks import all_stacks, in_collective, last_collective, other_threads, place_of
-from fullshard.training.whereabouts import SLOW_PHASES, Phase, Whereabouts
+from fullshard.survival.fingerprint import default_store
+from fullshard.survival.phase import SLOW_PHASES, Phase, Whereabouts
+from fullshard.survival.stacks import all_stacks, in_collective, last_collective, other_threads, place_of
 
 T = TypeVar("T")
 

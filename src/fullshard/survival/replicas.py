@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
-from fullshard.training.fingerprint import named_ranks
-from fullshard.training.whereabouts import Phase, Whereabouts
+from fullshard.survival.fingerprint import named_ranks
+from fullshard.survival.phase import Phase, Whereabouts
 
 logger = logging.getLogger("fullshard")
 

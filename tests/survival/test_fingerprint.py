@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
-from fullshard.training import fingerprint
-from fullshard.training.fingerprint import WIDTH, Fingerprint, disagreement, named_ranks
+from fullshard.survival import fingerprint
+from fullshard.survival.fingerprint import WIDTH, Fingerprint, disagreement, named_ranks
 from fullshard.training.loop import train
 from tests.training.runs import Pairs, mean_square, run_of, sharded
 

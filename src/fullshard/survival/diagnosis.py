@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.errors import TrainError
-from fullshard.training.fingerprint import named_ranks
-from fullshard.training.whereabouts import Phase
+from fullshard.survival.fingerprint import named_ranks
+from fullshard.survival.phase import Phase
 
 
 @dataclass(frozen=True)
