@@ -7,8 +7,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard.profiler import calibrate as meters
-from fullshard.profiler.calibrate import Meter
+from fullshard.calibration import device as meters
+from fullshard.calibration.collectives import measure_contention, measure_link, measure_unit
+from fullshard.calibration.device import Meter
+from fullshard.calibration.drive import measure_drive
+from fullshard.calibration.sample_steps import measure_steps
+from fullshard.calibration.step_overhead import measure_step
 from fullshard.profiler.detect import describe_machine, find_gpus
 from fullshard.sharding.mesh import Ranks, process_group
 from fullshard.spec.calibration import Calibration, CalibrationSettings
@@ -16,10 +20,6 @@ from fullshard.spec.catalog import find_entry
 from fullshard.spec.hardware import ComputeDtype, Curve, Hardware, Link, Rates
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.axis_rates import measure_contention, measure_link, measure_unit
-from fullshard.training.drive_rate import measure_drive
-from fullshard.training.step_overhead import measure_step
-from fullshard.training.step_samples import measure_steps
 
 # Which part of the time each measurement gets.
 _MATMUL, _ATTENTION, _MEMORY, _OPTIMIZER, _LAUNCH, _UNIT, _COPIES, _LINKS = 12, 10, 6, 5, 3, 4, 3, 15

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fullshard.training.drive_rate import filled_files, measure_drive
+from fullshard.calibration.drive import filled_files, measure_drive
 
 
 def rate_of(directory: Path) -> float | None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from fullshard.calibration.device import mean_over_ranks
 from fullshard.errors import OffloadError
 from fullshard.offload.drive import DriveFile
 from fullshard.offload.slabs import bytes_of, slab
-from fullshard.profiler.calibrate import mean_over_ranks
 
 _PIECE_BYTES = 16 << 20
 

@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from fullshard.calibration.collectives import seconds_of, silence
 from fullshard.models.decoder import DecoderModel
 from fullshard.sharding.apply import shard
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.axis_rates import seconds_of, silence
 from fullshard.training.loop import train
 from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer

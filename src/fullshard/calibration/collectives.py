@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from fullshard.profiler.fit import Sample, fit_collective
+from fullshard.calibration.fit import Sample, fit_collective
 from fullshard.sharding.collectives import DirectAllGather, DirectReduceScatter
 from fullshard.spec.hardware import CollectiveRate, Link
 
