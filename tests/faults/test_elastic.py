@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.jobs.train import run_job
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.job import run_job
 from tests.faults.agents import Agents, free_port, ranks_of
 from tests.launch.jobs import SMALL
 

@@ -13,9 +13,9 @@ import pytest
 
 from fullshard.checkpoint.inspection import damages
 from fullshard.errors import OffloadError
+from fullshard.jobs.train import run_job
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.job import run_job
 from tests.faults.disks import powerless_disk, small_disk
 from tests.launch.jobs import SMALL
 

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, DataError
+from fullshard.jobs.interrupt import Interrupt
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.interrupt import Interrupt
 
 FOREVER = 600.0
 # A run of moments, whose losses may be held against another's.
@@ -109,7 +109,7 @@ def not_ready(run: Run, *, resume: bool, plan: Plan | None, command_started: flo
 
 def killed_once(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
     """Trains; rank 1 of the first attempt is killed in the middle of its seventh step."""
-    from fullshard.training.job import run_job  # imports torch
+    from fullshard.jobs.train import run_job  # imports torch
 
     been_here = Path(f"{run.run.dir}-been-here")
     if rank() == 1 and not been_here.exists():

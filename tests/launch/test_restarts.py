@@ -6,10 +6,10 @@ import sys
 import time
 from pathlib import Path
 
+from fullshard.jobs.launch_record import LaunchRecord
+from fullshard.jobs.train import run_job
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.job import run_job
-from fullshard.training.launched import LaunchRecord
 from tests.launch.jobs import SMALL
 
 STEPS = 12

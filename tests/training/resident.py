@@ -75,7 +75,7 @@ def measured(run: Run, *, resume: bool, plan: Plan | None, command_started: floa
 
 def limited(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
     """`RESIDENT_LIMIT` bytes of address space more than after the imports, and not one more; unset: any."""
-    from fullshard.training.job import run_job
+    from fullshard.jobs.train import run_job
 
     base, space, limit = settled(), status("VmSize"), os.environ.get("RESIDENT_LIMIT")
     if limit is not None:

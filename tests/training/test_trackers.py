@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, MissingExtraError
+from fullshard.jobs.trackers import Tracker, open_trackers, require_package, require_trackers
 from fullshard.spec.run import Run
-from fullshard.training.trackers import Tracker, open_trackers, require_package, require_trackers
 
 # Their warnings are their own.
 pytestmark = pytest.mark.filterwarnings("ignore")

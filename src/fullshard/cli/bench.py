@@ -31,7 +31,7 @@ def overhead(
     run = Run.load(run_path, overrides=[*settings, *(overrides or [])])
     result = Path(run.run.dir, "overhead.json")
     require_file(result, is_kind=_is_result, force=False)
-    request = Request(run=run, job="fullshard.training.overhead:run_overhead")
+    request = Request(run=run, job="fullshard.jobs.bench_overhead:run_overhead")
     exit_code = start(request)
     if exit_code == 0 and os.environ.get("RANK", "0") == "0":
         text = read_text(result, most_bytes=VALUE_BYTES)

@@ -118,7 +118,7 @@ def _request(directory: Path, *, ranks: int, device: str) -> "Request":
     from fullshard.spec.run import Run
 
     run = Run.load(overrides=[f"run.dir={directory}", f"run.device={device}", f"run.ranks={ranks}"])
-    request = Request(run=run, job="fullshard.training.calibrate:run_calibration")
+    request = Request(run=run, job="fullshard.jobs.calibrate:run_calibration")
     given = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS")
     count = int(given) if given else own_ranks(request)[0]
     batch = run.train.model_copy(update={"global_batch": count, "microbatch": 1})

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fullshard.spec.measurement import Measurement
     from fullshard.spec.plan import Plan
 
-# What a run leaves in its directory: see `fullshard.training.directory`.
+# What a run leaves in its directory: see `fullshard.jobs.run_directory`.
 _METRICS = "metrics.jsonl"
 
 

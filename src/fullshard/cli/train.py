@@ -70,9 +70,9 @@ def _request(
 
 def _require_directory(run: "Run", *, resume: bool) -> None:
     """Raises SpecError for a `run.dir` that is not a run's alone, before anything is planned or started."""
+    from fullshard.jobs.launch_record import Launch
+    from fullshard.jobs.run_place import LAUNCH, require_free, require_name
     from fullshard.launch.environment import under_srun, under_torchrun
-    from fullshard.training.launched import Launch
-    from fullshard.training.run_place import LAUNCH, require_free, require_name
 
     directory = require_name(run.run.dir)
     # Ranks that torchrun or srun has started know only together whether they resume what is there.

@@ -32,7 +32,7 @@ class Request(Value):
     plan: Plan | None = None
     resume: bool = False
     command_started: float = Field(default_factory=time.time)
-    job: str = "fullshard.training.job:run_job"
+    job: str = "fullshard.jobs.train:run_job"
 
     def save(self, directory: Path) -> None:
         Path(directory, FILE_NAME).write_text(self.model_dump_json())

@@ -10,7 +10,7 @@ _PEERS = {
 
 
 def overhead_page(result: Mapping[str, Any]) -> str:
-    """The figures of `fullshard.training.overhead.summary` as Markdown for `bench/results/`."""
+    """The figures of `fullshard.jobs.bench_overhead.summary` as Markdown for `bench/results/`."""
     seconds = result["seconds_a_step"]
     lines = [
         f"{result['world_size']} ranks on {result['device']}, torch {result['torch']}; "

@@ -8,13 +8,13 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.errors import PlanError
+from fullshard.jobs.launch_record import Launch, LaunchRecord
+from fullshard.jobs.metrics import FILE_NAME
+from fullshard.jobs.run_directory import Opened, RunDirectory, opened
+from fullshard.jobs.train import run_job
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.directory import Opened, RunDirectory, opened
-from fullshard.training.job import run_job
-from fullshard.training.launched import Launch, LaunchRecord
-from fullshard.training.metrics import FILE_NAME
-from tests.training.test_job import TINY
+from tests.jobs.test_train import TINY
 
 ONE, OTHER = (Launch(agents=frozenset({f"host:{agent}"})) for agent in (1, 2))
 TORCHRUN = {"RANK": "0", "TORCHELASTIC_RUN_ID": "none"}

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from fullshard.jobs.train import run_job
 from fullshard.spec.measurement import Measurement
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.job import run_job
 
 TINY = (
     "model.layers=2",

@@ -16,6 +16,12 @@ from fullshard.checkpoint import place_of
 from fullshard.checkpoint.agreement import first, gathered
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, PlanError
+from fullshard.jobs.checkpoints import Checkpoints
+from fullshard.jobs.interrupt import Interrupt
+from fullshard.jobs.launch_record import Launch
+from fullshard.jobs.leftovers import leftovers_of, told_unused, unused
+from fullshard.jobs.run_directory import Opened, RunDirectory, opened
+from fullshard.jobs.run_log import RunLog, open_run_log
 from fullshard.models.build import build_model, flops_per_token
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.huggingface import is_causal_lm
@@ -38,19 +44,13 @@ from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
 from fullshard.survival.phase import Phase, Whereabouts
 from fullshard.survival.watchdog import watching
-from fullshard.training.checkpoints import Checkpoints
 from fullshard.training.data import Data, build_data, made_ahead
-from fullshard.training.directory import Opened, RunDirectory, opened
 from fullshard.training.evaluate import generate, validation_loss
-from fullshard.training.interrupt import Interrupt
-from fullshard.training.launched import Launch
-from fullshard.training.left_on_drive import leftovers_of, told_unused, unused
 from fullshard.training.loop import Step, train
 from fullshard.training.loss import Loss, loss_of, next_token_loss
 from fullshard.training.offloaded import directory_of, discard_offloaded, let_go, shard
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.rollback import roll_back
-from fullshard.training.runlog import RunLog, open_run_log
 from fullshard.training.start import place, start_from, weights_of
 from fullshard.training.state import TrainState
 from fullshard.weights.export import export

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import MissingExtraError, TrainError
+from fullshard.jobs.metrics import FILE_NAME
+from fullshard.jobs.progress import Course, PlainLines
+from fullshard.jobs.run_log import RunLog, open_run_log
 from fullshard.spec.measurement import MatmulPeak
 from fullshard.spec.run import Run
 from fullshard.training.loop import Step
-from fullshard.training.metrics import FILE_NAME
-from fullshard.training.progress import Course, PlainLines
-from fullshard.training.runlog import RunLog, open_run_log
 
 PEAK = MatmulPeak(flops_per_second=1e9, dtype="fp32", source="measured", device="cpu")
 

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from fullshard.training.interrupt import Interrupt
+from fullshard.jobs.interrupt import Interrupt
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

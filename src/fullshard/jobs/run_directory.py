@@ -12,8 +12,8 @@ from pathlib import Path
 from fullshard.checkpoint.agreement import alone
 from fullshard.checkpoint.place import place_of
 from fullshard.errors import CheckpointError, TrainError
-from fullshard.training.launched import Launch, LaunchRecord
-from fullshard.training.run_place import (
+from fullshard.jobs.launch_record import Launch, LaunchRecord
+from fullshard.jobs.run_place import (
     CHECKPOINTS,
     EXPORT,
     LAUNCH,
@@ -99,7 +99,7 @@ def opened(
     `kept`: a run may have left what it can go on from elsewhere (`fullshard.training.outside`).
     Only rank 0 calls this. Raises TrainError if the directory is in use or cannot be made, CheckpointError if
     there is nothing to resume, or where a new run is to save to (`saved_to`) an earlier one has saved;
-    SpecError for a directory that is not a run's alone (`fullshard.training.run_place`).
+    SpecError for a directory that is not a run's alone (`fullshard.jobs.run_place`).
     """
     require_name(str(root))
     directory = RunDirectory(root, saved_to)

@@ -7,7 +7,7 @@ import pytest
 from fullshard.checkpoint import load
 from fullshard.checkpoint.objects import ObjectPlace
 from fullshard.errors import CheckpointError
-from fullshard.training.checkpoints import Checkpoints
+from fullshard.jobs.checkpoints import Checkpoints
 from fullshard.training.loop import train
 from fullshard.training.start import place
 from tests.checkpoint import flipping_memory

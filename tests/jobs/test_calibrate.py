@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from fullshard.jobs.calibrate import measure
 from fullshard.report.calibration import calibration_table
 from fullshard.sharding.mesh import process_group
 from fullshard.spec.calibration import Calibration
 from fullshard.spec.hardware import Hardware
-from fullshard.training.calibrate import measure
 
 
 def calibrate(seconds: float) -> Calibration:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.training.metrics import StepMetrics
-from fullshard.training.progress import Course, LiveLine, progress
+from fullshard.jobs.metrics import StepMetrics
+from fullshard.jobs.progress import Course, LiveLine, progress
 
 
 def metrics(step: int, *, seconds: float = 0.5, skipped: bool = False) -> StepMetrics:

@@ -6,12 +6,12 @@ from contextlib import closing, contextmanager
 from typing import TextIO
 
 from fullshard.errors import TrainError
+from fullshard.jobs.metrics import MetricsLog, StepMetrics
+from fullshard.jobs.progress import Progress, progress
+from fullshard.jobs.trackers import Tracker, open_trackers, require_trackers
 from fullshard.spec.measurement import MatmulPeak, peak_tokens_per_second
 from fullshard.spec.run import Run
 from fullshard.training.loop import Step
-from fullshard.training.metrics import MetricsLog, StepMetrics
-from fullshard.training.progress import Progress, progress
-from fullshard.training.trackers import Tracker, open_trackers, require_trackers
 
 
 class RunLog:

@@ -15,8 +15,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fullshard.jobs.metrics import StepMetrics
 from fullshard.quantities import format_bytes, format_count, format_seconds
-from fullshard.training.metrics import StepMetrics
 
 BAR_WIDTH = 16
 REDRAW_SECONDS = 0.1

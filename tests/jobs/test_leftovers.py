@@ -11,17 +11,17 @@ import pytest
 
 from fullshard.checkpoint.place import newest_step
 from fullshard.errors import CheckpointError
+from fullshard.jobs.leftovers import leftovers_of, told_unused, unused
+from fullshard.jobs.train import run_job
 from fullshard.offload.directories import rank_directory
 from fullshard.offload.generations import Generations
 from fullshard.offload.held import held
 from fullshard.offload.manifest import Identity, Record
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.job import run_job
-from fullshard.training.left_on_drive import leftovers_of, told_unused, unused
 from fullshard.training.offloaded import directory_of
+from tests.jobs.test_train import TINY
 from tests.training.runs import run_of
-from tests.training.test_job import TINY
 
 RECORDS = [Record(name="0", offset_bytes=0, length_bytes=4096)]
 

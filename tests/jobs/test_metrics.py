@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.errors import SpecError
-from fullshard.training.metrics import FILE_NAME, PREVIOUS_FILE_NAME, MetricsLog, StepMetrics
+from fullshard.jobs.metrics import FILE_NAME, PREVIOUS_FILE_NAME, MetricsLog, StepMetrics
 
 
 def metrics(step: int, *, loss: float = 2.5, skipped: bool = False) -> StepMetrics:

@@ -6,11 +6,11 @@ import pytest
 
 from fullshard.cli.main import main
 from fullshard.errors import SpecError
+from fullshard.jobs.launch_record import LaunchRecord
+from fullshard.jobs.run_directory import opened
+from fullshard.jobs.run_place import require_free, require_name, set_aside
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.directory import opened
-from fullshard.training.launched import LaunchRecord
-from fullshard.training.run_place import require_free, require_name, set_aside
 
 
 @pytest.fixture

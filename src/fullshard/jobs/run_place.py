@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 
 from fullshard.errors import SpecError
+from fullshard.jobs.launch_record import LaunchRecord
 from fullshard.spec.plan import Plan
-from fullshard.training.launched import LaunchRecord
 
 CHECKPOINTS, LAUNCH, PLAN = "checkpoints", "launch.json", "plan.json"
 METRICS, MEASUREMENT, EXPORT = "metrics.jsonl", "measurement.json", "model.safetensors"

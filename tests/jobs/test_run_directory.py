@@ -8,8 +8,8 @@ import pytest
 
 from fullshard.checkpoint import newest
 from fullshard.errors import CheckpointError
+from fullshard.jobs.train import run_job
 from fullshard.spec.run import Run
-from fullshard.training.job import run_job
 
 TINY = [
     "model.layers=1",

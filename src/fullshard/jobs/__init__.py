@@ -1,0 +1,1 @@
+"""What ranks run: training, calibration; the run's directory, log, metrics and checkpoints."""
