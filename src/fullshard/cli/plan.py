@@ -12,8 +12,8 @@ import typer
 from fullshard.cli.numbers import positive
 
 if TYPE_CHECKING:
-    from fullshard.cli.answer import Question
-    from fullshard.cli.subject import Subject
+    from fullshard.planning.result import Question
+    from fullshard.planning.target import Subject
     from fullshard.report.plan import Budget
     from fullshard.spec.hardware import Hardware
     from fullshard.spec.model import ModelSpec
@@ -123,7 +123,7 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     largest: Largest = None,
 ) -> None:
     """Say what a run needs and how long it takes, and choose the fastest settings that fit."""
-    from fullshard.cli.answer import answer_of, largest_of, on_the_fewest, with_dry_run
+    from fullshard.planning.result import answer_of, largest_of, on_the_fewest, with_dry_run
     from fullshard.quantities import parse_count
 
     _require_targets(save, save_spec, force=force)
@@ -167,8 +167,8 @@ def _question(
 
     `any_ranks`: how many there will be is the question itself.
     """
-    from fullshard.cli.answer import Question
-    from fullshard.cli.subject import batch_for, batch_for_any_ranks, find_subject, hardware_for
+    from fullshard.planning.result import Question
+    from fullshard.planning.target import batch_for, batch_for_any_ranks, find_subject, hardware_for
 
     subject = find_subject(name)
     asked = subject.run(pinned)

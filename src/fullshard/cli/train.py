@@ -38,8 +38,8 @@ def train(
     started = time.time()
     request = _request(run_path, overrides or [], plan_path=plan_path, started=started)
     _require_directory(request.run, resume=resume)
-    from fullshard.cli.planned import with_plan
     from fullshard.launch.start import start
+    from fullshard.planning.for_run import with_plan
 
     request = with_plan(request).model_copy(update={"resume": resume})
     exit_code = start(request)

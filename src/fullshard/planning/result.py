@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal
 import typer
 
 if TYPE_CHECKING:
-    from fullshard.cli.subject import Subject
     from fullshard.dryrun.result import DryRun
     from fullshard.planner.explain import Explanation
     from fullshard.planner.search import Found
+    from fullshard.planning.target import Subject
     from fullshard.report.plan import Budget
     from fullshard.spec.hardware import Hardware
     from fullshard.spec.model import ModelSpec

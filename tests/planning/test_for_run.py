@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.cli.planned import described, with_plan
 from fullshard.errors import CheckpointError, PlanError
 from fullshard.launch.request import Request
 from fullshard.planner.search import search
+from fullshard.planning.for_run import described, with_plan
 from fullshard.profiler.detect import detect_hardware
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run

@@ -46,7 +46,7 @@ class Subject:
         """The spec of the model as `run` trains it on `hardware`. Imports torch, and traces the model."""
         if self.spec is not None:
             return self.spec
-        from fullshard.cli.planned import described
+        from fullshard.planning.for_run import described
 
         return described(run, hardware.device)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.cli.subject import batch_for, find_subject
 from fullshard.errors import PlanError, SpecError
+from fullshard.planning.target import batch_for, find_subject
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.presets import PRESETS
 from fullshard.spec.run import Run
