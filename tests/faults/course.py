@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullshard.checkpoint.agreement import everyone
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.place import LocalPlace
 from fullshard.checkpoint.save import Saving, take_snapshot
+from fullshard.distributed.agreement import everyone
 from fullshard.errors import CheckpointError
 from fullshard.offload.drive import SYSTEM, System
 from fullshard.offload.state import offloaded_of

@@ -35,7 +35,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.agreement import Group, distributed, everyone
 from fullshard.checkpoint.nodes import NodeDisks
 from fullshard.checkpoint.pieces import local_shard
 from fullshard.checkpoint.place import LocalPlace, Place, place_of
@@ -43,6 +42,7 @@ from fullshard.checkpoint.protocol import Checkpointable
 from fullshard.checkpoint.save import Layout, Saving, Snapshot, take_snapshot
 from fullshard.checkpoint.shards import LiveShards, UnchangingShards
 from fullshard.checkpoint.stream import LARGE_BYTES, aligned_memory
+from fullshard.distributed.agreement import Group, distributed, everyone
 from fullshard.errors import CheckpointError
 from fullshard.spec.plan import Plan
 

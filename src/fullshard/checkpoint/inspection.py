@@ -9,7 +9,6 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from fullshard.checkpoint import storage
-from fullshard.checkpoint.agreement import alone
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.manifest import (
     MANIFEST,
@@ -22,6 +21,7 @@ from fullshard.checkpoint.manifest import (
 )
 from fullshard.checkpoint.pieces import SUFFIX, verify_padding, verify_piece
 from fullshard.checkpoint.retention import WRITER
+from fullshard.distributed.agreement import alone
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 

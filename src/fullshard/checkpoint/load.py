@@ -14,7 +14,6 @@ from typing import TypeVar, cast
 from torch import Tensor
 
 from fullshard.checkpoint import nodes, ranks_layout, storage
-from fullshard.checkpoint.agreement import everyone, first, gathered, rank
 from fullshard.checkpoint.files import Files, LocalFiles
 from fullshard.checkpoint.manifest import (
     MANIFEST,
@@ -28,6 +27,7 @@ from fullshard.checkpoint.manifest import (
 from fullshard.checkpoint.nodes import NodeDisks
 from fullshard.checkpoint.place import Place, is_listed, place_of, whole
 from fullshard.checkpoint.protocol import Checkpointable, Portioned
+from fullshard.distributed.agreement import everyone, first, gathered, rank
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 T = TypeVar("T")

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.checkpoint import disk, retention
-from fullshard.checkpoint.agreement import Group, alone, everyone, first, gathered, rank
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import LocalFiles, write_file
 from fullshard.checkpoint.inspection import damages
@@ -34,6 +33,7 @@ from fullshard.checkpoint.manifest import (
 )
 from fullshard.checkpoint.place import LocalPlace
 from fullshard.checkpoint.read_back import require_manifest, require_written
+from fullshard.distributed.agreement import Group, alone, everyone, first, gathered, rank
 from fullshard.errors import CheckpointError
 
 logger = logging.getLogger("fullshard")

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from fullshard.checkpoint import storage
-from fullshard.checkpoint.agreement import rank, world_size
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.manifest import Manifest, SavedFile
 from fullshard.checkpoint.pieces import local_shard
 from fullshard.checkpoint.shards import Shards
+from fullshard.distributed.agreement import rank, world_size
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import nodes, ranks_layout, storage
-from fullshard.checkpoint.agreement import Group, everyone, first, gathered, rank, world_size
 from fullshard.checkpoint.files import Files, LocalFiles
 from fullshard.checkpoint.manifest import (
     MODEL_PREFIX,
@@ -43,6 +42,7 @@ from fullshard.checkpoint.read_back import require_manifest, require_written
 from fullshard.checkpoint.retention import WRITER
 from fullshard.checkpoint.shards import Shards, UnchangingShards
 from fullshard.checkpoint.stream import ALIGNMENT, LARGE_BYTES
+from fullshard.distributed.agreement import Group, everyone, first, gathered, rank, world_size
 from fullshard.errors import CheckpointError, DamagedCheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from fullshard.checkpoint.agreement import Attempt, Group, alone, distributed, rank
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.manifest import (
     METADATA,
@@ -46,6 +45,7 @@ from fullshard.checkpoint.pieces import (
 )
 from fullshard.checkpoint.shard_index import ShardIndex
 from fullshard.checkpoint.shards import Shards, UnchangingShards
+from fullshard.distributed.agreement import Attempt, Group, alone, distributed, rank
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 T = TypeVar("T")

@@ -205,8 +205,8 @@ def gather_checkpoint(
 
 def _place(directory: str, key_file: Path | None) -> "Place":
     """A run keeps its checkpoints in a directory of that name."""
-    from fullshard.checkpoint.agreement import alone
     from fullshard.checkpoint.place import place_of
+    from fullshard.distributed.agreement import alone
     from fullshard.errors import CheckpointError
 
     inner = place_of(directory if "://" in directory else Path(directory) / "checkpoints", key_file=key_file)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from fullshard.checkpoint.agreement import first, rank
+from fullshard.distributed.agreement import first, rank
 from fullshard.errors import CheckpointError
 from fullshard.offload.directories import leftovers
 from fullshard.offload.held import Held, held

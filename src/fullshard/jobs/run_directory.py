@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.checkpoint.agreement import alone
 from fullshard.checkpoint.place import place_of
+from fullshard.distributed.agreement import alone
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.jobs.launch_record import Launch, LaunchRecord
 from fullshard.jobs.run_place import (

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.checkpoint import place_of
-from fullshard.checkpoint.agreement import first, gathered
+from fullshard.distributed.agreement import first, gathered
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, PlanError
 from fullshard.jobs.checkpoints import Checkpoints

@@ -3,7 +3,7 @@
 from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from fullshard.sharding.loopback import LOOPBACK, served_on_loopback
+from fullshard.distributed.loopback import LOOPBACK, served_on_loopback
 
 
 class OneMachine(RendezvousHandler):

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fullshard.distributed.loopback import all_ranks_are_local, local_groups_on_loopback, store_on_loopback
 from fullshard.errors import LaunchError, PlanError
-from fullshard.sharding.loopback import all_ranks_are_local, local_groups_on_loopback, store_on_loopback
 from fullshard.spec.plan import DeviceType, Plan
 
 REPLICATE_AXIS, SHARD_AXIS = "dp_replicate", "dp_shard"

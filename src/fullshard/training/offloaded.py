@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from fullshard.checkpoint.agreement import gathered, rank
+from fullshard.distributed.agreement import gathered, rank
 from fullshard.errors import ForeignOffloadError, OffloadError, ShardError
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.offload.directories import rank_directory, remove_empty

@@ -9,8 +9,8 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor, nn
 
-from fullshard.checkpoint.agreement import everyone, gathered, rank
 from fullshard.checkpoint.manifest import SavedTensor
+from fullshard.distributed.agreement import everyone, gathered, rank
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import CheckpointError
 from fullshard.offload.adamw import StreamingAdamW

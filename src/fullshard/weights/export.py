@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import disk, storage
-from fullshard.checkpoint.agreement import alone
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.load import with_newest
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
 from fullshard.checkpoint.place import Place
 from fullshard.checkpoint.protocol import Checkpointable
+from fullshard.distributed.agreement import alone
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.weight_map import Naming, Part, Shape, WeightMap, whole

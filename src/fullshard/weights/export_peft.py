@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint import disk
-from fullshard.checkpoint.agreement import alone
 from fullshard.checkpoint.load import find
 from fullshard.checkpoint.place import Place
+from fullshard.distributed.agreement import alone
 from fullshard.errors import CheckpointError
 from fullshard.models.adapters import ADAPTER, lora_config
 from fullshard.spec.model_section import HuggingFaceModel

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from fullshard.checkpoint.agreement import alone, everyone, first, gathered
+from fullshard.distributed.agreement import alone, everyone, first, gathered
 from fullshard.errors import CheckpointError, DataError
 
 

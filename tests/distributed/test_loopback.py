@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fullshard.distributed.loopback import all_ranks_are_local, local_groups_on_loopback, loopback_interface
 from fullshard.errors import LaunchError
-from fullshard.sharding.loopback import all_ranks_are_local, local_groups_on_loopback, loopback_interface
 from fullshard.sharding.mesh import process_group
 from tests.launch.sockets import listening
 
