@@ -15,7 +15,7 @@ from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import SavedTensor, compare_names
 from fullshard.checkpoint.place import Place
 from fullshard.checkpoint.save import save
-from fullshard.checkpoint.stream import LARGE_BYTES
+from fullshard.system.direct_io import LARGE_BYTES
 
 
 @dataclass

@@ -19,8 +19,8 @@ from fullshard.checkpoint.files import LocalFiles
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.place import LocalPlace
 from fullshard.checkpoint.save import save
-from fullshard.checkpoint.stream import ALIGNMENT, LARGE_BYTES, address
 from fullshard.errors import CheckpointError
+from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES, address
 from tests.checkpoint.states import State, assert_same, loaded, loaded_sharded, numbers, ones_own, sharded
 
 

@@ -12,8 +12,8 @@ from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.pieces import BLOCK_BYTES, PieceTable
 from fullshard.checkpoint.save import save
-from fullshard.checkpoint.stream import LARGE_BYTES
 from fullshard.errors import CheckpointError
+from fullshard.system.direct_io import LARGE_BYTES
 from tests.checkpoint.states import (
     State,
     assert_same,

@@ -12,8 +12,8 @@ from fullshard.checkpoint.files import LocalFiles
 from fullshard.checkpoint.pieces import PieceFile, PieceTable, read_part, verify_padding, verify_piece
 from fullshard.checkpoint.shards import LiveShards
 from fullshard.checkpoint.storage import write_shards
-from fullshard.checkpoint.stream import ALIGNMENT, LARGE_BYTES, aligned_memory
 from fullshard.errors import DamagedCheckpointError
+from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES, aligned_memory
 from tests.checkpoint.states import assert_same, mixed
 
 

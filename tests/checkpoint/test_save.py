@@ -20,10 +20,10 @@ from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.place import LocalPlace, newest
 from fullshard.checkpoint.retention import WRITER, WriterProcess
 from fullshard.checkpoint.save import save
-from fullshard.checkpoint.stream import LARGE_BYTES
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.system.direct_io import LARGE_BYTES
 from tests.checkpoint.states import (
     State,
     assert_same,

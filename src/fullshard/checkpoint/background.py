@@ -41,10 +41,10 @@ from fullshard.checkpoint.place import LocalPlace, Place, place_of
 from fullshard.checkpoint.protocol import Checkpointable
 from fullshard.checkpoint.save import Layout, Saving, Snapshot, take_snapshot
 from fullshard.checkpoint.shards import LiveShards, UnchangingShards
-from fullshard.checkpoint.stream import LARGE_BYTES, aligned_memory
 from fullshard.distributed.agreement import Group, distributed, everyone
 from fullshard.errors import CheckpointError
 from fullshard.spec.plan import Plan
+from fullshard.system.direct_io import LARGE_BYTES, aligned_memory
 
 _NICENESS = 10  # of the writing thread; see `_step_back`
 _MARGIN = 1.25  # how much longer than a save an update must have been away, to be expected after it

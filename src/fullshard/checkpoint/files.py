@@ -10,9 +10,9 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, Protocol, cast
 
-from fullshard.checkpoint import disk
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.quantities import format_bytes
+from fullshard.system import disk
 
 MANIFEST = "manifest.json"
 SMALL_BYTES = 1 << 30

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.checkpoint import disk, retention
+from fullshard.checkpoint import retention
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import LocalFiles, write_file
 from fullshard.checkpoint.inspection import damages
@@ -35,6 +35,7 @@ from fullshard.checkpoint.place import LocalPlace
 from fullshard.checkpoint.read_back import require_manifest, require_written
 from fullshard.distributed.agreement import Group, alone, everyone, first, gathered, rank
 from fullshard.errors import CheckpointError
+from fullshard.system import disk
 
 logger = logging.getLogger("fullshard")
 

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from fullshard.checkpoint.disk import ExplainedError
 from fullshard.errors import CheckpointError, MissingExtraError
 from fullshard.quantities import format_seconds
 from fullshard.spec.run import CheckpointSection
+from fullshard.system.disk import ExplainedError
 
 ANSWER_SECONDS = CheckpointSection().store_seconds
 TRIES = 3  # of what was altered on its way

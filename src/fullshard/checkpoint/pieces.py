@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fullshard.checkpoint.digests import hash_like, new_hash
-from fullshard.checkpoint.stream import ALIGNMENT, LARGE_BYTES, address
 from fullshard.errors import DamagedCheckpointError
 from fullshard.spec.value import NonNegativeInt, PositiveInt, Value
+from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES, address
 
 BLOCK_BYTES = 16 << 20
 SUFFIX = ".pieces"

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from fullshard.checkpoint import disk, retention
+from fullshard.checkpoint import retention
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import Files, LocalFiles, is_remote, write_file
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, step_name, verify
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.system import disk
 
 _STEP = re.compile(r"step-([0-9]{8,})")
 _CUT_URL = re.compile(r"([a-z][a-z0-9+.]+):/([^/].*)")

@@ -3,11 +3,11 @@
 It reads from the disk, not from the memory of the system, as far as the system lets go of what it holds.
 """
 
-from fullshard.checkpoint import disk
 from fullshard.checkpoint.files import Files, LocalFiles
 from fullshard.checkpoint.inspection import damaged_files
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.system import disk
 
 
 def require_written(draft: Files, manifest: Manifest) -> None:

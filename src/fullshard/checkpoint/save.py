@@ -41,11 +41,11 @@ from fullshard.checkpoint.protocol import Checkpointable
 from fullshard.checkpoint.read_back import require_manifest, require_written
 from fullshard.checkpoint.retention import WRITER
 from fullshard.checkpoint.shards import Shards, UnchangingShards
-from fullshard.checkpoint.stream import ALIGNMENT, LARGE_BYTES
 from fullshard.distributed.agreement import Group, everyone, first, gathered, rank, world_size
 from fullshard.errors import CheckpointError, DamagedCheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan
+from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES
 
 Layout: TypeAlias = Literal["sharded", "ranks"]
 

@@ -25,7 +25,7 @@ def overhead(
     from fullshard.report.overhead import overhead_page
     from fullshard.spec.run import Run
     from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_text
-    from fullshard.targets import require_file
+    from fullshard.system.targets import require_file
 
     settings = SETTINGS if run_path is None else ()
     run = Run.load(run_path, overrides=[*settings, *(overrides or [])])
@@ -42,6 +42,6 @@ def overhead(
 def _is_result(path: Path) -> bool:
     """Whether an earlier measurement wrote it."""
     from fullshard.spec.pretrained import read_config
-    from fullshard.targets import read_by
+    from fullshard.system.targets import read_by
 
     return read_by(read_config)(path) and "seconds_a_step" in read_config(path)

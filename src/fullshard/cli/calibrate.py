@@ -52,7 +52,7 @@ def calibrate(
     from fullshard.profiler.detect import user_hardware_path
     from fullshard.report.calibration import calibration_table
     from fullshard.spec.calibration import Calibration, CalibrationSettings
-    from fullshard.targets import require_file
+    from fullshard.system.targets import require_file
 
     path = out or user_hardware_path()
     require_file(path, is_kind=_is_hardware, force=force)
@@ -74,7 +74,7 @@ def calibrate(
 def _is_hardware(path: Path) -> bool:
     """Whether it is a hardware.toml, written by hand or measured."""
     from fullshard.spec.hardware_file import read_toml
-    from fullshard.targets import read_by
+    from fullshard.system.targets import read_by
 
     return read_by(read_toml)(path) and "chip" in read_toml(path)
 

@@ -170,7 +170,7 @@ def export_checkpoint(
 
 def _require_target(target: Path, form: ExportFormat, *, sharded: bool, force: bool) -> None:
     """Raises SpecError where an export would destroy something else than an earlier export."""
-    from fullshard.targets import read_by, require_directory, require_file
+    from fullshard.system.targets import read_by, require_directory, require_file
     from fullshard.weights.export import refuse_weights
     from fullshard.weights.files import INDEX
     from fullshard.weights.safetensors_header import read_header
@@ -196,7 +196,7 @@ def gather_checkpoint(
 ) -> None:
     """Bring together what nodes saved on disks of their own (checkpoint.disks = "node")."""
     from fullshard.checkpoint.nodes import gather
-    from fullshard.targets import require_outside
+    from fullshard.system.targets import require_outside
 
     require_outside(target)
     nodes = [inner if os.path.isdir(inner := one / "checkpoints") else one for one in directories]

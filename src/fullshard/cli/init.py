@@ -25,7 +25,7 @@ def init(
 ) -> None:
     """Write a run.toml with every key, its default and what it may be."""
     from fullshard.errors import SpecError
-    from fullshard.targets import require_file
+    from fullshard.system.targets import require_file
 
     require_file(path, is_kind=lambda _: False, force=force, streams=True)
     try:

@@ -258,7 +258,7 @@ def _require_targets(plan: Path | None, spec: Path | None, *, force: bool) -> No
     """Before anything is planned, not after."""
     from fullshard.spec.model import ModelSpec
     from fullshard.spec.plan import Plan
-    from fullshard.targets import read_by, require_file
+    from fullshard.system.targets import read_by, require_file
 
     for path, load in ((plan, Plan.load), (spec, ModelSpec.load)):
         if path is not None:

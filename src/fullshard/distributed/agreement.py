@@ -13,8 +13,8 @@ from typing import Any, Self, TypeAlias, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fullshard.checkpoint.disk import os_error
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError, OffloadError
+from fullshard.system.disk import os_error
 
 T = TypeVar("T")
 Group: TypeAlias = dist.ProcessGroup | None

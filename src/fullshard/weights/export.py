@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint import disk, storage
+from fullshard.checkpoint import storage
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.load import with_newest
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
@@ -21,7 +21,8 @@ from fullshard.distributed.agreement import alone
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.weight_map import Naming, Part, Shape, WeightMap, whole
-from fullshard.targets import require_outside
+from fullshard.system import disk
+from fullshard.system.targets import require_outside
 from fullshard.weights.files import INDEX, ONE_FILE
 from fullshard.weights.merge_adapters import MergedModel, Merging
 from fullshard.weights.tensor_source import SavedModel, TensorSource

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint import disk
 from fullshard.checkpoint.load import find
 from fullshard.checkpoint.place import Place
 from fullshard.distributed.agreement import alone
@@ -14,6 +13,7 @@ from fullshard.errors import CheckpointError
 from fullshard.models.adapters import ADAPTER, lora_config
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.weight_map import Shape, WeightMap, whole
+from fullshard.system import disk
 from fullshard.weights.export import export, plain_names
 from fullshard.weights.export_hf import turned_modules
 from fullshard.weights.merge_adapters import ADDED

@@ -18,8 +18,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fullshard.checkpoint.stream import ALIGNMENT, DIRECT
 from fullshard.errors import DamagedCheckpointError
+from fullshard.system.direct_io import ALIGNMENT, DIRECT
 from fullshard.weights.files import PretrainedFiles
 from fullshard.weights.strided import GAP_BYTES, Move, bounded
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fullshard.checkpoint import disk
 from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.errors import CheckpointError
 from fullshard.spec.weight_map import Part, WeightMap
+from fullshard.system import disk
 from fullshard.weights.safetensors_header import DTYPES, encode
 from fullshard.weights.strided import Move, bounded, moves_into
 from fullshard.weights.tensor_source import TensorSource

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.checkpoint.stream import ALIGNMENT, BLOCK_BYTES, LARGE_BYTES, StreamedFile, address
+from fullshard.system.direct_io import ALIGNMENT, BLOCK_BYTES, LARGE_BYTES, StreamedFile, address
 
 DATA = random.Random(0).randbytes(2 * BLOCK_BYTES + 12345)
 

@@ -8,9 +8,9 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fullshard.checkpoint.stream import StreamedFile
 from fullshard.errors import CheckpointError
 from fullshard.quantities import format_bytes
+from fullshard.system.direct_io import StreamedFile
 
 _FULL = "free some space, keep fewer checkpoints, or save elsewhere"
 _REASONS: dict[int, tuple[str, str | None]] = {

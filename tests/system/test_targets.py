@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import SpecError
-from fullshard.targets import read_by, require_directory, require_file
+from fullshard.system.targets import read_by, require_directory, require_file
 
 
 @pytest.fixture
