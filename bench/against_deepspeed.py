@@ -200,8 +200,8 @@ def batches(run: Run, *, rank: int, ranks: int) -> Iterator[dict[str, Tensor]]:
 def train_ours(run: Run, asked: argparse.Namespace) -> None:
     from fullshard.sharding.mesh import process_group
     from fullshard.training.loop import train
-    from fullshard.training.offloaded import shard
     from fullshard.training.optimizer import build_optimizer
+    from fullshard.training.shard import shard
     from fullshard.training.state import TrainState
 
     with process_group("cpu") as ranks:

@@ -27,8 +27,8 @@ from fullshard.offload.slabs import bytes_of, slab
 from fullshard.offload.state import offloaded_of
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.offloaded import shard
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
 
 WIDTH = 2048
 

@@ -30,8 +30,8 @@ from fullshard.sharding.mesh import Ranks, process_group
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loss import next_token_loss
-from fullshard.training.offloaded import let_go, shard
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import let_go, shard
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
 

@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from fullshard.training.loop import Step as Step
     from fullshard.training.loop import train as train
     from fullshard.training.loss import next_token_loss as next_token_loss
-    from fullshard.training.offloaded import shard as shard
     from fullshard.training.optimizer import build_optimizer as build_optimizer
+    from fullshard.training.shard import shard as shard
     from fullshard.training.state import TrainState as TrainState
     from fullshard.weights.export import export as export
     from fullshard.weights.export import full_state as full_state
@@ -81,7 +81,7 @@ _HOMES = {
     "predict": "planner.search",
     "search": "planner.search",
     "detect_hardware": "profiler.detect",
-    "shard": "training.offloaded",
+    "shard": "training.shard",
     "describe": "tracing.describe",
     "InitialisedWarning": "sharding.given",
     "layout": "sharding.layout",

@@ -31,9 +31,9 @@ from fullshard.offload.state import offloaded_of
 from fullshard.spec.plan import Plan
 from fullshard.survival.phase import Phase, Whereabouts
 from fullshard.training.loop import train
-from fullshard.training.offloaded import let_go, shard
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.start import start_from
+from fullshard.training.resume import start_from
+from fullshard.training.shard import let_go, shard
 from fullshard.training.state import TrainState
 from tests.training.runs import WIDTH, Pairs, Regression, mean_square, meta, run_of, sharded
 

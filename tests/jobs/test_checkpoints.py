@@ -9,7 +9,7 @@ from fullshard.checkpoint.objects import ObjectPlace
 from fullshard.errors import CheckpointError
 from fullshard.jobs.checkpoints import Checkpoints
 from fullshard.training.loop import train
-from fullshard.training.start import place
+from fullshard.training.resume import place
 from tests.checkpoint import flipping_memory
 from tests.checkpoint.states import saved
 from tests.training.runs import local_bits, mean_square, run_of, same_bits, sharded

@@ -19,7 +19,7 @@ from fullshard.offload.held import held
 from fullshard.offload.manifest import Identity, Record
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.offloaded import directory_of
+from fullshard.training.shard import directory_of
 from tests.jobs.test_train import TINY
 from tests.training.runs import run_of
 

@@ -18,8 +18,8 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.tracing.describe import describe
 from fullshard.training.loss import next_token_loss
-from fullshard.training.offloaded import shard
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
 

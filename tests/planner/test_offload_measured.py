@@ -13,8 +13,8 @@ from fullshard.spec.memory import MemoryTerms
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import OffloadTerms
 from fullshard.training.loss import next_token_loss
-from fullshard.training.offloaded import shard
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
 from tests.fakes.hardware import cpu_of

@@ -47,8 +47,8 @@ def measured(run: Run, *, resume: bool, plan: Plan | None, command_started: floa
     from fullshard.models.decoder import DecoderModel
     from fullshard.sharding.mesh import process_group
     from fullshard.training.loop import train
-    from fullshard.training.offloaded import shard
     from fullshard.training.optimizer import build_optimizer
+    from fullshard.training.shard import shard
     from fullshard.training.state import TrainState
 
     def batches() -> Iterator[dict[str, Any]]:

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.offloaded import shard
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 
 WIDTH, BATCH = 5, 12

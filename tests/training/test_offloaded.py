@@ -20,8 +20,8 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loop import train
 from fullshard.training.loss import next_token_loss
-from fullshard.training.offloaded import shard
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.shard import shard
 from fullshard.training.state import TrainState
 from tests.fakes.data import Rows
 from tests.training.runs import WIDTH, Pairs, Regression, local_bits, mean_square, run_of, same_bits, sharded

@@ -23,11 +23,11 @@ from fullshard.offload.state import Settings, offloaded_of
 from fullshard.profiler.memory import live_bytes
 from fullshard.spec.groups import PAGE_BYTES
 from fullshard.spec.plan import Plan
-from fullshard.training import offloaded
+from fullshard.training import shard as offloaded
 from fullshard.training.loop import train
-from fullshard.training.offloaded import let_go, shard
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.start import start_from
+from fullshard.training.resume import start_from
+from fullshard.training.shard import let_go, shard
 from fullshard.training.state import TrainState
 from fullshard.weights import pretrained
 from fullshard.weights.pretrained import load_pretrained

@@ -16,7 +16,7 @@ from fullshard.errors import OffloadError
 from fullshard.offload.drive import SYSTEM
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
-from fullshard.training.offloaded import let_go, shard
+from fullshard.training.shard import let_go, shard
 from fullshard.training.state import TrainState
 from tests.ranks import RankFailed
 from tests.training.runs import Regression, local_bits, mean_square, meta, run_of, same_bits, sharded

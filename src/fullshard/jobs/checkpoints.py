@@ -9,7 +9,7 @@ from fullshard.checkpoint import BackgroundSaver, save
 from fullshard.errors import CheckpointError, OffloadError
 from fullshard.quantities import format_seconds
 from fullshard.spec.plan import Plan
-from fullshard.training.start import place
+from fullshard.training.resume import place
 from fullshard.training.state import TrainState
 
 

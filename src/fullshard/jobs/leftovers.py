@@ -9,8 +9,8 @@ from fullshard.offload.directories import leftovers
 from fullshard.offload.held import Held, held
 from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan
-from fullshard.training.offloaded import directory_of
-from fullshard.training.start import newest_saved
+from fullshard.training.resume import newest_saved
+from fullshard.training.shard import directory_of
 
 
 def unused(plan: Plan, *, saved: Path | str | None, must_resume: bool) -> Held | None:

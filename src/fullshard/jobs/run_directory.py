@@ -96,7 +96,7 @@ def opened(
     A new run in a directory that holds one takes its name; the earlier becomes `<name>.1`, or `.2`. What an
     earlier attempt of the same `launch` has left is gone on with instead (see `Launch`).
 
-    `kept`: a run may have left what it can go on from elsewhere (`fullshard.training.outside`).
+    `kept`: a run may have left what it can go on from elsewhere (`fullshard.training.offload_checkpoint`).
     Only rank 0 calls this. Raises TrainError if the directory is in use or cannot be made, CheckpointError if
     there is nothing to resume, or where a new run is to save to (`saved_to`) an earlier one has saved;
     SpecError for a directory that is not a run's alone (`fullshard.jobs.run_place`).

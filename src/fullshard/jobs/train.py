@@ -48,10 +48,10 @@ from fullshard.training.data import Data, build_data, made_ahead
 from fullshard.training.evaluate import generate, validation_loss
 from fullshard.training.loop import Step, train
 from fullshard.training.loss import Loss, loss_of, next_token_loss
-from fullshard.training.offloaded import directory_of, discard_offloaded, let_go, shard
 from fullshard.training.optimizer import build_optimizer
+from fullshard.training.resume import place, start_from, weights_of
 from fullshard.training.rollback import roll_back
-from fullshard.training.start import place, start_from, weights_of
+from fullshard.training.shard import directory_of, discard_offloaded, let_go, shard
 from fullshard.training.state import TrainState
 from fullshard.weights.export import export
 

@@ -160,7 +160,7 @@ def described(plan: "Plan | Run", device: "DeviceType", *, model: "Module | None
     from fullshard.models.build import build_model
     from fullshard.spec.plan import Plan
     from fullshard.tracing.describe import describe
-    from fullshard.training.examples import example
+    from fullshard.training.example_batch import example
     from fullshard.training.loss import loss_of
 
     run = plan.run if isinstance(plan, Plan) else plan

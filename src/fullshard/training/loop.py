@@ -19,7 +19,7 @@ from fullshard.spec.plan import Plan
 from fullshard.survival.phase import Phase
 from fullshard.survival.replicas import ReplicaCheck
 from fullshard.training.loss import Loss, next_token_loss
-from fullshard.training.scaler import LossScale
+from fullshard.training.loss_scale import LossScale
 from fullshard.training.schedule import rate_factor
 from fullshard.training.state import TrainState
 from fullshard.training.step import StepResult, run_step

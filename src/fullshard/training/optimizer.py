@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from fullshard.errors import ShardError, SpecError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import OptimizerSection
-from fullshard.training.low_bit import eight_bit_adamw
-from fullshard.training.offloaded import streaming_adamw
-from fullshard.training.stochastic import StochasticAdamW
+from fullshard.training.adamw8bit import eight_bit_adamw
+from fullshard.training.shard import streaming_adamw
+from fullshard.training.stochastic_adamw import StochasticAdamW
 
 _NAMES = {"adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}
 EIGHT_BIT = "adamw8bit"

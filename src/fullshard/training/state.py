@@ -15,10 +15,10 @@ from fullshard.errors import CheckpointError, TrainError
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.survival.phase import Whereabouts
 from fullshard.survival.spikes import RecentSteps
-from fullshard.training.in_backward import InBackward
-from fullshard.training.low_bit import as_kept, in_full
-from fullshard.training.outside import Beside, Outside
-from fullshard.training.scaler import LossScale
+from fullshard.training.adamw8bit import as_kept, in_full
+from fullshard.training.loss_scale import LossScale
+from fullshard.training.offload_checkpoint import Beside, Outside
+from fullshard.training.optimizer_in_backward import InBackward
 from fullshard.weights.names import described
 
 

@@ -39,9 +39,9 @@ from fullshard.survival.fingerprint import (
     settings_checksum,
 )
 from fullshard.survival.phase import Phase, Whereabouts
-from fullshard.training.in_backward import local_norms, scale, set_learning_rate
 from fullshard.training.loss import Loss
-from fullshard.training.outside import clear_gradients, gradients_of
+from fullshard.training.offload_checkpoint import clear_gradients, gradients_of
+from fullshard.training.optimizer_in_backward import local_norms, scale, set_learning_rate
 from fullshard.training.state import TrainState, shard_replicas
 
 

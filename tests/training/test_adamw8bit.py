@@ -13,8 +13,8 @@ from fullshard.checkpoint.save import save
 from fullshard.distributed.tensors import local_tensor
 from fullshard.profiler.memory import live_bytes
 from fullshard.spec.plan import Plan
+from fullshard.training.adamw8bit import as_kept, eight_bit_adamw, in_full
 from fullshard.training.loop import train
-from fullshard.training.low_bit import as_kept, eight_bit_adamw, in_full
 from fullshard.training.state import TrainState
 from tests.training.runs import local_bits, run_of, same_bits, sharded
 
