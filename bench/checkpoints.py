@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from tests.fakes.data import Rows
 
-from fullshard.checkpoint import BackgroundSaver, load, pieces, save
+from fullshard.checkpoint import BackgroundSaver, load, save, shard_file
 from fullshard.models.decoder import DecoderModel
 from fullshard.sharding.apply import shard
 from fullshard.sharding.mesh import process_group
@@ -205,12 +205,12 @@ def undigested() -> Iterator[None]:
         def hexdigest(self) -> str:
             return "0" * 32
 
-    before = pieces.xxhash.xxh3_128
-    pieces.xxhash.xxh3_128 = NoDigest
+    before = shard_file.xxhash.xxh3_128
+    shard_file.xxhash.xxh3_128 = NoDigest
     try:
         yield
     finally:
-        pieces.xxhash.xxh3_128 = before
+        shard_file.xxhash.xxh3_128 = before
 
 
 def in_turn(

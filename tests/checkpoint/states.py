@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fullshard.checkpoint.load import load
+from fullshard.checkpoint.location import Place
 from fullshard.checkpoint.manifest import SavedTensor, compare_names
-from fullshard.checkpoint.place import Place
 from fullshard.checkpoint.save import save
 from fullshard.system.direct_io import LARGE_BYTES
 

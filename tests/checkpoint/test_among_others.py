@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from fullshard.checkpoint.inspection import damages
 from fullshard.checkpoint.load import load
+from fullshard.checkpoint.location import newest
 from fullshard.checkpoint.manifest import SavedTensor
-from fullshard.checkpoint.place import newest
+from fullshard.checkpoint.verify import damages
 from fullshard.errors import CheckpointError
 from fullshard.spec.weight_map import Shape, WeightMap, whole
 from fullshard.weights.export import export

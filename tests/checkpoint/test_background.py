@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.files import LocalFiles
 from fullshard.checkpoint.load import load
-from fullshard.checkpoint.place import LocalPlace
+from fullshard.checkpoint.location import LocalPlace
 from fullshard.checkpoint.save import save
 from fullshard.errors import CheckpointError
 from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES, address

@@ -8,17 +8,17 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.checkpoint.digests import KeyFile, digest
-from fullshard.checkpoint.inspection import damages
 from fullshard.checkpoint.load import load
+from fullshard.checkpoint.location import Place, newest, place_of
 from fullshard.checkpoint.manifest import MANIFEST, read_manifest
-from fullshard.checkpoint.nodes import NodeDisks, gather
-from fullshard.checkpoint.pieces import PieceTable
-from fullshard.checkpoint.place import Place, newest, place_of
+from fullshard.checkpoint.per_node import NodeDisks, gather
 from fullshard.checkpoint.save import save
+from fullshard.checkpoint.shard_file import PieceTable
+from fullshard.checkpoint.verify import damages
 from fullshard.errors import CheckpointError
 from fullshard.weights.export import export
 from tests.checkpoint.states import State, assert_same, numbers, saved, sharded
-from tests.checkpoint.test_inspection import flip
+from tests.checkpoint.test_verify import flip
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from fullshard.checkpoint.digests import digest
-from fullshard.checkpoint.inspection import damages
 from fullshard.checkpoint.load import load
+from fullshard.checkpoint.location import newest
 from fullshard.checkpoint.manifest import SavedFile, read_manifest
-from fullshard.checkpoint.pieces import PieceTable
-from fullshard.checkpoint.place import newest
 from fullshard.checkpoint.save import save
+from fullshard.checkpoint.shard_file import PieceTable
+from fullshard.checkpoint.verify import damages
 from fullshard.errors import CheckpointError
 from tests.checkpoint.states import State, assert_same, loaded, mixed, numbers, saved, sharded
 

@@ -9,9 +9,9 @@ import torch
 from fullshard.checkpoint import object_upload
 from fullshard.checkpoint.files import write_file
 from fullshard.checkpoint.load import load
+from fullshard.checkpoint.location import place_of
 from fullshard.checkpoint.object_files import ObjectFiles
 from fullshard.checkpoint.objects import ObjectPlace
-from fullshard.checkpoint.place import place_of
 from fullshard.checkpoint.save import save
 from fullshard.errors import CheckpointError
 from tests.checkpoint import flipping_memory

@@ -22,15 +22,15 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from fullshard.checkpoint import object_store
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.files import write_file
-from fullshard.checkpoint.inspection import damages
+from fullshard.checkpoint.leftovers import WRITER, WriterProcess
 from fullshard.checkpoint.load import load
+from fullshard.checkpoint.location import newest, place_of
 from fullshard.checkpoint.manifest import MANIFEST, read_manifest
 from fullshard.checkpoint.object_files import ObjectFiles
 from fullshard.checkpoint.object_store import Store
 from fullshard.checkpoint.objects import ObjectPlace, is_abandoned
-from fullshard.checkpoint.place import newest, place_of
-from fullshard.checkpoint.retention import WRITER, WriterProcess
 from fullshard.checkpoint.save import save
+from fullshard.checkpoint.verify import damages
 from fullshard.cli.main import main
 from fullshard.errors import CheckpointError
 from tests.checkpoint.states import (

@@ -8,12 +8,12 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from fullshard.checkpoint import nodes
+from fullshard.checkpoint import per_node
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.files import LocalFiles
+from fullshard.checkpoint.location import LocalPlace
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, Manifest
-from fullshard.checkpoint.nodes import NodeDisks, Seat
-from fullshard.checkpoint.place import LocalPlace
+from fullshard.checkpoint.per_node import NodeDisks, Seat
 from fullshard.checkpoint.save import save
 from fullshard.checkpoint.storage import data_file
 from fullshard.errors import CheckpointError
@@ -91,7 +91,7 @@ def test_a_save_in_the_background_is_read_back(tmp_path):
 
 
 def committed(draft: LocalFiles, manifest: Manifest) -> Any:
-    return nodes.commit(draft, Seat(0, 1, leads=True), manifest=manifest, index=b"", read_back=True)
+    return per_node.commit(draft, Seat(0, 1, leads=True), manifest=manifest, index=b"", read_back=True)
 
 
 def test_a_disk_of_one_node_is_read_back(tmp_path):

@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
+from fullshard.checkpoint.leftovers import WRITER, WriterProcess
+from fullshard.checkpoint.location import LocalPlace, newest
 from fullshard.checkpoint.manifest import read_manifest
-from fullshard.checkpoint.place import LocalPlace, newest
-from fullshard.checkpoint.retention import WRITER, WriterProcess
 from fullshard.checkpoint.save import save
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.spec.plan import Plan

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from fullshard.checkpoint.digests import digest
-from fullshard.checkpoint.inspection import damages, differences
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import MANIFEST, SavedFile, read_manifest
-from fullshard.checkpoint.nodes import gather
+from fullshard.checkpoint.per_node import gather
 from fullshard.checkpoint.shard_index import ShardIndex
+from fullshard.checkpoint.verify import damages, differences
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.weights.export import export
 from tests.checkpoint.states import State, assert_same, loaded, numbers, saved

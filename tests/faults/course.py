@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.checkpoint.background import BackgroundSaver
-from fullshard.checkpoint.place import LocalPlace
+from fullshard.checkpoint.location import LocalPlace
 from fullshard.checkpoint.save import Saving, take_snapshot
 from fullshard.distributed.agreement import everyone
 from fullshard.errors import CheckpointError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.checkpoint.inspection import damages
+from fullshard.checkpoint.verify import damages
 from fullshard.errors import DamagedOffloadError, OffloadError
 from tests.faults.course import (
     Course,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.checkpoint.place import newest_step
+from fullshard.checkpoint.location import newest_step
 from tests.faults.course import (
     Course,
     Kill,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.checkpoint.inspection import damages
+from fullshard.checkpoint.verify import damages
 from fullshard.errors import OffloadError
 from fullshard.jobs.train import run_job
 from fullshard.spec.plan import Plan

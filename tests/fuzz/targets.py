@@ -22,9 +22,9 @@ import torch
 from safetensors.torch import save_file
 
 from fullshard.checkpoint.digests import digest
-from fullshard.checkpoint.inspection import damages
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, SHARDS
+from fullshard.checkpoint.verify import damages
 from fullshard.convert.conversion import convert
 from fullshard.data.build import build_data
 from fullshard.data.cache import cache_root, still

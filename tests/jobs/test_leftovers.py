@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.checkpoint.place import newest_step
+from fullshard.checkpoint.location import newest_step
 from fullshard.errors import CheckpointError
 from fullshard.jobs.leftovers import leftovers_of, told_unused, unused
 from fullshard.jobs.train import run_job

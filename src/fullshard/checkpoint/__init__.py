@@ -1,12 +1,12 @@
 """Checkpoints: sharded, verified, whole or absent, loadable at any number of ranks."""
 
 from fullshard.checkpoint.background import BackgroundSaver
+from fullshard.checkpoint.checkpointable import Checkpointable
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.load import load
+from fullshard.checkpoint.location import newest, place_of
 from fullshard.checkpoint.manifest import Manifest, SavedTensor, compare_names, read_manifest
-from fullshard.checkpoint.nodes import NodeDisks
-from fullshard.checkpoint.place import newest, place_of
-from fullshard.checkpoint.protocol import Checkpointable
+from fullshard.checkpoint.per_node import NodeDisks
 from fullshard.checkpoint.save import save
 
 __all__ = [

@@ -35,12 +35,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.nodes import NodeDisks
-from fullshard.checkpoint.pieces import local_shard
-from fullshard.checkpoint.place import LocalPlace, Place, place_of
-from fullshard.checkpoint.protocol import Checkpointable
+from fullshard.checkpoint.checkpointable import Checkpointable
+from fullshard.checkpoint.location import LocalPlace, Place, place_of
+from fullshard.checkpoint.per_node import NodeDisks
 from fullshard.checkpoint.save import Layout, Saving, Snapshot, take_snapshot
-from fullshard.checkpoint.shards import LiveShards, UnchangingShards
+from fullshard.checkpoint.shard_file import local_shard
+from fullshard.checkpoint.snapshot_reader import LiveShards, UnchangingShards
 from fullshard.distributed.agreement import Group, distributed, everyone
 from fullshard.errors import CheckpointError
 from fullshard.spec.plan import Plan

@@ -13,8 +13,10 @@ from typing import TypeVar, cast
 
 from torch import Tensor
 
-from fullshard.checkpoint import nodes, ranks_layout, storage
+from fullshard.checkpoint import per_node, per_rank_layout, storage
+from fullshard.checkpoint.checkpointable import Checkpointable, Portioned
 from fullshard.checkpoint.files import Files, LocalFiles
+from fullshard.checkpoint.location import Place, is_listed, place_of, whole
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     METADATA,
@@ -24,9 +26,7 @@ from fullshard.checkpoint.manifest import (
     step_name,
     verify,
 )
-from fullshard.checkpoint.nodes import NodeDisks
-from fullshard.checkpoint.place import Place, is_listed, place_of, whole
-from fullshard.checkpoint.protocol import Checkpointable, Portioned
+from fullshard.checkpoint.per_node import NodeDisks
 from fullshard.distributed.agreement import everyone, first, gathered, rank
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
@@ -108,9 +108,9 @@ def _is_gone(place: Place, files: Files, *, manifest: Manifest) -> bool:
 
 def _load_from_nodes(state: Checkpointable, disks: NodeDisks, *, missing_ok: bool) -> bool:
     """The newest step that every node has; see `nodes`."""
-    seat = nodes.find_seat(disks.path)
+    seat = per_node.find_seat(disks.path)
     refused: list[str] = []
-    for step, _ in nodes.settle(disks, seat):
+    for step, _ in per_node.settle(disks, seat):
         files = LocalFiles(disks.path / step_name(step), disks.key)
         manifest = everyone(lambda files=files: verify(files), doing=f"loading {files}")
         try:
@@ -163,10 +163,10 @@ def with_newest(directory: str | Path | Place, act: Callable[[Files, Manifest], 
 def _load(state: Checkpointable, files: Files, *, manifest: Manifest) -> None:
     doing = f"loading {files}"
     if manifest.layout == "ranks":
-        everyone(lambda: ranks_layout.require_same_ranks(files, manifest), doing=doing)
+        everyone(lambda: per_rank_layout.require_same_ranks(files, manifest), doing=doing)
     receivers = everyone(lambda: _receivers(state, manifest), doing=doing)
     reader = everyone(lambda: storage.opened(files, manifest), doing=doing)
-    read = ranks_layout.read if manifest.layout == "ranks" else storage.read
+    read = per_rank_layout.read if manifest.layout == "ranks" else storage.read
     everyone(lambda: read(receivers, reader), doing=doing)
     if hasattr(state, "portions"):
         portions = cast(Portioned, state).portions(manifest.tensors)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fullshard.checkpoint.digests import KeyFile, digest, matches
 from fullshard.checkpoint.files import MANIFEST, Files, LocalFiles, is_lost, is_remote, write_file
-from fullshard.checkpoint.pieces import SUFFIX
+from fullshard.checkpoint.shard_file import SUFFIX
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run

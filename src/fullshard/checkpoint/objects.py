@@ -23,10 +23,10 @@ from pydantic import ValidationError
 
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import MANIFEST, Files, write_file
+from fullshard.checkpoint.leftovers import WRITER, WriterProcess
 from fullshard.checkpoint.manifest import Manifest, read_manifest, step_name
 from fullshard.checkpoint.object_files import PART_BYTES, ObjectFiles, attempt_of
 from fullshard.checkpoint.object_store import ANSWER_SECONDS, TRIES, AlteredError, Listing, Store, Stored
-from fullshard.checkpoint.retention import WRITER, WriterProcess
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.small_files import parse_json
 

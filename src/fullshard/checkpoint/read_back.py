@@ -4,8 +4,8 @@ It reads from the disk, not from the memory of the system, as far as the system 
 """
 
 from fullshard.checkpoint.files import Files, LocalFiles
-from fullshard.checkpoint.inspection import damaged_files
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from fullshard.checkpoint.verify import damaged_files
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system import disk
 

@@ -21,8 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint import nodes, ranks_layout, storage
+from fullshard.checkpoint import per_node, per_rank_layout, storage
+from fullshard.checkpoint.checkpointable import Checkpointable
 from fullshard.checkpoint.files import Files, LocalFiles
+from fullshard.checkpoint.leftovers import WRITER
+from fullshard.checkpoint.location import Place, location, place_of, prune
 from fullshard.checkpoint.manifest import (
     MODEL_PREFIX,
     SHARDS,
@@ -34,13 +37,10 @@ from fullshard.checkpoint.manifest import (
     step_name,
     verify,
 )
-from fullshard.checkpoint.nodes import NodeDisks
-from fullshard.checkpoint.pieces import local_shard
-from fullshard.checkpoint.place import Place, location, place_of, prune
-from fullshard.checkpoint.protocol import Checkpointable
+from fullshard.checkpoint.per_node import NodeDisks
 from fullshard.checkpoint.read_back import require_manifest, require_written
-from fullshard.checkpoint.retention import WRITER
-from fullshard.checkpoint.shards import Shards, UnchangingShards
+from fullshard.checkpoint.shard_file import local_shard
+from fullshard.checkpoint.snapshot_reader import Shards, UnchangingShards
 from fullshard.distributed.agreement import Group, everyone, first, gathered, rank, world_size
 from fullshard.errors import CheckpointError, DamagedCheckpointError, SpecError
 from fullshard.quantities import format_bytes
@@ -148,9 +148,9 @@ class Saving:
         return target
 
     def _run_on_nodes(self, disks: NodeDisks, mine: Snapshot, *, doing: str, group: Group) -> Path:
-        seat = nodes.find_seat(disks.path, group=group)
+        seat = per_node.find_seat(disks.path, group=group)
         target = LocalFiles(disks.path / step_name(mine.step), disks.key)
-        if any(step == mine.step for step, _ in nodes.settle(disks, seat, group=group)):
+        if any(step == mine.step for step, _ in per_node.settle(disks, seat, group=group)):
             everyone(
                 lambda: _require_same_model(target, read_manifest(target), mine=mine),
                 doing=doing,
@@ -160,7 +160,7 @@ class Saving:
         own_bytes = sum(_written_bytes(local_shard(one)) for one in mine.tensors.values())
         needed = sum(b for node, b in gathered((seat.node, own_bytes), group=group) if node == seat.node)
         with ExitStack() as held:
-            draft = nodes.begin(disks, seat, step=mine.step, needed_bytes=needed, held=held, group=group)
+            draft = per_node.begin(disks, seat, step=mine.step, needed_bytes=needed, held=held, group=group)
             try:
                 files, tensors = self._write(mine, draft, doing=doing, group=group, node=seat.node)
                 manifest = first(
@@ -171,11 +171,11 @@ class Saving:
                 index = first(
                     lambda: draft.read(SHARDS) if SHARDS in files else None, doing=doing, group=group
                 )
-                nodes.commit(
+                per_node.commit(
                     draft, seat, manifest=manifest, index=index, read_back=self.read_back, group=group
                 )
             except CheckpointError:
-                nodes.discard(draft, seat)
+                per_node.discard(draft, seat)
                 raise
             if seat.leads:
                 self._prune(disks.own, mine.step)
@@ -210,7 +210,7 @@ class Saving:
         metadata: Metadata | None = None
         if self.layout == "ranks":
             own = everyone(
-                lambda: ranks_layout.write(mine.tensors, draft, held=mine.held), doing=doing, group=group
+                lambda: per_rank_layout.write(mine.tensors, draft, held=mine.held), doing=doing, group=group
             )
         else:
             every_copy = node is not None
@@ -271,7 +271,7 @@ class Saving:
             torch_version=torch.__version__,
             fullshard_version=_own_version(),
             plan=None if self.plan is None else self.plan.model_dump(mode="json"),
-            nodes=nodes,
+            nodes=per_node,
             attempt=secrets.token_hex(4) if isinstance(self.place, NodeDisks) else None,
         )
 

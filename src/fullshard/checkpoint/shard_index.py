@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fullshard.checkpoint.manifest import Manifest
-from fullshard.checkpoint.pieces import PieceTable
+from fullshard.checkpoint.shard_file import PieceTable
 from fullshard.errors import DamagedCheckpointError
 from fullshard.spec.value import Value
 

@@ -34,7 +34,7 @@ from fullshard.checkpoint.manifest import (
     read_verified,
     write_small,
 )
-from fullshard.checkpoint.pieces import (
+from fullshard.checkpoint.shard_file import (
     SUFFIX,
     Piece,
     PieceFile,
@@ -44,7 +44,7 @@ from fullshard.checkpoint.pieces import (
     shard_begin,
 )
 from fullshard.checkpoint.shard_index import ShardIndex
-from fullshard.checkpoint.shards import Shards, UnchangingShards
+from fullshard.checkpoint.snapshot_reader import Shards, UnchangingShards
 from fullshard.distributed.agreement import Attempt, Group, alone, distributed, rank
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 

@@ -12,7 +12,7 @@ import typer
 
 if TYPE_CHECKING:
     from fullshard.checkpoint.files import Files
-    from fullshard.checkpoint.place import Place
+    from fullshard.checkpoint.location import Place
 
 
 KeyFileOption = Annotated[
@@ -50,8 +50,8 @@ def verify_checkpoints(
     key_file: KeyFileOption = None,
 ) -> None:
     """Read every byte of checkpoints; name what is not as it was saved, and the tensors it touches."""
-    from fullshard.checkpoint.inspection import damages
     from fullshard.checkpoint.manifest import MANIFEST
+    from fullshard.checkpoint.verify import damages
     from fullshard.errors import CheckpointError
 
     place = _place(directory, key_file)
@@ -79,8 +79,8 @@ def diff_checkpoints(
     key_file: KeyFileOption = None,
 ) -> None:
     """Show where two checkpoints differ, tensor by tensor. Exits with 1 if they do."""
-    from fullshard.checkpoint.inspection import differences
     from fullshard.checkpoint.load import find
+    from fullshard.checkpoint.verify import differences
 
     lines = 0
     for line in differences(find(_place(one, key_file))[0], find(_place(other, key_file))[0]):
@@ -195,7 +195,7 @@ def gather_checkpoint(
     key_file: KeyFileOption = None,
 ) -> None:
     """Bring together what nodes saved on disks of their own (checkpoint.disks = "node")."""
-    from fullshard.checkpoint.nodes import gather
+    from fullshard.checkpoint.per_node import gather
     from fullshard.system.targets import require_outside
 
     require_outside(target)
@@ -205,7 +205,7 @@ def gather_checkpoint(
 
 def _place(directory: str, key_file: Path | None) -> "Place":
     """A run keeps its checkpoints in a directory of that name."""
-    from fullshard.checkpoint.place import place_of
+    from fullshard.checkpoint.location import place_of
     from fullshard.distributed.agreement import alone
     from fullshard.errors import CheckpointError
 

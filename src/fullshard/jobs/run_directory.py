@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.checkpoint.place import place_of
+from fullshard.checkpoint.location import place_of
 from fullshard.distributed.agreement import alone
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.jobs.launch_record import Launch, LaunchRecord

@@ -48,7 +48,7 @@ def with_plan(request: "Request") -> "Request":
             import_module("fullshard.tracing.describe")
     section = request.run.checkpoint
     if section.dir is not None or section.key_file is not None:
-        from fullshard.checkpoint.place import place_of
+        from fullshard.checkpoint.location import place_of
 
         # Where nothing can be saved nothing is trained, and this is known before the model is built.
         place_of(section.dir or request.run.run.dir, key_file=section.key_file)

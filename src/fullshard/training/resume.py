@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fullshard.checkpoint import NodeDisks, load
+from fullshard.checkpoint.location import Place, newest_step, place_of
 from fullshard.checkpoint.objects import ObjectPlace
-from fullshard.checkpoint.place import Place, newest_step, place_of
 from fullshard.distributed.agreement import first
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.spec.model_section import HuggingFaceModel

@@ -7,7 +7,7 @@ it; the spike did not come back (arXiv:2204.02311, section 5.1).
 from pathlib import Path
 
 from fullshard.checkpoint import NodeDisks, load
-from fullshard.checkpoint.place import Place
+from fullshard.checkpoint.location import Place
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 from fullshard.training.state import TrainState

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import storage
+from fullshard.checkpoint.checkpointable import Checkpointable
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.load import with_newest
+from fullshard.checkpoint.location import Place
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
-from fullshard.checkpoint.place import Place
-from fullshard.checkpoint.protocol import Checkpointable
 from fullshard.distributed.agreement import alone
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.quantities import format_bytes

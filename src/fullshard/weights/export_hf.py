@@ -13,8 +13,8 @@ from typing import Any, Literal, cast
 import torch
 
 from fullshard.checkpoint.load import find
+from fullshard.checkpoint.location import Place
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest, SavedTensor
-from fullshard.checkpoint.place import Place
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.models.adapters import is_turned
 from fullshard.models.decoder_names import llama_config, llama_names

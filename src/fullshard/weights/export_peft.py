@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint.load import find
-from fullshard.checkpoint.place import Place
+from fullshard.checkpoint.location import Place
 from fullshard.distributed.agreement import alone
 from fullshard.errors import CheckpointError
 from fullshard.models.adapters import ADAPTER, lora_config

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fullshard.checkpoint.pieces import local_shard, shard_begin
+from fullshard.checkpoint.shard_file import local_shard, shard_begin
 from fullshard.distributed.agreement import everyone, first, world_size
 from fullshard.errors import CheckpointError
 from fullshard.spec.weight_map import Naming, Shape, WeightMap, by_name

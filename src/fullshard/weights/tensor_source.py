@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fullshard.checkpoint.manifest import Manifest, SavedTensor
-from fullshard.checkpoint.pieces import SUFFIX, Piece
+from fullshard.checkpoint.shard_file import SUFFIX, Piece
 from fullshard.checkpoint.storage import Reader
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.weight_map import Part, row_major

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fullshard.checkpoint.shards import LiveShards
+from fullshard.checkpoint.snapshot_reader import LiveShards
 from fullshard.errors import CheckpointError
 
 NAMES = ("a", "b", "c", "d")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fullshard.checkpoint import storage
 from fullshard.checkpoint.files import Files
+from fullshard.checkpoint.leftovers import WRITER
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     SHARDS,
@@ -19,8 +20,7 @@ from fullshard.checkpoint.manifest import (
     read_manifest,
     read_verified,
 )
-from fullshard.checkpoint.pieces import SUFFIX, verify_padding, verify_piece
-from fullshard.checkpoint.retention import WRITER
+from fullshard.checkpoint.shard_file import SUFFIX, verify_padding, verify_piece
 from fullshard.distributed.agreement import alone
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.checkpoint.place import place_of
+from fullshard.checkpoint.location import place_of
 from fullshard.cli.main import main
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.spec.run import Run

@@ -10,8 +10,8 @@ from torch import Tensor
 from fullshard.checkpoint import storage
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.manifest import Manifest, SavedFile
-from fullshard.checkpoint.pieces import local_shard
-from fullshard.checkpoint.shards import Shards
+from fullshard.checkpoint.shard_file import local_shard
+from fullshard.checkpoint.snapshot_reader import Shards
 from fullshard.distributed.agreement import rank, world_size
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fullshard.checkpoint.files import LocalFiles
-from fullshard.checkpoint.pieces import PieceFile, PieceTable, read_part, verify_padding, verify_piece
-from fullshard.checkpoint.shards import LiveShards
+from fullshard.checkpoint.shard_file import PieceFile, PieceTable, read_part, verify_padding, verify_piece
+from fullshard.checkpoint.snapshot_reader import LiveShards
 from fullshard.checkpoint.storage import write_shards
 from fullshard.errors import DamagedCheckpointError
 from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES, aligned_memory

@@ -18,10 +18,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.checkpoint import retention
+from fullshard.checkpoint import leftovers
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import LocalFiles, write_file
-from fullshard.checkpoint.inspection import damages
+from fullshard.checkpoint.location import LocalPlace
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     SHARDS,
@@ -31,8 +31,8 @@ from fullshard.checkpoint.manifest import (
     step_name,
     verify,
 )
-from fullshard.checkpoint.place import LocalPlace
 from fullshard.checkpoint.read_back import require_manifest, require_written
+from fullshard.checkpoint.verify import damages
 from fullshard.distributed.agreement import Group, alone, everyone, first, gathered, rank
 from fullshard.errors import CheckpointError
 from fullshard.system import disk
@@ -209,7 +209,7 @@ def commit(
 def discard(draft: LocalFiles, seat: Seat) -> None:
     """Removes a draft from every disk. Every rank calls it; no rank waits for another."""
     if seat.leads:
-        retention.remove(draft.path)
+        leftovers.remove(draft.path)
 
 
 def gather(sources: Sequence[Path], target: Path, *, key_file: Path | None = None) -> Path:
@@ -246,10 +246,10 @@ def _gather(disks: Sequence[LocalPlace], target: LocalPlace) -> Path:
         draft = target.begin(manifest.step, needed_bytes=manifest.size_bytes)
         copied: dict[str, SavedFile] = {}
         for name, file in manifest.files.items():
-            if name != retention.WRITER:
+            if name != leftovers.WRITER:
                 with parts[file.node or 0].open(name) as source, draft.create(name) as copy:
                     shutil.copyfileobj(source, copy, length=16 << 20)
                 copied[name] = file.model_copy(update={"node": None})
-        copied[retention.WRITER] = describe_small(draft, draft.read(retention.WRITER))
+        copied[leftovers.WRITER] = describe_small(draft, draft.read(leftovers.WRITER))
         whole = manifest.model_copy(update={"files": copied, "nodes": 1, "node": 0, "attempt": None})
         return Path(str(target.commit(draft, whole)))

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fullshard.checkpoint.inspection import damages, differences
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import read_manifest
-from fullshard.checkpoint.pieces import BLOCK_BYTES, PieceTable
 from fullshard.checkpoint.save import save
+from fullshard.checkpoint.shard_file import BLOCK_BYTES, PieceTable
+from fullshard.checkpoint.verify import damages, differences
 from fullshard.errors import CheckpointError
 from fullshard.system.direct_io import LARGE_BYTES
 from tests.checkpoint.states import (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from fullshard.checkpoint import retention
+from fullshard.checkpoint import leftovers
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import Files, LocalFiles, is_remote, write_file
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, step_name, verify
@@ -133,16 +133,16 @@ class LocalPlace:
     def begin(self, step: int, *, needed_bytes: int) -> Files:
         target = self.path / step_name(step)
         if os.path.lexists(target):
-            logger.warning("%s is not a checkpoint; renamed to %s", target, retention.set_aside(target))
-        retention.collect_leftovers(self.path)
+            logger.warning("%s is not a checkpoint; renamed to %s", target, leftovers.set_aside(target))
+        leftovers.collect_leftovers(self.path)
         disk.require_space(target, needed_bytes=needed_bytes, available_bytes=self.free_bytes(self.path))
         draft = LocalFiles(self.path / f".tmp-{step:08d}-{secrets.token_hex(4)}", self.key)
         draft.path.mkdir()
         try:
-            writer = retention.WriterProcess.this().model_dump_json().encode()
-            write_file(draft, retention.WRITER, data=writer)
+            writer = leftovers.WriterProcess.this().model_dump_json().encode()
+            write_file(draft, leftovers.WRITER, data=writer)
         except OSError:
-            retention.remove(draft.path)
+            leftovers.remove(draft.path)
             raise
         return draft
 
@@ -155,17 +155,17 @@ class LocalPlace:
         return target
 
     def discard(self, draft: Files) -> None:
-        retention.remove(_path(draft))
+        leftovers.remove(_path(draft))
 
     def set_aside(self, checkpoint: Files) -> str:
-        return str(retention.set_aside(_path(checkpoint)))
+        return str(leftovers.set_aside(_path(checkpoint)))
 
     def remove(self, checkpoint: Files) -> None:
         path = _path(checkpoint)
         condemned = path.with_name(f".del-{path.name}-{secrets.token_hex(4)}")
         path.rename(condemned)
         disk.flush(self.path)
-        retention.remove(condemned)
+        leftovers.remove(condemned)
 
 
 def place_of(directory: str | Path | Place, *, key_file: str | Path | None = None) -> Place:

@@ -9,11 +9,11 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.checkpoint.background import BackgroundSaver
-from fullshard.checkpoint.inspection import damages
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import read_manifest
-from fullshard.checkpoint.nodes import NodeDisks, Seat, find_seat, gather
+from fullshard.checkpoint.per_node import NodeDisks, Seat, find_seat, gather
 from fullshard.checkpoint.save import Layout, save
+from fullshard.checkpoint.verify import damages
 from fullshard.errors import CheckpointError
 from tests.checkpoint.states import (
     State,
