@@ -23,7 +23,7 @@ from torch import nn
 
 from fullshard.offload.drive import DriveFile
 from fullshard.offload.drive_store import DriveStore
-from fullshard.offload.slabs import bytes_of, slab
+from fullshard.offload.host_memory import bytes_of, slab
 from fullshard.offload.state import offloaded_of
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run

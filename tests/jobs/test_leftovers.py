@@ -14,9 +14,9 @@ from fullshard.errors import CheckpointError
 from fullshard.jobs.leftovers import leftovers_of, told_unused, unused
 from fullshard.jobs.train import run_job
 from fullshard.offload.directories import rank_directory
+from fullshard.offload.generation_manifest import Identity, Record
 from fullshard.offload.generations import Generations
-from fullshard.offload.held import held
-from fullshard.offload.manifest import Identity, Record
+from fullshard.offload.saved_state import held
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.shard import directory_of

@@ -12,7 +12,7 @@ import pytest
 
 from fullshard.errors import DamagedOffloadError, OffloadError
 from fullshard.offload.directories import rank_directory
-from fullshard.offload.manifest import Record
+from fullshard.offload.generation_manifest import Record
 from tests.faults.disks import powerless_disk
 from tests.offload.processes import killed_at_the_end, running
 from tests.offload.systems import Cut, PowerCut, Watched, failing

@@ -17,7 +17,7 @@ from fullshard.errors import OffloadError
 from fullshard.offload import unit_buffers
 from fullshard.offload.drive import SYSTEM, System
 from fullshard.offload.drive_shards import DriveShards
-from fullshard.offload.shards import Copies
+from fullshard.offload.gather_source import Copies
 from fullshard.spec.groups import UNIT_BUFFERS
 
 UNITS = UNIT_BUFFERS + 2

@@ -13,8 +13,8 @@ import pytest
 from fullshard.errors import DamagedOffloadError, ForeignOffloadError, OffloadError
 from fullshard.offload.directories import LOCK, leftovers, rank_directory
 from fullshard.offload.drive import SYSTEM
+from fullshard.offload.generation_manifest import Record, file_bytes
 from fullshard.offload.generations import discard
-from fullshard.offload.manifest import Record, file_bytes
 from tests.faults.disks import small_disk
 from tests.offload.processes import killed_at_the_end, running, wait_for
 from tests.offload.systems import without_direct

@@ -20,8 +20,8 @@ from torch import Tensor
 from fullshard.errors import DamagedOffloadError, OffloadError
 from fullshard.offload.drive import SYSTEM, System
 from fullshard.offload.drive_store import SLOTS, DriveStore
+from fullshard.offload.generation_manifest import Identity, Record, data_path
 from fullshard.offload.generations import Check, Generations
-from fullshard.offload.manifest import Identity, Record, data_path
 from fullshard.offload.store import HostStore, Parts, Store
 from fullshard.offload.store import Record as GroupRecord
 from fullshard.planner.offload import slots_hold

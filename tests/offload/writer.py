@@ -10,8 +10,8 @@ from pathlib import Path
 
 from fullshard.errors import OffloadError
 from fullshard.offload.drive import SYSTEM, System
+from fullshard.offload.generation_manifest import Identity, Record
 from fullshard.offload.generations import Check, Generation, Generations
-from fullshard.offload.manifest import Identity, Record
 from tests.offload.systems import without_direct
 
 IDENTITY = Identity(run_id="run", rank=3, world_size=4, layout="ab" * 16)

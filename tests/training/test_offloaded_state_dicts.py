@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import OffloadError, SpecError
 from fullshard.offload.drive_store import SLOTS
-from fullshard.offload.on_drive import OnDrive, on_drive
+from fullshard.offload.lazy_tensor import OnDrive, on_drive
 from fullshard.offload.state import offloaded_of
 from fullshard.training.state import TrainState
 from tests.training.runs import BATCH, local_bits, mean_square, pairs, run_of, same_bits, sharded

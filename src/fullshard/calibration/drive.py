@@ -11,7 +11,7 @@ import torch
 from fullshard.calibration.device import mean_over_ranks
 from fullshard.errors import OffloadError
 from fullshard.offload.drive import DriveFile
-from fullshard.offload.slabs import bytes_of, slab
+from fullshard.offload.host_memory import bytes_of, slab
 
 _PIECE_BYTES = 16 << 20
 

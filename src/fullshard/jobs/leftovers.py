@@ -6,7 +6,7 @@ from pathlib import Path
 from fullshard.distributed.agreement import first, rank
 from fullshard.errors import CheckpointError
 from fullshard.offload.directories import leftovers
-from fullshard.offload.held import Held, held
+from fullshard.offload.saved_state import Held, held
 from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan
 from fullshard.training.resume import newest_saved

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import SpecError
+from fullshard.offload.device_update import OnDevice, Piece
+from fullshard.offload.gather_source import Copies
 from fullshard.offload.gradients import Gradients
-from fullshard.offload.on_device import OnDevice, Piece
-from fullshard.offload.on_drive import OnDrive
+from fullshard.offload.lazy_tensor import OnDrive
 from fullshard.offload.rounding import AdamOptions, adamw_rounded, round_stochastically, shard_index
-from fullshard.offload.shards import Copies
 from fullshard.offload.state import OffloadedState
 from fullshard.offload.store import Parts
 from fullshard.spec.groups import Group, Segment

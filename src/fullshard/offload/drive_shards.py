@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fullshard.offload.drive import SYSTEM, DriveFile, System
-from fullshard.offload.engine import computed_in, own_shape, padded_shape
-from fullshard.offload.manifest import digest, other_bytes
-from fullshard.offload.on_drive import on_drive
-from fullshard.offload.slabs import bytes_of, slab
+from fullshard.offload.fsdp_params import computed_in, own_shape, padded_shape
+from fullshard.offload.generation_manifest import digest, other_bytes
+from fullshard.offload.host_memory import bytes_of, slab
+from fullshard.offload.lazy_tensor import on_drive
 from fullshard.offload.unit_buffers import Buffer, UnitBuffers
 from fullshard.spec.groups import UNIT_BUFFERS, part_bytes
 

@@ -17,9 +17,9 @@ import torch
 
 from fullshard.errors import OffloadError
 from fullshard.offload.generations import Generations
+from fullshard.offload.group_buffers import Slot, Slots
+from fullshard.offload.host_memory import bytes_of
 from fullshard.offload.places import Places
-from fullshard.offload.slabs import bytes_of
-from fullshard.offload.slots import Slot, Slots
 from fullshard.offload.store import Parts, Record
 from fullshard.spec.groups import Group
 

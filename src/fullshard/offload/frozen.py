@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.offload.engine import as_shard, kept_in, own_shape
-from fullshard.offload.shards import KeptShards
+from fullshard.offload.fsdp_params import as_shard, kept_in, own_shape
+from fullshard.offload.gather_source import KeptShards
 
 
 class Frozen:

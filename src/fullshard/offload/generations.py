@@ -32,7 +32,7 @@ from fullshard.offload.directories import (
     replace,
 )
 from fullshard.offload.drive import FULL, SYSTEM, DriveFile, System, allocate, os_error
-from fullshard.offload.manifest import (
+from fullshard.offload.generation_manifest import (
     SLOTS,
     Identity,
     Manifest,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.offload.engine import as_shard, own_shape
-from fullshard.offload.slabs import slab
+from fullshard.offload.fsdp_params import as_shard, own_shape
+from fullshard.offload.host_memory import slab
 
 
 class Gradients(Protocol):

@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fullshard.offload.on_drive import on_drive
-from fullshard.offload.slabs import bytes_of, slab
+from fullshard.offload.host_memory import bytes_of, slab
+from fullshard.offload.lazy_tensor import on_drive
 from fullshard.offload.store import Parts, Record, dtypes_of
 from fullshard.spec.groups import Group, Segment
 

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import OffloadError
-from fullshard.offload.engine import (
+from fullshard.offload.drive_counters import DriveTraffic
+from fullshard.offload.frozen import Frozen
+from fullshard.offload.fsdp_params import (
     as_shard,
     computed_in,
     elsewhere,
@@ -22,12 +24,10 @@ from fullshard.offload.engine import (
     own_shape,
     padded_shape,
 )
-from fullshard.offload.frozen import Frozen
-from fullshard.offload.on_drive import on_drive
-from fullshard.offload.shards import Copies, FromMasters, KeptShards, Shards
+from fullshard.offload.gather_source import Copies, FromMasters, KeptShards, Shards
+from fullshard.offload.lazy_tensor import on_drive
 from fullshard.offload.store import HostStore, Parts, Store, dtypes_of
-from fullshard.offload.traffic import DriveTraffic
-from fullshard.offload.updates import Updates, base_half_loaded, half_loaded, not_loaded
+from fullshard.offload.update_thread import Updates, base_half_loaded, half_loaded, not_loaded
 from fullshard.spec.groups import Group, Held, Segment, cut, portions
 
 Update = Callable[[Group, Parts], None]

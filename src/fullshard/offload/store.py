@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fullshard.offload.slabs import slab
+from fullshard.offload.host_memory import slab
 from fullshard.spec.groups import Group, part_bytes
 
 

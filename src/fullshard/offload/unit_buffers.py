@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fullshard.offload.slabs import slab
+from fullshard.offload.host_memory import slab
 
 HELD_SECONDS = 2.0
 

@@ -15,20 +15,20 @@ from torch import nn
 from fullshard.distributed.agreement import gathered, rank
 from fullshard.errors import ForeignOffloadError, OffloadError, ShardError
 from fullshard.offload.adamw import StreamingAdamW
+from fullshard.offload.device_update import OnDevice
 from fullshard.offload.directories import rank_directory, remove_empty
 from fullshard.offload.drive import SYSTEM, System
+from fullshard.offload.drive_counters import DriveTraffic
 from fullshard.offload.drive_shards import DriveShards
 from fullshard.offload.drive_store import DriveStore
-from fullshard.offload.engine import computed_in, kept_in
+from fullshard.offload.fsdp_params import computed_in, kept_in
+from fullshard.offload.generation_manifest import Identity, Record, read_world_size
 from fullshard.offload.generations import Generation, Generations, discard
 from fullshard.offload.gradients import Gradients, OnHost, OnParameters
 from fullshard.offload.malloc import give_back_what_is_freed
-from fullshard.offload.manifest import Identity, Record, read_world_size
-from fullshard.offload.on_device import OnDevice
 from fullshard.offload.rounding import AdamOptions
 from fullshard.offload.state import OffloadedState, Settings, attach, offloaded_of
 from fullshard.offload.store import Record as GroupRecord
-from fullshard.offload.traffic import DriveTraffic
 from fullshard.sharding import apply
 from fullshard.sharding.materialize import Initialise, device_of
 from fullshard.sharding.units import Predicate

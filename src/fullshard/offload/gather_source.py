@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fullshard.offload.engine import computed_in, own_shape, padded_shape
-from fullshard.offload.slabs import slab
+from fullshard.offload.fsdp_params import computed_in, own_shape, padded_shape
+from fullshard.offload.host_memory import slab
 
 
 class Shards(Protocol):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.offload.directories import FIRST_RANK, RANKS, taken_bytes
-from fullshard.offload.manifest import read_world_size, sound_manifests
+from fullshard.offload.generation_manifest import read_world_size, sound_manifests
 
 
 @dataclass(frozen=True)

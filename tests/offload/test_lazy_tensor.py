@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fullshard.offload.on_drive import OnDrive, on_drive
+from fullshard.offload.lazy_tensor import OnDrive, on_drive
 
 
 class File:

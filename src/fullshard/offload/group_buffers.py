@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fullshard.offload.slabs import slab
+from fullshard.offload.host_memory import slab
 
 
 @dataclass(eq=False)  # each is itself alone

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fullshard.offload.adamw import StreamingAdamW
-from fullshard.offload.on_device import Lanes, OnDevice, Piece, pieces
+from fullshard.offload.device_update import Lanes, OnDevice, Piece, pieces
 from fullshard.offload.store import HostStore
 from fullshard.spec.groups import CUT_ELEMENTS, Held, cut, piece_elements
 from tests.offload.test_adamw import (
