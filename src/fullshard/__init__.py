@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from fullshard.planner.search import predict as predict
     from fullshard.planner.search import search as search
     from fullshard.profiler.detect import detect_hardware as detect_hardware
-    from fullshard.sharding.given import InitialisedWarning as InitialisedWarning
     from fullshard.sharding.layout import layout as layout
     from fullshard.sharding.materialize import materialize as materialize
     from fullshard.sharding.materialize import parameters_on_meta as parameters_on_meta
     from fullshard.sharding.mesh import process_group as process_group
+    from fullshard.sharding.rank0_values import InitialisedWarning as InitialisedWarning
     from fullshard.sharding.unit_sizes import UnitSizeWarning as UnitSizeWarning
     from fullshard.spec.hardware import Hardware as Hardware
     from fullshard.spec.hardware_text import hardware_on as hardware_on
@@ -83,7 +83,7 @@ _HOMES = {
     "detect_hardware": "profiler.detect",
     "shard": "training.shard",
     "describe": "tracing.describe",
-    "InitialisedWarning": "sharding.given",
+    "InitialisedWarning": "sharding.rank0_values",
     "layout": "sharding.layout",
     "materialize": "sharding.materialize",
     "parameters_on_meta": "sharding.materialize",

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fullshard.errors import ShardError
 from fullshard.profiler.memory import live_bytes, measure_peak
 from fullshard.sharding.apply import shard
-from fullshard.sharding.given import InitialisedWarning
 from fullshard.sharding.materialize import materialize, parameters_on_meta
+from fullshard.sharding.rank0_values import InitialisedWarning
 from tests.fakes.architectures import WIDTH, Block, Encoder, on_meta, tokens_of, whole
 from tests.fakes.plans import STRATEGIES, plan_of
 

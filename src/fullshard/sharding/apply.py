@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import PlanError, ShardError
 from fullshard.sharding.collectives import use_gloo_collectives
-from fullshard.sharding.given import take_values, warn_of_missing
 from fullshard.sharding.materialize import Initialise, allocate, fill, meta_parameters
 from fullshard.sharding.mesh import build_mesh, one_small_mesh, replicating_mesh
 from fullshard.sharding.precision import cast_buffers, engine_policy
 from fullshard.sharding.prefetch import apply_prefetch
+from fullshard.sharding.rank0_values import take_values, warn_of_missing
 from fullshard.sharding.recompute import apply_recompute
 from fullshard.sharding.unit_sizes import warn_of_unit_sizes
 from fullshard.sharding.units import Predicate, Unit, find_repeated, find_units

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.errors import ShardError
-from fullshard.sharding.given import Values
 from fullshard.sharding.precision import TORCH_DTYPE, unit_precision
+from fullshard.sharding.rank0_values import Values
 from fullshard.sharding.units import Unit
 from fullshard.spec.plan import Plan
 

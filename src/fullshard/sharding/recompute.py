@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fullshard.sharding.activations import offload_activations
-from fullshard.sharding.lanes import Lane
+from fullshard.sharding.activation_offload import offload_activations
+from fullshard.sharding.host_copy import Lane
 from fullshard.spec.plan import DeviceType
 from fullshard.spec.run import RecomputeSection
 

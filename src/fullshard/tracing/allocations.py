@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fullshard.distributed.tensors import storage_key
-from fullshard.sharding.lanes import Way
+from fullshard.sharding.host_copy import Way
 from fullshard.spec.model import Event
 from fullshard.tracing.kernels import (
     GROUPED,

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fullshard.errors import ShardError
-from fullshard.sharding.lanes import PlainLane, ToldLane
+from fullshard.sharding.host_copy import PlainLane, ToldLane
 from fullshard.sharding.precision import TORCH_DTYPE, cast_buffers
 from fullshard.sharding.recompute import apply_recompute
 from fullshard.sharding.units import Predicate, Unit, find_repeated, find_units

@@ -8,7 +8,7 @@ phase is one of the lines of their upper envelope, whichever the microbatch is.
 from collections.abc import Sequence
 from itertools import groupby
 
-from fullshard.sharding.lanes import Way
+from fullshard.sharding.host_copy import Way
 from fullshard.spec.model import Kernel, Launches, Line, Moment, Phase
 from fullshard.tracing.allocations import KINDS, Kind, Recorded
 from fullshard.tracing.kernels import Launch

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.sharding.activations import offload_activations
+from fullshard.sharding.activation_offload import offload_activations
 from fullshard.sharding.apply import shard
-from fullshard.sharding.lanes import Lane, PlainLane, ToldLane, lane_for
+from fullshard.sharding.host_copy import Lane, PlainLane, ToldLane, lane_for
 from fullshard.sharding.units import find_repeated, find_units
 from fullshard.spec.run import UnitSection
 from tests.fakes.architectures import WIDTH, Block, loss_of, on_meta, tokens_of

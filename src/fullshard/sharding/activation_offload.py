@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from fullshard.distributed.tensors import storage_key
-from fullshard.sharding.lanes import Lane, lane_for
+from fullshard.sharding.host_copy import Lane, lane_for
 from fullshard.spec.plan import DeviceType
 
 Forward = Callable[..., Any]
