@@ -12,12 +12,12 @@ from fullshard.planner.activations import Moved
 from fullshard.planner.candidates import candidates
 from fullshard.planner.explain import explain
 from fullshard.planner.memory import peak_bytes
-from fullshard.planner.program import Program, Segment, Step
+from fullshard.planner.schedule import Program, Segment, Step
 from fullshard.planner.search import plan as plan_best
 from fullshard.planner.search import predict, search
+from fullshard.planner.simulate import Policy, Timeline, Work
 from fullshard.planner.step_time import StepTimer
 from fullshard.planner.streams import Streams
-from fullshard.planner.timeline import Policy, Timeline, Work
 from fullshard.report.plan import recompute_text
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import Line, ModelSpec, Phase, Trace
@@ -27,7 +27,7 @@ from fullshard.spec.run import PrefetchSection, RecomputeSection, Run
 from tests.fakes.hardware import cpu_of, hardware_of
 from tests.fakes.specs import Shape, decoder_spec, run_for
 from tests.planner.test_search import bare, brute_force, prediction_of, times
-from tests.planner.test_timeline import UNIT
+from tests.planner.test_simulate import UNIT
 
 SHAPE = Shape(layers=9, d_model=512, d_ff=1024, vocabulary=4096, sequence=256)
 # What a block of SHAPE saves of one sequence: one storage of no power of two, and one.

@@ -102,7 +102,7 @@ def _require_drive(directory: Path) -> None:
 
 def _fitted(found: "Calibration") -> "Calibration":
     """The same, with the hardware under which the whole steps are predicted best."""
-    from fullshard.planner.fitting import Seen, fitted
+    from fullshard.planner.calibration_fit import Seen, fitted
     from fullshard.planning.for_run import described
 
     seen = [Seen(described(step.plan, step.plan.device), step.plan, step.seconds) for step in found.steps]

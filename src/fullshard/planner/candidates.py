@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from fullshard.planner.offload import faster_update
-from fullshard.planner.tensor import check_split
+from fullshard.planner.tensor_parallel import check_split
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan

@@ -25,10 +25,10 @@ Not counted: the random state that recompute keeps for each block (5,056 bytes o
 """
 
 from fullshard.errors import PlanError
-from fullshard.planner.beats import Beat, Live, score
-from fullshard.planner.engine import Gathering, Ledger, Reducing
+from fullshard.planner.fsdp_memory import Gathering, Ledger, Reducing
 from fullshard.planner.offload import update_bytes
-from fullshard.planner.tensor import check_split
+from fullshard.planner.tensor_parallel import check_split
+from fullshard.planner.trace_memory import Beat, Live, score
 from fullshard.planner.unit_bytes import UnitBytes, optimizer_bytes, unit_bytes, update_temporaries
 from fullshard.spec.memory import MemoryTerms
 from fullshard.spec.model import ModelSpec

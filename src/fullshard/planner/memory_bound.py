@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from fullshard.planner.beats import score
 from fullshard.planner.memory import sizes_by_kind
+from fullshard.planner.trace_memory import score
 from fullshard.planner.unit_bytes import UnitBytes, optimizer_bytes
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan

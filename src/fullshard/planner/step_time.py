@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from fullshard.errors import PlanError
 from fullshard.planner.activations import activation_terms, moved_of, moves
-from fullshard.planner.links import collective_seconds, shard_group
+from fullshard.planner.collectives import collective_seconds, shard_group
 from fullshard.planner.offload import (
     Busy,
     HostRates,
@@ -36,11 +36,11 @@ from fullshard.planner.offload import (
     with_host,
     without_host,
 )
-from fullshard.planner.program import program_of
 from fullshard.planner.roofline import memory_seconds, phase_costs
+from fullshard.planner.schedule import program_of
+from fullshard.planner.simulate import Policy, Work, one_of_many
 from fullshard.planner.streams import Streams
-from fullshard.planner.tensor import axis_seconds
-from fullshard.planner.timeline import Policy, Work, one_of_many
+from fullshard.planner.tensor_parallel import axis_seconds
 from fullshard.planner.unit_bytes import UnitBytes, unit_bytes
 from fullshard.planner.unit_costs import TICKS, UnitCost, ticks, unit_cost
 from fullshard.spec.hardware import Hardware

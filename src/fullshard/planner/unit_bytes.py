@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 from fullshard.errors import PlanError
-from fullshard.planner.tensor import split_shape
+from fullshard.planner.tensor_parallel import split_shape
 from fullshard.spec.groups import part_bytes
 from fullshard.spec.model import ParamSpec, UnitSpec
 from fullshard.spec.plan import ITEMSIZE, Plan

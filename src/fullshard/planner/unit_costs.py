@@ -6,7 +6,7 @@ repeats can be seen to repeat.
 
 from dataclasses import dataclass
 
-from fullshard.planner.links import Group, collective_seconds, replicate_group, shard_group
+from fullshard.planner.collectives import Group, collective_seconds, replicate_group, shard_group
 from fullshard.planner.roofline import memory_seconds
 from fullshard.planner.unit_bytes import UnitBytes
 from fullshard.spec.hardware import Hardware

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from fullshard.planner.program import Program, Segment, Step
+from fullshard.planner.schedule import Program, Segment, Step
+from fullshard.planner.simulate import Policy, Timeline, Work
 from fullshard.planner.streams import Streams
-from fullshard.planner.timeline import Policy, Timeline, Work
 from fullshard.planner.unit_costs import UnitCost
 from fullshard.spec.model import Event
 from fullshard.spec.run import PrefetchSection

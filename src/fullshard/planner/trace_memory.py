@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fullshard.planner.program import runs_of
-from fullshard.planner.tensor import gathered_bytes
+from fullshard.planner.schedule import runs_of
+from fullshard.planner.tensor_parallel import gathered_bytes
 from fullshard.spec.model import Event, ModelSpec, Moment, Phase, Repeat, Trace
 
 

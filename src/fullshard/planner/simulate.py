@@ -9,9 +9,9 @@ from itertools import islice
 from typing import NamedTuple
 
 from fullshard.planner.activations import Moved
-from fullshard.planner.cycles import GATHER_CLOCKS, NEVER, REDUCE_CLOCKS, Mark, clamp, mark, skip
-from fullshard.planner.host_streams import InBuffers, all_left, bring, leave, took
-from fullshard.planner.program import Program, Segment, Step
+from fullshard.planner.offload_streams import InBuffers, all_left, bring, leave, took
+from fullshard.planner.schedule import Program, Segment, Step
+from fullshard.planner.steady_state import GATHER_CLOCKS, NEVER, REDUCE_CLOCKS, Mark, clamp, mark, skip
 from fullshard.planner.streams import Streams
 from fullshard.planner.unit_costs import UnitCost
 from fullshard.spec.groups import UNIT_BUFFERS

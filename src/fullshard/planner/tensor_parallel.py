@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from math import prod
 
 from fullshard.errors import PlanError
-from fullshard.planner.links import collective_seconds, shard_group
+from fullshard.planner.collectives import collective_seconds, shard_group
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec, Phase, UnitSpec
 from fullshard.spec.model_section import Decoder

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import PlanError
-from fullshard.planner.links import collective_seconds, shard_group
+from fullshard.planner.collectives import collective_seconds, shard_group
 from fullshard.planner.memory import peak_bytes
 from fullshard.planner.memory_bound import Habits, held_of, least_bytes, relief_of
 from fullshard.planner.search import predict
 from fullshard.planner.step_time import StepTimer, step_seconds
-from fullshard.planner.tensor import split_shape, width_of
+from fullshard.planner.tensor_parallel import split_shape, width_of
 from fullshard.spec.plan import Plan
 from tests.fakes.hardware import hardware_of
 from tests.fakes.specs import LLAMA_8B, Shape, decoder_spec, run_for

@@ -12,7 +12,7 @@ of the turn has touched; and the host's, as long as it is ahead, and will be.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fullshard.planner.host_streams import InBuffers
+from fullshard.planner.offload_streams import InBuffers
 from fullshard.planner.streams import Streams
 
 NEVER = 1 << 62

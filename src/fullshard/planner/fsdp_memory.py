@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fullshard.planner.beats import Live
+from fullshard.planner.trace_memory import Live
 from fullshard.planner.unit_bytes import UnitBytes, update_temporaries
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import PrefetchSection

@@ -3,7 +3,7 @@
 import pytest
 
 from fullshard.errors import PlanError
-from fullshard.planner.links import Group, collective_seconds, replicate_group, shard_group
+from fullshard.planner.collectives import Group, collective_seconds, replicate_group, shard_group
 from tests.fakes.hardware import hardware_of
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fullshard.planner.fitting import Factors, Seen, fitted, scaled
+from fullshard.planner.calibration_fit import Factors, Seen, fitted, scaled
 from fullshard.planner.step_time import step_seconds
 from tests.fakes.hardware import hardware_of
 from tests.fakes.specs import Shape, decoder_spec, plan_for
