@@ -4,7 +4,7 @@ import signal
 import sys
 from typing import Any
 
-from fullshard.launch.ending import Ending
+from fullshard.launch.outcome import Ending
 from fullshard.launch.request import Request
 from fullshard.launch.start import start
 from fullshard.spec.run import Run

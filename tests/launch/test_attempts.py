@@ -18,8 +18,8 @@ from fullshard.errors import (
     TrainError,
 )
 from fullshard.launch.attempts import Attempts
-from fullshard.launch.ending import Ending
-from fullshard.launch.verdict import Ended
+from fullshard.launch.first_failure import Ended
+from fullshard.launch.outcome import Ending
 
 
 def ended(error: BaseException | None) -> list[Ended]:

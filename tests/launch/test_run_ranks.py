@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, DataError, LaunchError
-from fullshard.launch.ending import CTRL_C_EXIT_CODE
+from fullshard.launch.outcome import CTRL_C_EXIT_CODE
 from fullshard.launch.scratch import remove_abandoned
 from tests.launch.sockets import Address, attack, listening
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fullshard.errors import MissingExtraError, SpecError
-from fullshard.models.constructing import without_parameters
+from fullshard.models.checks import check_positions, check_vocabulary
 from fullshard.models.huggingface import hf_model, is_causal_lm, own_dtype
-from fullshard.models.limits import check_positions, check_vocabulary
+from fullshard.models.meta_init import without_parameters
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.run import Run
 from tests.fakes.architectures_hf import CONFIGS, VOCABULARY, write_config

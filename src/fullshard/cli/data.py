@@ -23,7 +23,7 @@ def prepare_data(
     from fullshard.data.build import is_plain_text, packed_data, tokenizer_vocabulary
     from fullshard.data.text import text_data
     from fullshard.errors import SpecError
-    from fullshard.models.limits import check_known_vocabulary
+    from fullshard.models.checks import check_known_vocabulary
     from fullshard.spec.run import Run
 
     run = Run.load(run_path, overrides=overrides or [])

@@ -9,7 +9,7 @@ import typer
 
 import fullshard
 from fullshard.cli import bench, calibrate, checkpoint, convert, data, init, plan, report, train, version
-from fullshard.launch.ending import Ending, Failure
+from fullshard.launch.outcome import Ending, Failure
 
 HELP = """Train PyTorch models whose parameters, gradients and optimizer state are sharded over ranks.
 

@@ -23,9 +23,9 @@ from fullshard.jobs.leftovers import leftovers_of, told_unused, unused
 from fullshard.jobs.run_directory import Opened, RunDirectory, opened
 from fullshard.jobs.run_log import RunLog, open_run_log
 from fullshard.models.build import build_model, flops_per_token
+from fullshard.models.checks import check_positions, check_vocabulary
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.huggingface import is_causal_lm
-from fullshard.models.limits import check_positions, check_vocabulary
 from fullshard.offload.saved_state import Held
 from fullshard.offload.state import OffloadedState, host_bytes_of, offloaded_of
 from fullshard.profiler.clock import find_matmul_peak

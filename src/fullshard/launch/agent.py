@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, cast
 
 from fullshard.errors import LaunchError
 from fullshard.launch.attempts import Attempts
-from fullshard.launch.ending import Ending
 from fullshard.launch.environment import quiet_logs
-from fullshard.launch.garbage import uncollected
+from fullshard.launch.first_failure import Ended
+from fullshard.launch.gc import uncollected
+from fullshard.launch.outcome import Ending
 from fullshard.launch.request import Request
 from fullshard.launch.scratch import private_directory
 from fullshard.launch.signals import Signals
-from fullshard.launch.verdict import Ended
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult

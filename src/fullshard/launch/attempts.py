@@ -13,8 +13,8 @@ from fullshard.errors import (
     ShardError,
     SpecError,
 )
-from fullshard.launch.ending import CTRL_C_EXIT_CODE, Failure
-from fullshard.launch.verdict import Ended, first_failure
+from fullshard.launch.first_failure import Ended, first_failure
+from fullshard.launch.outcome import CTRL_C_EXIT_CODE, Failure
 
 # The same run, plan, data, checkpoints and drive would fail in the same way.
 _WRONG = (SpecError, PlanError, ShardError, DataError, CheckpointError, OffloadError)

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
-from fullshard.launch.ending import Ending
 from fullshard.launch.environment import quiet_logs, share_cores
-from fullshard.launch.garbage import importing
+from fullshard.launch.gc import importing
+from fullshard.launch.outcome import Ending
 from fullshard.launch.request import Request
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

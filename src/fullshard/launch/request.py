@@ -10,7 +10,7 @@ from typing import Self
 from pydantic import Field
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, LaunchError
-from fullshard.launch.garbage import uncollected
+from fullshard.launch.gc import uncollected
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.value import Value

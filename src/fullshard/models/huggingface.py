@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fullshard.errors import MissingExtraError, SpecError
-from fullshard.models.constructing import without_parameters
+from fullshard.models.meta_init import without_parameters
 from fullshard.models.quiet_import import import_quietly
 from fullshard.models.remote_code import class_beside, code_beside, not_trusted, without_code
 from fullshard.spec.libraries import Outside

@@ -3,7 +3,7 @@
 from torch import nn
 
 from fullshard.errors import SpecError
-from fullshard.models.constructing import without_parameters
+from fullshard.models.meta_init import without_parameters
 from fullshard.spec.dotted import look_up
 from fullshard.spec.model_section import PythonModel
 

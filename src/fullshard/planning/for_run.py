@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from fullshard.launch.environment import from_slurm, quiet_logs, share_cores, under_srun, under_torchrun
-from fullshard.launch.garbage import importing, uncollected
+from fullshard.launch.gc import importing, uncollected
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -81,7 +81,7 @@ def _planned(request: "Request", *, ranks: int, device: "DeviceType") -> "Plan |
     from fullshard.data.build import tokenizer_vocabulary
     from fullshard.errors import PlanError, SpecError
     from fullshard.models.build import build_model
-    from fullshard.models.limits import check_positions, check_vocabulary
+    from fullshard.models.checks import check_positions, check_vocabulary
     from fullshard.planner.offload import with_untimed_drive
     from fullshard.planner.search import nothing_fits, predict, search
     from fullshard.profiler.detect import detect_hardware

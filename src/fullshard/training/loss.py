@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fullshard.errors import TrainError
 from fullshard.models.huggingface import is_causal_lm
-from fullshard.models.inputs import token_arguments
+from fullshard.models.token_arguments import token_arguments
 from fullshard.spec.dotted import look_up
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.run import Run

@@ -6,8 +6,8 @@ import signal
 import pytest
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, CheckpointError, DataError, LaunchError
-from fullshard.launch.ending import Ending
-from fullshard.launch.verdict import Ended, first_failure
+from fullshard.launch.first_failure import Ended, first_failure
+from fullshard.launch.outcome import Ending
 
 
 def ended_with(error: BaseException | None) -> Ending:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fullshard.errors import TrainError
 from fullshard.models.decoder import DecoderModel
-from fullshard.models.inputs import token_arguments
+from fullshard.models.token_arguments import token_arguments
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.model_section import Decoder
 from tests.fakes.architectures_hf import CAUSAL, LENGTH, VOCABULARY

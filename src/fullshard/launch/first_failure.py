@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, LaunchError
-from fullshard.launch.ending import Ending, Failure
+from fullshard.launch.outcome import Ending, Failure
 
 
 @dataclass(frozen=True)

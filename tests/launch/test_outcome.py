@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import FullshardError, LaunchError, SpecError
-from fullshard.launch.ending import Ending
+from fullshard.launch.outcome import Ending
 
 
 def ending_of(error: BaseException) -> Ending:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fullshard.launch.garbage import uncollected
+from fullshard.launch.gc import uncollected
 
 CYCLE = """
 class Node:
@@ -17,7 +17,7 @@ def left(name):
     node = Node()
     node.itself, node.name = node, name
 
-from fullshard.launch.garbage import importing
+from fullshard.launch.gc import importing
 with importing():
     left("within")
 left("after")
