@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fullshard.checkpoint import newest as newest
     from fullshard.checkpoint import place_of as place_of
     from fullshard.checkpoint import save as save
+    from fullshard.data import build_data as build_data
     from fullshard.dryrun.program import Program as Program
     from fullshard.dryrun.run import dry_run as dry_run
     from fullshard.errors import FullshardError as FullshardError
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from fullshard.spec.plan import Plan as Plan
     from fullshard.spec.run import Run as Run
     from fullshard.tracing.describe import describe as describe
-    from fullshard.training.data import build_data as build_data
     from fullshard.training.loop import Step as Step
     from fullshard.training.loop import train as train
     from fullshard.training.loss import next_token_loss as next_token_loss
@@ -95,7 +95,7 @@ _HOMES = {
     "Plan": "spec.plan",
     "Decoder": "spec.model_section",
     "Run": "spec.run",
-    "build_data": "training.data",
+    "build_data": "data",
     "export_hf": "weights.export_hf",
     "export_peft": "weights.export_peft",
     "load_pretrained": "weights.pretrained",

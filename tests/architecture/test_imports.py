@@ -16,14 +16,13 @@ import pytest
 
 from tests.architecture.source import Import, Module, package, targets
 
-FOUNDATION = {"quantities", "targets", "errors", "system"}
+FOUNDATION = {"quantities", "errors", "system"}
 VALUES = {"spec"} | FOUNDATION
 SHARED = {"distributed"} | VALUES
 LOWER = {"data", "models", "profiler", "sharding", "offload", "checkpoint"}  # import none of each other
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "quantities": {"errors"},
-    "targets": {"errors"},
     "system": {"quantities", "errors"},
     "spec": FOUNDATION,
     "distributed": VALUES,
@@ -37,16 +36,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {"weights", "survival"} | LOWER | SHARED,
     "calibration": {"training", "weights", "survival"} | LOWER | SHARED,
     "jobs": {"calibration", "training", "weights", "survival"} | LOWER | SHARED,
-    "launch": {"survival", "training", "sharding", "checkpoint"} | SHARED,
+    "launch": {"survival"} | SHARED,
     "dryrun": {"tracing", "sharding", "models"} | SHARED,
     "planning": {"launch", "dryrun", "tracing", "training", "planner", "report", "convert"} | LOWER | SHARED,
-    "cli": {"planning", "training", "launch", "jobs", "weights", "dryrun", "planner", "report", "convert", ""}
+    "cli": {"planning", "launch", "jobs", "weights", "dryrun", "planner", "report", "convert", ""}
     | LOWER
     | SHARED,
     "": {"planning", "training", "weights", "tracing", "dryrun", "planner", "report"} | LOWER | SHARED,
     "__main__": {"cli"},
 }
-TORCH_FREE_ROOMS = {"spec", "convert", "planner", "report", "system", "errors", "quantities", "targets"}
+TORCH_FREE_ROOMS = {"spec", "convert", "planner", "report", "system", "errors", "quantities"}
 TORCH_FREE_AT_IMPORT = ("fullshard", "fullshard.cli", "fullshard.cli.main", "fullshard.__main__")
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from fullshard.data import TextData, build_data
 from fullshard.data.packed import PackedData
 from fullshard.errors import DataError, FullshardError, SpecError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.data import TextData, build_data
 from tests.data.samples import plan_of, run_of, save_tokenizer, texts_file, write_json_lines
 
 THIS = "tests.data.test_build"

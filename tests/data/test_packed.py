@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fullshard.data import IGNORED_LABEL
 from fullshard.data.build import packed_data
 from fullshard.data.packed import PackedData
 from fullshard.data.prefetch import made_ahead
-from fullshard.training.data import IGNORED_LABEL
 from tests.data.samples import plan_of, run_of
 
 S = 7

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fullshard.data import IGNORED_LABEL, Batches, TextData, build_data
 from fullshard.errors import DataError, SpecError
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.data import IGNORED_LABEL, Batches, TextData, build_data
 
 S = 5
 laws = settings(max_examples=50, deadline=None)

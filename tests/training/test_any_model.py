@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from fullshard.data import build_data
 from fullshard.models.build import build_model
 from fullshard.sharding.apply import shard
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.data import build_data
 from fullshard.training.loop import train
 from fullshard.training.loss import loss_of
 from fullshard.training.optimizer import build_optimizer

@@ -33,7 +33,7 @@ _RUN = (
 
 
 class _SameBatch:
-    """A source of microbatches (`training.data.Batches`) that costs nothing."""
+    """A source of microbatches (`data.Batches`) that costs nothing."""
 
     def __init__(self, length: int) -> None:
         self.batch = {name: torch.zeros(1, length, dtype=torch.long) for name in ("tokens", "labels")}

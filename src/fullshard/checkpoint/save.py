@@ -271,7 +271,7 @@ class Saving:
             torch_version=torch.__version__,
             fullshard_version=_own_version(),
             plan=None if self.plan is None else self.plan.model_dump(mode="json"),
-            nodes=per_node,
+            nodes=nodes,
             attempt=secrets.token_hex(4) if isinstance(self.place, NodeDisks) else None,
         )
 

@@ -1,1 +1,34 @@
-"""Texts and tokens of any kind as batches: readers, tokenizers, packing, sampling, prefetch."""
+"""Training data: tokens whose order is a function of the seed and the step, and of nothing else.
+
+Names are imported when they are first used: the processes that make tokens need no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fullshard.data.batches import IGNORED_LABEL as IGNORED_LABEL
+    from fullshard.data.batches import Batches as Batches
+    from fullshard.data.batches import Data as Data
+    from fullshard.data.build import build_data as build_data
+    from fullshard.data.prefetch import made_ahead as made_ahead
+    from fullshard.data.text import TextData as TextData
+
+_HOMES = {
+    "IGNORED_LABEL": "batches",
+    "Batches": "batches",
+    "Data": "batches",
+    "build_data": "build",
+    "made_ahead": "prefetch",
+    "TextData": "text",
+}
+
+__all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

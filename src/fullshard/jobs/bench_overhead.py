@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from fullshard.data import build_data
 from fullshard.errors import PlanError
 from fullshard.models.decoder import DecoderModel
 from fullshard.sharding.apply import shard
@@ -23,7 +24,6 @@ from fullshard.sharding.mesh import build_mesh, process_group
 from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run, Strategy
-from fullshard.training.data import build_data
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState

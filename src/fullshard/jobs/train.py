@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.checkpoint import place_of
+from fullshard.data import Data, build_data, made_ahead
 from fullshard.distributed.agreement import first, gathered
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, PlanError
@@ -44,7 +45,6 @@ from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
 from fullshard.survival.phase import Phase, Whereabouts
 from fullshard.survival.watchdog import watching
-from fullshard.training.data import Data, build_data, made_ahead
 from fullshard.training.evaluate import generate, validation_loss
 from fullshard.training.loop import Step, train
 from fullshard.training.loss import Loss, loss_of, next_token_loss

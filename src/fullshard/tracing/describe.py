@@ -7,8 +7,8 @@ Parameters stand there in the dtype that units are gathered in; what the engine 
 trace, but added by `fullshard.planner.memory`. What is moved to the host counts no more where the device is a
 GPU; the CPU's memory is the host's, and there the copy counts.
 
-Repeated blocks are traced a few times, not all (`fullshard.tracing.repeated_blocks`), and two sizes of microbatch
-tell all others (`fullshard.tracing.phases`). Where a model does not do alike in both, it is traced whole,
+Repeated blocks are traced a few times, not all (`fullshard.tracing.repeated_blocks`), and two sizes of
+microbatch tell all others (`fullshard.tracing.phases`). Where a model does not do alike in both, it is traced whole,
 for the plan's own microbatch. Operations are not compiled: what `torch.compile` saves of memory is not seen.
 """
 

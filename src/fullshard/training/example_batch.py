@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.data import build_data
 from fullshard.models.examples import example_batch
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.data import build_data
 from fullshard.training.loss import loss_of, own_loss
 
 

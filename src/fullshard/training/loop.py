@@ -67,7 +67,7 @@ def train(
     sets the learning rate of every group of the optimizer to the plan's.
 
     A plain iterable of data ends the run when it ends on any rank, on all ranks alike; another `train` begins
-    it anew. Its position is in no checkpoint: `training.data.Batches` is what resumes exactly.
+    it anew. Its position is in no checkpoint: `data.Batches` is what resumes exactly.
 
     Raises TrainError without data, after `train.max_skipped_steps` steps in a row that were skipped, when the
     ranks are not in the same step, and when replicas differ that `survival.check_replicas_every` compares.

@@ -27,7 +27,7 @@ class TrainState:
 
     `step`: finished steps. `tokens`: valid tokens trained on, over all ranks. `skipped`: steps left out for a
     loss or norm that was not finite, or stood out. `data`: what gives microbatches by step
-    (`training.data.Batches`), or an iterable of microbatches. A checkpoint holds all of it but the data: a
+    (`data.Batches`), or an iterable of microbatches. A checkpoint holds all of it but the data: a
     source by step goes on exactly where it was, a plain iterable begins anew.
     `iterator`: where a plain iterable stands, so that a `train` that was broken out of goes on there.
     `data_offset`: batches that were stepped over, in `rollbacks`. `best`: the lowest validation loss and its
