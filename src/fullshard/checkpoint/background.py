@@ -10,8 +10,8 @@ host memory are then not copied, unless the update comes first ([Note: copied be
 file system alone: what a shard waits for on its way to an object store, the update would wait for.
 
 [Note: not copied at all] State on a drive is read when it is written (`fullshard.offload.lazy_tensor`): to
-copy it would take the memory that it is there to save. The next update leaves it as it is, for it writes another
-generation; the one after that would write over it, and waits for the save.
+copy it would take the memory that it is there to save. The next update leaves it as it is, for it writes
+another generation; the one after that would write over it, and waits for the save.
 
 [Note: a group of its own] The thread's collectives run while training's do, in no order among them. On one
 group they would be taken for each other, so the thread has a gloo group of its own.
