@@ -44,8 +44,8 @@ class StreamingAdamW(torch.optim.Optimizer):
 
     Masters in bf16 are rounded at random from `seed`, as `fullshard.training.stochastic_adamw` does, and so
     are bf16 moments of fp32 masters. `on_device`: what state passes through to be updated in the device's
-    memory; None: the host updates it where it is. What is drawn to round by depends on where groups, and pieces of
-    them there, begin in a parameter.
+    memory; None: the host updates it where it is. What is drawn to round by depends on where groups, and
+    pieces of them there, begin in a parameter.
     """
 
     def __init__(

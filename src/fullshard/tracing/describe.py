@@ -8,8 +8,9 @@ trace, but added by `fullshard.planner.memory`. What is moved to the host counts
 GPU; the CPU's memory is the host's, and there the copy counts.
 
 Repeated blocks are traced a few times, not all (`fullshard.tracing.repeated_blocks`), and two sizes of
-microbatch tell all others (`fullshard.tracing.phases`). Where a model does not do alike in both, it is
-traced whole, for the plan's own microbatch. Operations are not compiled: what `torch.compile` saves of memory is not seen.
+microbatch tell all others (`fullshard.tracing.phases`). Where a model does not do alike in both, it is traced
+whole, for the plan's own microbatch. Operations are not compiled: what `torch.compile` saves of memory is not
+seen.
 """
 
 import copy
