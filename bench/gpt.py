@@ -5,11 +5,11 @@ feed-forward.
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fullshard.spec.model_section import Decoder
+from fullshard.spec.model_section import DecoderConfig
 
 
 class Block(nn.Module):
-    def __init__(self, config: Decoder) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         width = config.d_model
         self.heads = config.heads
@@ -31,7 +31,7 @@ class Block(nn.Module):
 class GptModel(nn.Module):
     """tokens (batch, sequence) -> logits; the head is the embedding's table."""
 
-    def __init__(self, config: Decoder) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocabulary, config.d_model)
         self.positions = nn.Parameter(self.embedding.weight.new_empty(config.max_sequence, config.d_model))

@@ -23,7 +23,7 @@ from torch import nn
 
 from fullshard.offload.drive import DriveFile
 from fullshard.offload.drive_store import DriveStore
-from fullshard.offload.host_memory import bytes_of, slab
+from fullshard.offload.host_memory import allocate_host, as_memoryview
 from fullshard.offload.state import offloaded_of
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -118,7 +118,7 @@ def streamed_step(directory: Path, *, count: int, groups: int) -> Callable[[], N
 
 def plain_loop(directory: Path, *, size_bytes: int, piece_bytes: int) -> Callable[[], None]:
     files = [DriveFile.create(directory / f"plain-{one}", size_bytes) for one in range(2)]
-    buffers = [bytes_of(slab(piece_bytes, pinned=False)) for _ in files]
+    buffers = [as_memoryview(allocate_host(piece_bytes, pinned=False)) for _ in files]
     turn = 0
 
     def through(transfer: Callable[[memoryview, int], None], buffer: memoryview) -> None:

@@ -98,7 +98,7 @@ def plan_of(row: dict[str, Any]) -> Plan:
         "prefetch.mode=implicit",
         "run.device=cuda",
     ]
-    plan = Plan.laid_out(Run.load(overrides=overrides), world_size=world, device="cuda")
+    plan = Plan.for_prediction(Run.load(overrides=overrides), world_size=world, device="cuda")
     # Who keeps all in bf16 there updates it by fused AdamW, and does not round stochastically.
     precision = plan.precision.model_copy(update={"stochastic_rounding": False})
     return plan.model_copy(update={"precision": precision})

@@ -31,7 +31,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.shard import let_go, shard
+from fullshard.training.shard import close_offload, shard
 from fullshard.training.state import TrainState
 from fullshard.training.step import run_step
 
@@ -80,7 +80,7 @@ def measured(plan: Plan, ranks: Ranks, *, steps: int) -> dict[str, Any]:
             {"bytes": peak.bytes, "active": peak.active_bytes, "reserved": peak.reserved_bytes, **parts}
         )
     times = [step() for _ in range(steps)]
-    let_go(model, plan=plan, finished=True)
+    close_offload(model, plan=plan, finished=True)
     return {"memory": min(peaks, key=lambda one: one["bytes"]), "times": times}
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fullshard.spec.model_section import Decoder
+from fullshard.spec.model_section import DecoderConfig
 
 
 class SpelledNorm(nn.Module):
@@ -34,7 +34,7 @@ def rotated(x: Tensor, turns: Tensor) -> Tensor:
 
 
 class SpelledBlock(nn.Module):
-    def __init__(self, config: Decoder) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         width, self.head_dim = config.d_model, config.d_model // config.heads
         self.groups = config.heads // config.kv_heads
@@ -67,7 +67,7 @@ class SpelledModel(nn.Module):
 
     turns: Tensor
 
-    def __init__(self, config: Decoder) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocabulary, config.d_model)
         turns = torch.empty(config.max_sequence, config.d_model // config.heads // 2, dtype=torch.complex64)

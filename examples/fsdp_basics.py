@@ -33,7 +33,7 @@ def main() -> None:
         fs.shard(model, plan)
         optimizer = fs.build_optimizer(model, plan)
         if ranks.rank == 0:
-            print(fs.layout(model))
+            print(fs.sharding_table(model))
 
         generator = torch.Generator().manual_seed(ranks.rank)  # every rank sees its own samples
         for step in range(60):

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fullshard.checkpoint import BackgroundSaver as BackgroundSaver
     from fullshard.checkpoint import KeyFile as KeyFile
-    from fullshard.checkpoint import NodeDisks as NodeDisks
+    from fullshard.checkpoint import NodeLocalDirectory as NodeLocalDirectory
+    from fullshard.checkpoint import latest_checkpoint as latest_checkpoint
     from fullshard.checkpoint import load as load
-    from fullshard.checkpoint import newest as newest
-    from fullshard.checkpoint import place_of as place_of
+    from fullshard.checkpoint import location_of as location_of
     from fullshard.checkpoint import save as save
     from fullshard.data import build_data as build_data
     from fullshard.dryrun.program import Program as Program
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from fullshard.planner.search import predict as predict
     from fullshard.planner.search import search as search
     from fullshard.profiler.detect import detect_hardware as detect_hardware
-    from fullshard.sharding.layout import layout as layout
+    from fullshard.sharding.layout import sharding_table as sharding_table
     from fullshard.sharding.materialize import materialize as materialize
     from fullshard.sharding.materialize import parameters_on_meta as parameters_on_meta
     from fullshard.sharding.mesh import process_group as process_group
-    from fullshard.sharding.rank0_values import InitialisedWarning as InitialisedWarning
+    from fullshard.sharding.rank0_values import MissingWeightsWarning as MissingWeightsWarning
     from fullshard.sharding.unit_sizes import UnitSizeWarning as UnitSizeWarning
     from fullshard.spec.hardware import Hardware as Hardware
     from fullshard.spec.hardware_text import hardware_on as hardware_on
     from fullshard.spec.model import ModelSpec as ModelSpec
-    from fullshard.spec.model_section import Decoder as Decoder
+    from fullshard.spec.model_section import DecoderConfig as DecoderConfig
     from fullshard.spec.plan import Plan as Plan
     from fullshard.spec.run import Run as Run
     from fullshard.tracing.describe import describe as describe
@@ -64,12 +64,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "BackgroundSaver": "checkpoint",
     "KeyFile": "checkpoint",
-    "NodeDisks": "checkpoint",
+    "NodeLocalDirectory": "checkpoint",
     "export": "weights.export",
     "full_state": "weights.export",
     "load": "checkpoint",
-    "newest": "checkpoint",
-    "place_of": "checkpoint",
+    "latest_checkpoint": "checkpoint",
+    "location_of": "checkpoint",
     "save": "checkpoint",
     "Program": "dryrun.program",
     "dry_run": "dryrun.run",
@@ -83,8 +83,8 @@ _HOMES = {
     "detect_hardware": "profiler.detect",
     "shard": "training.shard",
     "describe": "tracing.describe",
-    "InitialisedWarning": "sharding.rank0_values",
-    "layout": "sharding.layout",
+    "MissingWeightsWarning": "sharding.rank0_values",
+    "sharding_table": "sharding.layout",
     "materialize": "sharding.materialize",
     "parameters_on_meta": "sharding.materialize",
     "process_group": "sharding.mesh",
@@ -93,7 +93,7 @@ _HOMES = {
     "hardware_on": "spec.hardware_text",
     "ModelSpec": "spec.model",
     "Plan": "spec.plan",
-    "Decoder": "spec.model_section",
+    "DecoderConfig": "spec.model_section",
     "Run": "spec.run",
     "build_data": "data",
     "export_hf": "weights.export_hf",

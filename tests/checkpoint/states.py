@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fullshard.checkpoint.load import load
-from fullshard.checkpoint.location import Place
+from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.checkpoint.manifest import SavedTensor, compare_names
 from fullshard.checkpoint.save import save
 from fullshard.system.direct_io import LARGE_BYTES
@@ -32,12 +32,12 @@ class State:
     def values(self) -> dict[str, Any]:
         return {"step": self.step, **self.noted}
 
-    def receivers(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+    def load_targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         mine = {name: tensor for name, tensor in self.held.items() if name in saved or ".rank" not in name}
         compare_names(mine, {name: one for name, one in saved.items() if name in mine or ".rank" not in name})
         return {name: torch.zeros_like(tensor) for name, tensor in mine.items()}
 
-    def restored(self, values: Mapping[str, Any], received: Mapping[str, Tensor]) -> None:
+    def load_values(self, values: Mapping[str, Any], received: Mapping[str, Tensor]) -> None:
         self.held |= received
         self.noted = {name: value for name, value in values.items() if name != "step"}
         self.step = values["step"]
@@ -98,7 +98,7 @@ def sharded(step: int, mesh_shape: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def saved_sharded(
-    directory: Path | Place,
+    directory: Path | CheckpointLocation,
     step: int,
     mesh_shape: tuple[int, ...],
     options: Mapping[str, Any] | None = None,
@@ -115,7 +115,7 @@ def loaded_sharded(directory: Path, mesh_shape: tuple[int, ...]) -> tuple[State,
     return State(state.step, {}, state.noted), whole
 
 
-def saved(directory: Path | Place, step: int, **options: Any) -> Path:
+def saved(directory: Path | CheckpointLocation, step: int, **options: Any) -> Path:
     """Saved by this process alone, which is no rank."""
     return save(State(step, numbers(step), {"tokens": step * 100}), directory, **options)
 

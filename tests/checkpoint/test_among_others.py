@@ -11,9 +11,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from fullshard.checkpoint.load import load
-from fullshard.checkpoint.location import newest
+from fullshard.checkpoint.location import latest_checkpoint
 from fullshard.checkpoint.manifest import SavedTensor
-from fullshard.checkpoint.verify import damages
+from fullshard.checkpoint.verify import find_damage
 from fullshard.errors import CheckpointError
 from fullshard.spec.weight_map import Shape, WeightMap, whole
 from fullshard.weights.export import export
@@ -97,7 +97,7 @@ def test_what_is_not_ours_hides_no_checkpoint_and_every_acknowledged_save_is_fou
     stray(tmp_path)
     assert loaded(tmp_path).step == 2
     path = saved(tmp_path, 9, keep=1)
-    assert newest(tmp_path) == path
+    assert latest_checkpoint(tmp_path) == path
     assert_same(loaded(tmp_path).held, numbers(9))
     assert sorted(one.name for one in tmp_path.glob("step-*")) == [path.name]
 
@@ -137,22 +137,22 @@ def test_a_manifest_that_is_a_directory_sends_to_the_older_step(tmp_path):
 def test_a_copy_under_the_name_of_another_step_is_not_whole(tmp_path):
     path = saved(tmp_path, 1)
     shutil.copytree(path, tmp_path / "step-00000002")
-    (damage,) = damages(tmp_path / "step-00000002")
+    (damage,) = find_damage(tmp_path / "step-00000002")
     assert (damage.file, damage.what) == ("manifest.json", "the manifest of step 1")
     shutil.copytree(path, tmp_path / "backup")
-    assert not list(damages(tmp_path / "backup"))
+    assert not list(find_damage(tmp_path / "backup"))
 
 
 class Overtaken(State):
     """Between the choice of a checkpoint and its reading, the next one of `spare` takes its place, as when a
     run that keeps one saves meanwhile."""
 
-    def receivers(self, saved: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
+    def load_targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
         if not dist.is_initialized() or dist.get_rank() == 0:
             overtake(self.noted["directory"], self.noted["spare"])
         if dist.is_initialized():
             dist.barrier()
-        return super().receivers(saved)
+        return super().load_targets(saved)
 
 
 def overtake(directory: Path, spare: Path) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.files import LocalFiles
 from fullshard.checkpoint.load import load
-from fullshard.checkpoint.location import LocalPlace
+from fullshard.checkpoint.location import LocalLocation
 from fullshard.checkpoint.save import save
 from fullshard.errors import CheckpointError
 from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES, address
@@ -41,7 +41,7 @@ class Training(State):
             (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(9)
 
 
-class SlowPlace(LocalPlace):
+class SlowPlace(LocalLocation):
     """Waits to be let go on before it commits."""
 
     may_commit = threading.Event()
@@ -56,7 +56,7 @@ class SlowPlace(LocalPlace):
 def save_and_go_on(directory: Path, mesh_shape: tuple[int, ...]) -> list[Any]:
     """Two saves, with updates right after each; the second copies into the buffers of the first."""
     seen: list[Any] = []
-    with BackgroundSaver(LocalPlace(directory)) as saver:
+    with BackgroundSaver(LocalLocation(directory)) as saver:
         for step in (1, 2):
             state = Training(step, sharded(step, mesh_shape), {"tokens": step * 100})
             saver.save(state)
@@ -105,7 +105,7 @@ def test_the_context_ends_when_the_save_is_through(tmp_path):
 
 
 def test_a_save_waits_for_the_one_before(tmp_path):
-    with BackgroundSaver(LocalPlace(tmp_path)) as saver:
+    with BackgroundSaver(LocalLocation(tmp_path)) as saver:
         for step in range(1, 6):
             saver.save(State(step, numbers(step)))
         saver.wait()
@@ -115,7 +115,7 @@ def test_a_save_waits_for_the_one_before(tmp_path):
 
 def test_a_failure_is_told_and_the_next_save_succeeds(tmp_path):
     save(State(1, {"model.other": torch.ones(3)}), tmp_path)
-    with BackgroundSaver(LocalPlace(tmp_path)) as saver:
+    with BackgroundSaver(LocalLocation(tmp_path)) as saver:
         saver.save(State(1, numbers(1)))
         saver.save(State(2, numbers(2)))
         saver.wait()
@@ -131,7 +131,7 @@ def refused_on_one_rank(directory: Path) -> list[str]:
     tensors = sharded(1, (2,))
     if rank == 1:
         tensors["model.uneven"].to_local().fill_(float("nan"))
-    with BackgroundSaver(LocalPlace(directory)) as saver:
+    with BackgroundSaver(LocalLocation(directory)) as saver:
         saver.save(State(1, tensors))
         saver.wait()
         return [str(one.error) for one in saver.outcomes()]
@@ -166,7 +166,7 @@ class _WatchedFiles(LocalFiles):
 
 
 @dataclass(frozen=True)
-class _WatchedPlace(LocalPlace):
+class _WatchedPlace(LocalLocation):
     tell: Callable[[int], None] = id
 
     def begin(self, step: int, *, needed_bytes: int):

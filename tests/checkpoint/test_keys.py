@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from fullshard.checkpoint.digests import KeyFile, digest
 from fullshard.checkpoint.load import load
-from fullshard.checkpoint.location import Place, newest, place_of
+from fullshard.checkpoint.location import CheckpointLocation, latest_checkpoint, location_of
 from fullshard.checkpoint.manifest import MANIFEST, read_manifest
-from fullshard.checkpoint.per_node import NodeDisks, gather
+from fullshard.checkpoint.per_node import NodeLocalDirectory, gather
 from fullshard.checkpoint.save import save
-from fullshard.checkpoint.shard_file import PieceTable
-from fullshard.checkpoint.verify import damages
+from fullshard.checkpoint.shard_file import ShardFileTable
+from fullshard.checkpoint.verify import find_damage
 from fullshard.errors import CheckpointError
 from fullshard.weights.export import export
 from tests.checkpoint.states import State, assert_same, numbers, saved, sharded
@@ -27,11 +27,11 @@ def key(tmp_path) -> Path:
     return tmp_path / "key"
 
 
-def signed(directory: Path, key: Path) -> Place:
-    return place_of(directory, key_file=key)
+def signed(directory: Path, key: Path) -> CheckpointLocation:
+    return location_of(directory, key_file=key)
 
 
-def load_step(place: Place | Path) -> int:
+def load_step(place: CheckpointLocation | Path) -> int:
     state = State(0, numbers(0))
     load(state, place)
     assert_same(state.held, numbers(state.step))
@@ -43,7 +43,7 @@ def test_a_signed_checkpoint_loads_with_its_key_and_without_one(tmp_path, key, l
     place = signed(tmp_path / "checkpoints", key)
     path = Path(save(State(1, numbers(1)), place, layout=layout))
     assert load_step(place) == load_step(tmp_path / "checkpoints") == load_step(signed(path, key)) == 1
-    assert not list(damages(place.steps()[0][1]))
+    assert not list(find_damage(place.steps()[0][1]))
     assert key.read_text().strip().encode() not in b"".join(one.read_bytes() for one in path.iterdir())
 
 
@@ -58,7 +58,7 @@ def test_another_key_or_none_is_refused_and_no_older_checkpoint_is_taken(tmp_pat
         load_step(signed(tmp_path / "checkpoints", key))
     assert raised.value.got == "no signature"
     with pytest.raises(CheckpointError, match="is not signed"):
-        newest(signed(tmp_path / "checkpoints", key))
+        latest_checkpoint(signed(tmp_path / "checkpoints", key))
 
 
 def forged_manifest(path: Path) -> None:
@@ -72,7 +72,7 @@ def forged_manifest(path: Path) -> None:
 def forged_table(path: Path) -> None:
     """Other numbers, and a table with digests of these."""
     flip(path / "__0_0.distcp", 8 * 1000)
-    table = PieceTable.decoded((path / "__0_0.distcp.pieces").read_bytes(), source="")
+    table = ShardFileTable.decoded((path / "__0_0.distcp.pieces").read_bytes(), source="")
     data = (path / "__0_0.distcp").read_bytes()
     pieces = [
         one.model_copy(update={"digests": (digest(data[one.offset : one.offset + one.length], strong=True),)})
@@ -88,7 +88,7 @@ def test_what_is_changed_without_the_key_is_not_loaded(tmp_path, key, forge: Cal
     path = Path(saved(place, 1))
     forge(path)
     with suppress(CheckpointError):
-        assert list(damages(place.steps()[0][1])), "verify did not see it"
+        assert list(find_damage(place.steps()[0][1])), "verify did not see it"
     with pytest.raises(CheckpointError):
         load_step(place)
     with pytest.raises(CheckpointError):
@@ -101,12 +101,12 @@ def test_a_file_that_cannot_serve_as_a_key_is_refused_before_anything_is_saved(t
     if content is not None:
         (tmp_path / "key").write_bytes(content)
     with pytest.raises(CheckpointError, match="key"):
-        place_of(tmp_path / "checkpoints", key_file=tmp_path / "key")
+        location_of(tmp_path / "checkpoints", key_file=tmp_path / "key")
     assert not (tmp_path / "checkpoints").exists()
 
 
 def save_on_nodes(directory: Path, key: Path) -> int:
-    disks = NodeDisks(directory / f"node-{dist.get_rank()}", key=KeyFile(key))
+    disks = NodeLocalDirectory(directory / f"node-{dist.get_rank()}", key=KeyFile(key))
     save(State(3, sharded(3, (2,)), {"tokens": 300}), disks)
     state = State(0, sharded(0, (2,)))
     assert load(state, disks)
@@ -117,7 +117,7 @@ def test_nodes_sign_what_they_save_and_what_is_gathered(ranks, tmp_path, key):
     assert ranks(2).run(save_on_nodes, tmp_path, key) == [3, 3]
     nodes = [tmp_path / "node-0", tmp_path / "node-1"]
     path = gather(nodes, tmp_path / "all", key_file=key)
-    assert not list(damages(signed(path, key).one()))
+    assert not list(find_damage(signed(path, key).as_checkpoint()))
     (tmp_path / "other").write_text("another secret of some length")
     with pytest.raises(CheckpointError, match="no step is there of all its nodes"):
         gather(nodes, tmp_path / "again", key_file=tmp_path / "other")

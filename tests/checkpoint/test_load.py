@@ -14,11 +14,11 @@ import torch.distributed.checkpoint as dcp
 
 from fullshard.checkpoint.digests import digest
 from fullshard.checkpoint.load import load
-from fullshard.checkpoint.location import newest
+from fullshard.checkpoint.location import latest_checkpoint
 from fullshard.checkpoint.manifest import SavedFile, read_manifest
 from fullshard.checkpoint.save import save
-from fullshard.checkpoint.shard_file import PieceTable
-from fullshard.checkpoint.verify import damages
+from fullshard.checkpoint.shard_file import ShardFileTable
+from fullshard.checkpoint.verify import find_damage
 from fullshard.errors import CheckpointError
 from tests.checkpoint.states import State, assert_same, loaded, mixed, numbers, saved, sharded
 
@@ -75,7 +75,7 @@ def test_what_is_not_whole_is_passed_over_with_a_warning(tmp_path, caplog, damag
     for step in (1, 2, 3):
         path = saved(tmp_path, step)
     damage(path)
-    assert newest(tmp_path) == tmp_path / "step-00000002"
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000002"
     assert caplog.text.count("passing over") == 1
     assert_same(loaded(tmp_path).held, numbers(2))
 
@@ -131,7 +131,7 @@ def test_a_file_is_no_directory_of_checkpoints(tmp_path):
 def test_steps_are_compared_as_numbers(tmp_path):
     saved(tmp_path, 99_999_999)
     path = saved(tmp_path, 100_000_000)
-    assert newest(tmp_path) == path
+    assert latest_checkpoint(tmp_path) == path
 
 
 def test_another_model_is_refused_by_names(tmp_path):
@@ -154,7 +154,7 @@ def test_another_model_is_refused_by_names(tmp_path):
 class _Careless(State):
     """Does not compare."""
 
-    def receivers(self, saved: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    def load_targets(self, saved: Mapping[str, object]) -> dict[str, torch.Tensor]:
         return dict(self.held)
 
 
@@ -176,12 +176,12 @@ def test_damaged_bytes_are_an_error_of_ours(tmp_path, name):
 
 
 class _Refuses(State):
-    def receivers(self, saved: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    def load_targets(self, saved: Mapping[str, object]) -> dict[str, torch.Tensor]:
         raise CheckpointError("not mine.", got="this", fix="that") if dist.get_rank() else KeyError("name")
 
 
 class _CannotTakeItBack(State):
-    def restored(self, values: Mapping[str, object], received: Mapping[str, object]) -> None:
+    def load_values(self, values: Mapping[str, object], received: Mapping[str, object]) -> None:
         if dist.get_rank() == 1:
             raise ValueError("no such optimizer")
 
@@ -254,14 +254,14 @@ def without_padding(path: Path, name: str) -> None:
     """Turns a checkpoint into what saves wrote before large tensors were aligned: one piece right behind the
     other, and no index of shards."""
     manifest, data = read_manifest(path), (path / name).read_bytes()
-    table = PieceTable.decoded((path / f"{name}.pieces").read_bytes(), source=name)
+    table = ShardFileTable.decoded((path / f"{name}.pieces").read_bytes(), source=name)
     old, moved, packed = [], {}, b""
     for piece in table.pieces:
         old.append(piece.model_copy(update={"offset": len(packed)}))
         moved[piece.offset] = len(packed)
         packed += data[piece.offset : piece.offset + piece.length]
     assert len(packed) < len(data)
-    changed = {name: packed, f"{name}.pieces": PieceTable(block_bytes=1 << 24, pieces=tuple(old))}
+    changed = {name: packed, f"{name}.pieces": ShardFileTable(block_bytes=1 << 24, pieces=tuple(old))}
     changed[f"{name}.pieces"] = changed[f"{name}.pieces"].model_dump_json().encode()
     (path / "shards.json").unlink(missing_ok=True)
     if ".metadata" in manifest.files:
@@ -284,7 +284,7 @@ def test_large_tensors_load_with_padding_and_without(tmp_path, layout, name, old
     path = save(State(3, mixed()), tmp_path, layout=layout)
     if old:
         without_padding(path, name)
-    assert not list(damages(path))
+    assert not list(find_damage(path))
     state = State(0, {name: torch.zeros_like(tensor) for name, tensor in mixed().items()})
     assert load(state, tmp_path)
     assert_same(state.held, mixed())

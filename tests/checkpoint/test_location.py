@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.checkpoint.location import place_of
+from fullshard.checkpoint.location import location_of
 from fullshard.cli.main import main
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.spec.run import Run
@@ -13,7 +13,7 @@ from fullshard.spec.run import Run
 @pytest.mark.parametrize("url", ["s3://", "s3:///", "s3:///run", "gs://", "abfs:///run", "memory://"])
 def test_a_url_without_a_bucket_is_no_place(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CheckpointError, match="names no bucket"):
-        place_of(url)
+        location_of(url)
     assert main(["ckpt", "list", url]) == CheckpointError.exit_code
     assert "names no bucket" in capsys.readouterr().err
 
@@ -21,7 +21,7 @@ def test_a_url_without_a_bucket_is_no_place(url: str, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("cut", ["s3:/bucket/run", Path("s3://bucket/run"), Path("memory://run")])
 def test_a_url_that_lost_a_slash_is_no_directory(cut: str | Path) -> None:
     with pytest.raises(CheckpointError, match=r"://.* as text"):
-        place_of(cut)
+        location_of(cut)
 
 
 def test_disks_of_nodes_are_no_urls() -> None:

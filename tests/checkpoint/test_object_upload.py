@@ -9,9 +9,9 @@ import torch
 from fullshard.checkpoint import object_upload
 from fullshard.checkpoint.files import write_file
 from fullshard.checkpoint.load import load
-from fullshard.checkpoint.location import place_of
+from fullshard.checkpoint.location import location_of
 from fullshard.checkpoint.object_files import ObjectFiles
-from fullshard.checkpoint.objects import ObjectPlace
+from fullshard.checkpoint.objects import ObjectLocation
 from fullshard.checkpoint.save import save
 from fullshard.errors import CheckpointError
 from tests.checkpoint import flipping_memory
@@ -44,7 +44,7 @@ def large(step: int) -> State:
 
 
 def saved(url: str, step: int) -> None:
-    save(large(step), ObjectPlace(url, part_bytes=PART_BYTES))
+    save(large(step), ObjectLocation(url, part_bytes=PART_BYTES))
 
 
 def assert_loads(url: str, step: int) -> None:
@@ -82,7 +82,7 @@ def test_a_save_is_not_acknowledged_while_bits_flip_on_their_way(store, what):
     with pytest.raises(CheckpointError, match="a bit changed on its way to the store"):
         saved(URL, 2)
     store.take = flipping(what, times=0)
-    assert [step for step, _ in place_of(URL).steps()] == [1]
+    assert [step for step, _ in location_of(URL).steps()] == [1]
     assert_loads(URL, 1)
     saved(URL, 2)
     assert_loads(URL, 2)
@@ -146,7 +146,7 @@ def test_a_save_to_a_store_that_falls_silent_ends(store, what):
     saved(URL, 1)
     store.hear = silent(what)
     with pytest.raises(CheckpointError, match="the store does not answer") as raised:
-        save(large(2), ObjectPlace(URL, part_bytes=PART_BYTES, answer_seconds=0.3))
+        save(large(2), ObjectLocation(URL, part_bytes=PART_BYTES, answer_seconds=0.3))
     assert "no answer within" in str(raised.value)
     assert "checkpoint.store_seconds" in str(raised.value)
     store.hear = silent("nothing")
@@ -155,7 +155,7 @@ def test_a_save_to_a_store_that_falls_silent_ends(store, what):
 
 def test_a_store_that_takes_connections_and_never_reads_is_not_waited_for():
     with socket.create_server(("127.0.0.1", 0)) as server, asked_at(server.getsockname()[1]):
-        place = ObjectPlace(URL, answer_seconds=0.3)
+        place = ObjectLocation(URL, answer_seconds=0.3)
         with pytest.raises(CheckpointError, match="the store does not answer"):
             load(large(0), place)
         with pytest.raises(OSError, match="no answer within"):

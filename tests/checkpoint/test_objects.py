@@ -24,13 +24,13 @@ from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.files import write_file
 from fullshard.checkpoint.leftovers import WRITER, WriterProcess
 from fullshard.checkpoint.load import load
-from fullshard.checkpoint.location import newest, place_of
+from fullshard.checkpoint.location import latest_checkpoint, location_of
 from fullshard.checkpoint.manifest import MANIFEST, read_manifest
 from fullshard.checkpoint.object_files import ObjectFiles
 from fullshard.checkpoint.object_store import Store
-from fullshard.checkpoint.objects import ObjectPlace, is_abandoned
+from fullshard.checkpoint.objects import ObjectLocation, is_abandoned
 from fullshard.checkpoint.save import save
-from fullshard.checkpoint.verify import damages
+from fullshard.checkpoint.verify import find_damage
 from fullshard.cli.main import main
 from fullshard.errors import CheckpointError
 from tests.checkpoint.states import (
@@ -106,7 +106,7 @@ def test_any_ranks_load_what_others_saved(ranks, server, url, saving, loading):
         own = ones_own(3 if rank < saving else 0, rank)
         assert_same(whole, numbers(3) | {f"random.rank{rank}": own})
         assert (state.step, state.noted) == (3, {"tokens": 300})
-    assert newest(url) == paths[0]
+    assert latest_checkpoint(url) == paths[0]
 
 
 def test_a_save_in_the_background_is_the_same(url):
@@ -122,14 +122,14 @@ def test_a_save_in_the_background_is_the_same(url):
 
 def test_a_file_of_many_parts_is_read_back_by_ranges(url):
     tensor = torch.arange(5 << 20, dtype=torch.int32)  # four parts
-    save(State(1, {"model.large": tensor}), ObjectPlace(url, part_bytes=PART_BYTES))
+    save(State(1, {"model.large": tensor}), ObjectLocation(url, part_bytes=PART_BYTES))
     state = State(0, {"model.large": torch.empty_like(tensor)})
     assert load(state, url)
     assert torch.equal(state.held["model.large"], tensor)
 
 
 @dataclass(frozen=True)
-class _DiesBeforeCommit(ObjectPlace):
+class _DiesBeforeCommit(ObjectLocation):
     def commit(self, draft: Any, manifest: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -146,7 +146,7 @@ def die_while_uploading(url: str) -> None:
 
     threading.Thread(target=watch, daemon=True).start()
     large = torch.zeros(1 << 28, dtype=torch.uint8)
-    save(State(2, {"model.large": large}), ObjectPlace(url, part_bytes=PART_BYTES))
+    save(State(2, {"model.large": large}), ObjectLocation(url, part_bytes=PART_BYTES))
 
 
 def unfinished_uploads(url: str) -> list[str]:
@@ -164,7 +164,7 @@ def test_a_killed_save_leaves_nothing_that_is_taken_for_a_checkpoint(ranks, serv
     with pytest.raises(RankFailed, match="died"):
         ranks(1).run(asking, server.environment, act, url)
     assert set(objects(url)) > before
-    place = place_of(url)
+    place = location_of(url)
     assert [step for step, _ in place.steps()] == [1]
     assert len(place.unfinished()) == 1
     assert_same(loaded(url).held, numbers(1))
@@ -178,13 +178,13 @@ def test_a_flipped_byte_is_found_and_an_older_checkpoint_loaded(url, caplog):
     saved(url, 1)
     path = saved(url, 2)
     flip(data_file(path), at=3000)
-    (damage,) = damages(path)
+    (damage,) = find_damage(path)
     assert len(damage.tensors) == 1
     with caplog.at_level(logging.WARNING, logger="fullshard"):
         state = loaded(url)
     assert state.step == 1
     assert "an older checkpoint is taken instead" in caplog.text
-    place = place_of(url)
+    place = location_of(url)
     assert [step for step, _ in place.steps()] == [1]
     kept = objects(path)
     saved(url, 2)
@@ -211,7 +211,7 @@ def test_a_damaged_manifest_costs_no_file(url):
 
 
 @dataclass(frozen=True)
-class _Overtaken(ObjectPlace):
+class _Overtaken(ObjectLocation):
     """Another job saves the same step when this one is about to commit."""
 
     def commit(self, draft: Any, manifest: Any) -> Any:
@@ -224,12 +224,12 @@ def test_of_two_writers_of_a_step_one_wins(url):
         save(State(5, {name: tensor + 1 for name, tensor in numbers(5).items()}), _Overtaken(url))
     assert "never overwritten" in str(raised.value)
     assert_same(loaded(url).held, numbers(5))
-    assert place_of(url).unfinished() == []
+    assert location_of(url).unfinished() == []
     assert len(Store(url).listing(f"{url}/step-00000005").prefixes) == 1
 
 
 @dataclass(frozen=True)
-class _AsksTwice(ObjectPlace):
+class _AsksTwice(ObjectLocation):
     """As a backend does whose first answer was lost."""
 
     def commit(self, draft: Any, manifest: Any) -> Any:
@@ -243,7 +243,7 @@ def test_a_commit_whose_answer_was_lost_is_a_commit(url):
 
 
 @dataclass(frozen=True)
-class _Loses(ObjectPlace):
+class _Loses(ObjectLocation):
     """The store takes a file, and does not have it."""
 
     def commit(self, draft: Any, manifest: Any) -> Any:
@@ -274,7 +274,7 @@ def test_an_upload_that_fails_makes_no_object(url):
 def test_retention_removes_every_object_of_what_is_old(url):
     for step in (1, 2, 3, 4):
         saved(url, step, keep=2)
-    place = place_of(url)
+    place = location_of(url)
     assert [step for step, _ in place.steps()] == [4, 3]
     assert {name.partition("/")[0] for name in objects(url)} == {"step-00000003", "step-00000004"}
 
@@ -289,7 +289,7 @@ def test_what_was_copied_from_a_file_system_is_a_checkpoint(url, tmp_path):
 
 
 def test_only_a_writer_that_is_dead_or_old_is_cleared_away(url, caplog):
-    place = ObjectPlace(url)
+    place = ObjectLocation(url)
     draft = place.begin(1, needed_bytes=0)  # this very process: alive
     with caplog.at_level(logging.WARNING, logger="fullshard"):
         saved(url, 2)
@@ -304,7 +304,7 @@ def test_only_a_writer_that_is_dead_or_old_is_cleared_away(url, caplog):
 
 
 def test_an_attempt_that_is_older_than_any_save_is_abandoned(url):
-    draft = ObjectPlace(url).begin(1, needed_bytes=0)
+    draft = ObjectLocation(url).begin(1, needed_bytes=0)
     now = Store(url).listing(str(draft)).objects[WRITER]
     assert not is_abandoned(draft, now)
     assert now.changed is not None
@@ -322,7 +322,7 @@ def test_torch_alone_can_read_it(url):
 
 
 @dataclass(frozen=True)
-class _LosesTheStore(ObjectPlace):
+class _LosesTheStore(ObjectLocation):
     def commit(self, draft: Any, manifest: Any) -> Any:
         os.kill(int(os.environ["SERVER"]), signal.SIGKILL)
         return super().commit(draft, manifest)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import read_manifest
-from fullshard.checkpoint.per_node import NodeDisks, Seat, find_seat, gather
+from fullshard.checkpoint.per_node import NodeLocalDirectory, NodeRank, find_seat, gather
 from fullshard.checkpoint.save import Layout, save
-from fullshard.checkpoint.verify import damages
+from fullshard.checkpoint.verify import find_damage
 from fullshard.errors import CheckpointError
 from tests.checkpoint.states import (
     State,
@@ -27,22 +27,22 @@ from tests.checkpoint.states import (
 STEP = "step-00000003"
 
 
-def disks_of(directory: Path, ranks_a_node: int) -> NodeDisks:
-    return NodeDisks(directory / f"node-{dist.get_rank() // ranks_a_node}")
+def disks_of(directory: Path, ranks_a_node: int) -> NodeLocalDirectory:
+    return NodeLocalDirectory(directory / f"node-{dist.get_rank() // ranks_a_node}")
 
 
-def seats(directory: Path, ranks_a_node: int) -> Seat:
+def seats(directory: Path, ranks_a_node: int) -> NodeRank:
     return find_seat(disks_of(directory, ranks_a_node).path)
 
 
 def test_ranks_that_see_each_others_files_share_a_disk(ranks, tmp_path):
     assert ranks(4).run(seats, tmp_path, 2) == [
-        Seat(0, 2, leads=True),
-        Seat(0, 2, leads=False),
-        Seat(1, 2, leads=True),
-        Seat(1, 2, leads=False),
+        NodeRank(0, 2, is_leader=True),
+        NodeRank(0, 2, is_leader=False),
+        NodeRank(1, 2, is_leader=True),
+        NodeRank(1, 2, is_leader=False),
     ]
-    assert ranks(3).run(seats, tmp_path, 3) == [Seat(0, 1, leads=rank == 0) for rank in range(3)]
+    assert ranks(3).run(seats, tmp_path, 3) == [NodeRank(0, 1, is_leader=rank == 0) for rank in range(3)]
     assert not list(tmp_path.rglob(".seat-*"))
 
 
@@ -74,14 +74,14 @@ def test_the_same_nodes_load_in_place_and_others_what_was_gathered(ranks, tmp_pa
         path = tmp_path / f"node-{node}" / STEP
         manifest = read_manifest(path)
         assert (manifest.nodes, manifest.node) == (2, node)
-        assert not list(damages(path))
+        assert not list(find_damage(path))
         here = {name for name in os.listdir(path) if not name.endswith(".json")}
         assert here == {name for name in manifest.own_files if not name.endswith(".json")}
     assert_loaded(ranks(4).run(load_on_nodes, tmp_path, mesh_shape), 3)
 
     path = gather([tmp_path / "node-1", tmp_path / "node-0"], tmp_path / "all")
     assert path == tmp_path / "all" / STEP
-    assert not list(damages(path))
+    assert not list(find_damage(path))
     if layout == "sharded":
         for _, whole in ranks(3).run(loaded_sharded, tmp_path / "all", (3,)):
             assert_same({n: t for n, t in whole.items() if ".rank" not in n}, numbers(3))

@@ -11,9 +11,9 @@ import pytest
 from fullshard.checkpoint import per_node
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.files import LocalFiles
-from fullshard.checkpoint.location import LocalPlace
+from fullshard.checkpoint.location import LocalLocation
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, Manifest
-from fullshard.checkpoint.per_node import NodeDisks, Seat
+from fullshard.checkpoint.per_node import NodeLocalDirectory, NodeRank
 from fullshard.checkpoint.save import save
 from fullshard.checkpoint.storage import data_file
 from fullshard.errors import CheckpointError
@@ -40,7 +40,7 @@ class FlippingFiles(LocalFiles):
 
 
 @dataclass(frozen=True)
-class FlippingPlace(LocalPlace):
+class FlippingPlace(LocalLocation):
     flips: str = ""
 
     def begin(self, step: int, *, needed_bytes: int) -> FlippingFiles:
@@ -52,7 +52,7 @@ def test_what_a_disk_has_changed_is_not_acknowledged(tmp_path, flips):
     saved(tmp_path, 1)
     with pytest.raises(CheckpointError, match=f"{flips} was read back, and is other than was written"):
         saved(FlippingPlace(tmp_path, flips=flips), 2, read_back=True)
-    assert [step for step, _ in LocalPlace(tmp_path).steps()] == [1]
+    assert [step for step, _ in LocalLocation(tmp_path).steps()] == [1]
     assert loaded(tmp_path).step == 1
     saved(tmp_path, 2, read_back=True)
     assert_same(loaded(tmp_path).held, numbers(2))
@@ -91,11 +91,13 @@ def test_a_save_in_the_background_is_read_back(tmp_path):
 
 
 def committed(draft: LocalFiles, manifest: Manifest) -> Any:
-    return per_node.commit(draft, Seat(0, 1, leads=True), manifest=manifest, index=b"", read_back=True)
+    return per_node.commit(
+        draft, NodeRank(0, 1, is_leader=True), manifest=manifest, index=b"", read_back=True
+    )
 
 
 def test_a_disk_of_one_node_is_read_back(tmp_path):
-    path = save(State(1, numbers(1)), NodeDisks(tmp_path), read_back=True)
+    path = save(State(1, numbers(1)), NodeLocalDirectory(tmp_path), read_back=True)
     manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
     path.rename(tmp_path / ".tmp-1")
     (tmp_path / ".tmp-1" / MANIFEST).unlink()

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 from fullshard.checkpoint.leftovers import WRITER, WriterProcess
-from fullshard.checkpoint.location import LocalPlace, newest
+from fullshard.checkpoint.location import LocalLocation, latest_checkpoint
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.save import save
 from fullshard.errors import CheckpointError, SpecError
@@ -249,7 +249,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path):
     saved(tmp_path, 1)
     before = listing(tmp_path)
     with pytest.raises(CheckpointError, match=r"not enough space.*\n  got: 100 B free, .* KiB needed"):
-        saved(LocalPlace(tmp_path, free_bytes=lambda path: 100), 2)
+        saved(LocalLocation(tmp_path, free_bytes=lambda path: 100), 2)
     assert listing(tmp_path) == before
 
 
@@ -258,8 +258,8 @@ def test_the_bytes_needed_are_told_closely_and_never_too_few(tmp_path, make, spa
     state = State(1, make())
     size = sum(file.stat().st_size for file in save(state, tmp_path / "a").glob("*.distcp"))
     with pytest.raises(CheckpointError, match="not enough space"):
-        save(state, LocalPlace(tmp_path / "b", free_bytes=lambda path: size))
-    save(state, LocalPlace(tmp_path / "b", free_bytes=lambda path: size + spare))
+        save(state, LocalLocation(tmp_path / "b", free_bytes=lambda path: size))
+    save(state, LocalLocation(tmp_path / "b", free_bytes=lambda path: size + spare))
 
 
 def test_padding_is_planned_for(tmp_path):
@@ -267,12 +267,12 @@ def test_padding_is_planned_for(tmp_path):
     state = State(1, {f"model.{i}": torch.zeros(LARGE_BYTES + 1, dtype=torch.uint8) for i in range(8)})
     written = sum(file.stat().st_size for file in save(state, tmp_path / "a").glob("__0_0.distcp*"))
     with pytest.raises(CheckpointError, match="not enough space"):
-        save(state, LocalPlace(tmp_path / "b", free_bytes=lambda path: written))
+        save(state, LocalLocation(tmp_path / "b", free_bytes=lambda path: written))
 
 
 def saved_with_free_bytes(directory: Path, mesh_shape: tuple[int, ...], free: int) -> str | None:
     try:
-        save(State(1, sharded(1, mesh_shape)), LocalPlace(directory, free_bytes=lambda path: free))
+        save(State(1, sharded(1, mesh_shape)), LocalLocation(directory, free_bytes=lambda path: free))
     except CheckpointError as error:
         return error.what
     return None
@@ -325,7 +325,7 @@ def test_a_broken_step_is_set_aside_and_kept(tmp_path, caplog):
     (aside,) = tmp_path.glob(".bad-step-00000001-*")
     assert listing(aside) == broken
     assert str(aside) in caplog.text
-    assert newest(tmp_path) == path
+    assert latest_checkpoint(tmp_path) == path
 
 
 def test_the_newest_k_whole_ones_are_kept(tmp_path):
@@ -339,7 +339,7 @@ def test_the_newest_k_whole_ones_are_kept(tmp_path):
         "step-00000005",
     ]
     saved(tmp_path, 2, keep=1)  # rolled back: what is newer is not older than this
-    assert newest(tmp_path) == tmp_path / "step-00000005"
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000005"
     with pytest.raises(SpecError, match="negative"):
         saved(tmp_path, 6, keep=-1)
 
@@ -376,7 +376,7 @@ def test_only_what_is_surely_dead_is_collected(tmp_path, caplog):
     for left in (alive, elsewhere, unknown):
         assert left.exists()
         assert f"leaving {left} alone" in caplog.text
-    assert newest(tmp_path) == path
+    assert latest_checkpoint(tmp_path) == path
 
 
 def save_until_killed(directory: Path, seconds: float) -> None:
@@ -414,7 +414,7 @@ def test_every_nth_step_is_kept_besides(tmp_path):
 def test_a_second_writer_is_refused_while_the_first_writes(tmp_path):
     saved(tmp_path, 1)
     with (
-        LocalPlace(tmp_path).writing(),
+        LocalLocation(tmp_path).writing(),
         pytest.raises(CheckpointError, match=f"another process is saving to {tmp_path}"),
     ):
         saved(tmp_path, 2)

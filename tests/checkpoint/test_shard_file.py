@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from fullshard.checkpoint.files import LocalFiles
-from fullshard.checkpoint.shard_file import PieceFile, PieceTable, read_part, verify_padding, verify_piece
+from fullshard.checkpoint.shard_file import (
+    ShardFileTable,
+    ShardFileWriter,
+    read_part,
+    verify_padding,
+    verify_piece,
+)
 from fullshard.checkpoint.snapshot_reader import LiveShards
 from fullshard.checkpoint.storage import write_shards
 from fullshard.errors import DamagedCheckpointError
@@ -30,9 +36,9 @@ def page_aligned(tensor: Tensor) -> Tensor:
 
 def written(
     tensors: dict[str, Tensor], file: Any = None, *, in_step: bool = False
-) -> tuple[bytes, PieceTable]:
+) -> tuple[bytes, ShardFileTable]:
     file = file or io.BytesIO()
-    with PieceFile(file, in_step=in_step) as pieces:
+    with ShardFileWriter(file, in_step=in_step) as pieces:
         for name, tensor in tensors.items():
             pieces.add(name, tensor, index=(0,) * tensor.ndim)
     return file.getvalue(), pieces.table
@@ -99,7 +105,7 @@ def test_where_a_tensor_lies_in_memory_changes_nothing_but_padding(tmp_path, mov
     held = LiveShards({name: one for name, _, one in shards}, copied=lambda _, one: one) if live else None
     write_shards(LocalFiles(tmp_path), "data", shards=shards, held=held)
     found = (tmp_path / "data").read_bytes()
-    table = PieceTable.decoded((tmp_path / "data.pieces").read_bytes(), source="data")
+    table = ShardFileTable.decoded((tmp_path / "data.pieces").read_bytes(), source="data")
     end = 0
     for one, piece in zip(expected.pieces, table.pieces, strict=True):
         assert piece == one.model_copy(update={"offset": piece.offset})

@@ -30,7 +30,7 @@ def of(copied: list[str], failing: str = "") -> Callable[[str, Tensor], Tensor]:
 
 
 def read(held: LiveShards, name: str, shard: Tensor) -> Tensor:
-    with held.reading(name, shard, last=True) as found:
+    with held.read(name, shard, last=True) as found:
         return found.clone()
 
 
@@ -40,7 +40,7 @@ def test_what_is_not_written_is_copied_before_it_changes(written: int) -> None:
     held = LiveShards(shards, copied=of(copied))
     for name in NAMES[:written]:
         found[name] = read(held, name, shards[name])
-    held.settle()
+    held.copy_unwritten()
     for shard in shards.values():
         shard.fill_(9)
     for name in NAMES[written:]:
@@ -54,12 +54,12 @@ def test_nothing_changes_while_it_is_read() -> None:
     held = LiveShards(shards, copied=of(copied))
 
     def change() -> None:
-        held.settle()
+        held.copy_unwritten()
         order.append("settled")
         shards["b"].fill_(9)
 
     training = threading.Thread(target=change)
-    with held.reading("b", shards["b"], last=True) as found:
+    with held.read("b", shards["b"], last=True) as found:
         training.start()
         training.join(0.1)
         assert torch.equal(found, some()["b"])
@@ -72,9 +72,9 @@ def test_nothing_changes_while_it_is_read() -> None:
 def test_a_shard_that_is_read_again_is_still_the_one_of_before() -> None:
     shards = some()
     held = LiveShards(shards, copied=of([]))
-    with held.reading("c", shards["c"], last=False):
+    with held.read("c", shards["c"], last=False):
         pass
-    held.settle()
+    held.copy_unwritten()
     shards["c"].fill_(9)
     assert torch.equal(read(held, "c", shards["c"]), some()["c"])
     with pytest.raises(AssertionError, match="c is read after the last time"):
@@ -84,7 +84,7 @@ def test_a_shard_that_is_read_again_is_still_the_one_of_before() -> None:
 def test_a_copy_that_fails_is_the_saves_failure_and_not_trainings() -> None:
     shards, copied = some(), list[str]()
     held = LiveShards(shards, copied=of(copied, failing="c"))
-    held.settle()
+    held.copy_unwritten()
     for shard in shards.values():
         shard.fill_(9)
     assert torch.equal(read(held, "b", shards["b"]), some()["b"])
@@ -96,5 +96,5 @@ def test_nothing_is_copied_for_a_save_that_has_ended() -> None:
     copied = list[str]()
     held = LiveShards(some(), copied=of(copied))
     held.finish()
-    held.settle()
+    held.copy_unwritten()
     assert not copied

@@ -14,7 +14,7 @@ from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import MANIFEST, SavedFile, read_manifest
 from fullshard.checkpoint.per_node import gather
 from fullshard.checkpoint.shard_index import ShardIndex
-from fullshard.checkpoint.verify import damages, differences
+from fullshard.checkpoint.verify import diff, find_damage
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.weights.export import export
 from tests.checkpoint.states import State, assert_same, loaded, numbers, saved
@@ -76,8 +76,8 @@ def test_no_pickle_of_a_checkpoint_is_ever_read(tmp_path, attack: Callable[[Path
 
     assert_same(loaded(path).held, numbers(1))
     export(path, tmp_path / "model.safetensors")
-    assert not list(differences(path, path))
-    assert not list(damages(path))
+    assert not list(diff(path, path))
+    assert not list(find_damage(path))
     assert not marker.exists()
 
 
@@ -133,7 +133,7 @@ def test_no_link_is_followed_out_of_a_checkpoint(tmp_path, name):
     path = saved(tmp_path / "checkpoints", 2)
     (path / name).rename(tmp_path / name)
     (path / name).symlink_to(tmp_path / name)
-    assert [damage.file for damage in damages(path)] == [name]
+    assert [damage.file for damage in find_damage(path)] == [name]
     assert loaded(tmp_path / "checkpoints").step == 1
 
 
@@ -168,7 +168,7 @@ def test_an_index_that_does_not_cover_the_tensors_is_damage(tmp_path):
     path = saved(tmp_path, 1)
     for index in indexes(path):
         replace(path, {"shards.json": index.model_dump_json().encode()})
-        assert {damage.file for damage in damages(path)} == {"shards.json"}
+        assert {damage.file for damage in find_damage(path)} == {"shards.json"}
         with pytest.raises(CheckpointError):
             load(State(0, numbers(0)), path)
 
@@ -179,6 +179,6 @@ def test_an_index_that_points_at_another_tensor_is_damage(tmp_path):
     offset = index.shards["model.everywhere"][0].offset
     shards = index.shards | {"optimizer.count": (index.shards["optimizer.count"][0]._replace(offset=offset),)}
     replace(path, {"shards.json": index.model_copy(update={"shards": shards}).model_dump_json().encode()})
-    assert [damage.tensors for damage in damages(path)] == [("optimizer.count",)]
+    assert [damage.tensors for damage in find_damage(path)] == [("optimizer.count",)]
     with pytest.raises(CheckpointError, match="differ"):
         load(State(0, numbers(0)), path)

@@ -10,8 +10,8 @@ import torch
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.save import save
-from fullshard.checkpoint.shard_file import BLOCK_BYTES, PieceTable
-from fullshard.checkpoint.verify import damages, differences
+from fullshard.checkpoint.shard_file import BLOCK_BYTES, ShardFileTable
+from fullshard.checkpoint.verify import diff, find_damage
 from fullshard.errors import CheckpointError
 from fullshard.system.direct_io import LARGE_BYTES
 from tests.checkpoint.states import (
@@ -35,8 +35,8 @@ def flip(file: Path, bit: int) -> None:
     file.write_bytes(data)
 
 
-def pieces(path: Path, name: str = "__0_0.distcp") -> PieceTable:
-    return PieceTable.decoded((path / f"{name}.pieces").read_bytes(), source=name)
+def pieces(path: Path, name: str = "__0_0.distcp") -> ShardFileTable:
+    return ShardFileTable.decoded((path / f"{name}.pieces").read_bytes(), source=name)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -48,7 +48,7 @@ def test_any_flipped_bit_is_found_and_an_older_checkpoint_loaded(tmp_path, name)
         path = saved(directory, 2)
         bit = rng.randrange((path / name).stat().st_size * 8)
         flip(path / name, bit)
-        found = list(damages(path))
+        found = list(find_damage(path))
         assert [damage.file for damage in found] == [name], f"bit {bit}"
         if name not in NOT_READ:
             state = loaded(directory)
@@ -63,10 +63,10 @@ def test_a_flipped_bit_names_its_tensor(tmp_path):
     for piece in table.pieces:
         whole = (path / "__0_0.distcp").read_bytes()
         flip(path / "__0_0.distcp", 8 * (piece.offset + piece.length - 1))
-        (damage,) = damages(path)
+        (damage,) = find_damage(path)
         assert damage.tensors == (piece.name,)
         (path / "__0_0.distcp").write_bytes(whole)
-    assert not list(damages(path))
+    assert not list(find_damage(path))
     assert sum(piece.length for piece in table.pieces) == (path / "__0_0.distcp").stat().st_size
 
 
@@ -81,7 +81,7 @@ def test_a_part_of_many_blocks_is_verified_block_by_block(tmp_path):
     assert torch.equal(target.held["model.large"], state.held["model.large"])
     begin = piece.offset + 2 * BLOCK_BYTES
     flip(path / "__0_0.distcp", 8 * (begin + 7))
-    (damage,) = damages(path)
+    (damage,) = find_damage(path)
     assert f"bytes {begin} to {begin + BLOCK_BYTES}" in damage.what
 
 
@@ -91,7 +91,7 @@ def test_a_flipped_bit_between_the_pieces_is_found_and_harms_nothing(tmp_path):
     small, large = pieces(path).pieces
     assert large.offset > small.length
     flip(path / "__0_0.distcp", 8 * (large.offset - 1) + 3)
-    (damage,) = damages(path)
+    (damage,) = find_damage(path)
     assert f"bytes {small.length} to {large.offset}, before model.large, are not all zero" in damage.what
     target = State(0, {name: torch.zeros_like(tensor) for name, tensor in state.held.items()})
     assert load(target, tmp_path)
@@ -114,7 +114,7 @@ def test_other_damage_is_found_too(ranks, tmp_path, act):
         os.replace(other / file.name, file)
     else:
         (path / "notes.txt").write_text("")
-    found = list(damages(path))
+    found = list(find_damage(path))
     assert {damage.file for damage in found} == {"notes.txt" if act == "stranger" else file.name}
     if act != "stranger":
         assert {"model.uneven", "random.rank1"} <= {name for damage in found for name in damage.tensors}
@@ -142,7 +142,7 @@ def test_one_checkpoint_that_was_asked_for_is_not_replaced_by_another(tmp_path):
 def test_the_same_state_on_other_ranks_shows_no_difference(ranks, tmp_path):
     (two, *_) = ranks(2).run(saved_sharded, tmp_path / "a", 3, (2,))
     (four, *_) = ranks(4).run(saved_sharded, tmp_path / "b", 3, (2, 2))
-    lines = list(differences(two, four))
+    lines = list(diff(two, four))
     assert lines == ["random.rank2: absent | uint8 [16]", "random.rank3: absent | uint8 [16]"]
 
 
@@ -152,7 +152,7 @@ def test_differences_are_named_and_measured(tmp_path):
     changed["model.uneven"][2, 1] += 0.5
     changed["model.scalar"] = torch.ones(2)
     other = save(State(3, changed, {"tokens": 301}), tmp_path / "b")
-    assert list(differences(one, other)) == [
+    assert list(diff(one, other)) == [
         "tokens: 300 | 301",
         "model.scalar: float32 [] | float32 [2]",
         "model.uneven: 1 of 35 elements differ, by at most 0.5",
@@ -182,4 +182,4 @@ def test_each_ranks_own_file_loads_on_the_same_ranks_alone(ranks, tmp_path):
     (message, *_) = ranks(2).run(refused_by_ranks, tmp_path, (2, 1))
     assert "sharded as those that saved it" in message
     flip(path / "rank-1.shards", 8 * 5000)
-    assert [damage.file for damage in damages(path)] == ["rank-1.shards"]
+    assert [damage.file for damage in find_damage(path)] == ["rank-1.shards"]

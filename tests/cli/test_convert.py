@@ -7,7 +7,7 @@ from pathlib import Path
 from fullshard.cli.main import main
 from fullshard.errors import SpecError
 
-CONFIG = Path(__file__).parents[1] / "spec" / "configs" / "deepspeed_zero3.json"
+CONFIG = Path(__file__).parents[1] / "convert" / "configs" / "deepspeed_zero3.json"
 
 
 def test_the_run_goes_to_output_and_the_words_to_error(capsys):

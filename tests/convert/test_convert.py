@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.convert.account import Format, Verdict
+from fullshard.convert.account import Format, KeyVerdict
 from fullshard.convert.conversion import Conversion, convert
 from fullshard.convert.source import read_source
 from fullshard.convert.toml_text import toml_value
@@ -119,14 +119,14 @@ def test_every_key_is_spoken_of_once(path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_only_keys_that_no_one_knows_are_unknown(path):
-    unknown = {one.key for one in converted(path).said if one.verdict is Verdict.UNKNOWN}
+    unknown = {one.key for one in converted(path).said if one.verdict is KeyVerdict.UNKNOWN}
     assert unknown == UNKNOWN.get(path.name, set())
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_what_sets_nothing_says_why(path):
     for one in converted(path).said:
-        sets = one.verdict in (Verdict.TAKEN, Verdict.RENAMED)
+        sets = one.verdict in (KeyVerdict.TAKEN, KeyVerdict.RENAMED)
         assert bool(one.sets) == sets
         assert one.why or sets, one
 
@@ -167,7 +167,7 @@ def test_a_key_that_is_no_key_is_never_passed_over(path, section):
     inner["surprise"] = 1
     conversion = convert(json.dumps(tree), name="a.json")
     found = next(one for one in conversion.said if one.key == ".".join((*section, "surprise")))
-    assert found.verdict is Verdict.UNKNOWN
+    assert found.verdict is KeyVerdict.UNKNOWN
 
 
 ODD = [
@@ -353,7 +353,7 @@ def test_python_is_read_and_never_run(tmp_path):
 def test_a_value_that_only_the_program_knows_is_not_guessed():
     text = "FSDP(m, auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=args.size))"
     said = {one.key: one for one in convert(text, name="a.py").said}
-    assert said["auto_wrap_policy.min_num_params"].verdict is Verdict.NOT_SUPPORTED
+    assert said["auto_wrap_policy.min_num_params"].verdict is KeyVerdict.NOT_SUPPORTED
     assert "sharding.units.min_parameters" in said["auto_wrap_policy.min_num_params"].why
 
 
@@ -366,18 +366,22 @@ def test_a_switch_that_only_the_program_knows_is_not_taken_for_off(value):
     said = {
         one.key: one for one in convert(f"FSDP2Config(activation_checkpointing={value})", name="a.py").said
     }
-    assert said["activation_checkpointing"].verdict is Verdict.NOT_SUPPORTED
+    assert said["activation_checkpointing"].verdict is KeyVerdict.NOT_SUPPORTED
     said = {one.key: one for one in convert(f"FSDP(m, forward_prefetch={value})", name="a.py").said}
-    assert said["forward_prefetch"].verdict is Verdict.NOT_SUPPORTED
+    assert said["forward_prefetch"].verdict is KeyVerdict.NOT_SUPPORTED
 
 
 @pytest.mark.parametrize(
     ("text", "key", "verdict"),
     [
-        ('{"data_efficiency": {"enabled": false, "seed": 1}}', "data_efficiency.seed", Verdict.NOT_NEEDED),
-        ('{"data_efficiency": {"enabled": true, "seed": 1}}', "data_efficiency.seed", Verdict.NOT_SUPPORTED),
-        ('{"zero_optimization": {"zero_quantized_weights": false}}', None, Verdict.NOT_NEEDED),
-        ('{"zero_optimization": {"zero_quantized_weights": true}}', None, Verdict.NOT_SUPPORTED),
+        ('{"data_efficiency": {"enabled": false, "seed": 1}}', "data_efficiency.seed", KeyVerdict.NOT_NEEDED),
+        (
+            '{"data_efficiency": {"enabled": true, "seed": 1}}',
+            "data_efficiency.seed",
+            KeyVerdict.NOT_SUPPORTED,
+        ),
+        ('{"zero_optimization": {"zero_quantized_weights": false}}', None, KeyVerdict.NOT_NEEDED),
+        ('{"zero_optimization": {"zero_quantized_weights": true}}', None, KeyVerdict.NOT_SUPPORTED),
     ],
 )
 def test_what_asks_for_nothing_is_not_said_to_be_missing(text, key, verdict):
@@ -389,7 +393,7 @@ def test_of_keys_that_contradict_each_other_the_first_counts_and_the_other_is_to
     text = "distributed_type: MULTI_GPU\nfsdp_config: {fsdp_sharding_strategy: FULL_SHARD}"
     conversion = convert(text, name="a.yaml")
     assert conversion.run.sharding.strategy is Strategy.NO_SHARD
-    assert conversion.said[1].verdict is Verdict.NOT_SUPPORTED
+    assert conversion.said[1].verdict is KeyVerdict.NOT_SUPPORTED
     assert "distributed_type" in conversion.said[1].why
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.data.cache import built, cache_root, digests, key_of, manifest_of
+from fullshard.data.cache import cache_root, digests, get_or_build, key_of, manifest_of
 from fullshard.errors import DataError
 
 WRITES_AND_DIES = """
@@ -38,7 +38,7 @@ def counting(counts: list[int], text: str = "whole", *, seconds: float = 0.0):
 
 def test_an_entry_is_made_once(tmp_path: Path):
     counts: list[int] = []
-    entries = {built(tmp_path, "entry", build=counting(counts)) for _ in range(3)}
+    entries = {get_or_build(tmp_path, "entry", build=counting(counts)) for _ in range(3)}
     assert entries == {tmp_path / "entry"}
     assert len(counts) == 1
     assert (tmp_path / "entry" / "file").read_text() == "whole"
@@ -50,7 +50,7 @@ def test_those_who_want_it_meanwhile_wait_and_find_it(tmp_path: Path):
     alive: list[int] = []
 
     def want() -> None:
-        built(tmp_path, "entry", build=counting(counts, seconds=0.5), alive=lambda: alive.append(1))
+        get_or_build(tmp_path, "entry", build=counting(counts, seconds=0.5), alive=lambda: alive.append(1))
 
     threads = [threading.Thread(target=want) for _ in range(3)]
     for thread in threads:
@@ -66,7 +66,7 @@ def test_what_is_killed_leaves_nothing_that_is_taken_for_an_entry(tmp_path: Path
     assert killed.returncode == -signal.SIGKILL
     assert not (tmp_path / "entry").exists()
     counts: list[int] = []
-    built(tmp_path, "entry", build=counting(counts))
+    get_or_build(tmp_path, "entry", build=counting(counts))
     assert len(counts) == 1
     assert list(tmp_path.glob(".entry.tmp-*")) == []
 
@@ -77,15 +77,15 @@ def test_what_raises_leaves_nothing(tmp_path: Path):
         raise DataError("corrupt.")
 
     with pytest.raises(DataError, match="corrupt"):
-        built(tmp_path, "entry", build=build)
+        get_or_build(tmp_path, "entry", build=build)
     assert [path.name for path in tmp_path.iterdir()] == [".entry.lock"]
 
 
 def test_an_entry_that_lost_bytes_is_made_again(tmp_path: Path):
     counts: list[int] = []
-    built(tmp_path, "entry", build=counting(counts))
+    get_or_build(tmp_path, "entry", build=counting(counts))
     os.truncate(tmp_path / "entry" / "file", 3)
-    built(tmp_path, "entry", build=counting(counts))
+    get_or_build(tmp_path, "entry", build=counting(counts))
     assert len(counts) == 2
     assert (tmp_path / "entry" / "file").read_text() == "whole"
 

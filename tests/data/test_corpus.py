@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.data.cache import cache_root, still
+from fullshard.data.cache import cache_root, no_heartbeat
 from fullshard.data.readers import file_shards
 from fullshard.data.sources import stores_of
 from fullshard.data.token_store import TokenStore
-from fullshard.data.tokenize import Made, Recipe, tokenized
+from fullshard.data.tokenize import TaskResult, TokenizeSettings, tokenized
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import DataError, FullshardError
 from fullshard.spec.data_section import SourceFields
@@ -20,7 +20,7 @@ from tests.data.samples import CHAT, run_of, save_tokenizer, text, texts_file, w
 
 def store_of(tmp_path: Path, **data: object) -> TokenStore:
     section = run_of(tmp_path / "cache", **data).data
-    (store,) = stores_of(section, section, root=cache_root(section.cache), alive=still)
+    (store,) = stores_of(section, section, root=cache_root(section.cache), alive=no_heartbeat)
     return store
 
 
@@ -74,12 +74,14 @@ def test_every_source_gives_the_tokens_of_its_texts(tmp_path: Path, tokenizer: s
 def test_several_processes_make_the_same_tokens(tmp_path: Path, tokenizer: str):
     paths = [Path(texts_file(tmp_path / f"{i}.jsonl", 20, first=100 * i)) for i in range(6)]
     shards = [shard for path in paths for shard in file_shards("jsonl", path, size=path.stat().st_size)]
-    recipe = Recipe(SourceFields(), tokenizer, None, train_on="all", on_error="stop", dtype="uint16")
+    recipe = TokenizeSettings(
+        SourceFields(), tokenizer, None, train_on="all", on_error="stop", dtype="uint16"
+    )
     bytes_made: list[list[bytes]] = []
     for processes in (1, 2):
         (tmp_path / f"{processes}").mkdir()
         tasks = [([shard], tmp_path / f"{processes}" / f"{i}") for i, shard in enumerate(shards)]
-        told: list[Made] = []
+        told: list[TaskResult] = []
         made = tokenized(tasks, recipe, processes=processes, tell=told.append)
         assert sorted(one.path for one in told) == sorted(one.path for one in made)
         assert [one.path for one in made] == [str(path) for _, path in tasks]

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fullshard.data.cache import cache_root, still
+from fullshard.data.cache import cache_root, no_heartbeat
 from fullshard.data.memmaps import memmap_stores
 from fullshard.data.token_store import TokenStore
 from fullshard.errors import DataError
@@ -18,7 +18,7 @@ JOINED = [token for document in DOCUMENTS for token in document]
 
 def stores(tmp_path: Path, pattern: str, **fields: object) -> list[TokenStore]:
     given = SourceFields(paths=(f"{tmp_path}/{pattern}",), **fields)
-    return memmap_stores(given, root=cache_root(str(tmp_path / "cache")), alive=still)
+    return memmap_stores(given, root=cache_root(str(tmp_path / "cache")), alive=no_heartbeat)
 
 
 def documents(store: TokenStore) -> list[list[int]]:

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.data.packing import (
-    NOTHING,
+    NO_LABEL,
     Packing,
     Rows,
     Spans,
     best_fit,
-    cut,
     open_rows,
+    split_long,
     split_spans,
     write_rows,
 )
@@ -83,7 +83,9 @@ def test_best_fit_takes_each_piece_once_as_one_by_one_would(lengths: list[int], 
 def test_stories_fill_over_99_percent(capacity: int):
     """Lengths as of short stories: log-normal around 200 tokens, some of them longer than a row."""
     lengths = np.random.default_rng(0).lognormal(5.3, 0.7, 20_000).astype(np.int64) + 8
-    pieces = cut(Spans(np.cumsum(lengths) - lengths, lengths, np.ones(len(lengths), np.bool_)), capacity)
+    pieces = split_long(
+        Spans(np.cumsum(lengths) - lengths, lengths, np.ones(len(lengths), np.bool_)), capacity
+    )
     _, offsets = best_fit(pieces.lengths, capacity)
     assert lengths.sum() / ((len(offsets) - 1) * capacity) >= 0.99
 
@@ -92,7 +94,7 @@ def test_stories_fill_over_99_percent(capacity: int):
 @given(sizes, capacities)
 def test_pieces_are_the_documents_cut(sizes: list[int], capacity: int):
     spans = spans_of(sizes)
-    pieces = cut(spans, capacity)
+    pieces = split_long(spans, capacity)
     assert all_places(pieces) == all_but_ends_alone(spans, capacity)
     assert max([*pieces.lengths, 0]) <= capacity
     assert len(pieces.lengths) == sum(
@@ -114,7 +116,7 @@ def test_filled_rows_have_every_token_once_with_the_next_for_its_label(
         assert sum(n for _, n, _ in pieces) <= capacity
         assert len(pieces) == 1 or packing == "best_fit"
         for begin, n, label in pieces:
-            assert label == (NOTHING if begin + n - 1 in last else begin + n)
+            assert label == (NO_LABEL if begin + n - 1 in last else begin + n)
 
 
 @laws
@@ -129,7 +131,7 @@ def test_joined_rows_are_windows_of_the_documents_joined(tmp_path_factory, sizes
     for row in range(rows.count):
         for begin, n, label in rows.pieces(row):
             last = begin + n - 1
-            assert label == (NOTHING if masked and following[last] != last + 1 else following[last])
+            assert label == (NO_LABEL if masked and following[last] != last + 1 else following[last])
 
 
 @laws

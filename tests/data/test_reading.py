@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.data.readers import Corrupt, Kind, Record, Shard, file_shards, records
+from fullshard.data.readers import CorruptRecord, FilePart, Kind, TextRecord, file_shards, records
 from fullshard.errors import DataError
 from fullshard.spec.data_section import SourceFields
 
@@ -16,13 +16,15 @@ laws = settings(max_examples=60, deadline=None)
 TEXT = SourceFields()
 
 
-def cut_at(kind: Kind, path: Path, cuts: list[int]) -> list[Shard]:
+def cut_at(kind: Kind, path: Path, cuts: list[int]) -> list[FilePart]:
     size = path.stat().st_size
     places = [0, *sorted({cut % size for cut in cuts} - {0}), size]
-    return [Shard(kind, str(path), a, b, b - a, b == size) for a, b in zip(places, places[1:], strict=False)]
+    return [
+        FilePart(kind, str(path), a, b, b - a, b == size) for a, b in zip(places, places[1:], strict=False)
+    ]
 
 
-def read(shards: list[Shard]) -> list[Record | Corrupt]:
+def read(shards: list[FilePart]) -> list[TextRecord | CorruptRecord]:
     return [one for shard in shards for one in records(shard, TEXT)]
 
 
@@ -37,7 +39,7 @@ def test_every_json_line_is_read_once_wherever_the_file_is_cut(tmp_path_factory,
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
     path.write_text("\n".join(lines) + ("\n" if newline else ""))
     found = read(cut_at("jsonl", path, cuts))
-    assert [one.value["text"] for one in found if isinstance(one, Record)] == texts
+    assert [one.value["text"] for one in found if isinstance(one, TextRecord)] == texts
 
 
 @laws
@@ -46,7 +48,7 @@ def test_a_text_is_whole_wherever_it_is_cut(tmp_path_factory, text, cuts):
     path = tmp_path_factory.mktemp("text") / "a.txt"
     path.write_text(text)
     found = read(cut_at("text", path, cuts))
-    assert "".join(one.value for one in found if isinstance(one, Record)) == text
+    assert "".join(one.value for one in found if isinstance(one, TextRecord)) == text
     assert [one.begins for one in found] == [True] + [False] * (len(found) - 1)
     assert [one.ends for one in found] == [False] * (len(found) - 1) + [True]
 
@@ -57,7 +59,7 @@ def test_a_corrupt_line_is_told_with_its_number(tmp_path_factory, bad, cuts):
     path = tmp_path_factory.mktemp("lines") / "a.jsonl"
     lines = ["{" if i == bad else json.dumps({"text": "x" * i}) for i in range(9)]
     path.write_text("\n".join(lines))
-    told = [one for one in read(cut_at("jsonl", path, cuts)) if isinstance(one, Corrupt)]
+    told = [one for one in read(cut_at("jsonl", path, cuts)) if isinstance(one, CorruptRecord)]
     assert [one.where() for one in told] == [f"{path} line {bad + 1}"]
     assert "no JSON" in told[0].why
 
@@ -66,14 +68,14 @@ def test_a_corrupt_line_is_told_with_its_number(tmp_path_factory, bad, cuts):
 def test_a_line_that_is_no_object_is_corrupt(tmp_path: Path, line: bytes):
     (tmp_path / "a.jsonl").write_bytes(b"{}\n" + line)
     _, told = read(file_shards("jsonl", tmp_path / "a.jsonl", size=10))
-    assert isinstance(told, Corrupt)
+    assert isinstance(told, CorruptRecord)
     assert told.where().endswith("line 2")
 
 
 def test_text_that_is_no_utf8_is_told_with_the_byte(tmp_path: Path):
     (tmp_path / "a.txt").write_bytes(b"four\xff")
     (told,) = read(file_shards("text", tmp_path / "a.txt", size=5))
-    assert isinstance(told, Corrupt)
+    assert isinstance(told, CorruptRecord)
     assert told.where() == f"{tmp_path}/a.txt at byte 4"
 
 

@@ -3,13 +3,13 @@
 import pytest
 import torch.distributed as dist
 
-from fullshard.distributed.agreement import alone, everyone, first, gathered
+from fullshard.distributed.agreement import gathered, locally, on_all_ranks, on_rank_zero
 from fullshard.errors import CheckpointError, DataError
 
 
 def ranks_and_first() -> tuple[int, int, list[int]]:
     rank = dist.get_rank()
-    return everyone(lambda: rank, doing="x"), first(lambda: rank, doing="x"), gathered(rank)
+    return on_all_ranks(lambda: rank, doing="x"), on_rank_zero(lambda: rank, doing="x"), gathered(rank)
 
 
 def test_everyone_gives_ones_own_and_first_gives_rank_zeros(ranks):
@@ -22,7 +22,7 @@ def fail_on(failing: list[int]) -> str:
             raise DataError(f"rank {dist.get_rank()} has no data.", why="none", fix="get some")
 
     with pytest.raises(CheckpointError) as raised:
-        everyone(act, doing="reading")
+        on_all_ranks(act, doing="reading")
     assert gathered(1) == [1] * dist.get_world_size(), "all are still in step"
     return str(raised.value)
 
@@ -34,7 +34,7 @@ def test_the_first_failing_rank_is_named_on_all(ranks):
 
 def fail_first() -> str:
     with pytest.raises(CheckpointError) as raised:
-        first(lambda: [][0], doing="choosing")
+        on_rank_zero(lambda: [][0], doing="choosing")
     return str(raised.value)
 
 
@@ -47,4 +47,4 @@ def test_an_interrupt_is_not_kept():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        alone(interrupted, doing="anything")
+        locally(interrupted, doing="anything")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.dryrun.allocator import Held, rounded, segment_bytes, simulate
+from fullshard.dryrun.allocator import LiveBlock, rounded, segment_bytes, simulate
 from fullshard.dryrun.events import Allocate, Event, Free, highest
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -77,13 +77,13 @@ def test_requests_are_rounded_to_blocks_and_segments(size, block, segment):
 
 
 def test_a_segment_is_filled_before_the_next():
-    assert simulate(allocations(*[MIB] * 4)) == Held(4 * MIB, 4 * MIB)
-    assert simulate(allocations(*[5 * MIB] * 4)) == Held(20 * MIB, 20 * MIB)
-    assert simulate(allocations(*[5 * MIB] * 5)) == Held(25 * MIB, 40 * MIB)
+    assert simulate(allocations(*[MIB] * 4)) == LiveBlock(4 * MIB, 4 * MIB)
+    assert simulate(allocations(*[5 * MIB] * 4)) == LiveBlock(20 * MIB, 20 * MIB)
+    assert simulate(allocations(*[5 * MIB] * 5)) == LiveBlock(25 * MIB, 40 * MIB)
 
 
 def test_a_freed_block_is_used_again():
-    assert simulate([*allocations(30 * MIB), Free(0), Allocate(1, 30 * MIB)]) == Held(30 * MIB, 30 * MIB)
+    assert simulate([*allocations(30 * MIB), Free(0), Allocate(1, 30 * MIB)]) == LiveBlock(30 * MIB, 30 * MIB)
     # Not for another stream, nor a small one for a large request.
     assert simulate([*allocations(30 * MIB), Free(0), Allocate(1, 30 * MIB, 1)]).reserved == 60 * MIB
     assert simulate([*allocations(MIB), Free(0), Allocate(1, 2 * MIB)]).reserved == 22 * MIB
@@ -109,12 +109,12 @@ def test_a_large_block_is_given_whole_where_at_most_one_mebibyte_is_left():
     events = [*allocations(30 * MIB), Free(0)]
     whole = simulate([*events, Allocate(1, 29 * MIB), Allocate(2, 30 * MIB)])
     split = simulate([*events, Allocate(1, 29 * MIB - 512), Allocate(2, 30 * MIB)])
-    assert whole == Held(60 * MIB, 60 * MIB)
-    assert split == Held(59 * MIB - 512, 60 * MIB)
+    assert whole == LiveBlock(60 * MIB, 60 * MIB)
+    assert split == LiveBlock(59 * MIB - 512, 60 * MIB)
 
 
 def test_fragments_make_it_hold_more_than_is_in_use():
     """Every other one of eight is freed: 40 MiB are free, and none of 11 fits."""
     eight = [*allocations(80 * MIB), Free(0), *(Allocate(block, 10 * MIB) for block in range(1, 9))]
     freed = [Free(block) for block in range(1, 9, 2)]
-    assert simulate([*eight, *freed, Allocate(9, 11 * MIB)]) == Held(80 * MIB, 92 * MIB)
+    assert simulate([*eight, *freed, Allocate(9, 11 * MIB)]) == LiveBlock(80 * MIB, 92 * MIB)

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullshard.dryrun.here import dry_run_here
+from fullshard.dryrun.here import run_dry_step
 from fullshard.dryrun.result import DryRun
 from fullshard.errors import ShardError
 from fullshard.planner.memory import peak_bytes
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::fullshard.sharding.unit_sizes.U
 
 
 def dry(plan: Plan, *, rank: int = 0) -> DryRun:
-    return dry_run_here(meta_model(plan), plan, loss=next_token_loss, optimizer=build_optimizer, rank=rank)
+    return run_dry_step(meta_model(plan), plan, loss=next_token_loss, optimizer=build_optimizer, rank=rank)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def chosen_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def test_what_depends_on_values_is_refused():
     plan = plan_of(2)
     with pytest.raises(ShardError, match="cannot be run dry") as refused:
-        dry_run_here(meta_model(plan), plan, loss=chosen_loss, optimizer=build_optimizer)
+        run_dry_step(meta_model(plan), plan, loss=chosen_loss, optimizer=build_optimizer)
     assert "no values" in str(refused.value)
     assert not dist.is_initialized()
 

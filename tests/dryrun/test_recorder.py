@@ -11,7 +11,7 @@ from fullshard.dryrun.recorder import Recorder
 
 def recorded(act, device="cpu") -> Recorder:
     recorder = Recorder(device)
-    with FakeTensorMode(), recorder.told_of_all(), recorder:
+    with FakeTensorMode(), recorder.record_all(), recorder:
         act(recorder)
     return recorder
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fullshard.dryrun.exchange import Failure
+from fullshard.dryrun.exchange import ChildFailure
 from fullshard.dryrun.program import Program, look_up
 from fullshard.dryrun.run import dry_run
 from fullshard.errors import MissingExtraError, PlanError, ShardError, SpecError, TrainError
@@ -63,13 +63,13 @@ def test_an_error_within_backward_is_told():
 @pytest.mark.parametrize("kind", [PlanError, ShardError, SpecError, TrainError])
 def test_the_projects_errors_come_back_as_they_are(kind):
     error = kind("what", got=3, why="why", fix="fix")
-    back = Failure.model_validate_json(Failure.of(error).model_dump_json()).error()
+    back = ChildFailure.model_validate_json(ChildFailure.of(error).model_dump_json()).error()
     assert (type(back), str(back)) == (kind, str(error))
 
 
 def test_an_error_of_another_kind_comes_back_with_its_words():
     error = MissingExtraError("hf", package="transformers", needed_for="this model")
-    assert str(Failure.of(error).error()) == str(error)
+    assert str(ChildFailure.of(error).error()) == str(error)
 
 
 @pytest.mark.parametrize("name", ["", "no_module:f", "fullshard.errors:nothing", "math:pi", ":f"])

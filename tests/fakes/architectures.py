@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.models.decoder import DecoderModel
-from fullshard.spec.model_section import Decoder
+from fullshard.spec.model_section import DecoderConfig
 from tests.fakes.models import OddModel
 
 VOCABULARY, LENGTH, WIDTH = 13, 6, 8
@@ -293,7 +293,7 @@ class RootReads(nn.Module):
 
 def _decoder(*, tied: bool = False, layers: int = 2) -> nn.Module:
     return DecoderModel(
-        Decoder(
+        DecoderConfig(
             vocabulary=VOCABULARY,
             d_model=WIDTH,
             d_ff=10,

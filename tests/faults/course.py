@@ -22,18 +22,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.checkpoint.background import BackgroundSaver
-from fullshard.checkpoint.location import LocalPlace
-from fullshard.checkpoint.save import Saving, take_snapshot
-from fullshard.distributed.agreement import everyone
+from fullshard.checkpoint.location import LocalLocation
+from fullshard.checkpoint.save import Saver, take_snapshot
+from fullshard.distributed.agreement import on_all_ranks
 from fullshard.errors import CheckpointError
 from fullshard.offload.drive import SYSTEM, System
 from fullshard.offload.state import offloaded_of
 from fullshard.spec.plan import Plan
-from fullshard.survival.phase import Phase, Whereabouts
+from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.resume import start_from
-from fullshard.training.shard import let_go, shard
+from fullshard.training.resume import restore
+from fullshard.training.shard import close_offload, shard
 from fullshard.training.state import TrainState
 from tests.training.runs import WIDTH, Pairs, Regression, mean_square, meta, run_of, sharded
 
@@ -94,17 +94,19 @@ def go_on(course: Course) -> int:
     began."""
     victim = _Victim(course)
     state, plan = _begun(course)
-    state.where = victim.where
-    start_from(state, plan, weights=None, saved=course.directory, must_resume=False)
+    state.phase = victim.where
+    restore(state, plan, weights=None, saved=course.directory, must_resume=False)
     started_at = state.step
     note(course, "starts", f"{started_at}")
     free = (lambda path: 1 << 50) if course.largest_disk else None
-    place = LocalPlace(course.directory) if free is None else LocalPlace(course.directory, free_bytes=free)
+    place = (
+        LocalLocation(course.directory) if free is None else LocalLocation(course.directory, free_bytes=free)
+    )
     with ExitStack() as stack:
         offloaded = offloaded_of(state.model)
         if offloaded is not None:
             stack.callback(offloaded.close)  # a rank that fails ends, and its drive is free; here it lives on
-        saving = Saving(place, keep=2, plan=plan)
+        saving = Saver(place, keep=2, plan=plan)
         if course.mode != "sync":
             victim.saver = stack.enter_context(BackgroundSaver(place, keep=2, plan=plan))
         steps = train(state, plan, loss=slowly if course.mode == "live" else mean_square)
@@ -114,12 +116,12 @@ def go_on(course: Course) -> int:
             note(course, "curve", f"{step.index} {step.loss.hex()}")
             _note_commit(course, state)
             if state.step % course.every == 0:
-                state.where.enter(Phase.SAVING)
+                state.phase.enter(RunPhase.SAVING)
                 _save(course, state, saving=victim.saver or saving)
         if victim.saver is not None:
             victim.saver.wait()
             told(course, victim.saver)
-        let_go(state.model, plan=plan, finished=False)
+        close_offload(state.model, plan=plan, finished=False)
     return started_at
 
 
@@ -139,8 +141,8 @@ def _begun(course: Course) -> tuple[TrainState, Plan]:
     return TrainState(model, build_optimizer(model, plan), data=Pairs()), plan
 
 
-def _save(course: Course, state: TrainState, *, saving: Saving | BackgroundSaver) -> None:
-    if isinstance(saving, Saving):
+def _save(course: Course, state: TrainState, *, saving: Saver | BackgroundSaver) -> None:
+    if isinstance(saving, Saver):
         save_now(saving, state)
         note(course, "acknowledged", f"{state.step}")
     else:
@@ -154,8 +156,8 @@ def slowly(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return mean_square(model, batch)
 
 
-def save_now(saving: Saving, state: TrainState) -> None:
-    saving.run(everyone(lambda: take_snapshot(state), doing="taking the state to save"))
+def save_now(saving: Saver, state: TrainState) -> None:
+    saving.run(on_all_ranks(lambda: take_snapshot(state), doing="taking the state to save"))
 
 
 def told(course: Course, saver: BackgroundSaver) -> None:
@@ -182,14 +184,14 @@ def _note_commit(course: Course, state: TrainState) -> None:
     offloaded = offloaded_of(state.model)
     if offloaded is not None and offloaded.settings.on_drive is not None:
         line = partial(_note_own, course, f"committed-{dist.get_rank()}", f"{state.step}")
-        offloaded.updates.then(line)
+        offloaded.updates.submit(line)
 
 
 class _Victim:
     """Ends this rank when it is due, if it is to be ended at all."""
 
     def __init__(self, course: Course) -> None:
-        self.where = Whereabouts()
+        self.where = PhaseTracker()
         self.saver: BackgroundSaver | None = None
         self._course, self._rank = course, dist.get_rank()
         self._began = 0.0

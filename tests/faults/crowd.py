@@ -55,10 +55,10 @@ class Anything:
     def values(self) -> dict[str, Any]:
         return {}
 
-    def receivers(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+    def load_targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         return {name: torch.empty(one.shape, dtype=one.torch_dtype) for name, one in saved.items()}
 
-    def restored(self, values: Mapping[str, Any], received: Mapping[str, Tensor]) -> None:
+    def load_values(self, values: Mapping[str, Any], received: Mapping[str, Tensor]) -> None:
         self.step = values["step"]
         total = sum(one.double().sum().item() for one in received.values())
         assert self.seen.setdefault(self.step, total) == total, f"two loads of step {self.step} differ"

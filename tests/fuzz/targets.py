@@ -24,10 +24,10 @@ from safetensors.torch import save_file
 from fullshard.checkpoint.digests import digest
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, SHARDS
-from fullshard.checkpoint.verify import damages
+from fullshard.checkpoint.verify import find_damage
 from fullshard.convert.conversion import convert
 from fullshard.data.build import build_data
-from fullshard.data.cache import cache_root, still
+from fullshard.data.cache import cache_root, no_heartbeat
 from fullshard.data.chat_template import ChatTemplate, NotWrittenOutError
 from fullshard.data.memmaps import memmap_stores
 from fullshard.data.tokenizer import open_tokenizer
@@ -35,7 +35,7 @@ from fullshard.models.huggingface import hf_model
 from fullshard.spec.data_section import SourceFields
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.plan import Plan
-from fullshard.spec.pretrained import expressed, read_config, why_not_expressed
+from fullshard.spec.pretrained import expressed, not_a_decoder_reason, read_config
 from fullshard.spec.run import Run
 from fullshard.weights.export import export
 from fullshard.weights.files import open_weights
@@ -47,7 +47,7 @@ from tests.faults.crowd import Anything
 from tests.fuzz.mutations import HOSTILE, mutated_bytes, mutated_json, mutated_lines
 
 LONG = 1 << 40  # bytes of a file that is too long to be read
-CONVERTED = Path(__file__).parents[1] / "spec" / "configs"
+CONVERTED = Path(__file__).parents[1] / "convert" / "configs"
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def read_checkpoint(directory: Path) -> None:
     checkpoints = directory / "checkpoints"
     for path in sorted(checkpoints.glob("step-*")):
         if path.is_dir():
-            list(damages(path))
+            list(find_damage(path))
     each(
         lambda: export(checkpoints, directory / "model.safetensors"),
         lambda: load(Anything(), checkpoints),
@@ -252,7 +252,7 @@ def make_config(seeds: Path, directory: Path, rng: Random) -> None:
 
 def read_model(directory: Path) -> None:
     config = read_config(directory / "config.json")
-    if why_not_expressed(config) is None:
+    if not_a_decoder_reason(config) is None:
         expressed(config, source="config.json")
     hf_model(HuggingFaceModel(hf=str(directory)))
 
@@ -318,7 +318,7 @@ def make_tokens(seeds: Path, directory: Path, rng: Random) -> None:
 def read_tokens(directory: Path) -> None:
     def stores(name: str) -> None:
         fields = SourceFields(paths=(str(directory / name),))
-        for store in memmap_stores(fields, root=cache_root(str(directory / "cache")), alive=still):
+        for store in memmap_stores(fields, root=cache_root(str(directory / "cache")), alive=no_heartbeat):
             for begin, end in zip(store.begins[:10], store.ends[:10], strict=True):
                 store.tokens[begin:end].sum()
 

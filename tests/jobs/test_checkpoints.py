@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from fullshard.checkpoint import load
-from fullshard.checkpoint.objects import ObjectPlace
+from fullshard.checkpoint.objects import ObjectLocation
 from fullshard.errors import CheckpointError
 from fullshard.jobs.checkpoints import Checkpoints
 from fullshard.training.loop import train
-from fullshard.training.resume import place
+from fullshard.training.resume import checkpoint_location
 from tests.checkpoint import flipping_memory
 from tests.checkpoint.states import saved
 from tests.training.runs import local_bits, mean_square, run_of, same_bits, sharded
@@ -23,7 +23,7 @@ def saved_while_training(directory: Path, settings: list[str]) -> tuple[list[str
     bits = {}
     with Checkpoints(directory, plan, say=said.append) as checkpoints:
         for step in train(state, plan, loss=mean_square):
-            checkpoints.tell()
+            checkpoints.report_finished()
             checkpoints.save(state)
             bits[step.index] = local_bits(state)
         checkpoints.wait()
@@ -32,7 +32,7 @@ def saved_while_training(directory: Path, settings: list[str]) -> tuple[list[str
     right = []
     unsaved = [line.split(":")[0] for line in said if "NOT SAVED" in line]
     for index, expected in bits.items():
-        where = place(directory / f"step-{index:08d}", plan)
+        where = checkpoint_location(directory / f"step-{index:08d}", plan)
         if f"step {index}" not in unsaved:
             load(fresh, where)
             right.append(same_bits(local_bits(fresh), expected))
@@ -72,7 +72,7 @@ def save_where_bits_change(mode: str) -> tuple[list[str], object]:
     with Checkpoints(flipping_memory.URL, plan, say=said.append) as checkpoints:
         checkpoints.save(state)
         checkpoints.wait()
-    return said, place(flipping_memory.URL, plan)
+    return said, checkpoint_location(flipping_memory.URL, plan)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -80,7 +80,7 @@ def test_a_save_is_read_back_if_asked(ranks, mode):
     ((said, found),) = ranks(1).run(save_where_bits_change, mode)
     assert "NOT SAVED" in said[0]
     assert "was read back" in said[0]
-    assert found == ObjectPlace(flipping_memory.URL, answer_seconds=5.0)
+    assert found == ObjectLocation(flipping_memory.URL, answer_seconds=5.0)
 
 
 def save_last(directory: Path) -> None:

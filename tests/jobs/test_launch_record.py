@@ -8,19 +8,19 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.errors import PlanError
-from fullshard.jobs.launch_record import Launch, LaunchRecord
+from fullshard.jobs.launch_record import LaunchId, LaunchRecord
 from fullshard.jobs.metrics import FILE_NAME
-from fullshard.jobs.run_directory import Opened, RunDirectory, opened
+from fullshard.jobs.run_directory import OpenedRun, RunDirectory, opened
 from fullshard.jobs.train import run_job
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from tests.jobs.test_train import TINY
 
-ONE, OTHER = (Launch(agents=frozenset({f"host:{agent}"})) for agent in (1, 2))
+ONE, OTHER = (LaunchId(agents=frozenset({f"host:{agent}"})) for agent in (1, 2))
 TORCHRUN = {"RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
 
 
-def attempt(root: Path, launch: Launch, *, finishes: bool = False) -> Opened:
+def attempt(root: Path, launch: LaunchId, *, finishes: bool = False) -> OpenedRun:
     """Writes a line of metrics, as a run does."""
     with opened(root, resume=False, launch=launch) as found:
         with (root / FILE_NAME).open("a") as file:
@@ -30,17 +30,17 @@ def attempt(root: Path, launch: Launch, *, finishes: bool = False) -> Opened:
     return found
 
 
-def seen_by(agent: str, **environment: str) -> Launch:
+def seen_by(agent: str, **environment: str) -> LaunchId:
     """A launch that `agent` alone starts again, with the names that the environment gives it."""
-    seen = Launch.seen_from(environment)
-    return Launch(frozenset({agent}), seen.jobs, seen.earlier_jobs)
+    seen = LaunchId.from_environment(environment)
+    return LaunchId(frozenset({agent}), seen.jobs, seen.earlier_jobs)
 
 
 def test_an_attempt_goes_on_with_what_its_own_launch_has_written(tmp_path: Path) -> None:
     root = tmp_path / "run"
     first, second = attempt(root, ONE), attempt(root, ONE)
-    assert (first.before, second.aside) == (None, None)
-    assert second.before is not None
+    assert (first.previous_attempt, second.previous_run) == (None, None)
+    assert second.previous_attempt is not None
     assert (root / FILE_NAME).read_text() == "a step\n" * 2
 
 
@@ -48,24 +48,24 @@ def test_another_launch_sets_it_aside(tmp_path: Path) -> None:
     root = tmp_path / "run"
     attempt(root, ONE)
     other = attempt(root, OTHER)
-    assert (other.before, other.aside) == (None, tmp_path / "run.1")
+    assert (other.previous_attempt, other.previous_run) == (None, tmp_path / "run.1")
 
 
 def test_what_an_earlier_launch_left_is_set_aside_once(tmp_path: Path) -> None:
     root = tmp_path / "run"
     attempt(root, OTHER)
-    assert [attempt(root, ONE).aside for _ in range(2)] == [tmp_path / "run.1", None]
+    assert [attempt(root, ONE).previous_run for _ in range(2)] == [tmp_path / "run.1", None]
 
 
 def test_one_agent_that_stayed_makes_it_the_same_launch_whoever_left_or_came(tmp_path: Path) -> None:
-    attempt(tmp_path, Launch(agents=frozenset({"a", "b", "c"})))
-    assert attempt(tmp_path, Launch(agents=frozenset({"c", "d"}))).before is not None
+    attempt(tmp_path, LaunchId(agents=frozenset({"a", "b", "c"})))
+    assert attempt(tmp_path, LaunchId(agents=frozenset({"c", "d"}))).previous_attempt is not None
 
 
 def test_an_attempt_after_the_end_still_finds_its_own_launch(tmp_path: Path) -> None:
     """A rank that dies while it leaves makes torchrun start all again."""
     attempt(tmp_path, ONE, finishes=True)
-    assert attempt(tmp_path, ONE).before is not None
+    assert attempt(tmp_path, ONE).previous_attempt is not None
 
 
 @pytest.mark.parametrize(
@@ -86,14 +86,14 @@ def test_with_other_agents_the_name_of_an_unfinished_launch_counts(
 ) -> None:
     attempt(tmp_path / "run", seen_by("a", **first), finishes=finished)
     found = attempt(tmp_path / "run", seen_by("b", **second))
-    assert (found.before is not None, found.aside is None) == (same, same)
+    assert (found.previous_attempt is not None, found.previous_run is None) == (same, same)
 
 
 def test_two_ranks_of_one_agent_see_the_same(ranks) -> None:
-    one, other = ranks(2).run(Launch.seen_from, TORCHRUN)
+    one, other = ranks(2).run(LaunchId.from_environment, TORCHRUN)
     assert one == other
     assert one.agents
-    assert not Launch.seen_from({}).agents
+    assert not LaunchId.from_environment({}).agents
 
 
 def test_what_is_no_record_is_none(tmp_path: Path) -> None:

@@ -11,19 +11,19 @@ import pytest
 
 from fullshard.checkpoint.location import newest_step
 from fullshard.errors import CheckpointError
-from fullshard.jobs.leftovers import leftovers_of, told_unused, unused
+from fullshard.jobs.leftovers import find_unusable_state, leftover_messages, unusable_message
 from fullshard.jobs.train import run_job
 from fullshard.offload.directories import rank_directory
-from fullshard.offload.generation_manifest import Identity, Record
+from fullshard.offload.generation_manifest import FileRecord, Identity
 from fullshard.offload.generations import Generations
-from fullshard.offload.saved_state import held
+from fullshard.offload.saved_state import find_saved_state
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.shard import directory_of
 from tests.jobs.test_train import TINY
 from tests.training.runs import run_of
 
-RECORDS = [Record(name="0", offset_bytes=0, length_bytes=4096)]
+RECORDS = [FileRecord(name="0", offset_bytes=0, length_bytes=4096)]
 
 
 def leave(directory: Path, *, steps: list[int], world_size: int, payload: bytes = b"beside") -> Path:
@@ -59,13 +59,13 @@ def ran(directory: str, steps: int, resume: bool, *settings: str) -> str:
 
 def test_the_newest_step_is_one_that_all_ranks_have(tmp_path: Path) -> None:
     directory = leave(tmp_path / "state", steps=[7, 8], world_size=4)
-    found = held(directory)
+    found = find_saved_state(directory)
     assert found is not None
     assert (found.step, found.world_size, found.directory) == (8, 4, directory)
     assert found.taken_bytes >= 4 * 2 * 4096
     for path in (directory / "rank-00002").glob("state-1.json"):  # of step 8: the second that was begun
         path.unlink()
-    assert (found := held(directory)) is not None
+    assert (found := find_saved_state(directory)) is not None
     assert found.step == 7
 
 
@@ -75,7 +75,7 @@ def test_what_ranks_have_left_that_are_no_more_is_no_part_of_it(tmp_path: Path) 
         for path in (directory / f"rank-{rank:05d}").iterdir():
             path.unlink()
     leave(directory, steps=[6], world_size=2)
-    assert (found := held(directory)) is not None
+    assert (found := find_saved_state(directory)) is not None
     assert (found.step, found.world_size) == (6, 2)
 
 
@@ -87,7 +87,7 @@ def test_nothing_is_held_where_no_run_can_go_on(what: str, tmp_path: Path) -> No
     elif what != "nothing":
         steps = [] if what == "no step" else [3]
         leave(directory, steps=steps, world_size=1, payload=b"")
-    assert held(directory) is None
+    assert find_saved_state(directory) is None
 
 
 # What is said of it
@@ -108,40 +108,40 @@ def test_a_run_says_why_it_does_not_use_what_the_drive_holds(
 ) -> None:
     directory = leave(tmp_path / "offload" / "state", steps=[8], world_size=4)
     plan = plan_of(tmp_path, tier, ranks=ranks)
-    found = unused(plan, saved=tmp_path / "checkpoints", must_resume=False)
+    found = find_unusable_state(plan, saved=tmp_path / "checkpoints", must_resume=False)
     assert (found is not None) == (why is not None)
     if found is not None:
-        said = told_unused(plan, found, step=5) or ""
+        said = unusable_message(plan, found, step=5) or ""
         assert said.startswith(f"{directory} holds step 8 of 4 ranks (")
         assert said.endswith(f"which is not used, for {why}: the run goes on from the checkpoint of step 5")
-        assert (told_unused(plan, found, step=0) or "").endswith("the run begins anew")
-        assert told_unused(plan, found, step=8) is None, "the checkpoint is as new"
-    assert unused(plan, saved=None, must_resume=False) is None, "a new run goes on from nothing"
+        assert (unusable_message(plan, found, step=0) or "").endswith("the run begins anew")
+        assert unusable_message(plan, found, step=8) is None, "the checkpoint is as new"
+    assert find_unusable_state(plan, saved=None, must_resume=False) is None, "a new run goes on from nothing"
 
 
 def test_where_it_is_all_there_is_a_resume_stops_before_it_touches_it(tmp_path: Path) -> None:
     leave(tmp_path / "offload" / "state", steps=[8], world_size=4)
     plan = plan_of(tmp_path, "optimizer:nvme", ranks=2)
     with pytest.raises(CheckpointError, match=r"(?s)no checkpoint.*step 8 of 4 ranks.*try: --resume on 4"):
-        unused(plan, saved=tmp_path / "checkpoints", must_resume=True)
+        find_unusable_state(plan, saved=tmp_path / "checkpoints", must_resume=True)
 
 
 @pytest.mark.parametrize("place", ["in run.dir", "elsewhere"])
 def test_leftovers_are_named_without_a_tier_too(place: str, tmp_path: Path) -> None:
     root, path = tmp_path / "run", "offload" if place == "in run.dir" else str(tmp_path / "nvme")
     without = plan_of(root, "none", ranks=2, path=path)
-    assert list(leftovers_of(without, aside=None)) == []
+    assert list(leftover_messages(without, aside=None)) == []
     own = leave(directory_of(without, rank=0).parent, steps=[8], world_size=4)
-    (line,) = leftovers_of(without, aside=None)
+    (line,) = leftover_messages(without, aside=None)
     assert line.startswith(f"{own} holds ")
-    assert list(leftovers_of(without, aside=None, told=own)) == []
+    assert list(leftover_messages(without, aside=None, told=own)) == []
     # With the tier it is this run's, but for those of ranks that it does not have.
     with_tier = plan_of(root, "optimizer:nvme", ranks=2, path=path)
-    lines = sorted(leftovers_of(with_tier, aside=None))
+    lines = sorted(leftover_messages(with_tier, aside=None))
     assert [line.split()[0] for line in lines] == [str(own / "rank-00002"), str(own / "rank-00003")]
     if place == "in run.dir":
         root.rename(aside := tmp_path / "run.1")
-        (line,) = leftovers_of(without, aside=aside)
+        (line,) = leftover_messages(without, aside=aside)
         assert line.startswith(f"{aside}/offload/state holds ")
 
 

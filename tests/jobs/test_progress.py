@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.jobs.metrics import StepMetrics
-from fullshard.jobs.progress import Course, LiveLine, progress
+from fullshard.jobs.progress import LiveLine, RunProgress, progress
 
 
 def metrics(step: int, *, seconds: float = 0.5, skipped: bool = False) -> StepMetrics:
@@ -116,7 +116,7 @@ def test_a_terminal_is_given_back_however_the_run_ends(terminal: Terminal, how: 
 
 
 def test_a_run_that_is_killed_leaves_its_cursor(terminal: Terminal):
-    line = LiveLine(Course(steps=3, world_size=1), file=terminal.file)
+    line = LiveLine(RunProgress(steps=3, world_size=1), file=terminal.file)
     line.start()
     line.show(metrics(1))
     assert cursor_is_visible(terminal.shown())
@@ -124,7 +124,7 @@ def test_a_run_that_is_killed_leaves_its_cursor(terminal: Terminal):
 
 
 def test_quick_steps_are_not_all_drawn(terminal: Terminal):
-    line = LiveLine(Course(steps=20, world_size=1), file=terminal.file, now=lambda: 7.0)
+    line = LiveLine(RunProgress(steps=20, world_size=1), file=terminal.file, now=lambda: 7.0)
     line.start()
     for step in range(1, 21):
         line.show(metrics(step))
@@ -146,7 +146,7 @@ def test_a_reader_that_has_left_does_not_end_the_run(tmp_path: Path):
 
 def test_the_time_left_follows_the_clock_on_the_wall():
     now = 0.0
-    course = Course(steps=10, world_size=1, now=lambda: now)
+    course = RunProgress(steps=10, world_size=1, now=lambda: now)
     course.add(metrics(1, seconds=0.5))
     assert course.seconds_left == 9 * 0.5
     now = 3.0  # 0.5 s of step, 2.5 s of saving
@@ -157,9 +157,9 @@ def test_the_time_left_follows_the_clock_on_the_wall():
 
 @given(width=st.integers(1, 150), world_size=st.integers(1, 1024), skipped=st.booleans())
 def test_a_line_fits_and_says_the_step_first(width: int, world_size: int, skipped: bool):
-    course = Course(steps=300, world_size=world_size)
+    course = RunProgress(steps=300, world_size=world_size)
     course.add(metrics(120, skipped=skipped))
-    texts = course.texts(width=width)
+    texts = course.status_parts(width=width)
     assert texts[0] == "step 120/300"
     assert len(texts) == 1 or len("  ".join(texts)) <= width
-    assert set(texts) <= set(course.texts())
+    assert set(texts) <= set(course.status_parts())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.checkpoint import newest
+from fullshard.checkpoint import latest_checkpoint
 from fullshard.errors import CheckpointError
 from fullshard.jobs.train import run_job
 from fullshard.spec.run import Run
@@ -35,7 +35,7 @@ def train_there_and_go_on(directory: str, saved_to: str) -> list[int]:
             continue
         run_job(run, resume=resume, plan=None, command_started=time.time())
         saved = json.loads(Path(directory, "measurement.json").read_text())["checkpoint"]
-        assert saved == str(newest(saved_to)) == f"{saved_to}/step-{steps:08d}"
+        assert saved == str(latest_checkpoint(saved_to)) == f"{saved_to}/step-{steps:08d}"
         ends.append(steps)
     return ends
 

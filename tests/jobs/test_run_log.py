@@ -11,7 +11,7 @@ import pytest
 
 from fullshard.errors import MissingExtraError, TrainError
 from fullshard.jobs.metrics import FILE_NAME
-from fullshard.jobs.progress import Course, PlainLines
+from fullshard.jobs.progress import PlainLines, RunProgress
 from fullshard.jobs.run_log import RunLog, open_run_log
 from fullshard.spec.measurement import MatmulPeak
 from fullshard.spec.run import Run
@@ -68,7 +68,7 @@ def test_other_ranks_show_and_keep_nothing(tmp_path: Path):
     file = io.StringIO()
     with open_run_log(run(tmp_path / "run"), rank=1, world_size=2, file=file) as log:
         log.step(step(1), validation_loss=2.0)
-        log.say("saved")
+        log.message("saved")
     assert file.getvalue() == ""
     assert list(tmp_path.iterdir()) == []
 
@@ -85,7 +85,7 @@ def test_trackers_get_every_nth_step_and_those_that_were_validated():
 
 def test_a_tracker_that_is_lost_is_told_of_once_and_left_out():
     file = io.StringIO()
-    shown = PlainLines(Course(steps=9, world_size=1), every=9, file=file)
+    shown = PlainLines(RunProgress(steps=9, world_size=1), every=9, file=file)
     lost, other = Remembering(lost_after=1), Remembering()
     log = RunLog(every=1, progress=shown, trackers=[lost, other])
     for index in (1, 2, 3):

@@ -120,6 +120,6 @@ def test_a_link_to_a_runs_directory_stays_and_what_it_points_to_is_set_aside(tmp
     real = ran_in(tmp_path / "scratch" / "run")
     (link := tmp_path / "run").symlink_to(real)
     with opened(link, resume=False) as found:
-        assert found.aside == tmp_path / "scratch" / "run.1"
+        assert found.previous_run == tmp_path / "scratch" / "run.1"
     assert (real / "launch.json").exists()
     assert link.is_symlink()

@@ -4,7 +4,7 @@ import signal
 import sys
 from typing import Any
 
-from fullshard.launch.outcome import Ending
+from fullshard.launch.outcome import ProcessOutcome
 from fullshard.launch.request import Request
 from fullshard.launch.start import start
 from fullshard.spec.run import Run
@@ -21,7 +21,7 @@ def main(job: str, directory: str, *settings: str) -> int:
 
 def performed(request: dict[str, Any]) -> int:
     """Its exit code, as `fullshard train` has it; what went wrong is told."""
-    with Ending() as ending:
+    with ProcessOutcome() as ending:
         sys.exit(start(Request.parse(request, source="this test")))
     if ending.failure is not None:
         print(ending.failure.text(), file=sys.stderr)

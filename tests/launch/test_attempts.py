@@ -18,25 +18,28 @@ from fullshard.errors import (
     TrainError,
 )
 from fullshard.launch.attempts import Attempts
-from fullshard.launch.first_failure import Ended
-from fullshard.launch.outcome import Ending
+from fullshard.launch.first_failure import RankOutcome
+from fullshard.launch.outcome import ProcessOutcome
 
 
-def ended(error: BaseException | None) -> list[Ended]:
+def ended(error: BaseException | None) -> list[RankOutcome]:
     """Rank 1 ends with `error`, rank 0 well."""
-    with Ending() as ending:
+    with ProcessOutcome() as ending:
         if error is not None:
             raise error
-    return [Ended(0, Ending(), 0, seen_at=0.0), Ended(1, ending, ending.exit_code, seen_at=0.0)]
+    return [
+        RankOutcome(0, ProcessOutcome(), 0, seen_at=0.0),
+        RankOutcome(1, ending, ending.exit_code, seen_at=0.0),
+    ]
 
 
-def killed(number: signal.Signals) -> list[Ended]:
+def killed(number: signal.Signals) -> list[RankOutcome]:
     """Rank 1 is killed; rank 0 says that it lost its peer while it was saving."""
     lost = CheckpointError("the checkpoint could not be written.")
     lost.__cause__ = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:2345")
-    with Ending() as ending:
+    with ProcessOutcome() as ending:
         raise lost
-    return [Ended(0, ending, 6, seen_at=0.0), Ended(1, None, -number, seen_at=1.0)]
+    return [RankOutcome(0, ending, 6, seen_at=0.0), RankOutcome(1, None, -number, seen_at=1.0)]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +53,7 @@ def killed(number: signal.Signals) -> list[Ended]:
         ended(SystemExit(86)),
     ],
 )
-def test_ranks_that_died_are_started_again_as_often_as_asked(ranks: list[Ended]) -> None:
+def test_ranks_that_died_are_started_again_as_often_as_asked(ranks: list[RankOutcome]) -> None:
     attempts = Attempts(restarts=2)
     first, second, third = (attempts.conclude(ranks) for _ in range(3))
     assert (first.exit_code, second.exit_code) == (None, None)

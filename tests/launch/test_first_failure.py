@@ -6,24 +6,24 @@ import signal
 import pytest
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, CheckpointError, DataError, LaunchError
-from fullshard.launch.first_failure import Ended, first_failure
-from fullshard.launch.outcome import Ending
+from fullshard.launch.first_failure import RankOutcome, first_failure
+from fullshard.launch.outcome import ProcessOutcome
 
 
-def ended_with(error: BaseException | None) -> Ending:
-    with Ending() as ending:
+def ended_with(error: BaseException | None) -> ProcessOutcome:
+    with ProcessOutcome() as ending:
         if error is not None:
             raise error
     return ending
 
 
-def ended(rank: int, error: BaseException | None = None, *, exit_code: int = 0) -> Ended:
-    return Ended(rank, ended_with(error), exit_code, seen_at=0.0)
+def ended(rank: int, error: BaseException | None = None, *, exit_code: int = 0) -> RankOutcome:
+    return RankOutcome(rank, ended_with(error), exit_code, seen_at=0.0)
 
 
-def killed(rank: int, number: signal.Signals, *, by_us: bool = False) -> Ended:
+def killed(rank: int, number: signal.Signals, *, by_us: bool = False) -> RankOutcome:
     """Seen gone long after what the others have said."""
-    return Ended(rank, None, -number, seen_at=4e9, by_us=by_us)
+    return RankOutcome(rank, None, -number, seen_at=4e9, by_us=by_us)
 
 
 def lost_peer() -> BaseException:
@@ -69,8 +69,8 @@ def test_what_happens_to_a_process_after_its_work_is_done_does_not_count() -> No
     assert first_failure([ended(0, exit_code=-signal.SIGABRT), interrupted]) is None
 
 
-@pytest.mark.parametrize("left", [Ended(0, None, 3, seen_at=0.0), ended(0, SystemExit(3))])
-def test_a_rank_that_leaves_early_is_a_failure(left: Ended) -> None:
+@pytest.mark.parametrize("left", [RankOutcome(0, None, 3, seen_at=0.0), ended(0, SystemExit(3))])
+def test_a_rank_that_leaves_early_is_a_failure(left: RankOutcome) -> None:
     found = first_failure([left, ended(1)])
     assert found is not None
     assert "exit code 3" in found[1].message

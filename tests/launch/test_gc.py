@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fullshard.launch.gc import uncollected
+from fullshard.launch.gc import gc_disabled
 
 CYCLE = """
 class Node:
@@ -26,12 +26,12 @@ left("after")
 
 def test_nothing_is_collected_within_and_again_after_it_whatever_happens() -> None:
     assert gc.isenabled()
-    with uncollected():
+    with gc_disabled():
         assert not gc.isenabled()
-        with uncollected():
+        with gc_disabled():
             pass
         assert not gc.isenabled()
-    with pytest.raises(ImportError), uncollected():
+    with pytest.raises(ImportError), gc_disabled():
         raise ImportError
     assert gc.isenabled()
 

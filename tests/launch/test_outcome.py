@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import FullshardError, LaunchError, SpecError
-from fullshard.launch.outcome import Ending
+from fullshard.launch.outcome import ProcessOutcome
 
 
-def ending_of(error: BaseException) -> Ending:
-    with Ending() as ending:
+def ending_of(error: BaseException) -> ProcessOutcome:
+    with ProcessOutcome() as ending:
         raise error
     return ending
 
@@ -33,14 +33,14 @@ def test_every_way_out_has_its_exit_code(error: BaseException, exit_code: int) -
 def test_an_ending_is_read_as_it_was_written(error: BaseException, tmp_path: Path) -> None:
     written = ending_of(error)
     written.save(tmp_path / "ending.json")
-    read = Ending.load(tmp_path / "ending.json")
+    read = ProcessOutcome.load(tmp_path / "ending.json")
     assert read is not None
     assert (read.exit_code, read.failure) == (written.exit_code, written.failure)
     assert [path.name for path in tmp_path.iterdir()] == ["ending.json"]
 
 
 def test_nothing_is_read_where_nothing_was_written(tmp_path: Path) -> None:
-    assert Ending.load(tmp_path / "ending.json") is None
+    assert ProcessOutcome.load(tmp_path / "ending.json") is None
 
 
 def test_a_foreseen_error_says_what_it_says_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_a_foreseen_error_says_what_it_says_and_no_more(monkeypatch: pytest.Monk
 
 
 def test_an_unforeseen_error_says_where_in_the_code_of_the_user() -> None:
-    with Ending() as ending:
+    with ProcessOutcome() as ending:
         Path("/nowhere/at/all").read_text()  # raised in a library, called from here
     assert ending.failure is not None
     assert f"where: {__file__}:" in ending.failure.message

@@ -10,7 +10,7 @@ from fullshard.errors import TrainError
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.token_arguments import token_arguments
 from fullshard.sharding.materialize import materialize
-from fullshard.spec.model_section import Decoder
+from fullshard.spec.model_section import DecoderConfig
 from tests.fakes.architectures_hf import CAUSAL, LENGTH, VOCABULARY
 from tests.models.test_architectures_hf import built
 
@@ -76,7 +76,7 @@ def test_in_flex_attention() -> None:
 
 
 def test_of_the_reference_decoder() -> None:
-    config = Decoder(
+    config = DecoderConfig(
         vocabulary=VOCABULARY, d_model=16, heads=4, kv_heads=2, d_ff=24, layers=2, max_sequence=LENGTH
     )
     with torch.device("meta"):

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fullshard.offload.adamw import StreamingAdamW
-from fullshard.offload.gradients import OnParameters
+from fullshard.offload.gradients import DeviceGradients
 from fullshard.offload.rounding import AdamOptions
 from fullshard.offload.state import OffloadedState
 from fullshard.offload.store import HostStore
-from fullshard.spec.groups import Held, cut
+from fullshard.spec.groups import ShardSize, group_shards
 from fullshard.training.stochastic_adamw import StochasticAdamW
 
 SIZES = {"a": (643, 5), "b": (5,), "c": (1,), "d": (40, 33)}
@@ -33,16 +33,17 @@ class InMemory:
     ) -> None:
         self.names_of = {parameter: name for name, parameter in parameters.items()}
         held = [
-            Held(n, p.numel(), p.numel(), str(p.dtype).removeprefix("torch.")) for n, p in parameters.items()
+            ShardSize(n, p.numel(), p.numel(), str(p.dtype).removeprefix("torch."))
+            for n, p in parameters.items()
         ]
-        self.groups = cut(held, group_parameters=group_parameters)
+        self.groups = group_shards(held, group_parameters=group_parameters)
         self.store = HostStore(self.groups, moments=moments, pinned=False)
         self.names = tuple(parameters)
         for name, parameter in parameters.items():
             self.tensors(name)["master"].copy_(parameter.detach())
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        found = self.store.whole(name)
+        found = self.store.read_parts(name)
         assert found is not None
         shape = next(one.shape for one, own in self.names_of.items() if own == name)
         return {key: part.view(shape) for key, part in found._asdict().items()}
@@ -89,7 +90,7 @@ def streaming(
     return StreamingAdamW(
         groups_of(parameters) if options is OPTIONS else parameters.values(),
         cast(OffloadedState, InMemory(parameters, moments=moments, group_parameters=group_parameters)),
-        gradients=OnParameters(parameters),
+        gradients=DeviceGradients(parameters),
         defaults=options,
         seed=seed,
     )

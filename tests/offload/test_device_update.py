@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fullshard.offload.adamw import StreamingAdamW
-from fullshard.offload.device_update import Lanes, OnDevice, Piece, pieces
+from fullshard.offload.device_update import CopyStreams, DeviceUpdate, Slice, pieces
 from fullshard.offload.store import HostStore
-from fullshard.spec.groups import CUT_ELEMENTS, Held, cut, piece_elements
+from fullshard.spec.groups import CUT_ELEMENTS, ShardSize, group_shards, piece_elements
 from tests.offload.test_adamw import (
     BF16,
     OPTIONS,
@@ -79,9 +79,9 @@ class LateLane:
         self.device.settle()
 
 
-def late_lanes(seed: int) -> Lanes:
+def late_lanes(seed: int) -> CopyStreams:
     device = Device(seed)
-    return Lanes(LateLane(device), LateLane(device), LateLane(device))
+    return CopyStreams(LateLane(device), LateLane(device), LateLane(device))
 
 
 def passing(
@@ -94,7 +94,7 @@ def passing(
 ) -> StreamingAdamW:
     """`streaming`, of which state passes through a device that is late. `order`: of what it does."""
     plain = streaming(parameters, moments=moments, group_parameters=group_parameters)
-    through = OnDevice(plain.offloaded.groups, device=CPU, moments=moments, lanes=late_lanes(order))
+    through = DeviceUpdate(plain.offloaded.groups, device=CPU, moments=moments, lanes=late_lanes(order))
     return StreamingAdamW(
         groups_of(parameters),
         plain.offloaded,
@@ -164,8 +164,8 @@ HELD = st.lists(st.integers(1, 6000), min_size=1, max_size=6)
 def test_pieces_have_every_element_once_at_its_place(
     sizes: list[int], group_parameters: int, elements: int
 ) -> None:
-    held = [Held(str(i), size, size, "float32") for i, size in enumerate(sizes)]
-    for group in cut(held, group_parameters=group_parameters):
+    held = [ShardSize(str(i), size, size, "float32") for i, size in enumerate(sizes)]
+    for group in group_shards(held, group_parameters=group_parameters):
         found = {one.name: list[tuple[int, int]]() for one in group.segments}
         offsets = {one.name: one.offset - one.begin for one in group.segments}
         for begin, piece in pieces(group, elements):
@@ -182,29 +182,29 @@ def test_pieces_have_every_element_once_at_its_place(
 
 def test_two_buffers_hold_a_piece_each_of_state_and_gradients() -> None:
     """16 bytes an element of fp32, 12 with moments in bf16; every lane knows of both."""
-    groups = cut([Held("a", 10**6, 10**6, "float32")], group_parameters=10**6)
+    groups = group_shards([ShardSize("a", 10**6, 10**6, "float32")], group_parameters=10**6)
     for moments, itemsize in ((None, 16), (BF16, 12)):
         device = Device(0)
-        lanes = [LateLane(device) for _ in Lanes._fields]
-        through = OnDevice(groups, device=CPU, moments=moments, lanes=Lanes(*lanes))
+        lanes = [LateLane(device) for _ in CopyStreams._fields]
+        through = DeviceUpdate(groups, device=CPU, moments=moments, lanes=CopyStreams(*lanes))
         assert sum(one.nbytes for one in through.buffers) == 2 * itemsize * piece_elements(groups)
         assert all(lane.memory == through.buffers for lane in lanes)
     assert piece_elements(groups) == 61 * CUT_ELEMENTS
 
 
 def test_a_piece_of_what_has_no_gradient_does_not_pass() -> None:
-    groups = cut([Held(name, 2048, 2048, "float32") for name in "ab"], group_parameters=4096)
+    groups = group_shards([ShardSize(name, 2048, 2048, "float32") for name in "ab"], group_parameters=4096)
     store, seen = HostStore(groups, moments=None, pinned=False), list[str]()
-    through = OnDevice(groups, device=CPU, moments=None)
+    through = DeviceUpdate(groups, device=CPU, moments=None)
 
-    def change(piece: Piece) -> None:
+    def change(piece: Slice) -> None:
         seen.extend(piece.group.names)
         piece.state.master.copy_(piece.gradient)
 
     for group, parts in store.stream(groups):
         through.update(group, parts, gradients={"b": torch.ones(2048)}, change=change)
     assert seen == ["b", "b"]
-    whole = [store.whole(name) for name in "ab"]
+    whole = [store.read_parts(name) for name in "ab"]
     assert [one is not None and one.master.unique().tolist() for one in whole] == [[0.0], [1.0]]
 
 
@@ -220,10 +220,10 @@ class Full(LateLane):
 def test_what_fails_is_raised_when_the_lanes_are_idle() -> None:
     """Or copies would go on in memory that is somebody else's by then."""
     device = Device(0)
-    groups = cut([Held("a", 8192, 8192, "float32")], group_parameters=8192)
+    groups = group_shards([ShardSize("a", 8192, 8192, "float32")], group_parameters=8192)
     store = HostStore(groups, moments=None, pinned=False)
-    lanes = Lanes(LateLane(device), Full(device), LateLane(device))
-    through = OnDevice(groups, device=CPU, moments=None, lanes=lanes)
+    lanes = CopyStreams(LateLane(device), Full(device), LateLane(device))
+    through = DeviceUpdate(groups, device=CPU, moments=None, lanes=lanes)
     for group, parts in store.stream(groups):
         with pytest.raises(MemoryError):
             through.update(group, parts, gradients={"a": torch.ones(8192)}, change=lambda _: None)

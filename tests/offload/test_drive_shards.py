@@ -17,7 +17,7 @@ from fullshard.errors import OffloadError
 from fullshard.offload import unit_buffers
 from fullshard.offload.drive import SYSTEM, System
 from fullshard.offload.drive_shards import DriveShards
-from fullshard.offload.gather_source import Copies
+from fullshard.offload.gather_source import ShardCopies
 from fullshard.spec.groups import UNIT_BUFFERS
 
 UNITS = UNIT_BUFFERS + 2
@@ -57,17 +57,17 @@ def values(unit: int, *, update: int = 0) -> Tensor:
 
 
 def publish(shards: DriveShards, unit: int, *, update: int = 0) -> None:
-    shards.publish(str(unit), 0, values=values(unit, update=update))
+    shards.write(str(unit), 0, values=values(unit, update=update))
 
 
 def is_given(shards: DriveShards, unit: int, *, update: int = 0) -> bool:
-    return torch.equal(shards.give(str(unit), torch.float32), values(unit, update=update))
+    return torch.equal(shards.read(str(unit), torch.float32), values(unit, update=update))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_copies_are_of_the_host_where_the_device_has_other_memory(device: str) -> None:
     home = torch.device("cpu")
-    copies = Copies({"one": Parameter()}, home=home, device=torch.device(device), pinned=False)
+    copies = ShardCopies({"one": Parameter()}, home=home, device=torch.device(device), pinned=False)
     assert copies.host_bytes == (UNIT_BYTES if device == "cuda" else 0)
 
 
@@ -126,7 +126,7 @@ def test_a_write_that_failed_is_told_before_its_memory_is_used_again(tmp_path: P
 
 def test_what_a_load_that_was_broken_off_had_begun_is_made_anew(tmp_path: Path) -> None:
     with shards_on(tmp_path, SYSTEM) as shards:
-        shards.publish("0", 0, values=values(0)[: ELEMENTS // 2])
+        shards.write("0", 0, values=values(0)[: ELEMENTS // 2])
         shards.begin(backwards=True)
         for unit in range(UNITS):
             publish(shards, unit, update=1)

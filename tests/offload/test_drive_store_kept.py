@@ -20,7 +20,7 @@ def test_what_is_kept_is_read_beside_another_state_and_after_a_part_of_it(
         put(store, GROUPS, time_=2, before=1)
         if committed:
             store.commit(7, b"")
-        store.keep()
+        store.retain_previous()
         stream = store.stream(GROUPS, fresh=True)
         for _ in range(after):
             next(stream)[1].master.fill_(-1)
@@ -38,7 +38,7 @@ def test_what_is_not_kept_and_written_over_in_part_is_told(tmp_path: Path) -> No
         stream = store.stream(GROUPS, fresh=True)
         next(stream)
         stream.close()
-        found = store.whole("a")
+        found = store.read_parts("a")
         assert found is not None
         with pytest.raises(OffloadError, match="there is no optimizer state on the drive"):
             found.master.cpu()

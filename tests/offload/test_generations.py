@@ -13,7 +13,7 @@ import pytest
 from fullshard.errors import DamagedOffloadError, ForeignOffloadError, OffloadError
 from fullshard.offload.directories import LOCK, leftovers, rank_directory
 from fullshard.offload.drive import SYSTEM
-from fullshard.offload.generation_manifest import Record, file_bytes
+from fullshard.offload.generation_manifest import FileRecord, file_bytes
 from fullshard.offload.generations import discard
 from tests.faults.disks import small_disk
 from tests.offload.processes import killed_at_the_end, running, wait_for
@@ -156,7 +156,7 @@ def test_a_rank_without_any_record_keeps_its_payload(directory: Path) -> None:
 
 
 def test_threads_write_and_read_records_at_once(directory: Path) -> None:
-    records = [Record(name=str(i), offset_bytes=i * 65536, length_bytes=65536 - i) for i in range(16)]
+    records = [FileRecord(name=str(i), offset_bytes=i * 65536, length_bytes=65536 - i) for i in range(16)]
     with opened(directory, records=records, check="always") as generations, ThreadPoolExecutor(4) as pool:
         for step in (1, 2, 3):
             before = generations.whole()

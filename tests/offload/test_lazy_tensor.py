@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fullshard.offload.lazy_tensor import OnDrive, on_drive
+from fullshard.offload.lazy_tensor import LazyTensor, lazy_tensor
 
 
 class File:
@@ -22,8 +22,8 @@ class File:
         self.reads += 1
         return self.numbers.clone()
 
-    def tensor(self) -> OnDrive:
-        return on_drive(torch.Size([12]), self.numbers.dtype, read=self.read)
+    def tensor(self) -> LazyTensor:
+        return lazy_tensor(torch.Size([12]), self.numbers.dtype, read=self.read)
 
 
 def test_what_it_is_is_known_without_reading_it() -> None:
@@ -32,7 +32,7 @@ def test_what_it_is_is_known_without_reading_it() -> None:
     shaped = one.view(3, 4).detach().view(-1).view(2, 6)
     assert (one.shape, one.dtype, one.numel(), one.nbytes) == ((12,), torch.bfloat16, 12, 24)
     assert (shaped.shape, shaped.dtype, shaped.is_contiguous()) == ((2, 6), torch.bfloat16, True)
-    assert isinstance(shaped, OnDrive)
+    assert isinstance(shaped, LazyTensor)
     assert not shaped.requires_grad
     assert "(2, 6)" in repr(shaped)
     assert file.reads == 0
@@ -74,7 +74,7 @@ def test_to_the_cpu_it_is_read_once_and_is_the_callers() -> None:
         given.append(torch.ones(3))
         return given[-1]
 
-    one = on_drive(torch.Size([3]), torch.float32, read=read)
+    one = lazy_tensor(torch.Size([3]), torch.float32, read=read)
     assert one.cpu().data_ptr() == given[0].data_ptr()
     assert len(given) == 1
 

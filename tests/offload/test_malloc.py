@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from fullshard.offload.malloc import give_back_what_is_freed
+from fullshard.offload.malloc import fix_malloc_thresholds
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what is resident is read from /proc")
 
@@ -59,4 +59,4 @@ def test_what_is_freed_is_not_resident():
     ],
 )
 def test_what_the_user_has_set_stays(name: str, value: str):
-    assert not give_back_what_is_freed({name: value})
+    assert not fix_malloc_thresholds({name: value})

@@ -20,17 +20,17 @@ from torch import Tensor
 from fullshard.errors import DamagedOffloadError, OffloadError
 from fullshard.offload.drive import SYSTEM, System
 from fullshard.offload.drive_store import SLOTS, DriveStore
-from fullshard.offload.generation_manifest import Identity, Record, data_path
+from fullshard.offload.generation_manifest import FileRecord, Identity, data_path
 from fullshard.offload.generations import Check, Generations
-from fullshard.offload.store import HostStore, Parts, Store
-from fullshard.offload.store import Record as GroupRecord
+from fullshard.offload.store import GroupLayout as GroupRecord
+from fullshard.offload.store import GroupStore, HostStore, Parts
 from fullshard.planner.offload import slots_hold
-from fullshard.spec.groups import Group, Held, cut
+from fullshard.spec.groups import Group, ShardSize, group_shards
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 
 SIZES = [("a", 2500), ("b", 700), ("c", 1), ("d", 3100), ("e", 64), ("f", 1024), ("g", 900)]
-GROUPS = cut([Held(name, size, size, "float32") for name, size in SIZES], group_parameters=1)
+GROUPS = group_shards([ShardSize(name, size, size, "float32") for name, size in SIZES], group_parameters=1)
 FEW = {n: GROUPS[:n] for n in (0, 1, 2, 3)}
 BF16 = torch.bfloat16
 
@@ -44,11 +44,11 @@ def drive_store(
     check: Check = "asked",
     system: System = SYSTEM,
 ) -> Iterator[DriveStore]:
-    records: list[Record] = []
+    records: list[FileRecord] = []
     end = 0
     for group in groups:
         size = GroupRecord(group, moments=moments).size_bytes
-        records.append(Record(name=str(group.index), offset_bytes=end, length_bytes=size))
+        records.append(FileRecord(name=str(group.index), offset_bytes=end, length_bytes=size))
         end += size
     identity = Identity(run_id="run", rank=0, world_size=1, layout="ab" * 16)
     generations = Generations.open(
@@ -75,7 +75,7 @@ def holds(group: Group, parts: Parts, *, time_: int | None) -> bool:
 
 
 def put(
-    store: Store, order: Sequence[Group], *, time_: int, fresh: bool = False, before: int | None = None
+    store: GroupStore, order: Sequence[Group], *, time_: int, fresh: bool = False, before: int | None = None
 ) -> None:
     """A pass that finds what the one of `before` has left."""
     seen: list[Group] = []
@@ -88,13 +88,13 @@ def put(
     assert seen == list(order)
 
 
-def put_down(store: Store, order: Sequence[Group], *, time_: int, before: int) -> None:
+def put_down(store: GroupStore, order: Sequence[Group], *, time_: int, before: int) -> None:
     put(store, order, time_=time_, before=before)
     store.settle()
 
 
-def all_hold(store: Store, order: Sequence[Group], *, time_: int, verify: bool = False) -> bool:
-    return all([holds(group, parts, time_=time_) for group, parts in store.look(order, verify=verify)])
+def all_hold(store: GroupStore, order: Sequence[Group], *, time_: int, verify: bool = False) -> bool:
+    return all([holds(group, parts, time_=time_) for group, parts in store.read_stream(order, verify=verify)])
 
 
 # What is read
@@ -120,7 +120,7 @@ PASSES = st.lists(
 )
 
 
-def run(store: Store, passes: Sequence[Pass]) -> None:
+def run(store: GroupStore, passes: Sequence[Pass]) -> None:
     put(store, GROUPS, time_=1, fresh=True)
     newest = 1
     for time_, one in enumerate(passes, start=2):
@@ -144,11 +144,11 @@ def run(store: Store, passes: Sequence[Pass]) -> None:
                 assert all_hold(store, some, time_=newest, verify=one.kind == "verified look")
 
 
-def check_whole(store: Store, *, time_: int) -> None:
+def check_whole(store: GroupStore, *, time_: int) -> None:
     """Of each parameter: the pieces of its groups, one after the other."""
-    assert store.whole("nobody") is None
+    assert store.read_parts("nobody") is None
     for name, size in SIZES:
-        found = store.whole(name)
+        found = store.read_parts(name)
         assert found is not None
         for i, one in enumerate(found):
             assert one.shape == (size,)
@@ -210,7 +210,7 @@ def test_nothing_is_overwritten_that_is_on_its_way(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("n", FEW)
 @pytest.mark.parametrize("where", ["memory", "drive"])
 def test_fewer_groups_than_slots_go_through_as_well(n: int, where: str, tmp_path: Path) -> None:
-    def check(store: Store) -> None:
+    def check(store: GroupStore) -> None:
         put(store, FEW[n], time_=1, fresh=True)
         put(store, FEW[n], time_=2, before=1)
         put(store, FEW[n][::-1], time_=3, before=2)
@@ -228,12 +228,12 @@ def test_fewer_groups_than_slots_go_through_as_well(n: int, where: str, tmp_path
 def test_room_is_for_one_parameter_of_each_dtype(tmp_path: Path) -> None:
     with drive_store(tmp_path, moments=BF16) as drive:
         for store in (drive, HostStore(GROUPS, moments=BF16, pinned=False)):
-            room = store.room("a")
+            room = store.allocate_parts("a")
             assert room is not None
             assert [(one.shape, one.dtype) for one in room] == [
                 ((2500,), d) for d in (torch.float32, BF16, BF16)
             ]
-            assert store.room("nobody") is None
+            assert store.allocate_parts("nobody") is None
 
 
 # What it takes
@@ -246,7 +246,7 @@ def test_a_drive_needs_the_memory_of_three_groups(tmp_path: Path) -> None:
     with drive_store(tmp_path) as store:
         for fresh, order in ((True, GROUPS), (False, GROUPS), (False, GROUPS[::-1])):
             places |= {parts.master.data_ptr() for _, parts in store.stream(order, fresh=fresh)}
-        places |= {parts.master.data_ptr() for _, parts in store.look(GROUPS)}
+        places |= {parts.master.data_ptr() for _, parts in store.read_stream(GROUPS)}
         assert len(places) == SLOTS == 3
 
 
@@ -341,7 +341,7 @@ def test_what_failed_when_it_was_read_ahead_is_told_to_who_needs_it(verify: bool
         store.read_ahead(GROUPS)
         assert drive.refused.wait(20)
         drive.broken = False
-        through = store.look(GROUPS, verify=True) if verify else store.stream(GROUPS)
+        through = store.read_stream(GROUPS, verify=True) if verify else store.stream(GROUPS)
         with pytest.raises(OffloadError, match="cannot be read"):
             list(through)
 
@@ -395,7 +395,7 @@ def test_a_drive_that_fails_is_told_with_path_and_offset(
 def test_a_look_may_be_left_early(after: int, tmp_path: Path) -> None:
     with drive_store(tmp_path) as store:
         put(store, GROUPS, time_=1, fresh=True)
-        look = store.look(GROUPS)
+        look = store.read_stream(GROUPS)
         for _ in range(after):
             next(look)
         look.close()

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from fullshard.errors import OffloadError
 from fullshard.offload.drive import SYSTEM, System
-from fullshard.offload.generation_manifest import Identity, Record
+from fullshard.offload.generation_manifest import FileRecord, Identity
 from fullshard.offload.generations import Check, Generation, Generations
 from tests.offload.systems import without_direct
 
 IDENTITY = Identity(run_id="run", rank=3, world_size=4, layout="ab" * 16)
 RECORDS = (
-    Record(name="group 0", offset_bytes=0, length_bytes=100_000),
-    Record(name="group 1", offset_bytes=102_400, length_bytes=65_536),
-    Record(name="group 2", offset_bytes=167_936, length_bytes=1),
+    FileRecord(name="group 0", offset_bytes=0, length_bytes=100_000),
+    FileRecord(name="group 1", offset_bytes=102_400, length_bytes=65_536),
+    FileRecord(name="group 2", offset_bytes=167_936, length_bytes=1),
 )
 PAYLOAD_BYTES = 64 << 10
 
@@ -26,7 +26,7 @@ PAYLOAD_BYTES = 64 << 10
 def opened(
     directory: Path,
     *,
-    records: Sequence[Record] = RECORDS,
+    records: Sequence[FileRecord] = RECORDS,
     identity: Identity = IDENTITY,
     check: Check = "asked",
     system: System = SYSTEM,

@@ -12,10 +12,10 @@ from fullshard.planner.activations import Moved
 from fullshard.planner.candidates import candidates
 from fullshard.planner.explain import explain
 from fullshard.planner.memory import peak_bytes
-from fullshard.planner.schedule import Program, Segment, Step
+from fullshard.planner.schedule import Schedule, ScheduleSegment, ScheduleStep
 from fullshard.planner.search import plan as plan_best
 from fullshard.planner.search import predict, search
-from fullshard.planner.simulate import Policy, Timeline, Work
+from fullshard.planner.simulate import Policy, StepSimulation, Work
 from fullshard.planner.step_time import StepTimer
 from fullshard.planner.streams import Streams
 from fullshard.report.plan import recompute_text
@@ -80,7 +80,7 @@ def plans(draw: st.DrawFn) -> Plan:
         f"prefetch.mode={draw(st.sampled_from(['none', 'implicit', 'explicit']))}",
         "recompute.mode=offload",
     )
-    return Plan.laid_out(run, world_size=8, device="cuda")
+    return Plan.for_prediction(run, world_size=8, device="cuda")
 
 
 # The streams #
@@ -92,13 +92,13 @@ def played(copy: int, *, computing: int = 10) -> Streams:
         *(Moved(copy, 0, False), Moved(copy, 0, True), Moved(0, 0, True)),
         *(Moved(0, copy, False), Moved(0, copy, True), Moved(0, 0, True)),
     )
-    steps = tuple(Step(event, unit, unit, at) for at, (event, unit) in enumerate(acts))
-    program = Program((Segment(steps),), (1,) * 6, (0, 1, 2), ((),) * 3)
+    steps = tuple(ScheduleStep(event, unit, unit, at) for at, (event, unit) in enumerate(acts))
+    program = Schedule((ScheduleSegment(steps),), (1,) * 6, (0, 1, 2), ((),) * 3)
     work = Work(program, ((computing, 0),) * 6, (), moved)
     policy = Policy(PrefetchSection(mode="none"), False, True, (0, 1, 2), {0: 0, 1: 1, 2: 2}, 0)
     streams = Streams(serial=False)
     bare_unit = replace(UNIT, has_parameters=False)
-    Timeline(streams, (bare_unit,) * 3, policy).step(work, accumulating=work, accumulation=1)
+    StepSimulation(streams, (bare_unit,) * 3, policy).step(work, accumulating=work, accumulation=1)
     return streams
 
 

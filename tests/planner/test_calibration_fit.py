@@ -2,7 +2,7 @@
 
 import pytest
 
-from fullshard.planner.calibration_fit import Factors, Seen, fitted, scaled
+from fullshard.planner.calibration_fit import RateFactors, StepSample, fitted, scaled
 from fullshard.planner.step_time import step_seconds
 from tests.fakes.hardware import hardware_of
 from tests.fakes.specs import Shape, decoder_spec, plan_for
@@ -17,29 +17,29 @@ OVERRIDES = (
 )
 
 
-def steps_on(hardware) -> list[Seen]:
+def steps_on(hardware) -> list[StepSample]:
     spec = decoder_spec(SMALL)
     plans = [plan_for(SMALL, RANKS, "train.global_batch=16", *more) for more in OVERRIDES]
-    return [Seen(spec, plan, step_seconds(spec, plan, hardware).total) for plan in plans]
+    return [StepSample(spec, plan, step_seconds(spec, plan, hardware).total) for plan in plans]
 
 
 def test_steps_that_are_as_predicted_change_nothing():
     hardware = hardware_of(1, RANKS)
     fit = fitted(hardware, steps_on(hardware))
-    assert fit.factors == pytest.approx(Factors(), abs=0.03)
+    assert fit.factors == pytest.approx(RateFactors(), abs=0.03)
     assert fit.errors == pytest.approx([0.0] * len(OVERRIDES), abs=1e-3)
 
 
 @pytest.mark.parametrize(
-    "factors", [Factors(collective=3.0), Factors(compute=1.7, memory=1.7), Factors(unit=4)]
+    "factors", [RateFactors(collective=3.0), RateFactors(compute=1.7, memory=1.7), RateFactors(unit=4)]
 )
 def test_steps_of_a_slower_machine_are_found_again(factors):
     hardware = hardware_of(1, RANKS)
     fit = fitted(hardware, steps_on(scaled(hardware, factors)))
     assert max(map(abs, fit.errors)) < 0.05
-    assert max(map(abs, fit.errors)) < max(map(abs, fit.before)) / 2
+    assert max(map(abs, fit.errors)) < max(map(abs, fit.errors_before)) / 2
 
 
 def test_without_steps_all_stays_as_it_was_measured():
     hardware = hardware_of(1, RANKS)
-    assert fitted(hardware, []).factors == Factors()
+    assert fitted(hardware, []).factors == RateFactors()

@@ -51,7 +51,7 @@ def runs(plan: Plan, cap: int) -> bool:
     lasting: list[Any] = [*model.parameters(), *model.buffers()]
     lasting += [t for one in state.optimizer.state.values() for t in one.values()]
     try:
-        with torch.autograd.set_multithreading_enabled(False), allocator.told_of_all():
+        with torch.autograd.set_multithreading_enabled(False), allocator.record_all():
             allocator.note(tensor for tensor in lasting if isinstance(tensor, torch.Tensor))
             with allocator:
                 step()

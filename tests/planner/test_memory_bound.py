@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from fullshard.planner.candidates import candidates, to_plan
 from fullshard.planner.memory import peak_bytes
-from fullshard.planner.memory_bound import Habits, held_of, least_bytes, relief_of
+from fullshard.planner.memory_bound import PlanTraits, activation_bound, least_bytes, mesh_bytes
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from tests.fakes.hardware import hardware_of
@@ -21,13 +21,13 @@ SHAPES = st.builds(
 
 
 def bound_of(spec: ModelSpec, plan: Plan) -> int:
-    habits = Habits(
+    habits = PlanTraits(
         accumulates=plan.accumulation > 1,
         syncs=plan.sync_each_microbatch,
         keeps=plan.reshard_after_forward is False,
         prefetches=plan.run.prefetch.mode != "none",
     )
-    return least_bytes(relief_of(spec, plan), held_of(spec, plan), habits=habits)
+    return least_bytes(activation_bound(spec, plan), mesh_bytes(spec, plan), habits=habits)
 
 
 @settings(max_examples=15, deadline=None)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fullshard.errors import PlanError
 from fullshard.planner.candidates import WhatIf, candidates, to_plan
 from fullshard.planner.memory import peak_bytes
-from fullshard.planner.memory_bound import Habits, held_of, least_bytes, relief_of
+from fullshard.planner.memory_bound import PlanTraits, activation_bound, least_bytes, mesh_bytes
 from fullshard.planner.offload import TIERS, update_bytes, with_untimed_drive
 from fullshard.planner.search import plan as plan_best
 from fullshard.planner.search import predict, search
@@ -68,7 +68,7 @@ def plans(draw: st.DrawFn, shape: Shape, *, world: int = 8) -> Plan:
         f"prefetch.mode={draw(st.sampled_from(['none', 'implicit', 'explicit']))}",
         f"recompute.mode={draw(st.sampled_from(['none', 'full']))}",
     )
-    return Plan.laid_out(run, world_size=world, device="cuda")
+    return Plan.for_prediction(run, world_size=world, device="cuda")
 
 
 def offload_of(plan: Plan, hardware: Hardware, shape: Shape) -> OffloadTerms:
@@ -148,19 +148,19 @@ def test_skipping_what_repeats_gives_what_walking_gives_with_tiers(data: st.Data
 def test_the_bound_on_memory_holds_with_tiers(data: st.DataObject):
     shape, tier = data.draw(SHAPES), data.draw(st.sampled_from(TIERS[1:]))
     plan, spec = tiered(data.draw(plans(shape)), tier, data.draw(UPDATES)), decoder_spec(shape)
-    habits = Habits(
+    habits = PlanTraits(
         accumulates=plan.accumulation > 1,
         syncs=plan.sync_each_microbatch,
         keeps=plan.reshard_after_forward is False,
         prefetches=plan.run.prefetch.mode != "none",
     )
-    bound = least_bytes(relief_of(spec, plan), held_of(spec, plan), habits=habits)
+    bound = least_bytes(activation_bound(spec, plan), mesh_bytes(spec, plan), habits=habits)
     assert bound <= peak_bytes(spec, plan).total
 
 
 def plan_8b(tier: Tier, *overrides: str) -> Plan:
     run = run_for(LLAMA_8B, "train.global_batch=8", f"offload.tier={tier}", *overrides)
-    return Plan.laid_out(run, world_size=8, device="cuda")
+    return Plan.for_prediction(run, world_size=8, device="cuda")
 
 
 def test_bytes_of_each_tier_are_those_of_its_formula():
@@ -260,7 +260,7 @@ def test_what_is_updated_where_it_is_faster(tier: Tier):
 def test_without_a_gpu_the_host_updates():
     spec, run = decoder_spec(SMALL), run_for(SMALL, "train.global_batch=8", "offload.tier=optimizer:cpu")
     assert plan_best(spec, with_host(cpu_of(4), adam=1.0), run).run.offload.update == "host"
-    assert Plan.laid_out(run, world_size=4, device="cuda").run.offload.update == "host"
+    assert Plan.for_prediction(run, world_size=4, device="cuda").run.offload.update == "host"
 
 
 def test_a_host_without_limits_costs_nothing_but_the_devices_own_update():
@@ -337,7 +337,7 @@ def test_what_cannot_be_run_yet_is_refused():
     run = Run.load(overrides=["train.global_batch=8", "sharding.tensor_parallel=2"])
     with pytest.raises(PlanError, match="planned, not yet run"):
         Plan.from_run(run, world_size=2)
-    assert Plan.laid_out(run, world_size=2).is_what_if
+    assert Plan.for_prediction(run, world_size=2).is_what_if
 
 
 def test_a_drive_that_nobody_measured_is_asked_for():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from fullshard.errors import PlanError
 from fullshard.planner.candidates import candidates, to_plan
 from fullshard.planner.memory import peak_bytes
-from fullshard.planner.search import RANKED, Found, order_of, plan, predict, search
+from fullshard.planner.search import RANKED, SearchResult, order_of, plan, predict, search
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
@@ -41,7 +41,7 @@ def brute_force(
 ) -> list[tuple[Plan, str, bool, tuple[int, int]]]:
     """Every candidate: its plan, kind, whether it is another's double, and what it is ranked by."""
     return [
-        (one, c.mesh.kind, c.is_double, order_of(prediction_of(one).time.total, index))
+        (one, c.mesh.kind, c.is_duplicate, order_of(prediction_of(one).time.total, index))
         for index, c in enumerate(candidates(spec, hardware, run=run))
         for one in (predict(spec, to_plan(c, run, hardware=hardware), hardware),)
     ]
@@ -85,7 +85,7 @@ def assert_the_search_equals_brute_force(data: st.DataObject) -> None:
 
 
 def check_kinds(
-    found: Found, everything: list[tuple[Plan, str, bool, tuple[int, int]]], *, capacity: int
+    found: SearchResult, everything: list[tuple[Plan, str, bool, tuple[int, int]]], *, capacity: int
 ) -> None:
     for kind in {kind for _, kind, *_ in everything}:
         own = [(plan, order) for plan, its_kind, _, order in everything if its_kind == kind]

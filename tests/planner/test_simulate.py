@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from fullshard.planner.schedule import Program, Segment, Step
-from fullshard.planner.simulate import Policy, Timeline, Work
+from fullshard.planner.schedule import Schedule, ScheduleSegment, ScheduleStep
+from fullshard.planner.simulate import Policy, StepSimulation, Work
 from fullshard.planner.streams import Streams
 from fullshard.planner.unit_costs import UnitCost
 from fullshard.spec.model import Event
@@ -16,21 +16,21 @@ UNIT = UnitCost(
     is_replicated=False,
     reshards=True,
     resharded=False,
-    apart=False,
+    separate_network=False,
     shares_wires=False,
     copy_in=0,
     gather=10,
     copy_out=1,
     again_in=0,
-    again=10,
-    put_back=0,
+    backward_gather=10,
+    hpz_copy=0,
     pack=1,
     scatter=10,
-    settle=0,
+    cast_gradient=0,
     settle_again=0,
     add_partial=0,
     all_reduce=0,
-    keep=0,
+    keep_unsynced=0,
     keep_again=0,
 )
 Act = tuple[Event, int]
@@ -42,16 +42,16 @@ def played(cost: UnitCost, *acts: Act, computing: int, prefetch: str = "implicit
     Each `pre_*` is followed by `computing` ticks, and the host takes none.
     """
     units = 4
-    steps = tuple(Step(event, unit, unit, i) for i, (event, unit) in enumerate(acts))
+    steps = tuple(ScheduleStep(event, unit, unit, i) for i, (event, unit) in enumerate(acts))
     order = tuple((unit - 1,) for unit in range(units))
-    program = Program((Segment(steps),), (1,) * len(steps), tuple(range(units)), order)
+    program = Schedule((ScheduleSegment(steps),), (1,) * len(steps), tuple(range(units)), order)
     work = Work(program, tuple((computing if event.startswith("pre") else 0, 0) for event, _ in acts))
     streams = Streams(serial=False)
     section = PrefetchSection.model_validate({"mode": prefetch})
     places = tuple(range(units))
     policy = Policy(section, False, True, places, dict(enumerate(places)), 0)
     costs = (*[cost] * (units - 1), replace(cost, gather=last))
-    Timeline(streams, costs, policy).step(work, accumulating=work, accumulation=1)
+    StepSimulation(streams, costs, policy).step(work, accumulating=work, accumulation=1)
     return streams
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fullshard.errors import PlanError
 from fullshard.planner.collectives import collective_seconds, shard_group
 from fullshard.planner.memory import peak_bytes
-from fullshard.planner.memory_bound import Habits, held_of, least_bytes, relief_of
+from fullshard.planner.memory_bound import PlanTraits, activation_bound, least_bytes, mesh_bytes
 from fullshard.planner.search import predict
 from fullshard.planner.step_time import StepTimer, step_seconds
 from fullshard.planner.tensor_parallel import split_shape, width_of
@@ -34,7 +34,7 @@ def plan_of(shape: Shape, degree: int, *overrides: str, world: int = WORLD) -> P
     fixed = [f"sharding.tensor_parallel={degree}", "train.microbatch=1", "model.heads=32", "model.kv_heads=8"]
     sizes = [f"model.d_model={shape.d_model}", f"model.d_ff={shape.d_ff}"]
     run = run_for(shape, f"train.global_batch={world}", *fixed, *sizes, *overrides)
-    return Plan.laid_out(run, world_size=world, device="cuda")
+    return Plan.for_prediction(run, world_size=world, device="cuda")
 
 
 @st.composite
@@ -53,7 +53,7 @@ def test_one_rank_for_each_matmul_is_the_same_prediction():
     spec, hardware = decoder_spec(LLAMA_8B), hardware_of(2, 8)
     plain = Plan.from_run(run_for(LLAMA_8B, "train.global_batch=16"), world_size=16, device="cuda")
     named = run_for(LLAMA_8B, "train.global_batch=16", "sharding.tensor_parallel=1")
-    split = Plan.laid_out(named, world_size=16, device="cuda")
+    split = Plan.for_prediction(named, world_size=16, device="cuda")
     assert predict(spec, split, hardware) == predict(spec, plain, hardware)
     assert prediction_of(predict(spec, split, hardware)).time.tensor_parallel == 0
 
@@ -126,13 +126,13 @@ def test_bounds_and_skipping_hold(data: st.DataObject):
     assert seconds == StepTimer(whole, hardware, skips=False).seconds(plan)
     inline = plan.run.prefetch.mode == "none"
     assert timer.least_seconds(timer.computing(plan), timer.demand(plan), inline=inline) <= seconds.total
-    habits = Habits(
+    habits = PlanTraits(
         accumulates=plan.accumulation > 1,
         syncs=plan.sync_each_microbatch,
         keeps=plan.reshard_after_forward is False,
         prefetches=not inline,
     )
-    bound = least_bytes(relief_of(spec, plan), held_of(spec, plan), habits=habits)
+    bound = least_bytes(activation_bound(spec, plan), mesh_bytes(spec, plan), habits=habits)
     assert bound <= peak_bytes(spec, plan).total
 
 

@@ -8,7 +8,7 @@ import pytest
 from fullshard.errors import CheckpointError, PlanError
 from fullshard.launch.request import Request
 from fullshard.planner.search import search
-from fullshard.planning.for_run import described, with_plan
+from fullshard.planning.for_run import describe_run, plan_run
 from fullshard.profiler.detect import detect_hardware
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -35,14 +35,14 @@ def request(*overrides: str) -> Request:
 
 
 def planned(*overrides: str) -> Plan:
-    plan = with_plan(request(*overrides)).plan
+    plan = plan_run(request(*overrides)).plan
     assert plan is not None
     return plan
 
 
 def test_what_is_left_open_is_the_best_of_all_that_the_planner_knows() -> None:
     run = request().run
-    best = search(described(run, "cpu"), detect_hardware("cpu", ranks=2), run).best
+    best = search(describe_run(run, "cpu"), detect_hardware("cpu", ranks=2), run).best
     assert planned() == best
 
 
@@ -78,14 +78,14 @@ def test_what_is_pinned_is_kept_and_predicted() -> None:
 def test_a_plan_that_is_given_is_only_predicted() -> None:
     run = request("sharding.strategy=full_shard").run
     given = Plan.from_run(run, world_size=2)
-    found = with_plan(Request(run=given.run, plan=given)).plan
+    found = plan_run(Request(run=given.run, plan=given)).plan
     assert found is not None
     assert found.prediction is not None
     assert found.model_copy(update={"prediction": None}) == given
 
 
 def test_an_optimizer_of_unknown_state_runs_with_plain_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    assert with_plan(request("optimizer.name=torch.optim.Adagrad")).plan is None
+    assert plan_run(request("optimizer.name=torch.optim.Adagrad")).plan is None
     assert capsys.readouterr().err.startswith("note: not planned, so with plain defaults: ")
 
 
@@ -95,7 +95,7 @@ def test_a_run_that_fits_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.
     hardware.model_copy(update={"chip": chip}).save(tmp_path / "tiny.toml")
     monkeypatch.setenv("FULLSHARD_HARDWARE", str(tmp_path / "tiny.toml"))
     with pytest.raises(PlanError, match="no plan fits") as raised:
-        with_plan(request("recompute.mode=none"))
+        plan_run(request("recompute.mode=none"))
     assert "closest: " in str(raised.value)
     assert "try: " in str(raised.value)
 
@@ -103,10 +103,10 @@ def test_a_run_that_fits_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.
 def test_what_cannot_be_run_yet_is_refused_before_ranks_start() -> None:
     pin = "sharding.tensor_parallel=2"
     with pytest.raises(PlanError, match="not yet run"):
-        with_plan(request(pin))
-    what_if = Plan.laid_out(request(pin).run, world_size=2, device="cpu")
+        plan_run(request(pin))
+    what_if = Plan.for_prediction(request(pin).run, world_size=2, device="cpu")
     with pytest.raises(PlanError, match="not yet run"):
-        with_plan(request().model_copy(update={"plan": what_if}))
+        plan_run(request().model_copy(update={"plan": what_if}))
 
 
 def test_a_tier_on_a_drive_that_nobody_measured_is_planned_without_its_time(
@@ -125,18 +125,18 @@ def test_a_tier_on_a_drive_that_nobody_measured_is_planned_without_its_time(
 def test_a_limit_of_the_host_holds_also_where_nothing_was_calibrated(tier: str) -> None:
     with pytest.raises(PlanError, match="no plan fits 1000 B of host memory per rank"):
         # One recompute mode: each is traced by itself.
-        with_plan(request(f"offload.tier={tier}", "offload.host_bytes=1000", "recompute.mode=none"))
+        plan_run(request(f"offload.tier={tier}", "offload.host_bytes=1000", "recompute.mode=none"))
 
 
 def test_a_limit_that_cannot_be_held_to_is_no_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken.toml").write_text("ranks_per_node = 0", encoding="utf-8")
     monkeypatch.setenv("FULLSHARD_HARDWARE", str(tmp_path / "broken.toml"))
-    assert with_plan(request("offload.tier=optimizer:cpu")).plan is None
+    assert plan_run(request("offload.tier=optimizer:cpu")).plan is None
     with pytest.raises(PlanError, match="cannot be held to"):
-        with_plan(request("offload.tier=optimizer:cpu", "offload.host_bytes=100_000_000"))
+        plan_run(request("offload.tier=optimizer:cpu", "offload.host_bytes=100_000_000"))
 
 
 def test_a_tier_of_another_optimizer_is_refused_before_ranks_start() -> None:
     for name in ("sgd", "torch.optim.Adagrad"):
         with pytest.raises(PlanError, match="only AdamW's state is kept outside"):
-            with_plan(request("offload.tier=optimizer:cpu", f"optimizer.name={name}"))
+            plan_run(request("offload.tier=optimizer:cpu", f"optimizer.name={name}"))

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.sharding.activation_offload import offload_activations
 from fullshard.sharding.apply import shard
-from fullshard.sharding.host_copy import Lane, PlainLane, ToldLane, lane_for
+from fullshard.sharding.host_copy import CpuHostCopy, FakeHostCopy, HostCopy, lane_for
 from fullshard.sharding.units import find_repeated, find_units
 from fullshard.spec.run import UnitSection
 from tests.fakes.architectures import WIDTH, Block, loss_of, on_meta, tokens_of
@@ -64,7 +64,7 @@ class LateLane:
         return made, len(self._jobs)
 
 
-LANES: dict[str, Callable[[], Lane]] = {"plain": PlainLane, "late": LateLane}
+LANES: dict[str, Callable[[], HostCopy]] = {"plain": CpuHostCopy, "late": LateLane}
 
 
 def blocks(count: int = 4, kind: Callable[[], nn.Module] = Block) -> nn.Sequential:
@@ -72,7 +72,7 @@ def blocks(count: int = 4, kind: Callable[[], nn.Module] = Block) -> nn.Sequenti
     return nn.Sequential(*(kind() for _ in range(count)))
 
 
-def offloaded(model: nn.Sequential, lane: Lane, *, least: float = HALF) -> nn.Sequential:
+def offloaded(model: nn.Sequential, lane: HostCopy, *, least: float = HALF) -> nn.Sequential:
     twin = copy.deepcopy(model)
     offload_activations(list(twin), least=least, device="cpu", lane=lane)
     return twin
@@ -96,7 +96,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 def told(model: nn.Sequential, *, least: float = HALF) -> list[tuple[str, int]]:
     """What a forward and backward move. The lane brings nothing back, so gradients are none."""
     moves: list[tuple[str, int]] = []
-    twin = offloaded(model, ToldLane(lambda way, size: moves.append((way, size))), least=least)
+    twin = offloaded(model, FakeHostCopy(lambda way, size: moves.append((way, size))), least=least)
     gradients(twin, twin)
     return moves
 
@@ -136,7 +136,9 @@ def test_a_few_rows_do_not_send_weights_along() -> None:
 
     model = blocks(2, Flat)
     moves: list[tuple[str, int]] = []
-    offload_activations(list(model), least=0.0, device="cpu", lane=ToldLane(lambda *one: moves.append(one)))
+    offload_activations(
+        list(model), least=0.0, device="cpu", lane=FakeHostCopy(lambda *one: moves.append(one))
+    )
     model(torch.ones(1, 9)).sum().backward()
     assert {size for way, size in moves if way == "out"} == {9 * 4}
 
@@ -194,7 +196,7 @@ def test_on_the_device_is_at_most_the_block_that_computes_and_the_one_that_leave
 
 def test_nothing_that_moved_outlives_the_graph() -> None:
     """Neither what leaves nor what was fetched; where no backward comes, until the next forward is done."""
-    for lane in (PlainLane(), LateLane()):
+    for lane in (CpuHostCopy(), LateLane()):
         twin = offloaded(blocks(4), lane)
         deaths = Deaths(twin)
         result = twin(entering())
@@ -340,7 +342,7 @@ def test_what_a_compiled_block_saves_moves_too() -> None:
     moves: list[tuple[str, int]] = []
     lane = LateLane()
     model = blocks(3)
-    for twin_lane in (ToldLane(lambda *one: moves.append(one)), lane):
+    for twin_lane in (FakeHostCopy(lambda *one: moves.append(one)), lane):
         twin = copy.deepcopy(model)
         for block in twin:
             block.forward = torch.compile(block.forward)
@@ -366,8 +368,8 @@ def test_without_gradients_nothing_moves() -> None:
 
 
 def test_what_comes_back_is_on_the_lane_of_the_plans_device() -> None:
-    assert isinstance(lane_for("cpu", torch.device("cpu")), PlainLane)
-    assert isinstance(lane_for("cuda", torch.device("cpu")), ToldLane)  # fake tensors, of a dry run
+    assert isinstance(lane_for("cpu", torch.device("cpu")), CpuHostCopy)
+    assert isinstance(lane_for("cuda", torch.device("cpu")), FakeHostCopy)  # fake tensors, of a dry run
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -6,14 +6,14 @@ from typing import Any
 import torch.distributed as dist
 
 from fullshard.sharding.apply import shard
-from fullshard.sharding.layout import Layout, layout
+from fullshard.sharding.layout import Layout, sharding_table
 from fullshard.sharding.materialize import materialize
 from tests.fakes.architectures import on_meta
 from tests.fakes.plans import STRATEGIES, plan_of
 
 
 def sharded_layout(name: str, *settings: str) -> Layout:
-    return layout(shard(on_meta(name), plan_of(dist.get_world_size(), *settings)))
+    return sharding_table(shard(on_meta(name), plan_of(dist.get_world_size(), *settings)))
 
 
 def test_each_parameter_is_told_once_with_its_unit_and_its_part(ranks: Callable[..., Any]) -> None:
@@ -60,6 +60,6 @@ def test_it_prints_as_a_table(ranks: Callable[..., Any]) -> None:
 
 
 def test_a_model_that_is_not_sharded_is_whole_in_no_unit() -> None:
-    rows = list(layout(materialize(on_meta("decoder"), seed=0)))
+    rows = list(sharding_table(materialize(on_meta("decoder"), seed=0)))
     assert {(row.unit, row.placement) for row in rows} == {("", "whole")}
     assert all(row.local_shape == row.global_shape for row in rows)

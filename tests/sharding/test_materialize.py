@@ -15,7 +15,7 @@ from fullshard.errors import ShardError
 from fullshard.profiler.memory import live_bytes, measure_peak
 from fullshard.sharding.apply import shard
 from fullshard.sharding.materialize import materialize, parameters_on_meta
-from fullshard.sharding.rank0_values import InitialisedWarning
+from fullshard.sharding.rank0_values import MissingWeightsWarning
 from tests.fakes.architectures import WIDTH, Block, Encoder, on_meta, tokens_of, whole
 from tests.fakes.plans import STRATEGIES, plan_of
 
@@ -233,7 +233,7 @@ def weighted(held: str) -> nn.Module:
 def given_values(held: str, *settings: str) -> dict[str, Tensor]:
     with warnings.catch_warnings():
         if held == "partly":
-            warnings.simplefilter("ignore", InitialisedWarning)
+            warnings.simplefilter("ignore", MissingWeightsWarning)
         model = shard(weighted(held), plan_of(dist.get_world_size(), *settings))
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: whole(tensor.detach()) for name, tensor in tensors.items()}
@@ -257,7 +257,7 @@ def warned(held: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         shard(weighted(held), plan_of(dist.get_world_size()))
-    return [str(w.message) for w in caught if w.category is InitialisedWarning and w.filename == __file__]
+    return [str(w.message) for w in caught if w.category is MissingWeightsWarning and w.filename == __file__]
 
 
 def test_rank_0_says_what_is_missing_from_a_model_that_holds_its_weights(ranks: Callable[..., Any]) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from fullshard.errors import LaunchError
 from fullshard.sharding.apply import shard
-from fullshard.sharding.mesh import build_mesh, meet, pick_device_type, process_group
+from fullshard.sharding.mesh import agree_on_store_prefix, build_mesh, pick_device_type, process_group
 from tests.fakes.architectures import Block
 from tests.fakes.plans import STRATEGIES, plan_of
 
@@ -102,7 +102,7 @@ def attempt(server: dist.TCPStore, order: tuple[int, ...]) -> list[dict[int, str
 
     def one(rank: int) -> dict[int, str]:
         client = dist.TCPStore("127.0.0.1", server.port, timeout=SOON, wait_for_workers=False)
-        store = meet(client, rank=rank, world_size=len(order), timeout=SOON)
+        store = agree_on_store_prefix(client, rank=rank, world_size=len(order), timeout=SOON)
         fresh = not store.check([f"address/{other}" for other in order])
         store.set(f"address/{rank}", f"{order}, {rank}, {fresh}")
         return {other: store.get(f"address/{other}").decode() for other in order}
@@ -123,11 +123,11 @@ def test_the_ranks_of_an_attempt_read_nothing_of_those_before() -> None:
 def test_a_rank_that_does_not_come_is_not_waited_for_forever(rank: int) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=SOON, wait_for_workers=False)
     with pytest.raises(LaunchError, match="did not meet"):
-        meet(server, rank=rank, world_size=2, timeout=timedelta(seconds=0.2))
+        agree_on_store_prefix(server, rank=rank, world_size=2, timeout=timedelta(seconds=0.2))
 
 
 def test_one_that_asked_and_died_is_not_taken_for_one_that_is_there() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=SOON, wait_for_workers=False)
     server.set("fullshard/asks/1", "of one that is dead")
     with pytest.raises(LaunchError, match="1 ranks after"):
-        meet(server, rank=0, world_size=2, timeout=timedelta(seconds=0.2))
+        agree_on_store_prefix(server, rank=0, world_size=2, timeout=timedelta(seconds=0.2))

@@ -12,7 +12,7 @@ from fullshard.models.decoder import DecoderModel
 from fullshard.sharding.apply import shard
 from fullshard.sharding.unit_sizes import UnitSizeWarning, unit_size_findings
 from fullshard.sharding.units import find_units
-from fullshard.spec.model_section import Decoder
+from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.run import UnitSection
 from tests.fakes.architectures import on_meta
 from tests.fakes.plans import STRATEGIES, plan_of
@@ -30,7 +30,7 @@ def findings(model: nn.Module, world_size: int, *overrides: str, policy: str = "
 
 def decoder(**fields: Any) -> DecoderModel:
     with torch.device("meta"):
-        return DecoderModel(Decoder(**fields))
+        return DecoderModel(DecoderConfig(**fields))
 
 
 SEVEN_BILLION = {

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.errors import PlanError
-from fullshard.spec.groups import CUT_ELEMENTS, Group, Held, cut, portions
+from fullshard.spec.groups import CUT_ELEMENTS, Group, ShardSize, group_shards, portions
 
 VECTOR = 64  # elements: the widest that a processor takes at once, of the narrowest dtype
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> list[list[Held]]:
+def worlds(draw: st.DrawFn) -> list[list[ShardSize]]:
     """What each of some ranks holds of the same parameters: each has as many elements at most."""
     ranks = draw(st.integers(1, 4))
     sizes = st.integers(1, 200) | st.integers(900, 1100) | st.integers(1, 9000)
@@ -21,7 +21,7 @@ def worlds(draw: st.DrawFn) -> list[list[Held]]:
     dtypes = draw(st.lists(st.sampled_from(["float32", "bfloat16"]), min_size=len(most), max_size=len(most)))
     return [
         [
-            Held(
+            ShardSize(
                 f"p{i}",
                 numel=draw(st.sampled_from([0, size, draw(st.integers(0, size))])),
                 most=size,
@@ -41,9 +41,9 @@ def limit_of(group_parameters: int) -> int:
 
 
 @given(worlds(), LIMITS)
-def test_every_element_is_in_one_group(world: list[list[Held]], limit: int) -> None:
+def test_every_element_is_in_one_group(world: list[list[ShardSize]], limit: int) -> None:
     for held in world:
-        groups = cut(held, group_parameters=limit)
+        groups = group_shards(held, group_parameters=limit)
         for one in held:
             own = [s for group in groups for s in group.segments if s.name == one.name]
             ends = [0, *(segment.end for segment in own)]
@@ -54,10 +54,10 @@ def test_every_element_is_in_one_group(world: list[list[Held]], limit: int) -> N
 
 @given(worlds(), LIMITS)
 def test_no_group_is_larger_than_its_limit_nor_do_its_segments_overlap(
-    world: list[list[Held]], limit: int
+    world: list[list[ShardSize]], limit: int
 ) -> None:
     for held in world:
-        for index, group in enumerate(cut(held, group_parameters=limit)):
+        for index, group in enumerate(group_shards(held, group_parameters=limit)):
             assert group.index == index
             assert group.numel <= limit_of(limit)
             assert all(one.numel > 0 and one.offset % VECTOR == 0 for one in group.segments)
@@ -66,10 +66,10 @@ def test_no_group_is_larger_than_its_limit_nor_do_its_segments_overlap(
 
 @given(worlds(), LIMITS)
 def test_what_fits_stays_whole_and_what_does_not_is_cut_at_multiples(
-    world: list[list[Held]], limit: int
+    world: list[list[ShardSize]], limit: int
 ) -> None:
     for held in world:
-        groups = cut(held, group_parameters=limit)
+        groups = group_shards(held, group_parameters=limit)
         for one in held:
             names = [group.names.count(one.name) for group in groups if one.name in group.names]
             assert names == [1] * -(-one.most // limit_of(limit))
@@ -78,11 +78,11 @@ def test_what_fits_stays_whole_and_what_does_not_is_cut_at_multiples(
 
 
 @given(worlds(), LIMITS)
-def test_groups_are_the_same_on_all_ranks(world: list[list[Held]], limit: int) -> None:
+def test_groups_are_the_same_on_all_ranks(world: list[list[ShardSize]], limit: int) -> None:
     def told(groups: tuple[Group, ...]) -> list[tuple[int, str, tuple[str, ...]]]:
         return [(group.index, group.dtype, group.names) for group in groups]
 
-    first, *others = (cut(held, group_parameters=limit) for held in world)
+    first, *others = (group_shards(held, group_parameters=limit) for held in world)
     for groups in (first, *others):
         assert told(groups) == told(first)
         assert all({s.name for s in group.segments} <= set(group.names) for group in groups)
@@ -91,11 +91,11 @@ def test_groups_are_the_same_on_all_ranks(world: list[list[Held]], limit: int) -
 
 
 @given(worlds(), LIMITS)
-def test_segments_lie_at_the_same_place_on_all_ranks(world: list[list[Held]], limit: int) -> None:
+def test_segments_lie_at_the_same_place_on_all_ranks(world: list[list[ShardSize]], limit: int) -> None:
     """A rank that has fewer rows has the first ones: so nothing that is kept beside them moves."""
     places: dict[tuple[str, int], tuple[int, int]] = {}
     for held in world:
-        for group in cut(held, group_parameters=limit):
+        for group in group_shards(held, group_parameters=limit):
             for one in group.segments:
                 assert places.setdefault((one.name, one.begin), (group.index, one.offset)) == (
                     group.index,
@@ -105,9 +105,9 @@ def test_segments_lie_at_the_same_place_on_all_ranks(world: list[list[Held]], li
 
 @given(worlds(), LIMITS)
 def test_portions_hold_their_parameters_whole_and_as_few_as_can_be(
-    world: list[list[Held]], limit: int
+    world: list[list[ShardSize]], limit: int
 ) -> None:
-    groups = cut(world[0], group_parameters=limit)
+    groups = group_shards(world[0], group_parameters=limit)
     found = list(portions(groups))
     assert [group for portion in found for group in portion] == list(groups)
     names = [name for portion in found for name in {name for group in portion for name in group.names}]
@@ -117,6 +117,6 @@ def test_portions_hold_their_parameters_whole_and_as_few_as_can_be(
 
 
 def test_more_groups_than_an_update_can_go_through_are_refused_before_they_are_made() -> None:
-    held = [Held("p", numel=10**18, most=10**18, dtype="float32")]
+    held = [ShardSize("p", numel=10**18, most=10**18, dtype="float32")]
     with pytest.raises(PlanError, match="too many groups"):
-        cut(held, group_parameters=64_000_000)
+        group_shards(held, group_parameters=64_000_000)

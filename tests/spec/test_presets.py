@@ -3,7 +3,7 @@
 import pytest
 
 from fullshard.errors import SpecError
-from fullshard.spec.model_section import Decoder
+from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.presets import PRESETS, QK_NORMS, QKV_BIASES, find_preset, nearest_presets
 
 # The number of parameters that each repository's page on huggingface.co shows (the safetensors' header).
@@ -37,7 +37,7 @@ PUBLISHED = {
 }
 
 
-def parameters(model: Decoder) -> int:
+def parameters(model: DecoderConfig) -> int:
     d, kv = model.d_model, model.d_model // model.heads * model.kv_heads
     block = 2 * d * d + 2 * d * kv + 3 * d * model.d_ff + 2 * d
     return model.layers * block + d + (1 if model.tied else 2) * model.vocabulary * d

@@ -7,7 +7,7 @@ import pytest
 
 from fullshard.errors import SpecError
 from fullshard.spec.presets import QK_NORMS, QKV_BIASES, SCALED_POSITIONS, SOME_POSITIONS, find_preset
-from fullshard.spec.pretrained import cached_config, expressed, locate, read_config, why_not_expressed
+from fullshard.spec.pretrained import cached_config, expressed, locate, not_a_decoder_reason, read_config
 
 LLAMA3_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -62,7 +62,7 @@ def test_what_is_left_out_is_said(changed, differs):
     ],
 )
 def test_what_cannot_be_expressed_says_why(changed, why):
-    assert why in str(why_not_expressed(LLAMA3_8B | changed))
+    assert why in str(not_a_decoder_reason(LLAMA3_8B | changed))
     with pytest.raises(SpecError, match="cannot express"):
         expressed(LLAMA3_8B | changed, source="config.json")
 

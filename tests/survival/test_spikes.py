@@ -215,7 +215,7 @@ def older() -> tuple[int, int, Any]:
     state, _ = sharded(run_of())
     values = {k: v for k, v in state.values().items() if not k.startswith(("data_", "roll", "best", "rec"))}
     state.data_offset, state.best = 3, (1.0, 1)
-    state.restored(values, {})
+    state.load_values(values, {})
     return state.data_offset, state.rollbacks, state.best
 
 

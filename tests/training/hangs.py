@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.spec.plan import Plan
-from fullshard.survival.phase import Phase
-from fullshard.survival.watchdog import last_words_to, watching
+from fullshard.survival.phase import RunPhase
+from fullshard.survival.watchdog import on_watchdog_exit, watching
 from fullshard.training.loop import train
 from fullshard.training.loss import Loss
 from tests.training.runs import Pairs, mean_square, run_of, sharded
@@ -77,10 +77,10 @@ def run_rank(harm: str, culprit: int, world: tuple[int, int, int], directory: st
     state.data = Hanging(harm, culprit)
     loss = skipping(culprit) if harm == "skips_a_collective" else mean_square
     leave_word = Path(directory, f"last-words-{rank}").write_text
-    with last_words_to(lambda error: leave_word(str(error))), watching(state.where, plan.run.survival):
+    with on_watchdog_exit(lambda error: leave_word(str(error))), watching(state.phase, plan.run.survival):
         for step in train(state, plan, loss=loss):
             if harm == "saves_for_long" and (rank, step.index) == (culprit, HANGS_AT):
-                state.where.enter(Phase.SAVING)
+                state.phase.enter(RunPhase.SAVING)
                 time.sleep(1.5 * WATCHDOG_SECONDS)
 
 

@@ -13,7 +13,7 @@ from fullshard.checkpoint.save import save
 from fullshard.distributed.tensors import local_tensor
 from fullshard.profiler.memory import live_bytes
 from fullshard.spec.plan import Plan
-from fullshard.training.adamw8bit import as_kept, eight_bit_adamw, in_full
+from fullshard.training.adamw8bit import dequantize, eight_bit_adamw, quantize_like
 from fullshard.training.loop import train
 from fullshard.training.state import TrainState
 from tests.training.runs import local_bits, run_of, same_bits, sharded
@@ -166,11 +166,11 @@ def test_negative_extremes_keep_their_codes() -> None:
     optimizer = eight_bit_adamw()([parameter])
     values = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
     values.view(-1, 256)[::2].abs_().neg_()
-    once = as_kept(optimizer, parameter, state={"exp_avg": values})["exp_avg"]
+    once = quantize_like(optimizer, parameter, state={"exp_avg": values})["exp_avg"]
     for _ in range(3):
-        again = as_kept(optimizer, parameter, state={"exp_avg": in_full(once)})["exp_avg"]
+        again = quantize_like(optimizer, parameter, state={"exp_avg": dequantize(once)})["exp_avg"]
         assert torch.equal(local_tensor(again).codes, local_tensor(once).codes)
         once = again
     spread = values.view(-1, 256).abs().amax(1, keepdim=True)
-    error = (in_full(once) - values).view(-1, 256).abs() / spread
+    error = (dequantize(once) - values).view(-1, 256).abs() / spread
     assert error.max() < 0.02

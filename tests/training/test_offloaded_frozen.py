@@ -26,8 +26,8 @@ from fullshard.spec.plan import Plan
 from fullshard.training import shard as offloaded
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.resume import start_from
-from fullshard.training.shard import let_go, shard
+from fullshard.training.resume import restore
+from fullshard.training.shard import close_offload, shard
 from fullshard.training.state import TrainState
 from fullshard.weights import pretrained
 from fullshard.weights.pretrained import load_pretrained
@@ -216,13 +216,13 @@ def gone_on(directory: str) -> tuple[int, bool, list[str], list[str]]:
 
     def started(name: str) -> tuple[TrainState, Plan]:
         state, plan = state_on(DRIVE, f"{directory}/{name}", unset=True)
-        start_from(state, plan, weights=Path(directory), saved=f"{directory}/saved", must_resume=False)
+        restore(state, plan, weights=Path(directory), saved=f"{directory}/saved", must_resume=False)
         return state, plan
 
     state, plan = started("run")
     advance(state, plan, to=2)
     bits = local_bits(state)
-    let_go(state.model, plan=plan, finished=False)
+    close_offload(state.model, plan=plan, finished=False)
     again, plan = started("run")
     step, same = again.step, same_bits(local_bits(again), bits)
     losses = advance(again, plan, to=4)
@@ -335,14 +335,14 @@ def gone_on_from_damage(directory: str, weights: str | None) -> tuple[int, list[
 
     def start(state: TrainState, plan: Plan) -> list[str]:
         base = Path(weights) if weights else None
-        start_from(state, plan, weights=base, saved=f"{directory}/saved", must_resume=False)
+        restore(state, plan, weights=base, saved=f"{directory}/saved", must_resume=False)
         begun.append(state.step)
         return advance(state, plan, to=state.step + 2)
 
     begun: list[int] = []
     state, plan = made("run")
     undisturbed = start(state, plan)
-    let_go(state.model, plan=plan, finished=False)
+    close_offload(state.model, plan=plan, finished=False)
     again, plan = made("run")
     if dist.get_rank() == 0:
         for path in Path(directory).glob("run/offload/*/rank-00000/state-*.data"):
@@ -375,9 +375,9 @@ def gone_on_elsewhere(directory: str) -> tuple[int, bool]:
     save(state, f"{directory}/saved", plan=plan)
     advance(state, plan, to=3)
     bits = local_bits(state)
-    let_go(state.model, plan=plan, finished=False)
+    close_offload(state.model, plan=plan, finished=False)
     again, plan = state_on(DRIVE, directory, "run.seed=7")
-    start_from(again, plan, weights=None, saved=f"{directory}/saved", must_resume=True)
+    restore(again, plan, weights=None, saved=f"{directory}/saved", must_resume=True)
     return again.step, same_bits(local_bits(again), bits)
 
 

@@ -16,7 +16,7 @@ from fullshard.errors import OffloadError
 from fullshard.offload.drive import SYSTEM
 from fullshard.spec.plan import Plan
 from fullshard.training.loop import train
-from fullshard.training.shard import let_go, shard
+from fullshard.training.shard import close_offload, shard
 from fullshard.training.state import TrainState
 from tests.ranks import RankFailed
 from tests.training.runs import Regression, local_bits, mean_square, meta, run_of, same_bits, sharded
@@ -182,7 +182,7 @@ def opened_after_a_failure(directory: str) -> None:
 
     with pytest.raises(OffloadError, match="parameters.data"):
         shard(meta(Regression), plan, system=replace(SYSTEM, open=full))
-    let_go(shard(meta(Regression), plan), plan=plan, finished=True)
+    close_offload(shard(meta(Regression), plan), plan=plan, finished=True)
 
 
 def test_what_cannot_be_opened_whole_is_let_go_on_all_ranks(

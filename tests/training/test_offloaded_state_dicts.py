@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import OffloadError, SpecError
 from fullshard.offload.drive_store import SLOTS
-from fullshard.offload.lazy_tensor import OnDrive, on_drive
+from fullshard.offload.lazy_tensor import LazyTensor, lazy_tensor
 from fullshard.offload.state import offloaded_of
 from fullshard.training.state import TrainState
 from tests.training.runs import BATCH, local_bits, mean_square, pairs, run_of, same_bits, sharded
@@ -133,7 +133,7 @@ def broken_off(tier: str, directory: str) -> None:
     bad = good | {"state": {i: dict(own) for i, own in good["state"].items()}}
     last = max(i for i, own in bad["state"].items() if "master" in own)
     shard = bad["state"][last]["exp_avg"].to_local()
-    bad["state"][last]["exp_avg"] = on_drive(shard.shape, shard.dtype, read=fail)
+    bad["state"][last]["exp_avg"] = lazy_tensor(shard.shape, shard.dtype, read=fail)
     with pytest.raises(EOFError):
         optimizer.load_state_dict(bad)
     for use in (optimizer.state_dict, optimizer.step, state.tensors):
@@ -146,7 +146,7 @@ def broken_off(tier: str, directory: str) -> None:
             module.reshard()
     if tier in DRIVES:  # what was there is whole, but for what is not outside
         optimizer.load_state_dict(living)
-        now, outside = local_bits(state), state.outside
+        now, outside = local_bits(state), state.offloaded
         assert outside is not None
         assert all(torch.equal(now[name], later[name]) for name in outside.names)
     load_with_gain(state, good, gain=gain)
@@ -197,7 +197,7 @@ def let_go(directory: str) -> None:
     advance(state, 0, AT)
     state_dict = state.optimizer.state_dict()
     living: DTensor = state_dict["state"][first_outside(state_dict)]["exp_avg"]
-    assert isinstance(living.to_local(), OnDrive)
+    assert isinstance(living.to_local(), LazyTensor)
     living.to_local().cpu()
     offloaded = offloaded_of(state.model)
     assert offloaded is not None

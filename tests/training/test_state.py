@@ -44,11 +44,11 @@ class Snapshot:
         return cls(state.values(), saved, {name: local(tensor).clone() for name, tensor in tensors.items()})
 
     def load(self, state: TrainState) -> None:
-        receivers = state.receivers(self.saved)
+        receivers = state.load_targets(self.saved)
         for name, receiver in receivers.items():
             assert SavedTensor.of(receiver) == self.saved[name], name
             local(receiver).copy_(self.parts[name])
-        state.restored(self.values, receivers)
+        state.load_values(self.values, receivers)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ def refusals() -> dict[str, str]:
     }
     for name, saved in changes.items():
         with pytest.raises(CheckpointError) as raised:
-            state.receivers(saved)
+            state.load_targets(saved)
         said[name] = str(raised.value)
     return said
 

@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 from fullshard.errors import TrainError
 from fullshard.spec.run import SurvivalSection
-from fullshard.survival.diagnosis import Report, Sighting, Silent, diagnose, process_state, this_host
-from fullshard.survival.phase import Phase, Whereabouts
+from fullshard.survival.diagnosis import (
+    Heartbeat,
+    Report,
+    UnresponsiveRank,
+    diagnose,
+    process_state,
+    this_host,
+)
+from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.survival.watchdog import watching
 from tests.training.hangs import hung
 
@@ -69,9 +76,9 @@ def test_a_slow_phase_is_waited_for_on_all_ranks(tmp_path: Path) -> None:
 
 def test_nothing_is_left_of_a_watchdog_that_was_stopped_or_is_off() -> None:
     before = set(threading.enumerate())
-    with watching(Whereabouts(), SurvivalSection(watchdog_seconds=0)):
+    with watching(PhaseTracker(), SurvivalSection(watchdog_seconds=0)):
         assert set(threading.enumerate()) == before
-    with watching(Whereabouts(), SurvivalSection(watchdog_seconds=100)):
+    with watching(PhaseTracker(), SurvivalSection(watchdog_seconds=100)):
         names = {thread.name for thread in set(threading.enumerate()) - before}
         assert names == {"fullshard watchdog", "fullshard store"}
     assert set(threading.enumerate()) == before
@@ -87,15 +94,15 @@ def test_collectives_wait_for_longer_than_the_watchdog() -> None:
 # Who is to blame
 
 
-def seen(phase: Phase, step: int = 4, *, process: int = 1) -> Sighting:
-    return Sighting(this_host(), process, step, str(phase), 31.0, 30.0, NOW - 1)
+def seen(phase: RunPhase, step: int = 4, *, process: int = 1) -> Heartbeat:
+    return Heartbeat(this_host(), process, step, str(phase), 31.0, 30.0, NOW - 1)
 
 
-def report(phase: Phase, step: int = 4, *, waits: bool = True, collective: str = "") -> Report:
+def report(phase: RunPhase, step: int = 4, *, waits: bool = True, collective: str = "") -> Report:
     return Report(seen(phase, step), waits, f"{phase}.py:1 in f", collective, f"stack in {phase}")
 
 
-WAITING, BUSY = report(Phase.BACKWARD), report(Phase.DATA, waits=False)
+WAITING, BUSY = report(RunPhase.BACKWARD), report(RunPhase.DATA, waits=False)
 
 
 @given(st.integers(1, 40), st.integers(0, 39))
@@ -108,7 +115,7 @@ def test_among_ranks_that_wait_the_one_that_does_not_is_named(others: int, at: i
 
 
 def test_of_ranks_in_different_collectives_the_few_are_named() -> None:
-    early, late = report(Phase.REDUCE), report(Phase.FORWARD, step=5)
+    early, late = report(RunPhase.REDUCE), report(RunPhase.FORWARD, step=5)
     reports = {0: early, 1: late, 2: early}
     assert diagnose(reports, {}, now=NOW).error.what.startswith(
         "rank 1 left out a collective that ranks 0, 2"
@@ -120,11 +127,11 @@ def test_of_ranks_in_different_collectives_the_few_are_named() -> None:
 
 
 def test_of_as_many_the_one_that_is_further_on_left_something_out() -> None:
-    reports = {0: report(Phase.FORWARD, step=5), 1: report(Phase.REDUCE)}
+    reports = {0: report(RunPhase.FORWARD, step=5), 1: report(RunPhase.REDUCE)}
     assert diagnose(reports, {}, now=NOW).error.what.startswith(
         "rank 0 left out a collective that rank 1 waits"
     )
-    reports = {0: report(Phase.FORWARD), 1: report(Phase.REDUCE)}
+    reports = {0: report(RunPhase.FORWARD), 1: report(RunPhase.REDUCE)}
     assert diagnose(reports, {}, now=NOW).error.what.startswith(
         "rank 1 left out a collective that rank 0 waits"
     )
@@ -132,7 +139,7 @@ def test_of_as_many_the_one_that_is_further_on_left_something_out() -> None:
 
 def test_the_flight_recorder_tells_ranks_of_one_place_apart() -> None:
     reports = {
-        rank: report(Phase.REDUCE, collective=f"gloo:all_reduce {17 - (rank == 2)}") for rank in range(4)
+        rank: report(RunPhase.REDUCE, collective=f"gloo:all_reduce {17 - (rank == 2)}") for rank in range(4)
     }
     verdict = diagnose(reports, {}, now=NOW)
     assert verdict.error.what.startswith("rank 2 left out a collective that ranks 0-1, 3 wait in")
@@ -163,7 +170,7 @@ def test_where_all_are_alike_none_is_blamed() -> None:
     ],
 )
 def test_a_rank_that_says_nothing_is_named_before_any_that_waits(state: str | None, said: str) -> None:
-    silent = {3: Silent(seen(Phase.FORWARD), state)}
+    silent = {3: UnresponsiveRank(seen(RunPhase.FORWARD), state)}
     verdict = diagnose({0: WAITING, 1: BUSY, 2: WAITING}, silent, now=NOW)
     assert verdict.error.what.startswith("rank 3 does not answer, last heard of in forward of step 5")
     assert said in verdict.error.what
@@ -171,7 +178,9 @@ def test_a_rank_that_says_nothing_is_named_before_any_that_waits(state: str | No
 
 
 def test_ranks_that_never_spoke_are_named_too() -> None:
-    verdict = diagnose({0: WAITING}, {2: Silent(None, None), 1: Silent(None, None)}, now=NOW)
+    verdict = diagnose(
+        {0: WAITING}, {2: UnresponsiveRank(None, None), 1: UnresponsiveRank(None, None)}, now=NOW
+    )
     assert verdict.error.what.startswith("rank 1 (and rank 2) does not answer, never heard of")
 
 
@@ -183,7 +192,7 @@ def test_of_thousands_of_ranks_few_lines_and_stacks_are_shown() -> None:
 
 
 def test_the_state_of_a_process_is_told_on_its_own_host_only() -> None:
-    own = Sighting(this_host(), os.getpid(), 1, "data", 1.0, 1.0, NOW)
+    own = Heartbeat(this_host(), os.getpid(), 1, "data", 1.0, 1.0, NOW)
     assert process_state(own) in ("R", "S")
-    assert process_state(Sighting("elsewhere", os.getpid(), 1, "data", 1.0, 1.0, NOW)) is None
-    assert process_state(Sighting(this_host(), 2**22 + 1, 1, "data", 1.0, 1.0, NOW)) == ""
+    assert process_state(Heartbeat("elsewhere", os.getpid(), 1, "data", 1.0, 1.0, NOW)) is None
+    assert process_state(Heartbeat(this_host(), 2**22 + 1, 1, "data", 1.0, 1.0, NOW)) == ""

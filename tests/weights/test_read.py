@@ -19,13 +19,13 @@ from fullshard.sharding.materialize import materialize
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.weights.files import open_weights
 from fullshard.weights.pretrained import load_pretrained
-from fullshard.weights.read import Loaded, read_pretrained
+from fullshard.weights.read import LoadReport, read_pretrained
 from tests.checkpoint.states import assert_same
 from tests.fakes.plans import STRATEGIES, plan_of
 from tests.weights.hugging_face import EACH, hugging_face, outcome, whole
 
 
-def imported(directory: Path, name: str, *settings: str) -> tuple[Loaded, dict[str, Tensor], Tensor]:
+def imported(directory: Path, name: str, *settings: str) -> tuple[LoadReport, dict[str, Tensor], Tensor]:
     plan = plan_of(dist.get_world_size(), *settings)
     model = shard(hf_model(HuggingFaceModel(hf=str(directory))), plan, values="unset").eval()
     loaded = load_pretrained(model, directory, plan=plan)
@@ -100,7 +100,7 @@ def test_prefixes_ties_buffers_and_dtypes_are_seen_to(tmp_path):
     assert model.tied.weight is model.head.weight
 
 
-def loaded_partly(directory: Path) -> tuple[Loaded, dict[str, Tensor]]:
+def loaded_partly(directory: Path) -> tuple[LoadReport, dict[str, Tensor]]:
     plan = plan_of(dist.get_world_size(), "sharding.units.policy=size", "sharding.units.min_parameters=20")
     with torch.device("meta"):
         model = Small()

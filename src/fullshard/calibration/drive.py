@@ -11,7 +11,7 @@ import torch
 from fullshard.calibration.device import mean_over_ranks
 from fullshard.errors import OffloadError
 from fullshard.offload.drive import DriveFile
-from fullshard.offload.host_memory import bytes_of, slab
+from fullshard.offload.host_memory import allocate_host, as_memoryview
 
 _PIECE_BYTES = 16 << 20
 
@@ -53,7 +53,7 @@ def filled_files(directory: Path, open_files: ExitStack, *, pieces: int) -> tupl
 
 
 def _rate(one: DriveFile, other: DriveFile) -> float:
-    data, into = _numbers(), bytes_of(slab(_PIECE_BYTES, pinned=False))
+    data, into = _numbers(), as_memoryview(allocate_host(_PIECE_BYTES, pinned=False))
     with ThreadPoolExecutor(max_workers=1) as beside:
         started = time.perf_counter()
         for source, target in ((one, other), (other, one)):
@@ -64,9 +64,9 @@ def _rate(one: DriveFile, other: DriveFile) -> float:
 
 
 def _numbers() -> memoryview:
-    found = slab(_PIECE_BYTES, pinned=False)
+    found = allocate_host(_PIECE_BYTES, pinned=False)
     found.view(torch.int32).random_()
-    return bytes_of(found)
+    return as_memoryview(found)
 
 
 def _write(file: DriveFile, data: memoryview) -> None:

@@ -4,9 +4,9 @@ from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.checkpointable import Checkpointable
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.load import load
-from fullshard.checkpoint.location import newest, place_of
+from fullshard.checkpoint.location import latest_checkpoint, location_of
 from fullshard.checkpoint.manifest import Manifest, SavedTensor, compare_names, read_manifest
-from fullshard.checkpoint.per_node import NodeDisks
+from fullshard.checkpoint.per_node import NodeLocalDirectory
 from fullshard.checkpoint.save import save
 
 __all__ = [
@@ -14,12 +14,12 @@ __all__ = [
     "Checkpointable",
     "KeyFile",
     "Manifest",
-    "NodeDisks",
+    "NodeLocalDirectory",
     "SavedTensor",
     "compare_names",
     "load",
-    "newest",
-    "place_of",
+    "latest_checkpoint",
+    "location_of",
     "read_manifest",
     "save",
 ]

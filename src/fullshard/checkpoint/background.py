@@ -36,12 +36,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.checkpointable import Checkpointable
-from fullshard.checkpoint.location import LocalPlace, Place, place_of
-from fullshard.checkpoint.per_node import NodeDisks
-from fullshard.checkpoint.save import Layout, Saving, Snapshot, take_snapshot
+from fullshard.checkpoint.location import CheckpointLocation, LocalLocation, location_of
+from fullshard.checkpoint.per_node import NodeLocalDirectory
+from fullshard.checkpoint.save import Layout, Saver, Snapshot, take_snapshot
 from fullshard.checkpoint.shard_file import local_shard
-from fullshard.checkpoint.snapshot_reader import LiveShards, UnchangingShards
-from fullshard.distributed.agreement import Group, distributed, everyone
+from fullshard.checkpoint.snapshot_reader import FrozenShards, LiveShards
+from fullshard.distributed.agreement import Group, distributed, on_all_ranks
 from fullshard.errors import CheckpointError
 from fullshard.spec.plan import Plan
 from fullshard.system.direct_io import LARGE_BYTES, aligned_memory
@@ -61,7 +61,7 @@ class Updated(Protocol):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveResult:
     """What became of one save: the checkpoint, or the error. `stalled_seconds`: how long training waited."""
 
     step: int
@@ -89,7 +89,7 @@ class BackgroundSaver:
 
     def __init__(
         self,
-        directory: str | Path | Place | NodeDisks,
+        directory: str | Path | CheckpointLocation | NodeLocalDirectory,
         *,
         keep: int = 0,
         keep_every: int = 0,
@@ -97,17 +97,17 @@ class BackgroundSaver:
         plan: Plan | None = None,
         read_back: bool = False,
     ) -> None:
-        place = directory if isinstance(directory, NodeDisks) else place_of(directory)
-        self._saving = Saving(
+        place = directory if isinstance(directory, NodeLocalDirectory) else location_of(directory)
+        self._saving = Saver(
             place, keep=keep, keep_every=keep_every, layout=layout, plan=plan, read_back=read_back
         )
         self._group = cast(Group, dist.new_group(backend="gloo") if distributed() else None)
-        self._staging = _Staging()
-        self._running: Future[Outcome] | None = None
+        self._staging = _StagingBuffers()
+        self._running: Future[SaveResult] | None = None
         self._stalled = 0.0
-        self._pace = _Pace()
-        self._on_disk = isinstance(place, LocalPlace | NodeDisks)
-        self._outcomes: list[Outcome] = []
+        self._pace = _SaveTiming()
+        self._on_disk = isinstance(place, LocalLocation | NodeLocalDirectory)
+        self._outcomes: list[SaveResult] = []
 
     def __enter__(self) -> Self:
         return self
@@ -135,7 +135,7 @@ class BackgroundSaver:
         """
         started = time.perf_counter()
         self.wait()
-        mine = everyone(lambda: take_snapshot(state), doing="taking the state to save")
+        mine = on_all_ranks(lambda: take_snapshot(state), doing="taking the state to save")
         self._pace.begin()
         can_tell = hasattr(state, "before_update")
         live = can_tell and self._on_disk and self._pace.is_ahead
@@ -156,7 +156,7 @@ class BackgroundSaver:
         else:
             self._settle(settled)
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[SaveResult]:
         """What has come to an end since the last call."""
         if self._running is not None and self.done:
             self._take(self._running)
@@ -168,11 +168,11 @@ class BackgroundSaver:
         if self._running is not None:
             self._take(self._running)
 
-    def _take(self, running: "Future[Outcome]") -> None:
+    def _take(self, running: "Future[SaveResult]") -> None:
         self._outcomes.append(replace(running.result(), stalled_seconds=self._stalled))
         self._running = None
 
-    def _await(self, running: "Future[Outcome]") -> None:
+    def _await(self, running: "Future[SaveResult]") -> None:
         started = time.perf_counter()
         futures.wait([running])
         self._stalled += time.perf_counter() - started
@@ -183,7 +183,7 @@ class BackgroundSaver:
         self._staging.settle()
         self._stalled += time.perf_counter() - started
 
-    def _run(self, mine: Snapshot, settled: threading.Event, *, started: float) -> Outcome:
+    def _run(self, mine: Snapshot, settled: threading.Event, *, started: float) -> SaveResult:
         path: Path | str | None = None
         error: CheckpointError | None = None
 
@@ -194,7 +194,7 @@ class BackgroundSaver:
                 settled.set()
 
         try:
-            everyone(stage, doing=f"copying step {mine.step} aside", group=self._group)
+            on_all_ranks(stage, doing=f"copying step {mine.step} aside", group=self._group)
             _step_back()
             self._staging.arrived()
             path = self._saving.run(mine, group=self._group)
@@ -207,10 +207,10 @@ class BackgroundSaver:
             )
         finally:
             mine.held.finish()
-        return Outcome(mine.step, path, error, time.perf_counter() - started, stalled_seconds=0.0)
+        return SaveResult(mine.step, path, error, time.perf_counter() - started, stalled_seconds=0.0)
 
 
-class _Pace:
+class _SaveTiming:
     """Whether a save is through before the next update: as the last one was that both are known of."""
 
     def __init__(self) -> None:
@@ -233,7 +233,7 @@ class _Pace:
         self._end = time.perf_counter() - self._began
 
 
-class _Staging:
+class _StagingBuffers:
     """This rank's shards while they are saved, and copies of them in buffers that are used again."""
 
     def __init__(self) -> None:
@@ -264,7 +264,7 @@ class _Staging:
             name: tensor if name in shards else tensor.detach().to("cpu", copy=True)
             for name, tensor in mine.tensors.items()
         }
-        return replace(mine, tensors=tensors, held=self._live or UnchangingShards())
+        return replace(mine, tensors=tensors, held=self._live or FrozenShards())
 
     def fill(self, mine: Snapshot) -> None:
         """Copies the shards, and puts the copies into the snapshot."""
@@ -282,7 +282,7 @@ class _Staging:
     def settle(self) -> None:
         """What the device does from here on comes after the copies; shards in host memory may change."""
         if self._live is not None:
-            self._live.settle()
+            self._live.copy_unwritten()
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 

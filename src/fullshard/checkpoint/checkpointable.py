@@ -29,22 +29,22 @@ class Checkpointable(Protocol):
         """Small values, the same on all ranks. `tied`: {alias: name} tells `export` of tied parameters."""
         ...
 
-    def receivers(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+    def load_targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         """The tensors to fill from a checkpoint that holds `saved`; names, shapes and dtypes as saved.
 
         Raises CheckpointError that names the differences (see `compare_names`).
         """
         ...
 
-    def restored(self, values: Mapping[str, JsonValue], received: Mapping[str, Tensor]) -> None:
+    def load_values(self, values: Mapping[str, JsonValue], received: Mapping[str, Tensor]) -> None:
         """Called once the receivers are filled."""
         ...
 
 
-class Portioned(Protocol):
+class PartitionedState(Protocol):
     """A state of which a part is too large for memory: it is filled after the `receivers`."""
 
-    def portions(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
+    def partitions(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
         """Further tensors to fill; the next ones are asked for when these are. On every rank there are as
         many portions, of the same names."""
         ...

@@ -115,7 +115,7 @@ class LocalFiles:
     @contextmanager
     def create(self, name: str) -> Generator[BinaryIO]:
         path = self.path / name
-        with disk.created(path) as file:
+        with disk.create_durable(path) as file:
             yield cast(BinaryIO, file)
         disk.flush(self.path)
 

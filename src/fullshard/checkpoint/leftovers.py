@@ -11,14 +11,14 @@ from typing import Self
 from pydantic import ValidationError
 
 from fullshard.checkpoint.files import LocalFiles
-from fullshard.spec.value import Value
+from fullshard.spec.value import FrozenModel
 
 WRITER = "writer.json"
 
 logger = logging.getLogger("fullshard")
 
 
-class WriterProcess(Value):
+class WriterProcess(FrozenModel):
     """Which process writes a checkpoint: enough to tell, on the same machine, whether it still runs.
 
     A pid means something only under the kernel (`boot`) and in the pid namespace where it was given.

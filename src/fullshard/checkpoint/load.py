@@ -14,9 +14,9 @@ from typing import TypeVar, cast
 from torch import Tensor
 
 from fullshard.checkpoint import per_node, per_rank_layout, storage
-from fullshard.checkpoint.checkpointable import Checkpointable, Portioned
+from fullshard.checkpoint.checkpointable import Checkpointable, PartitionedState
 from fullshard.checkpoint.files import Files, LocalFiles
-from fullshard.checkpoint.location import Place, is_listed, place_of, whole
+from fullshard.checkpoint.location import CheckpointLocation, is_listed, location_of, valid_checkpoints
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     METADATA,
@@ -26,8 +26,8 @@ from fullshard.checkpoint.manifest import (
     step_name,
     verify,
 )
-from fullshard.checkpoint.per_node import NodeDisks
-from fullshard.distributed.agreement import everyone, first, gathered, rank
+from fullshard.checkpoint.per_node import NodeLocalDirectory
+from fullshard.distributed.agreement import gathered, on_all_ranks, on_rank_zero, rank
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 T = TypeVar("T")
@@ -38,7 +38,10 @@ logger = logging.getLogger("fullshard")
 
 
 def load(
-    state: Checkpointable, directory: str | Path | Place | NodeDisks, *, missing_ok: bool = False
+    state: Checkpointable,
+    directory: str | Path | CheckpointLocation | NodeLocalDirectory,
+    *,
+    missing_ok: bool = False,
 ) -> bool:
     """Loads the newest whole checkpoint of `directory` into `state`; True where there was one.
 
@@ -51,12 +54,12 @@ def load(
     none is whole, in any case; and where it is of another model. What `state` holds after an error is
     undefined.
     """
-    if isinstance(directory, NodeDisks):
+    if isinstance(directory, NodeLocalDirectory):
         return _load_from_nodes(state, directory, missing_ok=missing_ok)
-    place = place_of(directory)
+    place = location_of(directory)
     refused: dict[str, str] = {}
     for attempt in itertools.count(1):
-        found = first(
+        found = on_rank_zero(
             lambda attempt=attempt: _find(place, missing_ok=missing_ok and attempt == 1, refused=refused),
             doing=f"looking for a checkpoint in {directory}",
         )
@@ -66,17 +69,17 @@ def load(
         try:
             _load(state, files, manifest=manifest)
         except CheckpointError as error:
-            gone = first(
+            gone = on_rank_zero(
                 lambda files=files, manifest=manifest: _is_gone(place, files, manifest=manifest),
                 doing=f"looking for {files} again",
             )
             if gone:
                 _require_tries_left(attempt, place)
                 continue  # see [Note: a reader beside a writer]
-            if not isinstance(error, DamagedCheckpointError) or files.name == place.one().name:
+            if not isinstance(error, DamagedCheckpointError) or files.name == place.as_checkpoint().name:
                 raise  # nothing else will do, or this very one was asked for
             refused[files.name] = f"{files.name}: {error.got or error.what}"
-            aside = first(lambda files=files: _set_aside(place, files), doing=f"setting {files} aside")
+            aside = on_rank_zero(lambda files=files: _set_aside(place, files), doing=f"setting {files} aside")
             if rank() == 0:
                 logger.warning("%s\n  %s: an older checkpoint is taken instead", error, aside)
         else:
@@ -87,7 +90,7 @@ def load(
     raise AssertionError("the loop ends by itself")
 
 
-def _require_tries_left(attempt: int, place: Place) -> None:
+def _require_tries_left(attempt: int, place: CheckpointLocation) -> None:
     if attempt == _TRIES:
         raise CheckpointError(
             f"{place} changes faster than it can be read.",
@@ -96,9 +99,9 @@ def _require_tries_left(attempt: int, place: Place) -> None:
         )
 
 
-def _is_gone(place: Place, files: Files, *, manifest: Manifest) -> bool:
+def _is_gone(place: CheckpointLocation, files: Files, *, manifest: Manifest) -> bool:
     """Returns whether a checkpoint that was found in `place` has been removed or replaced since."""
-    if files.name == place.one().name:
+    if files.name == place.as_checkpoint().name:
         return False  # this very one was asked for
     try:
         return not is_listed(place, files) or read_manifest(files) != manifest
@@ -106,23 +109,23 @@ def _is_gone(place: Place, files: Files, *, manifest: Manifest) -> bool:
         return not is_listed(place, files)
 
 
-def _load_from_nodes(state: Checkpointable, disks: NodeDisks, *, missing_ok: bool) -> bool:
+def _load_from_nodes(state: Checkpointable, disks: NodeLocalDirectory, *, missing_ok: bool) -> bool:
     """The newest step that every node has; see `nodes`."""
     seat = per_node.find_seat(disks.path)
     refused: list[str] = []
-    for step, _ in per_node.settle(disks, seat):
+    for step, _ in per_node.finish_commits(disks, seat):
         files = LocalFiles(disks.path / step_name(step), disks.key)
-        manifest = everyone(lambda files=files: verify(files), doing=f"loading {files}")
+        manifest = on_all_ranks(lambda files=files: verify(files), doing=f"loading {files}")
         try:
             _load(state, files, manifest=manifest)
         except DamagedCheckpointError as error:
             refused.append(f"{files.name}: {error.got or error.what}")
             place = disks.own
-            aside = everyone(
-                lambda files=files, place=place: _set_aside(place, files) if seat.leads else None,
+            aside = on_all_ranks(
+                lambda files=files, place=place: _set_aside(place, files) if seat.is_leader else None,
                 doing=f"setting {files} aside",
             )
-            if seat.leads:
+            if seat.is_leader:
                 logger.warning("%s\n  %s: an older checkpoint is taken instead", error, aside)
         else:
             logger.info("loaded step %d from %s of each node", step, files)
@@ -139,16 +142,16 @@ def _load_from_nodes(state: Checkpointable, disks: NodeDisks, *, missing_ok: boo
     )
 
 
-def find(directory: str | Path | Place) -> tuple[Files, Manifest]:
+def find(directory: str | Path | CheckpointLocation) -> tuple[Files, Manifest]:
     """`directory` itself where it is a checkpoint, else its newest whole one; CheckpointError for none."""
-    found = _find(place_of(directory), missing_ok=False, refused={})
+    found = _find(location_of(directory), missing_ok=False, refused={})
     assert found is not None, "missing_ok is False"
     return found
 
 
-def with_newest(directory: str | Path | Place, act: Callable[[Files, Manifest], T]) -> T:
+def with_newest(directory: str | Path | CheckpointLocation, act: Callable[[Files, Manifest], T]) -> T:
     """Returns `act` of the checkpoint that `find` returns. See [Note: a reader beside a writer]."""
-    place = place_of(directory)
+    place = location_of(directory)
     for attempt in itertools.count(1):
         files, manifest = find(place)
         try:
@@ -163,34 +166,36 @@ def with_newest(directory: str | Path | Place, act: Callable[[Files, Manifest], 
 def _load(state: Checkpointable, files: Files, *, manifest: Manifest) -> None:
     doing = f"loading {files}"
     if manifest.layout == "ranks":
-        everyone(lambda: per_rank_layout.require_same_ranks(files, manifest), doing=doing)
-    receivers = everyone(lambda: _receivers(state, manifest), doing=doing)
-    reader = everyone(lambda: storage.opened(files, manifest), doing=doing)
+        on_all_ranks(lambda: per_rank_layout.require_same_ranks(files, manifest), doing=doing)
+    receivers = on_all_ranks(lambda: _receivers(state, manifest), doing=doing)
+    reader = on_all_ranks(lambda: storage.opened(files, manifest), doing=doing)
     read = per_rank_layout.read if manifest.layout == "ranks" else storage.read
-    everyone(lambda: read(receivers, reader), doing=doing)
-    if hasattr(state, "portions"):
-        portions = cast(Portioned, state).portions(manifest.tensors)
-        while (portion := everyone(lambda: next(portions, None), doing=doing)) is not None:
-            everyone(lambda portion=portion: read(portion, reader), doing=doing)
-    everyone(lambda: state.restored(manifest.values, receivers), doing=doing)
+    on_all_ranks(lambda: read(receivers, reader), doing=doing)
+    if hasattr(state, "partitions"):
+        portions = cast(PartitionedState, state).partitions(manifest.tensors)
+        while (portion := on_all_ranks(lambda: next(portions, None), doing=doing)) is not None:
+            on_all_ranks(lambda portion=portion: read(portion, reader), doing=doing)
+    on_all_ranks(lambda: state.load_values(manifest.values, receivers), doing=doing)
 
 
-def _set_aside(place: Place, files: Files) -> str:
+def _set_aside(place: CheckpointLocation, files: Files) -> str:
     try:
         return f"renamed to {place.set_aside(files)}"
     except OSError as error:  # a place that is only read from
         return f"it could not be renamed ({error.strerror})"
 
 
-def _find(place: Place, *, missing_ok: bool, refused: Mapping[str, str]) -> tuple[Files, Manifest] | None:
+def _find(
+    place: CheckpointLocation, *, missing_ok: bool, refused: Mapping[str, str]
+) -> tuple[Files, Manifest] | None:
     # A directory that holds steps is not a checkpoint itself, whatever else lies in it.
-    if place.exists() and not place.steps() and _is_checkpoint(place.one(), strays_ok=missing_ok):
-        return place.one(), verify(place.one())
-    for files, manifest in whole(place):
+    if place.exists() and not place.steps() and _is_checkpoint(place.as_checkpoint(), strays_ok=missing_ok):
+        return place.as_checkpoint(), verify(place.as_checkpoint())
+    for files, manifest in valid_checkpoints(place):
         if files.name not in refused:
             return files, manifest
     broken = [*refused.values(), *(files.name for _, files in place.steps() if files.name not in refused)]
-    broken = broken or place.rejected()
+    broken = broken or place.quarantined()
     if broken:
         raise CheckpointError(
             f"none of the checkpoints in {place} is whole.",
@@ -224,7 +229,7 @@ def _is_checkpoint(files: Files, *, strays_ok: bool) -> bool:
 
 
 def _receivers(state: Checkpointable, manifest: Manifest) -> dict[str, Tensor]:
-    receivers = state.receivers(manifest.tensors)
+    receivers = state.load_targets(manifest.tensors)
     # DCP would fill another dtype in silence.
     compare_names(receivers, {name: manifest.tensors[name] for name in receivers if name in manifest.tensors})
     return receivers

@@ -25,7 +25,7 @@ _LOCK = ".lock"
 logger = logging.getLogger("fullshard")
 
 
-class Place(Protocol):
+class CheckpointLocation(Protocol):
     """A directory of checkpoints. Any method may raise OSError; only rank 0 calls what changes something."""
 
     @property
@@ -39,7 +39,7 @@ class Place(Protocol):
         """Whether there is such a directory."""
         ...
 
-    def one(self) -> Files:
+    def as_checkpoint(self) -> Files:
         """The place itself, taken for one checkpoint."""
         ...
 
@@ -51,7 +51,7 @@ class Place(Protocol):
         """What saves that were broken off, or still go on, have left."""
         ...
 
-    def rejected(self) -> list[str]:
+    def quarantined(self) -> list[str]:
         """What `set_aside` has put there."""
         ...
 
@@ -82,7 +82,7 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True)
-class LocalPlace:
+class LocalLocation:
     """A directory of a file system. A draft is a directory beside, and one rename commits it."""
 
     path: Path
@@ -97,7 +97,7 @@ class LocalPlace:
             raise CheckpointError(f"{self.path} is no directory of checkpoints.", got="a file")
         return self.path.is_dir()
 
-    def one(self) -> Files:
+    def as_checkpoint(self) -> Files:
         return LocalFiles(self.path, self.key)
 
     def steps(self) -> list[tuple[int, Files]]:
@@ -111,7 +111,7 @@ class LocalPlace:
     def unfinished(self) -> list[str]:
         return [str(path) for path in sorted(self.path.glob(".tmp-*")) if path.is_dir()]
 
-    def rejected(self) -> list[str]:
+    def quarantined(self) -> list[str]:
         return [path.name for path in sorted(self.path.glob(".bad-*"))]
 
     @contextmanager
@@ -168,7 +168,9 @@ class LocalPlace:
         leftovers.remove(condemned)
 
 
-def place_of(directory: str | Path | Place, *, key_file: str | Path | None = None) -> Place:
+def location_of(
+    directory: str | Path | CheckpointLocation, *, key_file: str | Path | None = None
+) -> CheckpointLocation:
     """Returns the place that a path or a URL names.
 
     `key_file`: checkpoints that are saved there are signed with its key, and only signed ones are loaded; see
@@ -191,16 +193,16 @@ def place_of(directory: str | Path | Place, *, key_file: str | Path | None = Non
         )
     if isinstance(directory, str) and is_remote(directory):
         from fullshard.checkpoint.object_store import require_bucket
-        from fullshard.checkpoint.objects import ObjectPlace
+        from fullshard.checkpoint.objects import ObjectLocation
 
         require_bucket(directory)
-        place = ObjectPlace(directory.rstrip("/"), key=key)
+        place = ObjectLocation(directory.rstrip("/"), key=key)
         place.require_backend()
         return place
-    return LocalPlace(Path(str(directory).removeprefix("file://")), key=key)
+    return LocalLocation(Path(str(directory).removeprefix("file://")), key=key)
 
 
-def whole(place: Place) -> Iterator[tuple[Files, Manifest]]:
+def valid_checkpoints(place: CheckpointLocation) -> Iterator[tuple[Files, Manifest]]:
     """The checkpoints of `place` that are whole, the highest step first, looked at one by one.
 
     What is not is passed over, with a warning; so is what a broken-off save left behind. Raises
@@ -227,19 +229,19 @@ def whole(place: Place) -> Iterator[tuple[Files, Manifest]]:
             yield files, manifest
 
 
-def is_listed(place: Place, files: Files) -> bool:
+def is_listed(place: CheckpointLocation, files: Files) -> bool:
     """Returns whether `files` is among the steps of `place` now."""
     return any(one.name == files.name for _, one in place.steps())
 
 
-def newest(directory: str | Path | Place) -> Path | str | None:
+def latest_checkpoint(directory: str | Path | CheckpointLocation) -> Path | str | None:
     """The checkpoint of the highest step that is whole, or None."""
-    return next((location(files) for files, _ in whole(place_of(directory))), None)
+    return next((location(files) for files, _ in valid_checkpoints(location_of(directory))), None)
 
 
-def newest_step(directory: str | Path | Place) -> int | None:
+def newest_step(directory: str | Path | CheckpointLocation) -> int | None:
     """The step of the checkpoint that `newest` finds."""
-    return next((manifest.step for _, manifest in whole(place_of(directory))), None)
+    return next((manifest.step for _, manifest in valid_checkpoints(location_of(directory))), None)
 
 
 def location(files: Files) -> Path | str:
@@ -247,7 +249,7 @@ def location(files: Files) -> Path | str:
     return files.path if isinstance(files, LocalFiles) else str(files)
 
 
-def prune(place: Place, *, keep: int, keep_every: int, step: int) -> None:
+def prune(place: CheckpointLocation, *, keep: int, keep_every: int, step: int) -> None:
     """Removes whole checkpoints older than `step`, so that `keep` are left with it; 0 keeps all.
 
     Steps that `keep_every` divides are kept besides, 0 is none. What fails is a warning: the new checkpoint

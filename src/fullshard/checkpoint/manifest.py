@@ -29,7 +29,7 @@ from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardE
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.spec.small_files import parse_json
-from fullshard.spec.value import NonNegativeInt, PositiveInt, Value
+from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 
 FORMAT = 2
 METADATA = ".metadata"
@@ -47,7 +47,7 @@ FileName = Annotated[str, Field(pattern=r"^\.?[A-Za-z0-9_-][A-Za-z0-9_.-]*$", ma
 _Size = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
-class SavedTensor(Value):
+class SavedTensor(FrozenModel):
     """Shape of the whole tensor (not of a shard), and dtype as torch spells it: `float32`, `bfloat16` …"""
 
     shape: tuple[_Size, ...]
@@ -77,7 +77,7 @@ class SavedTensor(Value):
         return f"{self.dtype} {list(self.shape)}"
 
 
-class SavedFile(Value):
+class SavedFile(FrozenModel):
     """A file of a checkpoint, as it was when the checkpoint was committed.
 
     `digest`: of the whole file; None for a data file, whose table has one for every block of it. `node`: on
@@ -89,7 +89,7 @@ class SavedFile(Value):
     node: NonNegativeInt | None = None
 
 
-class Manifest(Value):
+class Manifest(FrozenModel):
     """What a checkpoint holds. `files` names every file but the manifest itself.
 
     `layout`: `sharded` is DCP's, which any number of ranks loads; `ranks` is one file for each rank's own

@@ -38,7 +38,7 @@ logger = logging.getLogger("fullshard")
 
 
 @dataclass(frozen=True)
-class ObjectPlace:
+class ObjectLocation:
     """The checkpoints below the prefix `url`. See [Note: one put commits].
 
     `part_bytes`: of a file that is written, what is sent at once; S3 wants 5 MiB or more. `answer_seconds`:
@@ -61,7 +61,7 @@ class ObjectPlace:
         found = self._store.listing(self.url)
         return bool(found.objects or found.prefixes)
 
-    def one(self) -> Files:
+    def as_checkpoint(self) -> Files:
         return ObjectFiles(self.url, None, self.part_bytes, self.answer_seconds, self.key)
 
     def steps(self) -> list[tuple[int, Files]]:
@@ -72,7 +72,7 @@ class ObjectPlace:
     def unfinished(self) -> list[str]:
         return [str(draft) for draft in _uncommitted(self._store)]
 
-    def rejected(self) -> list[str]:
+    def quarantined(self) -> list[str]:
         found = _listings(self._store)
         return [f"{step_name(step)}/{name}" for step, below in found.items() for name in _rejects(below)]
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from fullshard.checkpoint import leftovers
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import LocalFiles, write_file
-from fullshard.checkpoint.location import LocalPlace
+from fullshard.checkpoint.location import LocalLocation
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     SHARDS,
@@ -32,8 +32,8 @@ from fullshard.checkpoint.manifest import (
     verify,
 )
 from fullshard.checkpoint.read_back import require_manifest, require_written
-from fullshard.checkpoint.verify import damages
-from fullshard.distributed.agreement import Group, alone, everyone, first, gathered, rank
+from fullshard.checkpoint.verify import find_damage
+from fullshard.distributed.agreement import Group, gathered, locally, on_all_ranks, on_rank_zero, rank
 from fullshard.errors import CheckpointError
 from fullshard.system import disk
 
@@ -41,7 +41,7 @@ logger = logging.getLogger("fullshard")
 
 
 @dataclass(frozen=True)
-class NodeDisks:
+class NodeLocalDirectory:
     """A directory that has the same path on every node, and lies on a disk of each."""
 
     path: Path
@@ -51,45 +51,45 @@ class NodeDisks:
         return f"{self.path} of each node"
 
     @property
-    def own(self) -> LocalPlace:
+    def own(self) -> LocalLocation:
         """The disk of this node."""
-        return LocalPlace(self.path, key=self.key)
+        return LocalLocation(self.path, key=self.key)
 
 
 @dataclass(frozen=True)
-class Seat:
+class NodeRank:
     """Where a rank writes: disk `node` of `nodes`. The rank that `leads` does what is done once a disk."""
 
     node: int
     nodes: int
-    leads: bool
+    is_leader: bool
 
 
-def find_seat(path: Path, *, group: Group = None) -> Seat:
+def find_seat(path: Path, *, group: Group = None) -> NodeRank:
     """Which ranks share a disk, found out by what each sees of the others. Collective.
 
     A rank leads that sees no file of a lower one.
     """
-    token = first(lambda: secrets.token_hex(4), doing="choosing a token", group=group)
+    token = on_rank_zero(lambda: secrets.token_hex(4), doing="choosing a token", group=group)
 
     def show() -> None:
         disk.make_directory(path)
         (path / f".seat-{token}-{rank()}").touch()
 
     doing = f"looking who shares {path}"
-    everyone(show, doing=doing, group=group)
-    lowest = everyone(
+    on_all_ranks(show, doing=doing, group=group)
+    lowest = on_all_ranks(
         lambda: min(int(one.name.rpartition("-")[2]) for one in path.glob(f".seat-{token}-*")),
         doing=doing,
         group=group,
     )
     leaders = sorted(set(gathered(lowest, group=group)))
     (path / f".seat-{token}-{rank()}").unlink()
-    return Seat(leaders.index(lowest), len(leaders), leads=lowest == rank())
+    return NodeRank(leaders.index(lowest), len(leaders), is_leader=lowest == rank())
 
 
 @dataclass(frozen=True)
-class Held:
+class NodeCheckpoint:
     """A step as one disk has it: committed, or prepared in a draft."""
 
     step: int
@@ -99,9 +99,9 @@ class Held:
     name: str
 
 
-def held_steps(own: LocalPlace) -> list[Held]:
+def held_steps(own: LocalLocation) -> list[NodeCheckpoint]:
     """Of everything on one disk whose manifest is there and whose own files are whole."""
-    found: list[Held] = []
+    found: list[NodeCheckpoint] = []
     path = own.path
     for directory in sorted([*path.glob("step-*"), *path.glob(".tmp-*")]):
         if not (directory / MANIFEST).exists():
@@ -112,11 +112,13 @@ def held_steps(own: LocalPlace) -> list[Held]:
             logger.warning("passing over %s: %s", directory, error.got or error.what)
             continue
         if manifest.attempt is not None:
-            found.append(Held(manifest.step, manifest.attempt, manifest.node, manifest.nodes, directory.name))
+            found.append(
+                NodeCheckpoint(manifest.step, manifest.attempt, manifest.node, manifest.nodes, directory.name)
+            )
     return found
 
 
-def complete(held: Sequence[Held]) -> list[tuple[int, str]]:
+def complete(held: Sequence[NodeCheckpoint]) -> list[tuple[int, str]]:
     """(step, attempt) of what is on all its disks, the highest step first."""
     where: dict[tuple[int, str, int], set[int]] = {}
     for one in held:
@@ -124,14 +126,16 @@ def complete(held: Sequence[Held]) -> list[tuple[int, str]]:
     return sorted(((s, a) for (s, a, nodes), on in where.items() if on == set(range(nodes))), reverse=True)
 
 
-def settle(disks: NodeDisks, seat: Seat, *, group: Group = None) -> list[tuple[int, str]]:
+def finish_commits(
+    disks: NodeLocalDirectory, seat: NodeRank, *, group: Group = None
+) -> list[tuple[int, str]]:
     """Commits on every disk what all have prepared; returns what is complete. Collective.
 
     See [Note: prepared, then committed].
     """
     path = disks.path
-    mine = everyone(
-        lambda: held_steps(disks.own) if seat.leads else [],
+    mine = on_all_ranks(
+        lambda: held_steps(disks.own) if seat.is_leader else [],
         doing=f"looking for checkpoints in {path}",
         group=group,
     )
@@ -146,18 +150,24 @@ def settle(disks: NodeDisks, seat: Seat, *, group: Group = None) -> list[tuple[i
                     "%s was prepared on every node, and is committed now", path / step_name(one.step)
                 )
 
-    everyone(commit, doing=f"committing what was prepared in {path}", group=group)
+    on_all_ranks(commit, doing=f"committing what was prepared in {path}", group=group)
     return known
 
 
 def begin(
-    disks: NodeDisks, seat: Seat, *, step: int, needed_bytes: int, held: ExitStack, group: Group = None
+    disks: NodeLocalDirectory,
+    seat: NodeRank,
+    *,
+    step: int,
+    needed_bytes: int,
+    held: ExitStack,
+    group: Group = None,
 ) -> LocalFiles:
     """An empty draft on every disk; nobody else writes there until `held` ends. Collective."""
     place = disks.own
 
     def lead() -> str | None:
-        if not seat.leads:
+        if not seat.is_leader:
             return None
         held.enter_context(place.writing())
         target = disks.path / step_name(step)
@@ -166,14 +176,14 @@ def begin(
             logger.warning("%s is not on every node; renamed to %s", target, aside)
         return place.begin(step, needed_bytes=needed_bytes).name
 
-    name = everyone(lead, doing=f"saving step {step} to {disks}", group=group)
+    name = on_all_ranks(lead, doing=f"saving step {step} to {disks}", group=group)
     drafts = {node: draft for node, draft in gathered((seat.node, name), group=group) if draft is not None}
     return LocalFiles(disks.path / drafts[seat.node], disks.key)
 
 
 def commit(
     draft: LocalFiles,
-    seat: Seat,
+    seat: NodeRank,
     *,
     manifest: Manifest,
     index: bytes | None,
@@ -186,7 +196,7 @@ def commit(
     target = draft.path.with_name(step_name(manifest.step))
 
     def prepare() -> None:
-        if seat.leads:
+        if seat.is_leader:
             if index is not None and SHARDS not in draft.sizes():
                 write_file(draft, SHARDS, data=index)
             own = manifest.model_copy(update={"node": seat.node})
@@ -197,18 +207,18 @@ def commit(
                 require_manifest(draft)
 
     def rename() -> None:
-        if seat.leads:
+        if seat.is_leader:
             draft.path.rename(target)
             disk.flush(target.parent)
 
-    everyone(prepare, doing=doing, group=group)
-    everyone(rename, doing=doing, group=group)
+    on_all_ranks(prepare, doing=doing, group=group)
+    on_all_ranks(rename, doing=doing, group=group)
     return target
 
 
-def discard(draft: LocalFiles, seat: Seat) -> None:
+def discard(draft: LocalFiles, seat: NodeRank) -> None:
     """Removes a draft from every disk. Every rank calls it; no rank waits for another."""
-    if seat.leads:
+    if seat.is_leader:
         leftovers.remove(draft.path)
 
 
@@ -220,11 +230,11 @@ def gather(sources: Sequence[Path], target: Path, *, key_file: Path | None = Non
     damaged.
     """
     key = None if key_file is None else KeyFile(key_file)
-    disks = [LocalPlace(source, key=key) for source in sources]
-    return alone(lambda: _gather(disks, LocalPlace(target, key=key)), doing=f"gathering into {target}")
+    disks = [LocalLocation(source, key=key) for source in sources]
+    return locally(lambda: _gather(disks, LocalLocation(target, key=key)), doing=f"gathering into {target}")
 
 
-def _gather(disks: Sequence[LocalPlace], target: LocalPlace) -> Path:
+def _gather(disks: Sequence[LocalLocation], target: LocalLocation) -> Path:
     held = [(one, step) for one in disks for step in held_steps(one)]
     known = complete([step for _, step in held])
     if not known:
@@ -239,7 +249,7 @@ def _gather(disks: Sequence[LocalPlace], target: LocalPlace) -> Path:
     }
     manifests = {node: verify(files) for node, files in parts.items()}
     for files in parts.values():
-        for damage in damages(files):
+        for damage in find_damage(files):
             raise CheckpointError(f"{files} is damaged.", got=f"{damage.file}: {damage.what}")
     manifest = manifests[0]
     with target.writing():

@@ -11,12 +11,12 @@ from fullshard.checkpoint import storage
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.manifest import Manifest, SavedFile
 from fullshard.checkpoint.shard_file import local_shard
-from fullshard.checkpoint.snapshot_reader import Shards
+from fullshard.checkpoint.snapshot_reader import ShardReader
 from fullshard.distributed.agreement import rank, world_size
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 
-def write(tensors: Mapping[str, Tensor], draft: Files, *, held: Shards) -> dict[str, SavedFile]:
+def write(tensors: Mapping[str, Tensor], draft: Files, *, held: ShardReader) -> dict[str, SavedFile]:
     """Writes this rank's shards, read through `held`; returns its files."""
     shards = ((name, (), local_shard(tensor)) for name, tensor in tensors.items())
     _, written = storage.write_shards(draft, _data_file(rank()), shards=shards, held=held)

@@ -25,7 +25,7 @@ from fullshard.checkpoint import per_node, per_rank_layout, storage
 from fullshard.checkpoint.checkpointable import Checkpointable
 from fullshard.checkpoint.files import Files, LocalFiles
 from fullshard.checkpoint.leftovers import WRITER
-from fullshard.checkpoint.location import Place, location, place_of, prune
+from fullshard.checkpoint.location import CheckpointLocation, location, location_of, prune
 from fullshard.checkpoint.manifest import (
     MODEL_PREFIX,
     SHARDS,
@@ -37,11 +37,11 @@ from fullshard.checkpoint.manifest import (
     step_name,
     verify,
 )
-from fullshard.checkpoint.per_node import NodeDisks
+from fullshard.checkpoint.per_node import NodeLocalDirectory
 from fullshard.checkpoint.read_back import require_manifest, require_written
 from fullshard.checkpoint.shard_file import local_shard
-from fullshard.checkpoint.snapshot_reader import Shards, UnchangingShards
-from fullshard.distributed.agreement import Group, everyone, first, gathered, rank, world_size
+from fullshard.checkpoint.snapshot_reader import FrozenShards, ShardReader
+from fullshard.distributed.agreement import Group, gathered, on_all_ranks, on_rank_zero, rank, world_size
 from fullshard.errors import CheckpointError, DamagedCheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan
@@ -61,7 +61,7 @@ logger = logging.getLogger("fullshard")
 
 def save(
     state: Checkpointable,
-    directory: str | Path | Place | NodeDisks,
+    directory: str | Path | CheckpointLocation | NodeLocalDirectory,
     *,
     keep: int = 0,
     keep_every: int = 0,
@@ -84,9 +84,9 @@ def save(
     a broken one is renamed to `.bad-…`. While one process saves to a directory, another is refused.
     `NodeDisks(directory)`: on disks that nodes do not share; see `nodes`.
     """
-    place = directory if isinstance(directory, NodeDisks) else place_of(directory)
-    saving = Saving(place, keep=keep, keep_every=keep_every, layout=layout, plan=plan, read_back=read_back)
-    snapshot = everyone(lambda: take_snapshot(state), doing="taking the state to save")
+    place = directory if isinstance(directory, NodeLocalDirectory) else location_of(directory)
+    saving = Saver(place, keep=keep, keep_every=keep_every, layout=layout, plan=plan, read_back=read_back)
+    snapshot = on_all_ranks(lambda: take_snapshot(state), doing="taking the state to save")
     return saving.run(snapshot)
 
 
@@ -98,14 +98,14 @@ class Snapshot:
     step: int
     values: dict[str, JsonValue]
     tensors: dict[str, Tensor]
-    held: Shards = field(default_factory=UnchangingShards)
+    held: ShardReader = field(default_factory=FrozenShards)
 
 
 @dataclass(frozen=True)
-class Saving:
+class Saver:
     """How and where snapshots are saved. See `save` for the fields."""
 
-    place: Place | NodeDisks
+    place: CheckpointLocation | NodeLocalDirectory
     keep: int = 0
     keep_every: int = 0
     layout: Layout = "sharded"
@@ -122,13 +122,13 @@ class Saving:
     def run(self, mine: Snapshot, *, group: Group = None) -> Path | str:
         """Writes and commits. Collective, over `group`: the default one, for None. Raises as `save` does."""
         doing = f"saving step {mine.step} to {self.place}"
-        everyone(lambda: _require_numbers(mine), doing=doing, group=group)
+        on_all_ranks(lambda: _require_numbers(mine), doing=doing, group=group)
         needed_bytes = _agreed_bytes(mine, group)
-        if isinstance(self.place, NodeDisks):
+        if isinstance(self.place, NodeLocalDirectory):
             return self._run_on_nodes(self.place, mine, doing=doing, group=group)
         place = self.place
         with ExitStack() as held:
-            draft = first(
+            draft = on_rank_zero(
                 lambda: self._begin(held, mine, place=place, needed_bytes=needed_bytes),
                 doing=doing,
                 group=group,
@@ -137,21 +137,21 @@ class Saving:
                 return draft
             try:
                 files, tensors = self._write(mine, draft, doing=doing, group=group)
-                target = first(
+                target = on_rank_zero(
                     lambda: self._commit(mine, draft, files=files, tensors=tensors), doing=doing, group=group
                 )
             except CheckpointError:
                 if rank() == 0:
                     place.discard(draft)
                 raise
-            first(lambda: self._prune(place, mine.step), doing="removing old checkpoints", group=group)
+            on_rank_zero(lambda: self._prune(place, mine.step), doing="removing old checkpoints", group=group)
         return target
 
-    def _run_on_nodes(self, disks: NodeDisks, mine: Snapshot, *, doing: str, group: Group) -> Path:
+    def _run_on_nodes(self, disks: NodeLocalDirectory, mine: Snapshot, *, doing: str, group: Group) -> Path:
         seat = per_node.find_seat(disks.path, group=group)
         target = LocalFiles(disks.path / step_name(mine.step), disks.key)
-        if any(step == mine.step for step, _ in per_node.settle(disks, seat, group=group)):
-            everyone(
+        if any(step == mine.step for step, _ in per_node.finish_commits(disks, seat, group=group)):
+            on_all_ranks(
                 lambda: _require_same_model(target, read_manifest(target), mine=mine),
                 doing=doing,
                 group=group,
@@ -163,12 +163,12 @@ class Saving:
             draft = per_node.begin(disks, seat, step=mine.step, needed_bytes=needed, held=held, group=group)
             try:
                 files, tensors = self._write(mine, draft, doing=doing, group=group, node=seat.node)
-                manifest = first(
+                manifest = on_rank_zero(
                     lambda: self._manifest(mine, files=files, tensors=tensors, nodes=seat.nodes),
                     doing=doing,
                     group=group,
                 )
-                index = first(
+                index = on_rank_zero(
                     lambda: draft.read(SHARDS) if SHARDS in files else None, doing=doing, group=group
                 )
                 per_node.commit(
@@ -177,12 +177,12 @@ class Saving:
             except CheckpointError:
                 per_node.discard(draft, seat)
                 raise
-            if seat.leads:
+            if seat.is_leader:
                 self._prune(disks.own, mine.step)
         return target.path
 
     def _begin(
-        self, held: ExitStack, mine: Snapshot, *, place: Place, needed_bytes: int
+        self, held: ExitStack, mine: Snapshot, *, place: CheckpointLocation, needed_bytes: int
     ) -> Files | Path | str:
         """On rank 0: an empty draft, which nobody else may make until `held` ends; or where the step lies."""
         held.enter_context(place.writing())
@@ -191,7 +191,7 @@ class Saving:
             return location(there)
         return place.begin(mine.step, needed_bytes=needed_bytes)
 
-    def _is_whole(self, there: Files, mine: Snapshot, *, place: Place) -> bool:
+    def _is_whole(self, there: Files, mine: Snapshot, *, place: CheckpointLocation) -> bool:
         """True where `there` is this step, whole. A broken one is set aside; another model is refused."""
         try:
             manifest = verify(there)
@@ -206,15 +206,15 @@ class Saving:
         self, mine: Snapshot, draft: Files, *, doing: str, group: Group, node: int | None = None
     ) -> tuple[dict[str, SavedFile], dict[str, SavedTensor]]:
         """Every rank's shards; returns the files and tensors of all. `node`: this rank's disk, of several."""
-        everyone(lambda: _see(draft), doing=doing, group=group)
+        on_all_ranks(lambda: _check_shared_directory(draft), doing=doing, group=group)
         metadata: Metadata | None = None
         if self.layout == "ranks":
-            own = everyone(
+            own = on_all_ranks(
                 lambda: per_rank_layout.write(mine.tensors, draft, held=mine.held), doing=doing, group=group
             )
         else:
             every_copy = node is not None
-            own, metadata = everyone(
+            own, metadata = on_all_ranks(
                 lambda: storage.write(
                     mine.tensors, draft, held=mine.held, every_copy=every_copy, group=group
                 ),
@@ -223,7 +223,7 @@ class Saving:
             )
         mine.held.finish()
         if self.read_back:
-            everyone(
+            on_all_ranks(
                 lambda: require_written(draft, self._manifest(mine, files=own, tensors={})),
                 doing=f"reading back step {mine.step}",
                 group=group,
@@ -232,13 +232,13 @@ class Saving:
         files = {name: file for part in gathered(own, group=group) for name, file in part.items()}
         if self.layout == "ranks":
             return files, _all_names(mine, group)
-        return files, first(lambda: _written_tensors(metadata, files), doing=doing, group=group)
+        return files, on_rank_zero(lambda: _written_tensors(metadata, files), doing=doing, group=group)
 
     def _commit(
         self, mine: Snapshot, draft: Files, *, files: dict[str, SavedFile], tensors: dict[str, SavedTensor]
     ) -> Path | str:
         """On rank 0: the manifest, and what makes it a checkpoint."""
-        assert not isinstance(self.place, NodeDisks), "they commit together"
+        assert not isinstance(self.place, NodeLocalDirectory), "they commit together"
         writer = draft.read(WRITER)
         files[WRITER] = describe_small(draft, writer)
         target = self.place.commit(draft, self._manifest(mine, files=files, tensors=tensors))
@@ -250,7 +250,7 @@ class Saving:
         return location(target)
 
     def _require_manifest(self, target: Files) -> None:
-        assert not isinstance(self.place, NodeDisks), "they read it before they commit"
+        assert not isinstance(self.place, NodeLocalDirectory), "they read it before they commit"
         try:
             require_manifest(target)
         except CheckpointError as error:
@@ -272,10 +272,10 @@ class Saving:
             fullshard_version=_own_version(),
             plan=None if self.plan is None else self.plan.model_dump(mode="json"),
             nodes=nodes,
-            attempt=secrets.token_hex(4) if isinstance(self.place, NodeDisks) else None,
+            attempt=secrets.token_hex(4) if isinstance(self.place, NodeLocalDirectory) else None,
         )
 
-    def _prune(self, place: Place, step: int) -> None:
+    def _prune(self, place: CheckpointLocation, step: int) -> None:
         prune(place, keep=self.keep, keep_every=self.keep_every, step=step)
 
 
@@ -309,7 +309,7 @@ def _require_numbers(mine: Snapshot) -> None:
     sums: dict[str, Tensor] = {}
     for name, shard in shards.items():
         # A sum is the quickest look at all elements: it is NaN where one is, or where infinities cancel out.
-        with mine.held.reading(name, shard, last=False) as numbers:
+        with mine.held.read(name, shard, last=False) as numbers:
             sums[name] = numbers.sum()
     for name, total in sums.items():
         if math.isnan(total.item()) and _holds_nan(mine, name, shard=shards[name]):
@@ -322,7 +322,7 @@ def _require_numbers(mine: Snapshot) -> None:
 
 
 def _holds_nan(mine: Snapshot, name: str, *, shard: Tensor) -> bool:
-    with mine.held.reading(name, shard, last=False) as numbers:
+    with mine.held.read(name, shard, last=False) as numbers:
         return bool(numbers.isnan().any())
 
 
@@ -390,7 +390,7 @@ def _require_same_model(there: Files, manifest: Manifest, *, mine: Snapshot) -> 
         logger.info("%s exists already", there)
 
 
-def _see(draft: Files) -> None:
+def _check_shared_directory(draft: Files) -> None:
     if WRITER not in draft.sizes():
         raise CheckpointError(
             "the directory of checkpoints is not the same on all ranks.",
@@ -401,7 +401,7 @@ def _see(draft: Files) -> None:
 
 def _all_names(mine: Snapshot, group: Group) -> dict[str, SavedTensor]:
     """Every tensor of any rank: mostly all hold the same, and little is sent."""
-    common = first(lambda: sorted(mine.tensors), doing="gathering names", group=group)
+    common = on_rank_zero(lambda: sorted(mine.tensors), doing="gathering names", group=group)
     own = {n: SavedTensor.of(t) for n, t in mine.tensors.items() if rank() == 0 or n not in set(common)}
     return {name: one for part in gathered(own, group=group) for name, one in sorted(part.items())}
 

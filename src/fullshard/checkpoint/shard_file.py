@@ -24,7 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fullshard.checkpoint.digests import hash_like, new_hash
 from fullshard.errors import DamagedCheckpointError
-from fullshard.spec.value import NonNegativeInt, PositiveInt, Value
+from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES, address
 
 BLOCK_BYTES = 16 << 20
@@ -44,7 +44,7 @@ def shard_begin(tensor: Tensor) -> tuple[int, ...]:
     return tuple(offsets)
 
 
-class Piece(Value):
+class ShardRecord(FrozenModel):
     """One shard of the tensor `name`, `length` bytes from `offset` of its file.
 
     `index`: where the shard begins in the whole tensor; `shape`: its own. `data_offset`: where, from
@@ -61,11 +61,11 @@ class Piece(Value):
     digests: tuple[str, ...]
 
 
-class PieceTable(Value):
+class ShardFileTable(FrozenModel):
     """The pieces of one data file, in the order of their bytes. What lies between them is zeros."""
 
     block_bytes: Annotated[int, Field(gt=0, le=1 << 30)]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardRecord, ...]
 
     @model_validator(mode="after")
     def _pieces_hold_their_elements(self) -> Self:
@@ -99,7 +99,7 @@ def _itemsize(dtype: str) -> int:
     return known.itemsize
 
 
-class PieceFile:
+class ShardFileWriter:
     """A data file on its way to the disk: takes tensors, keeps where they lie and what they digest to.
 
     `in_step`: the elements of a large shard lie in the pages of the file as they lay in those of memory, so
@@ -110,7 +110,7 @@ class PieceFile:
     def __init__(self, file: BinaryIO, *, in_step: bool = False, strong: bool = False) -> None:
         self._file, self._in_step, self._strong = file, in_step, strong
         self._position = self._start = self._data_offset = 0
-        self._pieces: list[Piece] = []
+        self._pieces: list[ShardRecord] = []
         self._blocks = _Blocks(strong=strong)
         self._elements: tuple[int, int] = (0, 0)  # address and bytes of what is being written
         self._around = bytearray()  # what torch.save puts before or behind them
@@ -122,15 +122,15 @@ class PieceFile:
     def __exit__(self, *_: object) -> None:
         self._thread.shutdown()
 
-    def add(self, name: str, tensor: Tensor, *, index: Sequence[int]) -> Piece:
+    def add(self, name: str, tensor: Tensor, *, index: Sequence[int]) -> ShardRecord:
         """Writes a CPU tensor as `torch.save` does, without the padding that its storage may have."""
-        tensor = _alone(tensor)
+        tensor = _own_storage(tensor)
         self._start, self._data_offset, self._blocks = self._position, 0, _Blocks(strong=self._strong)
         self._elements = (tensor.data_ptr(), tensor.nbytes)
         torch.save(tensor, cast(BinaryIO, self))
         self._put_around()
         assert self._data_offset or not tensor.nbytes, "torch.save writes a tensor's elements in one call"
-        piece = Piece(
+        piece = ShardRecord(
             name=name,
             index=tuple(index),
             shape=tuple(tensor.shape),
@@ -183,11 +183,11 @@ class PieceFile:
         """`torch.save` calls it; the file is flushed when it is closed."""
 
     @property
-    def table(self) -> PieceTable:
-        return PieceTable(block_bytes=BLOCK_BYTES, pieces=tuple(self._pieces))
+    def table(self) -> ShardFileTable:
+        return ShardFileTable(block_bytes=BLOCK_BYTES, pieces=tuple(self._pieces))
 
 
-def _alone(tensor: Tensor) -> Tensor:
+def _own_storage(tensor: Tensor) -> Tensor:
     """The same elements as all that a storage holds: in place, where they are without gaps."""
     if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
@@ -226,7 +226,7 @@ class _Blocks:
         self._room = BLOCK_BYTES
 
 
-def verify_piece(file: BinaryIO, piece: Piece, *, block_bytes: int, scratch: memoryview) -> None:
+def verify_piece(file: BinaryIO, piece: ShardRecord, *, block_bytes: int, scratch: memoryview) -> None:
     """Reads all of `piece`, through `scratch` (of `block_bytes`).
 
     Raises DamagedCheckpointError for the first block whose digest is another, or that ends early.
@@ -236,7 +236,7 @@ def verify_piece(file: BinaryIO, piece: Piece, *, block_bytes: int, scratch: mem
         _read_block(file, piece, number=number, parts=[scratch[: min(block_bytes, piece.length - begin)]])
 
 
-def verify_padding(file: BinaryIO, piece: Piece, *, begin: int) -> None:
+def verify_padding(file: BinaryIO, piece: ShardRecord, *, begin: int) -> None:
     """Holds what lies from `begin`, the end of the piece before, to `piece` to be zeros.
 
     Raises DamagedCheckpointError where it is not.
@@ -253,7 +253,7 @@ def verify_padding(file: BinaryIO, piece: Piece, *, begin: int) -> None:
 
 def read_part(
     file: BinaryIO,
-    piece: Piece,
+    piece: ShardRecord,
     *,
     offsets: Sequence[int],
     target: Tensor,
@@ -289,7 +289,7 @@ def read_part(
         target.copy_(elements)
 
 
-def _read_block(file: BinaryIO, piece: Piece, *, number: int, parts: Sequence[memoryview]) -> None:
+def _read_block(file: BinaryIO, piece: ShardRecord, *, number: int, parts: Sequence[memoryview]) -> None:
     """Reads on into `parts`, together the block `number` of `piece`, and holds them to its digest."""
     expected = piece.digests[number] if number < len(piece.digests) else ""
     found = hash_like(expected)
@@ -308,7 +308,7 @@ def _read_block(file: BinaryIO, piece: Piece, *, number: int, parts: Sequence[me
         )
 
 
-def _rows(piece: Piece, rows: int) -> tuple[int, ...]:
+def _rows(piece: ShardRecord, rows: int) -> tuple[int, ...]:
     return (rows, *piece.shape[1:]) if piece.shape else ()
 
 

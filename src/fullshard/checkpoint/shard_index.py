@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fullshard.checkpoint.manifest import Manifest
-from fullshard.checkpoint.shard_file import PieceTable
+from fullshard.checkpoint.shard_file import ShardFileTable
 from fullshard.errors import DamagedCheckpointError
-from fullshard.spec.value import Value
+from fullshard.spec.value import FrozenModel
 
 
 class Shard(NamedTuple):
@@ -42,7 +42,7 @@ class Shard(NamedTuple):
     shape: tuple[NonNegativeInt, ...]
 
 
-class ShardIndex(Value):
+class ShardIndex(FrozenModel):
     """All shards of a checkpoint, by the name of their tensor. A copy of a shard is listed once.
 
     files: names of the data files.
@@ -65,7 +65,7 @@ class ShardIndex(Value):
         )
 
     @classmethod
-    def of_tables(cls, tables: Mapping[str, PieceTable]) -> Self:
+    def of_tables(cls, tables: Mapping[str, ShardFileTable]) -> Self:
         """Returns the index that a checkpoint without one would have, from the tables of all data files."""
         pieces = [(file, piece) for file, table in tables.items() for piece in table.pieces]
         return cls._of([(one.name, file, one.offset, one.index, one.shape) for file, one in pieces])

@@ -16,12 +16,12 @@ from torch import Tensor
 from fullshard.errors import CheckpointError
 
 
-class Shards(Protocol):
+class ShardReader(Protocol):
     """What a snapshot's shards are read through. `in_step`: see `pieces.PieceFile`."""
 
     in_step: bool
 
-    def reading(self, name: str, shard: Tensor, *, last: bool) -> AbstractContextManager[Tensor]:
+    def read(self, name: str, shard: Tensor, *, last: bool) -> AbstractContextManager[Tensor]:
         """The numbers of `shard`, which is this rank's of the tensor `name`, unchanged while the context
         lasts. `last`: it is not read again."""
         ...
@@ -31,13 +31,13 @@ class Shards(Protocol):
         ...
 
 
-class UnchangingShards:
+class FrozenShards:
     """Shards that nothing changes while they are saved. In malloc's small pages they are written sooner
     through blocks of large ones than from where they lie (docs/log.md)."""
 
     in_step = False
 
-    def reading(self, name: str, shard: Tensor, *, last: bool) -> AbstractContextManager[Tensor]:
+    def read(self, name: str, shard: Tensor, *, last: bool) -> AbstractContextManager[Tensor]:
         return nullcontext(shard)
 
     def finish(self) -> None: ...
@@ -61,7 +61,7 @@ class LiveShards:
         self._changed = threading.Condition()
 
     @contextmanager
-    def reading(self, name: str, shard: Tensor, *, last: bool) -> Generator[Tensor]:
+    def read(self, name: str, shard: Tensor, *, last: bool) -> Generator[Tensor]:
         """Raises CheckpointError for a shard that could not be copied."""
         with self._changed:
             self._changed.wait_for(lambda: name not in self._held)
@@ -84,7 +84,7 @@ class LiveShards:
             self._live.clear()
             self._copies.clear()
 
-    def settle(self) -> None:
+    def copy_unwritten(self) -> None:
         """Returns when the shards may change. From the last one on: the first ones are being written."""
         for name in reversed(list(self._live)):
             with self._changed:

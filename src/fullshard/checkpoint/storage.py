@@ -36,16 +36,16 @@ from fullshard.checkpoint.manifest import (
 )
 from fullshard.checkpoint.shard_file import (
     SUFFIX,
-    Piece,
-    PieceFile,
-    PieceTable,
+    ShardFileTable,
+    ShardFileWriter,
+    ShardRecord,
     local_shard,
     read_part,
     shard_begin,
 )
 from fullshard.checkpoint.shard_index import ShardIndex
-from fullshard.checkpoint.snapshot_reader import Shards, UnchangingShards
-from fullshard.distributed.agreement import Attempt, Group, alone, distributed, rank
+from fullshard.checkpoint.snapshot_reader import FrozenShards, ShardReader
+from fullshard.distributed.agreement import ErrorCapture, Group, distributed, locally, rank
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 T = TypeVar("T")
@@ -65,10 +65,10 @@ class Writer(StorageWriter):
     """
 
     def __init__(
-        self, draft: Files, *, held: Shards | None = None, besides: Mapping[str, Tensor] | None = None
+        self, draft: Files, *, held: ShardReader | None = None, besides: Mapping[str, Tensor] | None = None
     ) -> None:
         self.draft, self.held, self.besides = draft, held, besides or {}
-        self.attempt = Attempt()
+        self.attempt = ErrorCapture()
         self.written: dict[str, SavedFile] = {}
         self.metadata: Metadata | None = None
 
@@ -131,25 +131,25 @@ def _places(tensors: Mapping[str, Tensor]) -> Iterator[tuple[tuple[str, tuple[in
 
 
 def write_shards(
-    draft: Files, name: str, *, shards: Placed, held: Shards | None = None
-) -> tuple[Sequence[Piece], dict[str, SavedFile]]:
+    draft: Files, name: str, *, shards: Placed, held: ShardReader | None = None
+) -> tuple[Sequence[ShardRecord], dict[str, SavedFile]]:
     """Writes (tensor's name, where the shard begins in it, shard) into the data file `name`, and its table.
 
     `held`: what the shards are read through, if they may change meanwhile. Returns the pieces, in the order
     of the shards, and what the manifest says of both. No shard, no file.
     """
-    held = held or UnchangingShards()
+    held = held or FrozenShards()
     shards = iter(shards)
     some = next(shards, None)
     if some is None:
         return (), {}
     with (
         draft.create(name) as file,
-        PieceFile(file, in_step=held.in_step, strong=draft.key is not None) as pieces,
+        ShardFileWriter(file, in_step=held.in_step, strong=draft.key is not None) as pieces,
         _without_zip_checksums(),
     ):
         for tensor_name, index, shard in itertools.chain([some], shards):
-            with held.reading(tensor_name, shard, last=True) as numbers:
+            with held.read(tensor_name, shard, last=True) as numbers:
                 pieces.add(tensor_name, numbers.detach().cpu(), index=index)
     table = pieces.table
     described = write_small(draft, f"{name}{SUFFIX}", data=table.model_dump_json().encode())
@@ -161,9 +161,9 @@ class Reader(StorageReader):
 
     def __init__(self, files: Files, manifest: Manifest) -> None:
         self.files, self.manifest = files, manifest
-        self.attempt = Attempt()
+        self.attempt = ErrorCapture()
         self._metadata: Metadata | None = None
-        self._tables: dict[str, PieceTable] = {}
+        self._tables: dict[str, ShardFileTable] = {}
         self._buffer = memoryview(b"")
 
     def reset(self, checkpoint_id: object = None) -> None: ...
@@ -230,7 +230,7 @@ class Reader(StorageReader):
         tables = {name: self.table(name) for name in self.manifest.data_files}
         return {(p.name, p.index): (name, p.offset) for name, table in tables.items() for p in table.pieces}
 
-    def table(self, name: str) -> PieceTable:
+    def table(self, name: str) -> ShardFileTable:
         """The table of a data file. Raises CheckpointError for one that is on another node's disk."""
         if name in self.manifest.files and name not in self.manifest.own_files:
             raise CheckpointError(
@@ -241,7 +241,7 @@ class Reader(StorageReader):
             )
         if name not in self._tables:
             data = read_verified(self.files, self.manifest, name=f"{name}{SUFFIX}")
-            self._tables[name] = PieceTable.decoded(data, source=f"{self.files}/{name}{SUFFIX}")
+            self._tables[name] = ShardFileTable.decoded(data, source=f"{self.files}/{name}{SUFFIX}")
             if len(self._buffer) < self._tables[name].block_bytes:
                 self._buffer = memoryview(bytearray(self._tables[name].block_bytes))
         return self._tables[name]
@@ -256,7 +256,7 @@ class Reader(StorageReader):
             raise lost_or_denied(error, f"{self.files} cannot be read.", name=name) from error
 
     def read_part(
-        self, file: BinaryIO, piece: Piece | None, *, offsets: Sequence[int], target: Tensor
+        self, file: BinaryIO, piece: ShardRecord | None, *, offsets: Sequence[int], target: Tensor
     ) -> None:
         """See `pieces.read_part`."""
         if piece is None or piece.dtype != str(target.dtype).removeprefix("torch."):
@@ -271,7 +271,7 @@ def write(
     tensors: Mapping[str, Tensor],
     draft: Files,
     *,
-    held: Shards | None = None,
+    held: ShardReader | None = None,
     every_copy: bool = False,
     group: Group = None,
 ) -> tuple[dict[str, SavedFile], Metadata | None]:
@@ -312,7 +312,7 @@ def read_whole(name: str, reader: Reader) -> Tensor:
     """One tensor, whole, in this process alone. Raises CheckpointError."""
     saved = reader.manifest.tensors[name]
     tensor = torch.empty(saved.shape, dtype=saved.torch_dtype)
-    alone(lambda: read({name: tensor}, reader, alone=True), doing=f"reading {name} of {reader.files}")
+    locally(lambda: read({name: tensor}, reader, alone=True), doing=f"reading {name} of {reader.files}")
     return tensor
 
 

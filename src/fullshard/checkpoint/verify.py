@@ -21,7 +21,7 @@ from fullshard.checkpoint.manifest import (
     read_verified,
 )
 from fullshard.checkpoint.shard_file import SUFFIX, verify_padding, verify_piece
-from fullshard.distributed.agreement import alone
+from fullshard.distributed.agreement import locally
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -34,7 +34,7 @@ class Damage:
     tensors: tuple[str, ...]
 
 
-def damages(checkpoint: Files | str | Path) -> Iterator[Damage]:
+def find_damage(checkpoint: Files | str | Path) -> Iterator[Damage]:
     """Reads every byte of a checkpoint, and gives what differs from what was saved; nothing, if it is whole.
 
     Raises CheckpointError where it cannot be read at all (permissions, another format).
@@ -65,7 +65,7 @@ def damaged_files(files: Files, manifest: Manifest, *, sizes: Mapping[str, int])
         yield from _in_file(reader, name, sizes=sizes)
 
 
-def differences(one: Files | str | Path, other: Files | str | Path) -> Iterator[str]:
+def diff(one: Files | str | Path, other: Files | str | Path) -> Iterator[str]:
     """Where two checkpoints differ, a line each: values, names, shapes, and elements. Streams, and holds two
     tensors at most.
 
@@ -95,7 +95,7 @@ def _reader(files: Files) -> storage.Reader:
             got='layout = "ranks"',
             why="its tensors are in parts, each a rank's own",
         )
-    return alone(lambda: storage.opened(files, manifest), doing=f"reading {files}")
+    return locally(lambda: storage.opened(files, manifest), doing=f"reading {files}")
 
 
 def _between(a: Tensor, b: Tensor) -> str | None:

@@ -102,10 +102,12 @@ def _require_drive(directory: Path) -> None:
 
 def _fitted(found: "Calibration") -> "Calibration":
     """The same, with the hardware under which the whole steps are predicted best."""
-    from fullshard.planner.calibration_fit import Seen, fitted
-    from fullshard.planning.for_run import described
+    from fullshard.planner.calibration_fit import StepSample, fitted
+    from fullshard.planning.for_run import describe_run
 
-    seen = [Seen(described(step.plan, step.plan.device), step.plan, step.seconds) for step in found.steps]
+    seen = [
+        StepSample(describe_run(step.plan, step.plan.device), step.plan, step.seconds) for step in found.steps
+    ]
     fit = fitted(found.hardware, seen)
     return found.model_copy(update={"hardware": fit.hardware, "step_errors": fit.errors})
 

@@ -12,7 +12,7 @@ import typer
 
 if TYPE_CHECKING:
     from fullshard.checkpoint.files import Files
-    from fullshard.checkpoint.location import Place
+    from fullshard.checkpoint.location import CheckpointLocation
 
 
 KeyFileOption = Annotated[
@@ -29,7 +29,7 @@ def list_checkpoints(
     """List the checkpoints of a run, and which of them are whole."""
     place = _place(directory, key_file)
     rows = [_describe(files) for _, files in reversed(place.steps())]
-    rejected = place.rejected()
+    rejected = place.quarantined()
     if rejected:
         typer.echo(f"set aside as damaged: {', '.join(rejected)}", err=True)
     if as_json:
@@ -51,15 +51,15 @@ def verify_checkpoints(
 ) -> None:
     """Read every byte of checkpoints; name what is not as it was saved, and the tensors it touches."""
     from fullshard.checkpoint.manifest import MANIFEST
-    from fullshard.checkpoint.verify import damages
+    from fullshard.checkpoint.verify import find_damage
     from fullshard.errors import CheckpointError
 
     place = _place(directory, key_file)
-    one = place.one()
+    one = place.as_checkpoint()
     checkpoints = [one] if MANIFEST in one.sizes() else [files for _, files in reversed(place.steps())]
     if not checkpoints:
         raise CheckpointError(f"no checkpoint in {place}.", fix="the run's directory, such as runs/default")
-    found = {str(files): list(damages(files)) for files in checkpoints}
+    found = {str(files): list(find_damage(files)) for files in checkpoints}
     if as_json:
         typer.echo(json.dumps({name: [asdict(one) for one in many] for name, many in found.items()}))
     else:
@@ -80,10 +80,10 @@ def diff_checkpoints(
 ) -> None:
     """Show where two checkpoints differ, tensor by tensor. Exits with 1 if they do."""
     from fullshard.checkpoint.load import find
-    from fullshard.checkpoint.verify import differences
+    from fullshard.checkpoint.verify import diff
 
     lines = 0
-    for line in differences(find(_place(one, key_file))[0], find(_place(other, key_file))[0]):
+    for line in diff(find(_place(one, key_file))[0], find(_place(other, key_file))[0]):
         typer.echo(line)
         lines += 1
     if lines:
@@ -203,17 +203,21 @@ def gather_checkpoint(
     typer.echo(f"{gather(nodes, target, key_file=key_file)}")
 
 
-def _place(directory: str, key_file: Path | None) -> "Place":
+def _place(directory: str, key_file: Path | None) -> "CheckpointLocation":
     """A run keeps its checkpoints in a directory of that name."""
-    from fullshard.checkpoint.location import place_of
-    from fullshard.distributed.agreement import alone
+    from fullshard.checkpoint.location import location_of
+    from fullshard.distributed.agreement import locally
     from fullshard.errors import CheckpointError
 
-    inner = place_of(directory if "://" in directory else Path(directory) / "checkpoints", key_file=key_file)
-    place = (
-        inner if alone(inner.exists, doing=f"looking at {inner}") else place_of(directory, key_file=key_file)
+    inner = location_of(
+        directory if "://" in directory else Path(directory) / "checkpoints", key_file=key_file
     )
-    if not alone(place.exists, doing=f"looking at {place}"):
+    place = (
+        inner
+        if locally(inner.exists, doing=f"looking at {inner}")
+        else location_of(directory, key_file=key_file)
+    )
+    if not locally(place.exists, doing=f"looking at {place}"):
         raise CheckpointError(f"{place} is no directory.", fix="the run's directory, such as runs/default")
     return place
 

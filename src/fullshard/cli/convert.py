@@ -90,14 +90,14 @@ def _as_json(conversion: "Conversion") -> dict[str, object]:
 
 def _show(conversion: "Conversion") -> None:
     """The table, and how many keys of each kind there are."""
-    from fullshard.convert.account import Verdict
+    from fullshard.convert.account import KeyVerdict
     from fullshard.report.grid import show_rows
 
     rows = [(one.key, _told(one.verdict, one.sets, why=one.why)) for one in conversion.said]
     show_rows(rows, file=sys.stderr)
     for note in conversion.notes:
         print(f"note: {note}", file=sys.stderr)
-    counts = ", ".join(f"{conversion.count(one)} {one}" for one in Verdict if conversion.count(one))
+    counts = ", ".join(f"{conversion.count(one)} {one}" for one in KeyVerdict if conversion.count(one))
     print(f"{conversion.name} ({conversion.format}): {len(conversion.said)} keys: {counts}", file=sys.stderr)
 
 

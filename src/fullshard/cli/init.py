@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from fullshard.spec.value import Value
+    from fullshard.spec.value import FrozenModel
 
 _HEAD = """\
 # A run of fullshard: every key, with its default. A key that is left out has its default too.
@@ -46,7 +46,7 @@ def run_toml(name: str = "run.toml") -> str:
     return "\n".join(lines) + "\n"
 
 
-def _section(name: str, value: "Value", *, definitions: Mapping[str, Any]) -> Iterator[str]:
+def _section(name: str, value: "FrozenModel", *, definitions: Mapping[str, Any]) -> Iterator[str]:
     """The table `[name]`: what its docstring says, then its keys, then the tables within it."""
     schema = definitions[type(value).__name__]
     yield f"[{name}]"

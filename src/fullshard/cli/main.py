@@ -9,7 +9,7 @@ import typer
 
 import fullshard
 from fullshard.cli import bench, calibrate, checkpoint, convert, data, init, plan, report, train, version
-from fullshard.launch.outcome import Ending, Failure
+from fullshard.launch.outcome import FailureReport, ProcessOutcome
 
 HELP = """Train PyTorch models whose parameters, gradients and optimizer state are sharded over ranks.
 
@@ -21,7 +21,7 @@ saved (go on with train --resume), 130 ended by Ctrl-C, 1 an error nobody foresa
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the verb that `argv` (or the command line) names. The exit codes: `fullshard.errors`."""
-    with Ending() as ending:
+    with ProcessOutcome() as ending:
         _app()(args=None if argv is None else [*argv], prog_name="fullshard")
     if ending.failure is not None:
         print(_shown(ending.failure, os.environ.get("RANK")), file=sys.stderr)
@@ -90,7 +90,7 @@ def _data_options() -> None:
     """Make the tokens of a run ahead."""
 
 
-def _shown(failure: Failure, rank: str | None) -> str:
+def _shown(failure: FailureReport, rank: str | None) -> str:
     if rank is not None and failure.peer_lost:
         return f"rank {rank}: another rank has gone; its own message says why"
     return failure.text(int(rank) if rank is not None else None)

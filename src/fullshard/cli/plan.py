@@ -12,8 +12,8 @@ import typer
 from fullshard.cli.numbers import positive
 
 if TYPE_CHECKING:
-    from fullshard.planning.result import Question
-    from fullshard.planning.target import Subject
+    from fullshard.planning.result import PlanRequest
+    from fullshard.planning.target import PlanTarget
     from fullshard.report.plan import Budget
     from fullshard.spec.hardware import Hardware
     from fullshard.spec.model import ModelSpec
@@ -123,7 +123,7 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     largest: Largest = None,
 ) -> None:
     """Say what a run needs and how long it takes, and choose the fastest settings that fit."""
-    from fullshard.planning.result import answer_of, largest_of, on_the_fewest, with_dry_run
+    from fullshard.planning.result import answer_of, fewest_gpus, largest_of, with_dry_run
     from fullshard.quantities import parse_count
 
     _require_targets(save, save_spec, force=force)
@@ -140,7 +140,7 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
         _write(question.spec, save_spec)
     spend = _budget(budget, price=price, hardware=question.hardware)
     if fewest_gpus_in_days is not None:
-        question = on_the_fewest(question, days=fewest_gpus_in_days, budget=spend)
+        question = fewest_gpus(question, days=fewest_gpus_in_days, budget=spend)
     answer = largest_of(question, largest) if largest is not None else answer_of(question)
     if save is not None:
         _write(answer.best, save)
@@ -162,12 +162,12 @@ def _question(
     ranks: int | None,
     tokens: int | None,
     any_ranks: bool,
-) -> "Question":
+) -> "PlanRequest":
     """Everything that can be wrong is found before torch is imported, but for the model itself.
 
     `any_ranks`: how many there will be is the question itself.
     """
-    from fullshard.planning.result import Question
+    from fullshard.planning.result import PlanRequest
     from fullshard.planning.target import batch_for, batch_for_any_ranks, find_subject, hardware_for
 
     subject = find_subject(name)
@@ -192,7 +192,7 @@ def _question(
         _note(note)
     for text in subject.differs:
         _note(f"planned as the reference decoder: {text}")
-    return Question(subject, asked, hardware, spec=subject.described(asked, hardware))
+    return PlanRequest(subject, asked, hardware, spec=subject.described(asked, hardware))
 
 
 def _with_drive(hardware: "Hardware", text: str) -> "Hardware":
@@ -216,7 +216,7 @@ def _sets(key: str, overrides: Sequence[str]) -> bool:
     return any(text.partition("=")[0].strip() == key for text in overrides)
 
 
-def _check_spec(subject: "Subject", asked: "Run") -> None:
+def _check_spec(subject: "PlanTarget", asked: "Run") -> None:
     """A saved spec holds for the sequences and the precision that it was traced with."""
     from fullshard.errors import SpecError
 

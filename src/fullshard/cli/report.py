@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _METRICS = "metrics.jsonl"
 
 
-class _Run(NamedTuple):
+class _ReportedRun(NamedTuple):
     """What is left of one run. `plan`: None where the directory has none."""
 
     directory: Path
@@ -47,7 +47,7 @@ def report(
             typer.echo(f"note: {run.directory} holds no prediction: {_why(run.plan)}", err=True)
 
 
-def _read(directory: Path) -> _Run:
+def _read(directory: Path) -> _ReportedRun:
     """Raises SpecError for a directory that is none, or not a run's, or whose run has not come to its end."""
     from fullshard.errors import SpecError
     from fullshard.spec.measurement import Measurement
@@ -71,10 +71,10 @@ def _read(directory: Path) -> _Run:
     # Where the run was set aside, it lies elsewhere than it did; its sample was for its end.
     moved = {"directory": str(directory), "sample": None}
     measurement = Measurement.load(measured).model_copy(update=moved)
-    return _Run(directory, measurement, Plan.load(planned) if planned.exists() else None)
+    return _ReportedRun(directory, measurement, Plan.load(planned) if planned.exists() else None)
 
 
-def _record(run: _Run) -> dict[str, object]:
+def _record(run: _ReportedRun) -> dict[str, object]:
     """`comparison` and `prediction` are null where nothing was predicted."""
     from fullshard.report.comparison import compare
 

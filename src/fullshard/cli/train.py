@@ -39,9 +39,9 @@ def train(
     request = _request(run_path, overrides or [], plan_path=plan_path, started=started)
     _require_directory(request.run, resume=resume)
     from fullshard.launch.start import start
-    from fullshard.planning.for_run import with_plan
+    from fullshard.planning.for_run import plan_run
 
-    request = with_plan(request).model_copy(update={"resume": resume})
+    request = plan_run(request).model_copy(update={"resume": resume})
     exit_code = start(request)
     if os.environ.get("RANK", "0") == "0":
         _show_measurement(request.run, since=started, as_json=as_json)
@@ -70,7 +70,7 @@ def _request(
 
 def _require_directory(run: "Run", *, resume: bool) -> None:
     """Raises SpecError for a `run.dir` that is not a run's alone, before anything is planned or started."""
-    from fullshard.jobs.launch_record import Launch
+    from fullshard.jobs.launch_record import LaunchId
     from fullshard.jobs.run_place import LAUNCH, require_free, require_name
     from fullshard.launch.environment import under_srun, under_torchrun
 
@@ -78,7 +78,7 @@ def _require_directory(run: "Run", *, resume: bool) -> None:
     # Ranks that torchrun or srun has started know only together whether they resume what is there.
     if resume or under_torchrun() or under_srun():
         return
-    if Launch.seen_from().earlier_attempt(directory / LAUNCH) is None:
+    if LaunchId.from_environment().earlier_attempt(directory / LAUNCH) is None:
         require_free(directory, offload_path=run.offload.path)
 
 

@@ -1,13 +1,13 @@
 """Accelerate's YAML. Keys: accelerate/commands/config/{config_args,cluster}.py (1.15)."""
 
-from fullshard.convert.account import Reading, Verdict
+from fullshard.convert.account import ConfigReader, KeyVerdict
 from fullshard.convert.deepspeed import require_stage, strategy_of
 from fullshard.convert.rules import (
-    Chooses,
-    Drops,
-    Lacks,
+    Maps,
+    NotNeeded,
     Rule,
     Sets,
+    Unsupported,
     each,
     follow,
     is_on,
@@ -31,19 +31,21 @@ from fullshard.convert.words import (
     suppose_full_shard,
 )
 
-_TORCHRUN = Drops("torchrun's: --nnodes, --node-rank, --rdzv-endpoint")
-_TPU = Lacks("GPUs and CPUs only")
-_FP8 = Lacks("precision.mode: fp32, bf16, bf16_reduce, fp16 or bf16_pure", ())
-_COMPILED = Drops("run.compile compiles block by block, for shapes that stay the same")
+_TORCHRUN = NotNeeded("torchrun's: --nnodes, --node-rank, --rdzv-endpoint")
+_TPU = Unsupported("GPUs and CPUs only")
+_FP8 = Unsupported("precision.mode: fp32, bf16, bf16_reduce, fp16 or bf16_pure", ())
+_COMPILED = NotNeeded("run.compile compiles block by block, for shapes that stay the same")
 _DYNAMO = ("mode", "use_dynamic", "use_fullgraph", "use_regional_compilation")
 _TYPES = {"fsdp", "deepspeed", "multi_gpu", "multi_cpu", "no"}
 
 _RULES: dict[str, Rule] = {
-    "compute_environment": Lacks("ranks are started by fullshard train or torchrun", ("LOCAL_MACHINE",)),
-    "debug": Drops("ranks compare a fingerprint of each step: survival.fingerprint"),
-    "downcast_bf16": Lacks("GPUs and CPUs only", ("no", False, None)),
-    "enable_cpu_affinity": Lacks("numactl, or torchrun --numa-binding"),
-    "gpu_ids": Lacks("CUDA_VISIBLE_DEVICES chooses GPUs", ("all", None)),
+    "compute_environment": Unsupported(
+        "ranks are started by fullshard train or torchrun", ("LOCAL_MACHINE",)
+    ),
+    "debug": NotNeeded("ranks compare a fingerprint of each step: survival.fingerprint"),
+    "downcast_bf16": Unsupported("GPUs and CPUs only", ("no", False, None)),
+    "enable_cpu_affinity": Unsupported("numactl, or torchrun --numa-binding"),
+    "gpu_ids": Unsupported("CUDA_VISIBLE_DEVICES chooses GPUs", ("all", None)),
     "machine_rank": _TORCHRUN,
     "main_process_ip": _TORCHRUN,
     "main_process_port": _TORCHRUN,
@@ -52,8 +54,8 @@ _RULES: dict[str, Rule] = {
     "num_machines": _TORCHRUN,
     "num_processes": _TORCHRUN,
     **each("mpirun_config", "mpirun_ccl mpirun_hostfile", rule=_TORCHRUN),
-    "main_training_function": Drops("fullshard train is the program; or docs/loops-pytorch.md"),
-    "mixed_precision": Chooses(
+    "main_training_function": NotNeeded("fullshard train is the program; or docs/loops-pytorch.md"),
+    "mixed_precision": Maps(
         "precision.mode",
         {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16"},
         why="gradients are summed in fp32; Accelerate's FSDP sums in the dtype it computes in: bf16_reduce",
@@ -61,41 +63,41 @@ _RULES: dict[str, Rule] = {
     ),
     "use_cpu": Sets("run.device", lambda on: "cpu" if is_on(on) else "auto"),
     "tpu_*": _TPU,
-    "tpu_env": Lacks("GPUs and CPUs only", ([], None)),
-    "command*": Drops("for TPU pods"),
-    "dynamo_config": Drops("empty"),
-    "dynamo_config.*dynamo_backend": Chooses(
+    "tpu_env": Unsupported("GPUs and CPUs only", ([], None)),
+    "command*": NotNeeded("for TPU pods"),
+    "dynamo_config": NotNeeded("empty"),
+    "dynamo_config.*dynamo_backend": Maps(
         "run.compile", {"inductor": True, "no": False}, instead="torch.compile's own backend: run.compile"
     ),
     **each("dynamo_config", " ".join(f"dynamo_{name}" for name in _DYNAMO), rule=_COMPILED),
     **each("dynamo_config", " ".join(_DYNAMO), rule=_COMPILED),
-    "dynamo_backend": Chooses("run.compile", {"inductor": True, "no": False}, instead="run.compile = true"),
+    "dynamo_backend": Maps("run.compile", {"inductor": True, "no": False}, instead="run.compile = true"),
     "fp8_config.*": _FP8,
-    "fp8_config": Drops("empty"),
-    "megatron_lm_config.*": Lacks(TENSOR_PARALLEL, ()),
-    "megatron_lm_config": Drops("empty"),
-    "parallelism_config": Drops("empty"),
-    "parallelism_config.*tp_size": Lacks(TENSOR_PARALLEL, (1, None)),
-    "parallelism_config.*cp_size": Lacks("sequences are not split over ranks", (1, None)),
-    "parallelism_config.*sp_size": Lacks("sequences are not split over ranks", (1, None)),
-    "parallelism_config.*cp_comm_strategy": Drops("sequences are not split over ranks"),
-    "parallelism_config.*dp_shard_size": Drops("all ranks, with full_shard"),
-    "parallelism_config.*dp_replicate_size": Drops("1: nothing is replicated"),
-    "fsdp_config": Drops("empty"),
-    "deepspeed_config": Drops("empty"),
+    "fp8_config": NotNeeded("empty"),
+    "megatron_lm_config.*": Unsupported(TENSOR_PARALLEL, ()),
+    "megatron_lm_config": NotNeeded("empty"),
+    "parallelism_config": NotNeeded("empty"),
+    "parallelism_config.*tp_size": Unsupported(TENSOR_PARALLEL, (1, None)),
+    "parallelism_config.*cp_size": Unsupported("sequences are not split over ranks", (1, None)),
+    "parallelism_config.*sp_size": Unsupported("sequences are not split over ranks", (1, None)),
+    "parallelism_config.*cp_comm_strategy": NotNeeded("sequences are not split over ranks"),
+    "parallelism_config.*dp_shard_size": NotNeeded("all ranks, with full_shard"),
+    "parallelism_config.*dp_replicate_size": NotNeeded("1: nothing is replicated"),
+    "fsdp_config": NotNeeded("empty"),
+    "deepspeed_config": NotNeeded("empty"),
 }
 
 FSDP: dict[str, Rule] = {
-    "version": Drops("the engine is FSDP2"),
-    "auto_wrap_policy": Chooses(
+    "version": NotNeeded("the engine is FSDP2"),
+    "auto_wrap_policy": Maps(
         "sharding.units.policy",
         {"transformer_based_wrap": "block", "size_based_wrap": "size"},
         instead="one unit for all would be gathered at once, and save nothing; blocks are units",
     ),
-    "transformer_layer_cls_to_wrap": Drops(BLOCKS),
-    "transformer_cls_names_to_wrap": Drops(BLOCKS),
+    "transformer_layer_cls_to_wrap": NotNeeded(BLOCKS),
+    "transformer_cls_names_to_wrap": NotNeeded(BLOCKS),
     "min_num_params": Sets("sharding.units.min_parameters", lambda value: positive(number(value))),
-    "state_dict_type": Chooses(
+    "state_dict_type": Maps(
         "checkpoint.export",
         {
             "full_state_dict": True,
@@ -107,20 +109,20 @@ FSDP: dict[str, Rule] = {
         },
         why="checkpoints are sharded always; export adds whole tensors at the end",
     ),
-    "offload_params": Lacks(OFFLOAD_PARAMS),
-    "cpu_offload": Lacks(OFFLOAD_PARAMS),
-    "cpu_ram_efficient_loading": Drops(SYNC_STATES),
-    "sync_module_states": Drops(SYNC_STATES),
-    "use_orig_params": Drops(ORIGINAL_PARAMETERS),
-    "limit_all_gathers": Drops(RATE_LIMIT),
+    "offload_params": Unsupported(OFFLOAD_PARAMS),
+    "cpu_offload": Unsupported(OFFLOAD_PARAMS),
+    "cpu_ram_efficient_loading": NotNeeded(SYNC_STATES),
+    "sync_module_states": NotNeeded(SYNC_STATES),
+    "use_orig_params": NotNeeded(ORIGINAL_PARAMETERS),
+    "limit_all_gathers": NotNeeded(RATE_LIMIT),
     "activation_checkpointing": Sets("recompute.mode", lambda on: "full" if is_on(on) else "none"),
-    "activation_checkpointing_offload": Lacks(
+    "activation_checkpointing_offload": Unsupported(
         'what recompute keeps stays; recompute.mode = "offload" moves all that is saved'
     ),
-    "ignored_modules": Lacks(IGNORED),
-    "ignored_params": Lacks(IGNORED),
-    "param_init_fn": Lacks("fs.shard(model, plan, init=function)"),
-    "mixed_precision_policy*": Drops("precision.mode, output_dtype and cast_inputs"),
+    "ignored_modules": Unsupported(IGNORED),
+    "ignored_params": Unsupported(IGNORED),
+    "param_init_fn": Unsupported("fs.shard(model, plan, init=function)"),
+    "mixed_precision_policy*": NotNeeded("precision.mode, output_dtype and cast_inputs"),
 }
 
 _DEEPSPEED: dict[str, Rule] = {
@@ -130,27 +132,31 @@ _DEEPSPEED: dict[str, Rule] = {
         instead="a stage is 0, 1, 2 or 3",
     ),
     "gradient_clipping": Sets("optimizer.clip_norm", number),
-    "gradient_accumulation_steps": Drops(
+    "gradient_accumulation_steps": NotNeeded(
         "accumulation is train.global_batch / (train.microbatch × ranks): set these, as the program has them"
     ),
     "train_micro_batch_size_per_gpu": Sets("train.microbatch", positive),
     "train_batch_size": Sets("train.global_batch", positive),
-    "zero3_init_flag": Drops(SYNC_STATES),
+    "zero3_init_flag": NotNeeded(SYNC_STATES),
     "zero3_save_16bit_model": Sets("checkpoint.export", is_on),
-    "offload_optimizer_device": Lacks(OFFLOAD.format(tier="optimizer:cpu")),
-    "offload_param_device": Lacks(OFFLOAD_PARAMS),
+    "offload_optimizer_device": Unsupported(OFFLOAD.format(tier="optimizer:cpu")),
+    "offload_param_device": Unsupported(OFFLOAD_PARAMS),
     "offload_optimizer_nvme_path": Sets("offload.path", lambda path: None if path == "none" else path),
     "offload_param_nvme_path": Sets("offload.path", lambda path: None if path == "none" else path),
-    "deepspeed_config_file": Lacks("fullshard convert reads that file too: its settings stand there", ()),
+    "deepspeed_config_file": Unsupported(
+        "fullshard convert reads that file too: its settings stand there", ()
+    ),
     "deepspeed_hostfile": _TORCHRUN,
     "deepspeed_multinode_launcher": _TORCHRUN,
     "deepspeed_exclusion_filter": _TORCHRUN,
     "deepspeed_inclusion_filter": _TORCHRUN,
-    "deepspeed_moe_layer_cls_names": Drops("experts are units of their own: sharding.units.separate_experts"),
+    "deepspeed_moe_layer_cls_names": NotNeeded(
+        "experts are units of their own: sharding.units.separate_experts"
+    ),
 }
 
 
-def read_accelerate(reading: Reading) -> None:
+def read_accelerate(reading: ConfigReader) -> None:
     """Speaks of every key of an Accelerate config."""
     per_node = _read_ranks(reading)
     require_stage(reading, "deepspeed_config.zero_stage")
@@ -175,7 +181,7 @@ def read_accelerate(reading: Reading) -> None:
     follow(reading, rules)
     follow(reading, FSDP, named=lambda key: names.get(key, ""))
     if kind == "deepspeed" and "optimizer.clip_norm" not in reading.settings:
-        reading.suppose("optimizer.clip_norm", 0.0, why="DeepSpeed clips only if asked")
+        reading.set_default("optimizer.clip_norm", 0.0, why="DeepSpeed clips only if asked")
     known = [*plain_keys(rules), *(f"fsdp_config.fsdp_{key}" for key in plain_keys(FSDP))]
     reading.close([*known, "fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_reshard_after_forward"])
 
@@ -185,7 +191,7 @@ def _fsdp_name(key: str) -> str:
     return key.removeprefix("fsdp_config.").removeprefix("fsdp_")
 
 
-def _read_ranks(reading: Reading) -> int | None:
+def _read_ranks(reading: ConfigReader) -> int | None:
     """`run.ranks`, of one machine. Returns the ranks of each machine, where they are known."""
     ranks, machines = required_count(reading, "num_processes"), required_count(reading, "num_machines") or 1
     if ranks is None:
@@ -200,22 +206,24 @@ def _read_ranks(reading: Reading) -> int | None:
     return ranks // machines if ranks % machines == 0 else None
 
 
-def _read_type(reading: Reading, kind: str) -> None:
+def _read_type(reading: ConfigReader, kind: str) -> None:
     key = "distributed_type"
     if kind in ("multi_gpu", "multi_cpu", "no"):
         reading.set(key, "sharding.strategy", value="no_shard", why="nothing is sharded")
     elif kind in _TYPES:
-        reading.say(key, Verdict.NOT_NEEDED, why=f"sharding.strategy says it, from {kind}_config")
+        reading.say(key, KeyVerdict.NOT_NEEDED, why=f"sharding.strategy says it, from {kind}_config")
     else:
         reading.say(
-            key, Verdict.NOT_SUPPORTED, why="ranks are sharded with FSDP2; the planner chooses the strategy"
+            key,
+            KeyVerdict.NOT_SUPPORTED,
+            why="ranks are sharded with FSDP2; the planner chooses the strategy",
         )
     if kind == "multi_cpu":
         reading.settings["run.device"] = "cpu"
         reading.origins["run.device"] = key
 
 
-def _read_mesh(reading: Reading) -> None:
+def _read_mesh(reading: ConfigReader) -> None:
     """`parallelism_config`: a replicated axis over a sharded one is a hybrid strategy."""
     prefix = "parallelism_config."
     found = {key.removeprefix(prefix).removeprefix("parallelism_config_"): key for key in reading.leaves}
@@ -231,9 +239,9 @@ def _read_mesh(reading: Reading) -> None:
         reading.set(shard, "sharding.shard_degree", value=degree)
 
 
-def _read_paths(reading: Reading) -> None:
+def _read_paths(reading: ConfigReader) -> None:
     """`none` is what accelerate writes for no path."""
     for part in ("optimizer", "param"):
         key = f"deepspeed_config.offload_{part}_nvme_path"
         if reading.get(key) in ("none", None):
-            reading.say(key, Verdict.NOT_NEEDED, why="off, as it is here")
+            reading.say(key, KeyVerdict.NOT_NEEDED, why="off, as it is here")

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Any, cast
 
 from fullshard.spec.run import Run
-from fullshard.spec.value import Value
+from fullshard.spec.value import FrozenModel
 
 
 class Format(StrEnum):
@@ -19,7 +19,7 @@ class Format(StrEnum):
     TORCHTITAN = "torchtitan"
 
 
-class Verdict(StrEnum):
+class KeyVerdict(StrEnum):
     """What became of a key.
 
     `taken` under its own name, `renamed`, `not needed` (the result is the same without), `not supported`
@@ -39,17 +39,17 @@ class SourceText(str):
     __slots__ = ()
 
 
-class Said(Value):
+class KeyResult(FrozenModel):
     """What became of `key`, whose value was `value`: `sets` is the key of run.toml, `why` a word on it."""
 
     key: str
     value: Any
-    verdict: Verdict
+    verdict: KeyVerdict
     sets: str = ""
     why: str = ""
 
 
-class Reading:
+class ConfigReader:
     """A config while it is read. Every leaf is spoken of once: `set`, `say`, or, at the end, as unknown.
 
     `tree`: nested mappings; what is no mapping, or is empty, is a leaf, and its key is the path to it, with
@@ -59,7 +59,7 @@ class Reading:
 
     def __init__(self, tree: Mapping[str, Any], *, ranks: int | None = None) -> None:
         self.leaves = dict(leaves(tree))
-        self.said: dict[str, Said] = {}
+        self.said: dict[str, KeyResult] = {}
         self.settings: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self.notes: list[str] = []
@@ -76,23 +76,23 @@ class Reading:
     def set(self, key: str, target: str, *, value: Any, why: str = "") -> None:
         """`key` sets `target` to `value`. A target that another key has set otherwise keeps its value."""
         if isinstance(self.leaves.get(key), SourceText) and isinstance(value, SourceText):
-            self.say(key, Verdict.NOT_SUPPORTED, why=f"known only when the program runs: set {target}")
+            self.say(key, KeyVerdict.NOT_SUPPORTED, why=f"known only when the program runs: set {target}")
             return
         before = self.settings.setdefault(target, value)
         if before != value:
             first = self.origins.get(target, "something else")
-            self.say(key, Verdict.NOT_SUPPORTED, why=f"{first} has set {target} = {before!r} already")
+            self.say(key, KeyVerdict.NOT_SUPPORTED, why=f"{first} has set {target} = {before!r} already")
             return
         self.origins.setdefault(target, key)
         same = key.rpartition(".")[2] == target.rpartition(".")[2]
-        verdict = Verdict.TAKEN if same else Verdict.RENAMED
-        self._note(key, Said(key=key, value=self.leaves.get(key), verdict=verdict, sets=target, why=why))
+        verdict = KeyVerdict.TAKEN if same else KeyVerdict.RENAMED
+        self._note(key, KeyResult(key=key, value=self.leaves.get(key), verdict=verdict, sets=target, why=why))
 
-    def say(self, key: str, verdict: Verdict, *, why: str) -> None:
+    def say(self, key: str, verdict: KeyVerdict, *, why: str) -> None:
         """What becomes of `key`, which sets nothing. Absent keys are passed over."""
-        self._note(key, Said(key=key, value=self.leaves.get(key), verdict=verdict, why=why))
+        self._note(key, KeyResult(key=key, value=self.leaves.get(key), verdict=verdict, why=why))
 
-    def suppose(self, target: str, value: Any, *, why: str) -> None:
+    def set_default(self, target: str, value: Any, *, why: str) -> None:
         """`target`, which no key says, is `value` by default there; noted where the default here differs."""
         if target not in self.settings and default(target) != value:
             self.settings[target] = value
@@ -104,9 +104,9 @@ class Reading:
         for key in self.unread():
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
             why = f"no such key here; is {near[0]} meant?" if near else "no key of this format is called so"
-            self.say(key, Verdict.UNKNOWN, why=why)
+            self.say(key, KeyVerdict.UNKNOWN, why=why)
 
-    def _note(self, key: str, said: Said) -> None:
+    def _note(self, key: str, said: KeyResult) -> None:
         if key in self.leaves:
             self.said.setdefault(key, said)
 

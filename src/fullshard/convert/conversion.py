@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from fullshard.convert.accelerate import read_accelerate
-from fullshard.convert.account import Format, Reading, Said, Verdict
+from fullshard.convert.account import ConfigReader, Format, KeyResult, KeyVerdict
 from fullshard.convert.deepspeed import read_deepspeed
 from fullshard.convert.fsdp_kwargs import read_fsdp_alone, read_lightning
 from fullshard.convert.source import read_source
@@ -13,9 +13,9 @@ from fullshard.convert.toml_text import toml_text
 from fullshard.convert.torchtitan import read_torchtitan
 from fullshard.errors import SpecError
 from fullshard.spec.run import Run
-from fullshard.spec.value import Value
+from fullshard.spec.value import FrozenModel
 
-_READERS: dict[Format, Callable[[Reading], None]] = {
+_READERS: dict[Format, Callable[[ConfigReader], None]] = {
     Format.ACCELERATE: read_accelerate,
     Format.DEEPSPEED: read_deepspeed,
     Format.FSDP: read_fsdp_alone,
@@ -24,7 +24,7 @@ _READERS: dict[Format, Callable[[Reading], None]] = {
 }
 
 
-class Conversion(Value):
+class Conversion(FrozenModel):
     """A config, converted. `said`: each of its keys, in its order. `notes`: what is no single key's.
 
     `settings`: dotted keys of run.toml; `origins`: where each comes from. `run` is what they parse to.
@@ -32,7 +32,7 @@ class Conversion(Value):
 
     name: str
     format: Format
-    said: tuple[Said, ...]
+    said: tuple[KeyResult, ...]
     notes: tuple[str, ...]
     settings: dict[str, Any]
     origins: dict[str, str]
@@ -43,7 +43,7 @@ class Conversion(Value):
         head = f"From {self.name} ({self.format}), by fullshard convert. What is not here has its default."
         return toml_text(self.settings, origins=self.origins, head=head)
 
-    def count(self, verdict: Verdict) -> int:
+    def count(self, verdict: KeyVerdict) -> int:
         """How many keys this became of."""
         return sum(one.verdict is verdict for one in self.said)
 
@@ -55,7 +55,7 @@ def convert(text: str, *, name: str, format: Format | None = None, ranks: int | 
     Raises SpecError for text of no known format, keys that contradict each other, and values that no run has.
     """
     found, tree, notes = read_source(text, name=name, format=format)
-    reading = Reading(tree, ranks=ranks)
+    reading = ConfigReader(tree, ranks=ranks)
     _require_numbers(reading)
     reading.notes.extend(notes)
     _READERS[found](reading)
@@ -74,7 +74,7 @@ def convert(text: str, *, name: str, format: Format | None = None, ranks: int | 
     )
 
 
-def _require_numbers(reading: Reading) -> None:
+def _require_numbers(reading: ConfigReader) -> None:
     """Raises SpecError for NaN, which JSON, YAML and TOML can say."""
     for key, value in reading.leaves.items():
         for one in cast(list[Any], value) if isinstance(value, list) else [value]:

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from fullshard.convert.account import Reading, SourceText, Verdict
+from fullshard.convert.account import ConfigReader, KeyVerdict, SourceText
 from fullshard.convert.deepspeed_rules import RULES
 from fullshard.convert.rules import AUTO, follow, is_on, plain_keys, required_count, whole
 from fullshard.convert.words import DTYPES, OFFLOAD, last_name
@@ -17,7 +17,7 @@ _DOTTED = {"adagrad": "torch.optim.Adagrad", "sgd": "sgd", "torch.optim.sgd": "s
 _ADAM_DEFAULTS = {"optimizer.betas": [0.9, 0.999], "optimizer.eps": 1e-8, "optimizer.weight_decay": 0.0}
 
 
-def read_deepspeed(reading: Reading) -> None:
+def read_deepspeed(reading: ConfigReader) -> None:
     """Speaks of every key of a DeepSpeed config. Raises SpecError where its batch sizes contradict."""
     _read_stage(reading)
     _read_offload(reading)
@@ -28,7 +28,7 @@ def read_deepspeed(reading: Reading) -> None:
     _read_trackers(reading)
     follow(reading, RULES)
     if "gradient_clipping" not in reading.leaves:
-        reading.suppose("optimizer.clip_norm", 0.0, why="DeepSpeed clips only if asked")
+        reading.set_default("optimizer.clip_norm", 0.0, why="DeepSpeed clips only if asked")
     reading.close([*plain_keys(RULES), *reading.said])
 
 
@@ -38,7 +38,7 @@ def strategy_of(stage: Any) -> str | None:
     return None if number is None else _STAGES.get(number)
 
 
-def require_stage(reading: Reading, key: str) -> None:
+def require_stage(reading: ConfigReader, key: str) -> None:
     """Raises SpecError for a stage that ZeRO does not have."""
     value = reading.get(key)
     if value in (None, AUTO) or isinstance(value, SourceText) or strategy_of(value) is not None:
@@ -46,7 +46,7 @@ def require_stage(reading: Reading, key: str) -> None:
     raise SpecError(f"{key} is not valid.", got=repr(value), fix="0, 1, 2 or 3")
 
 
-def _read_stage(reading: Reading) -> None:
+def _read_stage(reading: ConfigReader) -> None:
     key = f"{_ZERO}.stage"
     stage = reading.get(key)
     if isinstance(reading.get(_ZERO), bool):  # an older form
@@ -55,9 +55,9 @@ def _read_stage(reading: Reading) -> None:
     shard_size, hpz = reading.get(f"{_ZERO}.mics_shard_size"), reading.get(f"{_ZERO}.zero_hpz_partition_size")
     strategy = strategy_of(stage)
     if stage is None:
-        reading.suppose("sharding.strategy", "no_shard", why="DeepSpeed shards nothing without a stage")
+        reading.set_default("sharding.strategy", "no_shard", why="DeepSpeed shards nothing without a stage")
     elif strategy is None:
-        reading.say(key, Verdict.NOT_NEEDED, why="left open there: the planner chooses the strategy")
+        reading.say(key, KeyVerdict.NOT_NEEDED, why="left open there: the planner chooses the strategy")
     elif whole(stage) == 3 and isinstance(shard_size, int) and shard_size > 0:  # MiCS
         reading.set(key, "sharding.strategy", value="hybrid_shard", why="MiCS: sharded in groups of ranks")
         reading.set(f"{_ZERO}.mics_shard_size", "sharding.shard_degree", value=shard_size)
@@ -67,20 +67,20 @@ def _read_stage(reading: Reading) -> None:
         reading.set(f"{_ZERO}.zero_hpz_partition_size", "sharding.reshard_to", value=hpz)
 
 
-def _read_offload(reading: Reading) -> None:
+def _read_offload(reading: ConfigReader) -> None:
     """`offload_optimizer`, `offload_param`: what a tier keeps outside, which the planner chooses."""
     parts = {"offload_optimizer": "optimizer:{}", "offload_param": "params+optimizer:{}"}
     for part, tier in parts.items():
         key = f"{_ZERO}.{part}.device"
         device = reading.get(key)
         if device in ("cpu", "nvme"):
-            reading.say(key, Verdict.NOT_SUPPORTED, why=OFFLOAD.format(tier=tier.format(device)))
+            reading.say(key, KeyVerdict.NOT_SUPPORTED, why=OFFLOAD.format(tier=tier.format(device)))
         path = reading.get(f"{_ZERO}.{part}.nvme_path")
         if device == "nvme" and isinstance(path, str):
             reading.set(f"{_ZERO}.{part}.nvme_path", "offload.path", value=path)
 
 
-def _read_precision(reading: Reading) -> None:
+def _read_precision(reading: ConfigReader) -> None:
     """`bf16.enabled`, `fp16.enabled` and what gradients are sent in."""
     modes = {"bf16.enabled": "bf16", "bfloat16.enabled": "bf16", "fp16.enabled": "fp16"}
     on = [key for key in modes if is_on(reading.get(key))]
@@ -96,25 +96,25 @@ def _read_precision(reading: Reading) -> None:
             reading.set(key, "precision.mode", value=mode)
         elif value == AUTO:
             reading.say(
-                key, Verdict.NOT_NEEDED, why='left open there: precision.mode = "auto" goes by the device'
+                key, KeyVerdict.NOT_NEEDED, why='left open there: precision.mode = "auto" goes by the device'
             )
         elif on or autocast or AUTO in [reading.get(other) for other in modes]:
             reading.say(
-                key, Verdict.NOT_NEEDED, why=f"off; {', '.join(on) or 'another key'} says the precision"
+                key, KeyVerdict.NOT_NEEDED, why=f"off; {', '.join(on) or 'another key'} says the precision"
             )
         else:
             reading.set(key, "precision.mode", value="fp32")
     if not on and not autocast and not any(key in reading.leaves for key in modes):
-        reading.suppose("precision.mode", "fp32", why="DeepSpeed computes in fp32 unless asked")
+        reading.set_default("precision.mode", "fp32", why="DeepSpeed computes in fp32 unless asked")
     if sent == "bf16" and reading.settings.get("precision.mode") == "bf16_reduce":
         reading.set(wire, "precision.mode", value="bf16_reduce")
     elif sent in (None, "fp32"):
-        reading.say(wire, Verdict.NOT_NEEDED, why="gradients are sent and summed in fp32 here")
+        reading.say(wire, KeyVerdict.NOT_NEEDED, why="gradients are sent and summed in fp32 here")
     else:
-        reading.say(wire, Verdict.NOT_SUPPORTED, why="gradients are summed in fp32 (bf16_reduce: in bf16)")
+        reading.say(wire, KeyVerdict.NOT_SUPPORTED, why="gradients are summed in fp32 (bf16_reduce: in bf16)")
 
 
-def _read_batch(reading: Reading) -> None:
+def _read_batch(reading: ConfigReader) -> None:
     """train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × ranks."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     total, micro, steps = (required_count(reading, key) for key in keys)
@@ -150,17 +150,17 @@ def _read_batch(reading: Reading) -> None:
 
 
 def _read_accumulation(
-    reading: Reading, key: str, *, total: int | None, micro: int | None, steps: int
+    reading: ConfigReader, key: str, *, total: int | None, micro: int | None, steps: int
 ) -> None:
     why = "accumulation is train.global_batch / (train.microbatch × ranks)"
     if total or not micro:
-        reading.say(key, Verdict.NOT_NEEDED, why=why)
+        reading.say(key, KeyVerdict.NOT_NEEDED, why=why)
         return
     one_ranks_batch(reading, micro * steps, origin=key)
-    reading.say(key, Verdict.NOT_NEEDED, why=why)
+    reading.say(key, KeyVerdict.NOT_NEEDED, why=why)
 
 
-def one_ranks_batch(reading: Reading, sequences: int, *, origin: str) -> None:
+def one_ranks_batch(reading: ConfigReader, sequences: int, *, origin: str) -> None:
     """`train.global_batch` of `sequences` a rank, with a note where the number of ranks is unknown."""
     if "train.global_batch" in reading.settings:
         return
@@ -173,7 +173,7 @@ def one_ranks_batch(reading: Reading, sequences: int, *, origin: str) -> None:
         )
 
 
-def _read_optimizer(reading: Reading) -> None:
+def _read_optimizer(reading: ConfigReader) -> None:
     key = "optimizer.type"
     if key not in reading.leaves:
         return
@@ -181,7 +181,7 @@ def _read_optimizer(reading: Reading) -> None:
     coupled = reading.get("optimizer.params.adam_w_mode") is False
     if kind in _ADAMS and coupled:
         reading.set(key, "optimizer.name", value="torch.optim.Adam", why="its weight decay is an L2 term")
-        reading.say("optimizer.params.adam_w_mode", Verdict.NOT_NEEDED, why="optimizer.name says it")
+        reading.say("optimizer.params.adam_w_mode", KeyVerdict.NOT_NEEDED, why="optimizer.name says it")
     elif kind in _ADAMS:
         reading.set(
             key, "optimizer.name", value="adamw", why="fused, as DeepSpeed's is" if kind == "adam" else ""
@@ -190,25 +190,25 @@ def _read_optimizer(reading: Reading) -> None:
         reading.set(key, "optimizer.name", value=_DOTTED[kind])
     else:
         instead = "adamw stands instead; optimizer.name takes the dotted name of any torch.optim.Optimizer"
-        reading.say(key, Verdict.NOT_SUPPORTED, why=instead)
+        reading.say(key, KeyVerdict.NOT_SUPPORTED, why=instead)
     follow(reading, {k: rule for k, rule in RULES.items() if k.startswith("optimizer.")})
     if kind in _ADAMS:
         for target, value in _ADAM_DEFAULTS.items():
             absent = f"optimizer.params.{target.partition('.')[2]}" not in reading.leaves
             if absent:
-                reading.suppose(target, value, why="DeepSpeed's default, which the file leaves as it is")
+                reading.set_default(target, value, why="DeepSpeed's default, which the file leaves as it is")
     elif _DOTTED.get(kind) and "optimizer.params.weight_decay" not in reading.leaves:
-        reading.suppose("optimizer.weight_decay", 0.0, why="torch's default for it")
+        reading.set_default("optimizer.weight_decay", 0.0, why="torch's default for it")
 
 
-def _read_schedule(reading: Reading) -> None:
+def _read_schedule(reading: ConfigReader) -> None:
     """WarmupLR, WarmupDecayLR and WarmupCosineLR; others leave the schedule as it is."""
     key = "scheduler.type"
     kinds = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
     kind = kinds.get(str(reading.get(key)).lower())
     if key in reading.leaves and kind is None:
         for one in [one for one in reading.unread() if one.startswith("scheduler.")]:
-            reading.say(one, Verdict.NOT_SUPPORTED, why="schedule.kind: constant, cosine, linear or wsd")
+            reading.say(one, KeyVerdict.NOT_SUPPORTED, why="schedule.kind: constant, cosine, linear or wsd")
         return
     if kind is None:
         if "optimizer.type" in reading.leaves:
@@ -219,23 +219,23 @@ def _read_schedule(reading: Reading) -> None:
         return
     reading.set(key, "schedule.kind", value=kind)
     if kind == "linear":
-        reading.suppose("schedule.final_ratio", 0.0, why="WarmupDecayLR ends at 0")
+        reading.set_default("schedule.final_ratio", 0.0, why="WarmupDecayLR ends at 0")
     if kind == "cosine" and "scheduler.params.cos_min_ratio" not in reading.leaves:
-        reading.suppose("schedule.final_ratio", 1e-4, why="WarmupCosineLR's default")
+        reading.set_default("schedule.final_ratio", 1e-4, why="WarmupCosineLR's default")
     if "scheduler.params.warmup_num_steps" not in reading.leaves:
-        reading.suppose("schedule.warmup_steps", 1000, why=f"{reading.get(key)}'s default")
+        reading.set_default("schedule.warmup_steps", 1000, why=f"{reading.get(key)}'s default")
     lowest = reading.get("scheduler.params.warmup_min_lr")
     if lowest not in (None, AUTO) and not isinstance(lowest, SourceText):
         starts_low = whole(lowest) == 0
         reading.say(
             "scheduler.params.warmup_min_lr",
-            Verdict.NOT_NEEDED if starts_low else Verdict.NOT_SUPPORTED,
+            KeyVerdict.NOT_NEEDED if starts_low else KeyVerdict.NOT_SUPPORTED,
             why="warmup begins at the peak / warmup_steps",
         )
     _read_peak(reading)
 
 
-def _read_peak(reading: Reading) -> None:
+def _read_peak(reading: ConfigReader) -> None:
     key = "scheduler.params.warmup_max_lr"
     peak: Any = reading.get(key)
     if peak is None or peak == AUTO:
@@ -248,7 +248,7 @@ def _read_peak(reading: Reading) -> None:
     reading.set(key, "optimizer.learning_rate", value=peak, why="the peak")
 
 
-def _read_trackers(reading: Reading) -> None:
+def _read_trackers(reading: ConfigReader) -> None:
     """`tensorboard.enabled`, `wandb.enabled`: `log.trackers`, one list of both."""
     wanted = [name for name in ("tensorboard", "wandb") if is_on(reading.get(f"{name}.enabled"))]
     for name in wanted:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from fullshard.convert.account import Reading, SourceText, Verdict
+from fullshard.convert.account import ConfigReader, KeyVerdict, SourceText
 from fullshard.errors import SpecError
 
 AUTO = "auto"
@@ -25,7 +25,7 @@ class Sets:
 
 
 @dataclass(frozen=True)
-class Chooses:
+class Maps:
     """The key sets `target` to what stands beside its value (in lower case) in `choices`.
 
     A value of `without` asks for nothing; for any other, `instead`.
@@ -39,14 +39,14 @@ class Chooses:
 
 
 @dataclass(frozen=True)
-class Drops:
+class NotNeeded:
     """The key is not needed, whatever its value."""
 
     why: str
 
 
 @dataclass(frozen=True)
-class Lacks:
+class Unsupported:
     """What the key asks for is not there. Where its value is one of `without`, it asks for nothing."""
 
     instead: str
@@ -61,13 +61,13 @@ class Section:
     switch: str = "enabled"
 
 
-Rule = Sets | Chooses | Drops | Lacks | Section
+Rule = Sets | Maps | NotNeeded | Unsupported | Section
 Rules = Mapping[str, Rule]
 
 OFF = "as it is here"
 
 
-def follow(reading: Reading, rules: Rules, *, named: Callable[[str], str] = lambda key: key) -> None:
+def follow(reading: ConfigReader, rules: Rules, *, named: Callable[[str], str] = lambda key: key) -> None:
     """Speaks of every key that nothing was said of and that a rule is for.
 
     `named`: a key of the config as the table has it. The key of a rule is a whole key, or a shell pattern;
@@ -95,45 +95,51 @@ def _rule_for(key: str, rules: Rules) -> Rule | None:
     return next((rule for pattern, rule in rules.items() if fnmatchcase(key, pattern)), None)
 
 
-def _follow(reading: Reading, key: str, *, rule: Rule) -> None:
+def _follow(reading: ConfigReader, key: str, *, rule: Rule) -> None:
     value = reading.get(key)
-    if value == AUTO and isinstance(rule, Sets | Chooses):
+    if value == AUTO and isinstance(rule, Sets | Maps):
         left = f"left open there, to be filled in by the trainer: set {rule.target}, or keep its default"
-        reading.say(key, Verdict.NOT_NEEDED, why=left)
+        reading.say(key, KeyVerdict.NOT_NEEDED, why=left)
     elif isinstance(rule, Sets):
         _set(reading, key, rule=rule)
-    elif isinstance(rule, Chooses):
+    elif isinstance(rule, Maps):
         chosen = rule.choices.get(_plain(value))
         if _in(value, rule.without):
-            reading.say(key, Verdict.NOT_NEEDED, why=f"unset: {rule.target} has its default")
+            reading.say(key, KeyVerdict.NOT_NEEDED, why=f"unset: {rule.target} has its default")
         elif chosen is None:
             known = rule.instead or f"{rule.target} has no {_plain(value)!r}"
-            reading.say(key, Verdict.NOT_SUPPORTED, why=known)
+            reading.say(key, KeyVerdict.NOT_SUPPORTED, why=known)
         else:
             reading.set(key, rule.target, value=chosen, why=rule.why)
-    elif isinstance(rule, Drops):
-        reading.say(key, Verdict.NOT_NEEDED, why=rule.why)
-    elif isinstance(rule, Lacks):
+    elif isinstance(rule, NotNeeded):
+        reading.say(key, KeyVerdict.NOT_NEEDED, why=rule.why)
+    elif isinstance(rule, Unsupported):
         asks = not _in(value, rule.without)
         reading.say(
-            key, Verdict.NOT_SUPPORTED if asks else Verdict.NOT_NEEDED, why=rule.instead if asks else OFF
+            key,
+            KeyVerdict.NOT_SUPPORTED if asks else KeyVerdict.NOT_NEEDED,
+            why=rule.instead if asks else OFF,
         )
     else:
         on = is_on(reading.get(f"{key.partition('.')[0]}.{rule.switch}"))
-        reading.say(key, Verdict.NOT_SUPPORTED if on else Verdict.NOT_NEEDED, why=rule.instead if on else OFF)
+        reading.say(
+            key, KeyVerdict.NOT_SUPPORTED if on else KeyVerdict.NOT_NEEDED, why=rule.instead if on else OFF
+        )
 
 
-def _set(reading: Reading, key: str, *, rule: Sets) -> None:
+def _set(reading: ConfigReader, key: str, *, rule: Sets) -> None:
     value = reading.get(key)
     if value is None:
-        reading.say(key, Verdict.NOT_NEEDED, why=f"unset: {rule.target} has its default")
+        reading.say(key, KeyVerdict.NOT_NEEDED, why=f"unset: {rule.target} has its default")
         return
     if isinstance(value, SourceText):
         reading.set(key, rule.target, value=value)
         return
     turned = rule.turned(value)
     if turned is None:
-        reading.say(key, Verdict.NOT_SUPPORTED, why=rule.instead or f"{value!r} is nothing for {rule.target}")
+        reading.say(
+            key, KeyVerdict.NOT_SUPPORTED, why=rule.instead or f"{value!r} is nothing for {rule.target}"
+        )
     else:
         reading.set(key, rule.target, value=turned, why=rule.why)
 
@@ -167,7 +173,7 @@ def positive(value: Any) -> int | None:
     return whole(value) or None
 
 
-def required_count(reading: Reading, key: str, *, unset: tuple[Any, ...] = ()) -> int | None:
+def required_count(reading: ConfigReader, key: str, *, unset: tuple[Any, ...] = ()) -> int | None:
     """Returns the whole number over 0 that `key` has; None where it is absent, left open, or one of `unset`.
 
     Raises SpecError for any other value: there is no run that it could be converted to.

@@ -12,7 +12,7 @@ from fullshard.convert.python_source import (
     PythonSource,
 )
 from fullshard.errors import SpecError
-from fullshard.spec.libraries import Outside
+from fullshard.spec.libraries import ForeignErrors
 from fullshard.spec.run import Run
 from fullshard.spec.small_files import check_depth, check_integers, parse_json, parse_toml
 
@@ -71,7 +71,7 @@ def _yaml(text: str, format: Format | None) -> Source | None:
     import yaml
 
     try:
-        with Outside(lambda got: SpecError("it is not YAML.", got=got)):
+        with ForeignErrors(lambda got: SpecError("it is not YAML.", got=got)):
             tree = yaml.safe_load(text)
             check_depth(tree, most=len(text))
     except SpecError:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fullshard.convert.account import Reading, Verdict
+from fullshard.convert.account import ConfigReader, KeyVerdict
 from fullshard.convert.deepspeed import one_ranks_batch
 from fullshard.convert.rules import follow, is_on, number, plain_keys, positive, required_count
 from fullshard.convert.torchtitan_rules import RULES
@@ -31,7 +31,7 @@ _PRESETS = {
 _PARALLEL = "parallelism."
 
 
-def read_torchtitan(reading: Reading) -> None:
+def read_torchtitan(reading: ConfigReader) -> None:
     """Speaks of every key of a torchtitan job."""
     for key in ("training.seq_len", "training.steps"):
         required_count(reading, key)
@@ -45,12 +45,12 @@ def read_torchtitan(reading: Reading) -> None:
     _read_switched(reading)
     follow(reading, RULES)
     for target, value in _DEFAULTS.items():
-        reading.suppose(target, value, why="torchtitan's default, which the file leaves as it is")
+        reading.set_default(target, value, why="torchtitan's default, which the file leaves as it is")
     _fit_positions(reading)
     reading.close(plain_keys(RULES))
 
 
-def _read_mesh(reading: Reading) -> None:
+def _read_mesh(reading: ConfigReader) -> None:
     """Replicas and shards of the data-parallel ranks, and whether parameters stay gathered."""
     replicate_key, shard_key = (
         f"{_PARALLEL}data_parallel_replicate_degree",
@@ -63,13 +63,15 @@ def _read_mesh(reading: Reading) -> None:
     never = reading.get(policy_key) == "never"
     if replicate > 1 and shard == 1:
         reading.set(replicate_key, "sharding.strategy", value="no_shard", why="replicated over all ranks")
-        reading.say(shard_key, Verdict.NOT_NEEDED, why="1: nothing is sharded")
+        reading.say(shard_key, KeyVerdict.NOT_NEEDED, why="1: nothing is sharded")
     elif replicate > 1:
         degree = shard if shard > 1 else (reading.ranks // replicate if reading.ranks else None)
         strategy = "hybrid_shard_zero2" if never else "hybrid_shard"
         reading.set(replicate_key, "sharding.strategy", value=strategy, why="ranks / shard_degree replicas")
         if degree is None:
-            reading.say(shard_key, Verdict.NOT_NEEDED, why=f"set sharding.shard_degree: ranks / {replicate}")
+            reading.say(
+                shard_key, KeyVerdict.NOT_NEEDED, why=f"set sharding.shard_degree: ranks / {replicate}"
+            )
             reading.notes.append(f"set sharding.shard_degree = ranks / {replicate}, or give --ranks")
         else:
             reading.settings["sharding.shard_degree"] = degree
@@ -78,8 +80,8 @@ def _read_mesh(reading: Reading) -> None:
     else:
         reading.settings["sharding.strategy"] = "shard_grad_op" if never else "full_shard"
         reading.origins["sharding.strategy"] = policy_key if policy_key in reading.leaves else "FSDP2"
-        reading.say(replicate_key, Verdict.NOT_NEEDED, why="1: nothing is replicated")
-        reading.say(shard_key, Verdict.NOT_NEEDED, why="all ranks, with full_shard and shard_grad_op")
+        reading.say(replicate_key, KeyVerdict.NOT_NEEDED, why="1: nothing is replicated")
+        reading.say(shard_key, KeyVerdict.NOT_NEEDED, why="all ranks, with full_shard and shard_grad_op")
     value = reading.settings["sharding.strategy"]
     if policy_key in reading.leaves:
         reading.set(
@@ -87,7 +89,7 @@ def _read_mesh(reading: Reading) -> None:
         )
 
 
-def _read_batch(reading: Reading) -> None:
+def _read_batch(reading: ConfigReader) -> None:
     local_key = (
         "training.batch_size" if "training.batch_size" in reading.leaves else "training.local_batch_size"
     )
@@ -100,10 +102,12 @@ def _read_batch(reading: Reading) -> None:
     else:
         one_ranks_batch(reading, local or 8, origin=local_key if local else "torchtitan's default")
         if "training.global_batch_size" in reading.leaves:
-            reading.say("training.global_batch_size", Verdict.NOT_NEEDED, why="left out: local batch × ranks")
+            reading.say(
+                "training.global_batch_size", KeyVerdict.NOT_NEEDED, why="left out: local batch × ranks"
+            )
 
 
-def _read_model(reading: Reading) -> None:
+def _read_model(reading: ConfigReader) -> None:
     """The sizes of a flavor that a preset has."""
     name, flavor = (str(reading.get(f"model.{key}")).lower() for key in ("name", "flavor"))
     preset = find_preset(_PRESETS.get((name, flavor), ""))
@@ -112,7 +116,7 @@ def _read_model(reading: Reading) -> None:
     )
     for key in ("model.name", "model.flavor"):
         if preset is None:
-            reading.say(key, Verdict.NOT_SUPPORTED, why=missing)
+            reading.say(key, KeyVerdict.NOT_SUPPORTED, why=missing)
         else:
             reading.set(
                 key, "model.d_model", value=preset.model.d_model, why=f"and the other sizes of {preset.name}"
@@ -123,7 +127,7 @@ def _read_model(reading: Reading) -> None:
             reading.origins[f"model.{field}"] = f"{preset.name}"
 
 
-def _fit_positions(reading: Reading) -> None:
+def _fit_positions(reading: ConfigReader) -> None:
     """A flavor's rotary positions reach as far as the sequences are long."""
     length, positions = (
         reading.settings.get("data.sequence_length"),
@@ -134,7 +138,7 @@ def _fit_positions(reading: Reading) -> None:
         reading.origins["model.max_sequence"] = "training.seq_len"
 
 
-def _read_recompute(reading: Reading) -> None:
+def _read_recompute(reading: ConfigReader) -> None:
     mode_key, option_key = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
     mode, option = reading.get(mode_key), str(reading.get(option_key) or "2")
     if mode == "selective" and option == "op":
@@ -148,16 +152,16 @@ def _read_recompute(reading: Reading) -> None:
         reading.settings["recompute.every"] = positive(option)
     elif mode in ("full", "none"):
         reading.set(mode_key, "recompute.mode", value=mode)
-        reading.say(option_key, Verdict.NOT_NEEDED, why=f'for mode = "selective", not {mode}')
+        reading.say(option_key, KeyVerdict.NOT_NEEDED, why=f'for mode = "selective", not {mode}')
     elif mode is not None:
         reading.say(
             mode_key,
-            Verdict.NOT_SUPPORTED,
+            KeyVerdict.NOT_SUPPORTED,
             why="recompute.mode: none, full, every, selective, offload, or auto",
         )
 
 
-def _read_optimizer(reading: Reading) -> None:
+def _read_optimizer(reading: ConfigReader) -> None:
     name_key = "optimizer.name"
     names = {"adamw": "adamw", "adam": "torch.optim.Adam"}
     name = names.get(str(reading.get(name_key)).lower())
@@ -170,7 +174,7 @@ def _read_optimizer(reading: Reading) -> None:
             reading.set(f"optimizer.beta{one}", "optimizer.betas", value=pair)
 
 
-def _read_schedule(reading: Reading) -> None:
+def _read_schedule(reading: ConfigReader) -> None:
     """A decay ratio is a share of the steps at the end (wsd); without one, decay begins after the warmup."""
     ratio_key, type_key = "lr_scheduler.decay_ratio", "lr_scheduler.decay_type"
     ratio, kind = number(reading.get(ratio_key)), str(reading.get(type_key) or "linear")
@@ -180,19 +184,19 @@ def _read_schedule(reading: Reading) -> None:
         reading.origins["schedule.kind"] = ratio_key
         if kind != "linear":
             reading.say(
-                type_key, Verdict.NOT_SUPPORTED, why='wsd falls linearly; or schedule.kind = "cosine"'
+                type_key, KeyVerdict.NOT_SUPPORTED, why='wsd falls linearly; or schedule.kind = "cosine"'
             )
     elif kind in ("linear", "cosine"):
         reading.settings["schedule.kind"] = kind
         reading.origins["schedule.kind"] = type_key if type_key in reading.leaves else "torchtitan's default"
     else:
-        reading.say(type_key, Verdict.NOT_SUPPORTED, why="schedule.kind: constant, cosine, linear or wsd")
+        reading.say(type_key, KeyVerdict.NOT_SUPPORTED, why="schedule.kind: constant, cosine, linear or wsd")
     if type_key in reading.leaves:
         reading.set(type_key, "schedule.kind", value=reading.settings.get("schedule.kind"))
-    reading.say(ratio_key, Verdict.NOT_NEEDED, why="decay begins after the warmup: schedule.kind")
+    reading.say(ratio_key, KeyVerdict.NOT_NEEDED, why="decay begins after the warmup: schedule.kind")
 
 
-def _read_precision(reading: Reading) -> None:
+def _read_precision(reading: ConfigReader) -> None:
     """torchtitan computes in bf16 and reduces in fp32 unless told otherwise."""
     param_key, reduce_key = "training.mixed_precision_param", "training.mixed_precision_reduce"
     compute, wire = reading.get(param_key) or "bfloat16", reading.get(reduce_key) or "float32"
@@ -207,10 +211,10 @@ def _read_precision(reading: Reading) -> None:
     for key in given:
         reading.set(key, "precision.mode", value=mode)
     if not given:
-        reading.suppose("precision.mode", mode, why="torchtitan's default")
+        reading.set_default("precision.mode", mode, why="torchtitan's default")
 
 
-def _read_switched(reading: Reading) -> None:
+def _read_switched(reading: ConfigReader) -> None:
     """Sections with a switch: checkpoints, validation, compile, trackers."""
     saves = "checkpoint.enable" if "checkpoint.enable" in reading.leaves else "checkpoint.enable_checkpoint"
     if saves in reading.leaves:
@@ -219,16 +223,16 @@ def _read_switched(reading: Reading) -> None:
             reading.set(saves, "checkpoint.every", value=every)
             reading.set("checkpoint.interval", "checkpoint.every", value=every)
         else:
-            reading.say(saves, Verdict.NOT_NEEDED, why="off: saved at the end, and when interrupted")
-            reading.say("checkpoint.interval", Verdict.NOT_NEEDED, why="off")
+            reading.say(saves, KeyVerdict.NOT_NEEDED, why="off: saved at the end, and when interrupted")
+            reading.say("checkpoint.interval", KeyVerdict.NOT_NEEDED, why="off")
     enabled = [key for key in ("validation.enable", "validation.enabled") if key in reading.leaves]
     if enabled and is_on(reading.get(enabled[0])):
         every = positive(reading.get("validation.freq")) or 10
         for key in (enabled[0], "validation.freq"):
             reading.set(key, "train.validate_every", value=every)
     for key in enabled:
-        reading.say(key, Verdict.NOT_NEEDED, why="off: train.validate_every")
-    reading.say("validation.freq", Verdict.NOT_NEEDED, why="off: train.validate_every")
+        reading.say(key, KeyVerdict.NOT_NEEDED, why="off: train.validate_every")
+    reading.say("validation.freq", KeyVerdict.NOT_NEEDED, why="off: train.validate_every")
     compiled = [key for key in ("training.compile", "compile.enable") if key in reading.leaves]
     for key in compiled:
         reading.set(key, "run.compile", value=is_on(reading.get(key)), why="block by block")

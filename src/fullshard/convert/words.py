@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from fullshard.convert.account import Reading, SourceText, Verdict
+from fullshard.convert.account import ConfigReader, KeyVerdict, SourceText
 from fullshard.convert.rules import is_on, positive
 
 STRATEGIES = {
@@ -57,15 +57,17 @@ RATE_LIMIT = "always so: one unit is gathered ahead, and no more"
 IGNORED = 'sharding.units.overrides: match = "<path>", strategy = "no_shard" leaves a unit whole on all ranks'
 
 
-def read_strategy(reading: Reading, key: str, *, ranks_per_node: int | None) -> None:
+def read_strategy(reading: ConfigReader, key: str, *, ranks_per_node: int | None) -> None:
     """`sharding.strategy`; of a hybrid one also `shard_degree`, the ranks of a node where they are known."""
     value = reading.get(key)
     if value is None and key in reading.leaves:
-        reading.say(key, Verdict.NOT_NEEDED, why="unset: the planner chooses, or full_shard")
+        reading.say(key, KeyVerdict.NOT_NEEDED, why="unset: the planner chooses, or full_shard")
         return
     strategy = STRATEGIES.get(last_name(value))
     if value is None or strategy is None:
-        reading.say(key, Verdict.NOT_SUPPORTED, why=f"sharding.strategy is one of {', '.join(_distinct())}")
+        reading.say(
+            key, KeyVerdict.NOT_SUPPORTED, why=f"sharding.strategy is one of {', '.join(_distinct())}"
+        )
         return
     reading.set(key, "sharding.strategy", value=strategy)
     if strategy.startswith("hybrid") and "sharding.shard_degree" not in reading.settings:
@@ -79,7 +81,7 @@ def read_strategy(reading: Reading, key: str, *, ranks_per_node: int | None) -> 
             reading.origins["sharding.shard_degree"] = "the ranks of a node"
 
 
-def read_reshard(reading: Reading, key: str) -> None:
+def read_reshard(reading: ConfigReader, key: str) -> None:
     """`reshard_after_forward` of FSDP2: true is full_shard, false shard_grad_op, a number hpZ."""
     value = reading.get(key)
     if key not in reading.leaves:
@@ -94,7 +96,9 @@ def read_reshard(reading: Reading, key: str) -> None:
     flag = {"true": "full_shard", "none": "full_shard", "false": "shard_grad_op"}.get(str(value).lower())
     strategy = named or flag
     if strategy is None:
-        reading.say(key, Verdict.NOT_SUPPORTED, why="true (full_shard), false (shard_grad_op), or a degree")
+        reading.say(
+            key, KeyVerdict.NOT_SUPPORTED, why="true (full_shard), false (shard_grad_op), or a degree"
+        )
         return
     if reading.settings.get("sharding.strategy") == "hybrid_shard":  # of a mesh of two axes
         reading.settings["sharding.strategy"] = (
@@ -105,20 +109,20 @@ def read_reshard(reading: Reading, key: str) -> None:
     reading.set(key, "sharding.strategy", value=strategy, why=why)
 
 
-def suppose_full_shard(reading: Reading, names: Iterable[str]) -> None:
+def suppose_full_shard(reading: ConfigReader, names: Iterable[str]) -> None:
     """FSDP shards everything unless told otherwise. `names`: its own keys that the config has."""
     if not {"sharding_strategy", "reshard_after_forward"} & set(names):
-        reading.suppose("sharding.strategy", "full_shard", why="FSDP's default")
+        reading.set_default("sharding.strategy", "full_shard", why="FSDP's default")
 
 
-def read_prefetch(reading: Reading, *, backward: str, forward: str) -> None:
+def read_prefetch(reading: ConfigReader, *, backward: str, forward: str) -> None:
     """`backward_prefetch` and `forward_prefetch`, which `prefetch.mode` says together."""
     forward_on = is_on(reading.get(forward))
     if backward in reading.leaves:
         value = reading.get(backward)
         mode = "none" if value is None else PREFETCHES.get(last_name(value))
         if mode is None:
-            reading.say(backward, Verdict.NOT_SUPPORTED, why="prefetch.mode: none, implicit or explicit")
+            reading.say(backward, KeyVerdict.NOT_SUPPORTED, why="prefetch.mode: none, implicit or explicit")
         else:
             post = last_name(value) in ("backward_post", "2")
             why = (
@@ -130,22 +134,24 @@ def read_prefetch(reading: Reading, *, backward: str, forward: str) -> None:
     if forward not in reading.leaves:
         return
     if isinstance(reading.get(forward), SourceText):
-        reading.say(forward, Verdict.NOT_SUPPORTED, why="known only when the program runs: set prefetch.mode")
+        reading.say(
+            forward, KeyVerdict.NOT_SUPPORTED, why="known only when the program runs: set prefetch.mode"
+        )
     elif forward_on:
         reading.set(
             forward, "prefetch.mode", value="explicit", why="prefetch.forward units ahead, 1 by default"
         )
     else:
-        reading.say(forward, Verdict.NOT_NEEDED, why="off: what overlaps is the engine's own one unit")
+        reading.say(forward, KeyVerdict.NOT_NEEDED, why="off: what overlaps is the engine's own one unit")
 
 
-def read_dtypes(reading: Reading, *, param: str, reduce: str) -> None:
+def read_dtypes(reading: ConfigReader, *, param: str, reduce: str) -> None:
     """`precision.mode` of the dtypes that parameters are gathered in and gradients are reduced in."""
     named = {key: DTYPES.get(last_name(reading.get(key))) for key in (param, reduce) if key in reading.leaves}
     for key in named:
         if isinstance(reading.get(key), SourceText) and named[key] is None:
             reading.say(
-                key, Verdict.NOT_SUPPORTED, why="known only when the program runs: set precision.mode"
+                key, KeyVerdict.NOT_SUPPORTED, why="known only when the program runs: set precision.mode"
             )
     compute = named.get(param) or "fp32"
     wire = named.get(reduce) or compute
@@ -157,7 +163,7 @@ def read_dtypes(reading: Reading, *, param: str, reduce: str) -> None:
     else:
         for key in named:
             reading.say(
-                key, Verdict.NOT_NEEDED, why="unset: the dtype that the module has; precision.mode decides"
+                key, KeyVerdict.NOT_NEEDED, why="unset: the dtype that the module has; precision.mode decides"
             )
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fullshard.data.batches import Batches as Batches
     from fullshard.data.batches import Data as Data
     from fullshard.data.build import build_data as build_data
-    from fullshard.data.prefetch import made_ahead as made_ahead
+    from fullshard.data.prefetch import prefetch_batches as prefetch_batches
     from fullshard.data.text import TextData as TextData
 
 _HOMES = {

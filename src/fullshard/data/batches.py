@@ -60,7 +60,7 @@ class Data(Batches, Protocol):
         ...
 
 
-def share(turn: int, *, rank: int, plan: Plan) -> NDArray[np.int64]:
+def rank_samples(turn: int, *, rank: int, plan: Plan) -> NDArray[np.int64]:
     """The `plan.microbatch` numbers that fall to a rank in a turn, where all ranks count on together."""
     first = (turn * plan.world_size + rank) * plan.microbatch
     return np.arange(first, first + plan.microbatch, dtype=np.int64)

@@ -8,9 +8,9 @@ from typing import Any, cast
 from torch import Tensor
 
 from fullshard.data.batches import Batches, Data
-from fullshard.data.cache import Alive, built, cache_root, key_of, manifest_of, still
+from fullshard.data.cache import Heartbeat, cache_root, get_or_build, key_of, manifest_of, no_heartbeat
 from fullshard.data.mixture import interleaved
-from fullshard.data.packed import PackedData, Pool
+from fullshard.data.packed import PackedData, ShufflePool
 from fullshard.data.packing import open_rows, shuffled, split_spans, write_rows
 from fullshard.data.sources import stores_of
 from fullshard.data.text import text_data
@@ -18,12 +18,12 @@ from fullshard.data.token_store import Stream, TokenStore, names
 from fullshard.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from fullshard.errors import DataError
 from fullshard.spec.data_section import DataSection
-from fullshard.spec.dotted import look_up
+from fullshard.spec.dotted import import_object
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 
 
-def build_data(run: Run, *, alive: Alive = still) -> Data:
+def build_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> Data:
     """The data of `run`. Tokens that are not in the cache yet are made, while `alive` is called now and then.
 
     Raises SpecError for a model whose vocabulary has no room for bytes; MissingExtraError; DataError for data
@@ -31,7 +31,7 @@ def build_data(run: Run, *, alive: Alive = still) -> Data:
     """
     section = run.data
     if section.source == "python":
-        return GivenData(_called(section, run), section)
+        return UserBatches(_call_factory(section, run), section)
     return text_data(run) if is_plain_text(section) else packed_data(run, alive=alive)
 
 
@@ -51,7 +51,7 @@ def is_plain_text(section: DataSection) -> bool:
     return plain and section.packing == "concat" and not section.document_mask and section.on_error == "stop"
 
 
-def packed_data(run: Run, *, alive: Alive = still) -> PackedData:
+def packed_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> PackedData:
     """The data of a run that is not `is_plain_text`, nor of Python's. See `build_data`."""
     section = run.data
     root = cache_root(section.cache)
@@ -103,7 +103,7 @@ def _tokenizer(section: DataSection, stores: Sequence[TokenStore]) -> Tokenizer 
     return tokenizer
 
 
-def _pool(stream: Stream, run: Run, *, root: Path, alive: Alive, seed: int | str) -> Pool:
+def _pool(stream: Stream, run: Run, *, root: Path, alive: Heartbeat, seed: int | str) -> ShufflePool:
     section = run.data
     length, packing = section.sequence_length, section.packing
     facts: dict[str, Any] = {
@@ -126,7 +126,7 @@ def _pool(stream: Stream, run: Run, *, root: Path, alive: Alive, seed: int | str
         }
         return {"tokens": tokens, "longest": longest}
 
-    entry = built(root, f"layout-{key_of(facts)}", build=lay_out, alive=alive)
+    entry = get_or_build(root, f"layout-{key_of(facts)}", build=lay_out, alive=alive)
     told = manifest_of(entry)
     training, held_out = (
         open_rows(
@@ -139,12 +139,12 @@ def _pool(stream: Stream, run: Run, *, root: Path, alive: Alive, seed: int | str
         )
         for part in ("training", "held-out")
     )
-    pool = Pool(stream, training, held_out, seed)
+    pool = ShufflePool(stream, training, held_out, seed)
     _check(pool, section, tokens=told["tokens"], longest=told["longest"])
     return pool
 
 
-def _check(pool: Pool, section: DataSection, *, tokens: Mapping[str, int], longest: int) -> None:
+def _check(pool: ShufflePool, section: DataSection, *, tokens: Mapping[str, int], longest: int) -> None:
     """Raises DataError for a part without a row, and for rows that no document fills."""
     length, name = section.sequence_length, names(pool.stream.stores)
     parts = {"training": pool.training.count}
@@ -169,10 +169,10 @@ def _check(pool: Pool, section: DataSection, *, tokens: Mapping[str, int], longe
         )
 
 
-def _called(section: DataSection, run: Run) -> Batches:
+def _call_factory(section: DataSection, run: Run) -> Batches:
     """What the user's function gives for `run`. Raises SpecError for a name that leads to none."""
     assert section.factory is not None, "checked by the spec"
-    batches = look_up(section.factory, key="data.factory")(run)
+    batches = import_object(section.factory, key="data.factory")(run)
     if not hasattr(batches, "microbatches"):
         raise DataError(
             f"{section.factory} gave no batches.",
@@ -183,7 +183,7 @@ def _called(section: DataSection, run: Run) -> Batches:
 
 
 @dataclass(frozen=True)
-class GivenData:
+class UserBatches:
     """Batches of the user's own. What they tell of themselves (see `Data`) is taken; the rest is unknown."""
 
     batches: Batches

@@ -34,11 +34,11 @@ _POLL_SECONDS = 0.2
 _READ_BYTES = 4 << 20
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
-Alive = Callable[[], None]
+Heartbeat = Callable[[], None]
 """Called now and then while something long goes on, so that whoever watches knows."""
 
 
-def still() -> None:
+def no_heartbeat() -> None:
     """An Alive that tells nobody."""
 
 
@@ -63,7 +63,9 @@ def manifest_of(entry: Path) -> dict[str, Any]:
     return cast(dict[str, Any], parse_json(read_bytes(entry / MANIFEST, most_bytes=VALUE_BYTES)))
 
 
-def built(root: Path, name: str, *, build: Callable[[Path], Mapping[str, Any]], alive: Alive = still) -> Path:
+def get_or_build(
+    root: Path, name: str, *, build: Callable[[Path], Mapping[str, Any]], alive: Heartbeat = no_heartbeat
+) -> Path:
     """`root/name`, which `build` fills, as an empty directory elsewhere, if it is not there yet.
 
     What `build` returns stands in its manifest. The directory appears by one rename, when all is down to the
@@ -73,7 +75,7 @@ def built(root: Path, name: str, *, build: Callable[[Path], Mapping[str, Any]], 
     entry = root / name
     if _is_whole(entry):
         return entry
-    with one_writer(root / f".{name}.lock", alive=alive):
+    with exclusive(root / f".{name}.lock", alive=alive):
         if _is_whole(entry):
             return entry
         for left in [entry, *root.glob(f".{name}.tmp-*")]:  # of a machine that went down, or files taken away
@@ -90,7 +92,7 @@ def built(root: Path, name: str, *, build: Callable[[Path], Mapping[str, Any]], 
 
 
 @contextmanager
-def one_writer(lock: Path, *, alive: Alive = still) -> Generator[None]:
+def exclusive(lock: Path, *, alive: Heartbeat = no_heartbeat) -> Generator[None]:
     """While it is open, no other process is in a block with the same `lock`; waits for those that are.
 
     The kernel lets it go with the process. Where the file system knows no locks there is none: both write,
@@ -107,7 +109,7 @@ def one_writer(lock: Path, *, alive: Alive = still) -> Generator[None]:
         yield
 
 
-def digests(paths: Iterable[Path], *, root: Path, alive: Alive = still) -> list[str]:
+def digests(paths: Iterable[Path], *, root: Path, alive: Heartbeat = no_heartbeat) -> list[str]:
     """The digest of each file's content (each path once). See [Note: what a name stands for].
 
     Raises DataError for a file that cannot be read.
@@ -117,7 +119,7 @@ def digests(paths: Iterable[Path], *, root: Path, alive: Alive = still) -> list[
     if None not in found.values():
         return [digest for digest in found.values() if digest is not None]
     # Ranks that start together: one reads the files, the others remember.
-    with one_writer(memory / ".lock", alive=alive):
+    with exclusive(memory / ".lock", alive=alive):
         return [
             digest or _remembered(path, memory) or _remember(path, memory, alive=alive)
             for path, digest in found.items()
@@ -175,7 +177,7 @@ def _remembered(path: Path, memory: Path) -> str | None:
         return None
 
 
-def _remember(path: Path, memory: Path, *, alive: Alive) -> str:
+def _remember(path: Path, memory: Path, *, alive: Heartbeat) -> str:
     at = time.time()
     seen, digest = _digest(path, alive=alive)
     if at - seen.st_mtime < _SETTLED_SECONDS:
@@ -192,7 +194,7 @@ def _place(path: Path, memory: Path) -> Path:
     return memory / hashlib.blake2b(os.fsencode(path.absolute()), digest_size=16).hexdigest()
 
 
-def _digest(path: Path, *, alive: Alive) -> tuple[os.stat_result, str]:
+def _digest(path: Path, *, alive: Heartbeat) -> tuple[os.stat_result, str]:
     """(what the file was when it was opened, the digest of what was read)."""
     hasher, buffer = xxhash.xxh3_128(), bytearray(_READ_BYTES)
     view = memoryview(buffer)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fullshard.data.tokenizer import tokenizer_file, tokenizer_files, tokenizer_text
 from fullshard.errors import DataError, MissingExtraError
-from fullshard.spec.libraries import Outside
+from fullshard.spec.libraries import ForeignErrors
 
 Messages = Sequence[Mapping[str, Any]]
 _MARK = "{% generation"
@@ -43,7 +43,7 @@ class ChatTemplate:
         directory = tokenizer_file(path).parent
         for file in tokenizer_files(path):
             tokenizer_text(file)  # refuses a file without end, which transformers would read
-        with Outside(lambda got: DataError(f"the tokenizer in {directory} cannot be loaded.", got=got)):
+        with ForeignErrors(lambda got: DataError(f"the tokenizer in {directory} cannot be loaded.", got=got)):
             try:
                 self._tokenizer: Any = AutoTokenizer.from_pretrained(
                     str(directory), local_files_only=True, trust_remote_code=trust_remote_code
@@ -125,9 +125,9 @@ def _not_trusted(directory: Path) -> DataError:
     )
 
 
-def _by_template() -> Outside:
+def _by_template() -> ForeignErrors:
     """Returns a context around a chat template, which is somebody's program in a sandbox."""
-    return Outside(lambda got: NotWrittenOutError(f"the chat template does not take it: {got}"))
+    return ForeignErrors(lambda got: NotWrittenOutError(f"the chat template does not take it: {got}"))
 
 
 def _check(messages: Messages) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.data.cache import Alive, built, digests, key_of, manifest_of
+from fullshard.data.cache import Heartbeat, digests, get_or_build, key_of, manifest_of
 from fullshard.data.documents import text_documents, unreadable
 from fullshard.data.token_store import Integers, TokenStore, mapped, mapped_npy
 from fullshard.errors import DataError
 from fullshard.spec.data_section import SourceFields
-from fullshard.spec.libraries import Outside
+from fullshard.spec.libraries import ForeignErrors
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 # By the number that stands in the index: Megatron-LM, megatron/core/datasets/indexed_dataset.py (DType).
@@ -33,7 +33,7 @@ class _Raw:
     ends: NDArray[np.int64] | None = None
 
 
-def memmap_stores(fields: SourceFields, *, root: Path, alive: Alive) -> list[TokenStore]:
+def memmap_stores(fields: SourceFields, *, root: Path, alive: Heartbeat) -> list[TokenStore]:
     """A store for each file that `fields.paths` match; an .idx belongs to its .bin.
 
     The tokens stay where they are. The cache keeps where documents lie, and the largest token.
@@ -44,7 +44,7 @@ def memmap_stores(fields: SourceFields, *, root: Path, alive: Alive) -> list[Tok
     return [_store(_opened(path, fields), fields, root=root, alive=alive) for path in sorted(bins)]
 
 
-def _store(raw: _Raw, fields: SourceFields, *, root: Path, alive: Alive) -> TokenStore:
+def _store(raw: _Raw, fields: SourceFields, *, root: Path, alive: Heartbeat) -> TokenStore:
     index = raw.path.with_suffix(".idx")
     files = [raw.path, index] if raw.path.suffix == ".bin" and index.exists() else [raw.path]
     facts = {
@@ -54,7 +54,7 @@ def _store(raw: _Raw, fields: SourceFields, *, root: Path, alive: Alive) -> Toke
         "document_end": fields.document_end,
         "rows": raw.ends is not None,
     }
-    entry = built(
+    entry = get_or_build(
         root,
         f"index-{key_of(facts)}",
         build=lambda draft: _indexed(raw, fields, draft=draft, alive=alive),
@@ -71,7 +71,7 @@ def _store(raw: _Raw, fields: SourceFields, *, root: Path, alive: Alive) -> Toke
     )
 
 
-def _indexed(raw: _Raw, fields: SourceFields, *, draft: Path, alive: Alive) -> Mapping[str, Any]:
+def _indexed(raw: _Raw, fields: SourceFields, *, draft: Path, alive: Heartbeat) -> Mapping[str, Any]:
     largest, ends = -1, list[NDArray[np.int64]]()
     for first, block in _blocks(raw.tokens):
         alive()
@@ -110,7 +110,9 @@ def _opened(path: Path, fields: SourceFields) -> _Raw:
 def _npy(path: Path) -> _Raw:
     if not path.is_file():
         raise DataError(f"{path} is not a regular file.")
-    with Outside(lambda got: DataError(f"{path} is no array of tokens.", got=got)):  # or of Python's objects
+    with ForeignErrors(
+        lambda got: DataError(f"{path} is no array of tokens.", got=got)
+    ):  # or of Python's objects
         array = mapped_npy(path)
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.size:
         raise DataError(

@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fullshard.data.batches import IGNORED_LABEL, share
+from fullshard.data.batches import IGNORED_LABEL, rank_samples
 from fullshard.data.mixture import Interleaving
 from fullshard.data.order import sample_windows
-from fullshard.data.packing import NOTHING, Rows
+from fullshard.data.packing import NO_LABEL, Rows
 from fullshard.data.token_store import Stream, names
 from fullshard.data.tokenizer import Tokenizer
 from fullshard.quantities import format_count
@@ -19,7 +19,7 @@ from fullshard.spec.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
-class Pool:
+class ShufflePool:
     """What is shuffled as one: its samples are every row once, then every row again in another order."""
 
     stream: Stream
@@ -41,7 +41,7 @@ class PackedData:
     """Rows of S tokens from `pools`, mixed by `pattern`. Nothing here changes, and nothing is copied a rank:
     the tokens, and where they go, are memory maps. `document_mask`: batches tell where documents begin."""
 
-    pools: tuple[Pool, ...]
+    pools: tuple[ShufflePool, ...]
     pattern: Interleaving
     sequence_length: int
     document_mask: bool
@@ -93,7 +93,7 @@ class PackedData:
         batch: whatever the number of ranks and the microbatch.
         """
         for accumulated in range(plan.accumulation):
-            samples = share(step * plan.accumulation + accumulated, rank=rank, plan=plan)
+            samples = rank_samples(step * plan.accumulation + accumulated, rank=rank, plan=plan)
             sources, own = self.pattern.of(samples)
             chosen: list[tuple[Stream, Iterator[tuple[int, int, int]]]] = []
             for source, number in zip(sources.tolist(), own, strict=True):
@@ -111,7 +111,7 @@ class PackedData:
         """
         found = self._held_out(plan.run.train.validate_sequences)
         for turn in range(-(-len(found) // (plan.world_size * plan.microbatch))):
-            numbers = share(turn, rank=rank, plan=plan).tolist()
+            numbers = rank_samples(turn, rank=rank, plan=plan).tolist()
             chosen = [found[min(number, len(found) - 1)] for number in numbers]
             pieces = [(pool.stream, pool.held_out.pieces(row)) for pool, row in chosen]
             batch = self._batch(pieces, plan=plan)
@@ -159,10 +159,10 @@ class PackedData:
             f"{100 * self.efficiency:.2f} % full"
         )
 
-    def _held_out(self, asked: int) -> list[tuple[Pool, int]]:
+    def _held_out(self, asked: int) -> list[tuple[ShufflePool, int]]:
         """At most `asked` rows."""
         shares = self.pattern.counts / self.pattern.counts.sum()
-        found: list[tuple[Pool, int]] = []
+        found: list[tuple[ShufflePool, int]] = []
         for pool, part in zip(self.pools, shares.tolist(), strict=True):
             count = min(pool.held_out.count, max(round(asked * part), 1))
             found += [(pool, i * pool.held_out.count // count) for i in range(count)]
@@ -192,7 +192,7 @@ def _fill(
         own = slice(at, at + length)
         tokens[own] = stream.tokens(begin, begin + length)
         labels[at : at + length - 1] = tokens[at + 1 : at + length]
-        if label != NOTHING:
+        if label != NO_LABEL:
             labels[at + length - 1] = stream.tokens(label, label + 1)[0]
         if stream.masked:
             _leave_out(labels[own], stream, begin=begin, label=label)
@@ -210,7 +210,7 @@ def _leave_out(labels: NDArray[np.int64], stream: Stream, *, begin: int, label: 
     trained = stream.trained(begin, begin + len(labels))
     if trained is not None:
         labels[:-1][trained[1:] == 0] = IGNORED_LABEL
-    if label != NOTHING:
+    if label != NO_LABEL:
         behind = stream.trained(label, label + 1)
         if behind is not None and not behind[0]:
             labels[-1] = IGNORED_LABEL

@@ -21,7 +21,7 @@ from fullshard.data.token_store import Integers, mapped_npy
 Packing = Literal["concat", "best_fit", "none"]
 Int64 = NDArray[np.int64]
 
-NOTHING = -1
+NO_LABEL = -1
 """Where a label would stand that there is not."""
 
 
@@ -33,7 +33,7 @@ class Spans:
     lengths: Int64
     ends: NDArray[np.bool_]
 
-    def taken(self, which: Integers) -> "Spans":
+    def select(self, which: Integers) -> "Spans":
         return Spans(self.begins[which], self.lengths[which], self.ends[which])
 
     @property
@@ -65,7 +65,7 @@ def split_spans(begins: Int64, lengths: Int64, *, fraction: float) -> tuple[Span
     out = np.zeros(len(lengths), dtype=np.bool_)
     out[order[np.cumsum(lengths[order]) <= budget]] = True
     left = budget - int(lengths[out].sum())
-    training, held_out = everything.taken(~out), everything.taken(out)
+    training, held_out = everything.select(~out), everything.select(out)
     if 2 * left <= budget or not training.tokens:
         return training, held_out
     # It did not fit, or what did would not fill half: the largest is cut, and both parts hold something.
@@ -85,7 +85,7 @@ def shuffled(spans: Spans, *, seed: int) -> Spans:
     count = len(spans.begins)
     if not count:
         return spans
-    return spans.taken(permute(np.arange(count), length=count, key=f"shuffle {seed}"))
+    return spans.select(permute(np.arange(count), length=count, key=f"shuffle {seed}"))
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class JoinedRows:
                 label = begin + length
             else:
                 span += 1
-                label = NOTHING if self.masked else int(self.begins[span])
+                label = NO_LABEL if self.masked else int(self.begins[span])
             yield begin, length, label
 
 
@@ -141,7 +141,7 @@ class FilledRows:
         """See `Rows`."""
         for i in range(int(self.offsets[row]), int(self.offsets[row + 1])):
             begin, length = int(self.begins[i]), int(self.lengths[i])
-            yield begin, length, begin + length if self.open[i] else NOTHING
+            yield begin, length, begin + length if self.open[i] else NO_LABEL
 
 
 def write_rows(spans: Spans, draft: Path, *, part: str, packing: Packing, sequence_length: int) -> int:
@@ -151,9 +151,9 @@ def write_rows(spans: Spans, draft: Path, *, part: str, packing: Packing, sequen
         offsets = np.concatenate([[0], np.cumsum(spans.lengths)]).astype(np.int64)
         arrays: Mapping[str, Any] = {"begins": spans.begins, "offsets": offsets}
     else:
-        spans = pieces = cut(spans, sequence_length)
-        order, offsets = (best_fit if packing == "best_fit" else one_each)(pieces.lengths, sequence_length)
-        pieces = pieces.taken(order)
+        spans = pieces = split_long(spans, sequence_length)
+        order, offsets = (best_fit if packing == "best_fit" else one_per_row)(pieces.lengths, sequence_length)
+        pieces = pieces.select(order)
         arrays = {
             "begins": pieces.begins,
             "lengths": pieces.lengths.astype(np.int32),
@@ -178,7 +178,7 @@ def open_rows(
     return FilledRows(array("begins"), array("lengths"), array("open"), array("offsets"), tokens)
 
 
-def cut(spans: Spans, length: int) -> Spans:
+def split_long(spans: Spans, length: int) -> Spans:
     """Each span in pieces of `length`, and a rest. A rest that is a document's last token alone is left out:
     nothing follows it, and as a label it stands with the piece before."""
     counts = -(-spans.lengths // length)
@@ -187,10 +187,10 @@ def cut(spans: Spans, length: int) -> Spans:
     lengths = np.minimum(np.repeat(spans.lengths, counts) - within * length, length)
     ends = (within == np.repeat(counts, counts) - 1) & np.repeat(spans.ends, counts)
     pieces = Spans(np.repeat(spans.begins, counts) + within * length, lengths, ends)
-    return pieces.taken((lengths > 1) | ~ends)
+    return pieces.select((lengths > 1) | ~ends)
 
 
-def one_each(lengths: Int64, _capacity: int) -> tuple[Int64, Int64]:
+def one_per_row(lengths: Int64, _capacity: int) -> tuple[Int64, Int64]:
     """A row for each piece: as `best_fit`."""
     return np.arange(len(lengths)), np.arange(len(lengths) + 1)
 

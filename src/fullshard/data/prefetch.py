@@ -14,7 +14,7 @@ from fullshard.spec.plan import Plan
 B = TypeVar("B", bound=Batches)
 
 
-class Ahead(Generic[B]):
+class PrefetchingBatches(Generic[B]):
     """`data`, whose microbatches of the next `steps` steps are made before they are asked for.
 
     What a step trains on is what `data` says: another step than the one that was expected (after a resume, or
@@ -62,9 +62,9 @@ class Ahead(Generic[B]):
 
 
 @contextmanager
-def made_ahead(data: B, *, steps: int) -> Generator[Ahead[B]]:
+def prefetch_batches(data: B, *, steps: int) -> Generator[PrefetchingBatches[B]]:
     """`data` made ahead while the block runs."""
-    ahead = Ahead(data, steps=steps)
+    ahead = PrefetchingBatches(data, steps=steps)
     try:
         yield ahead
     finally:

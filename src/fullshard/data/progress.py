@@ -14,7 +14,7 @@ from fullshard.quantities import format_bytes, format_count, format_seconds
 _LINE_SECONDS = 10.0
 
 
-class Making:
+class TokenizationProgress:
     """How far it is. `add` is called as parts are done, from any thread, one at a time."""
 
     def __init__(
@@ -22,7 +22,7 @@ class Making:
         name: str,
         *,
         total_bytes: int,
-        show: Callable[["Making"], None],
+        show: Callable[["TokenizationProgress"], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self.total_bytes, self._show, self._now = name, total_bytes, show, now
@@ -49,7 +49,7 @@ class Making:
 
 
 @contextmanager
-def making(name: str, *, total_bytes: int, file: TextIO) -> Generator[Making]:
+def making(name: str, *, total_bytes: int, file: TextIO) -> Generator[TokenizationProgress]:
     """Shows on `file` how the tokens of `name` are made, while the block runs."""
     terminal = file.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
     with _bar(name, total_bytes, file=file) if terminal else _lines(name, total_bytes, file=file) as shown:
@@ -57,12 +57,12 @@ def making(name: str, *, total_bytes: int, file: TextIO) -> Generator[Making]:
 
 
 @contextmanager
-def _bar(name: str, total_bytes: int, *, file: TextIO) -> Generator[Making]:
+def _bar(name: str, total_bytes: int, *, file: TextIO) -> Generator[TokenizationProgress]:
     columns = (TextColumn("{task.fields[name]}"), BarColumn(), TextColumn("{task.fields[text]}"))
     console = Console(file=file, force_terminal=True)
     with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("", total=max(total_bytes, 1), name=name, text="")
-        yield Making(
+        yield TokenizationProgress(
             name,
             total_bytes=total_bytes,
             show=lambda shown: bar.update(task, completed=shown.bytes, text=shown.text()),
@@ -70,10 +70,10 @@ def _bar(name: str, total_bytes: int, *, file: TextIO) -> Generator[Making]:
 
 
 @contextmanager
-def _lines(name: str, total_bytes: int, *, file: TextIO) -> Generator[Making]:
+def _lines(name: str, total_bytes: int, *, file: TextIO) -> Generator[TokenizationProgress]:
     last = 0.0
 
-    def show(shown: Making) -> None:
+    def show(shown: TokenizationProgress) -> None:
         nonlocal last
         if shown.seconds - last >= _LINE_SECONDS:
             last = shown.seconds
@@ -84,6 +84,6 @@ def _lines(name: str, total_bytes: int, *, file: TextIO) -> Generator[Making]:
         with suppress(OSError):  # the reader may have left
             print(text, file=file, flush=True)
 
-    shown = Making(name, total_bytes=total_bytes, show=show)
+    shown = TokenizationProgress(name, total_bytes=total_bytes, show=show)
     yield shown
     say(f"{name}: {shown.text()}, in {format_seconds(shown.seconds)}")

@@ -21,7 +21,7 @@ Kind = Literal["text", "jsonl", "parquet", "datasets"]
 
 
 @dataclass(frozen=True)
-class Shard:
+class FilePart:
     """A part of `path`, from `begin` to before `end`: bytes of text or jsonl, row groups of parquet, rows of
     a dataset (whose `path` is empty where it has a name). `size`: bytes, about. `last`: nothing is behind."""
 
@@ -34,7 +34,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Record:
+class TextRecord:
     """What is one document, or a part of one: `begins`, `ends`. `where`: tells people its place."""
 
     value: Any
@@ -44,28 +44,28 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Corrupt:
+class CorruptRecord:
     """A record that cannot be read, and why."""
 
     where: Callable[[], str]
     why: str
 
 
-def file_shards(kind: Literal["text", "jsonl", "parquet"], path: Path, *, size: int) -> list[Shard]:
+def file_shards(kind: Literal["text", "jsonl", "parquet"], path: Path, *, size: int) -> list[FilePart]:
     """`path`, of `size` bytes, in shards of about SHARD_BYTES. Raises DataError for a broken parquet file."""
     if kind == "parquet":
         groups = parquet_file(path).metadata.num_row_groups
-        return [Shard(kind, str(path), i, i + 1, size // groups, i == groups - 1) for i in range(groups)]
+        return [FilePart(kind, str(path), i, i + 1, size // groups, i == groups - 1) for i in range(groups)]
     if path.suffix == ".gz":  # cannot be read from the middle
-        return [Shard(kind, str(path), 0, size, size, last=True)]
+        return [FilePart(kind, str(path), 0, size, size, last=True)]
     cuts = [*range(0, size, SHARD_BYTES), size]
     return [
-        Shard(kind, str(path), begin, end, end - begin, end == size)
+        FilePart(kind, str(path), begin, end, end - begin, end == size)
         for begin, end in zip(cuts, cuts[1:], strict=False)
     ]
 
 
-def records(shard: Shard, fields: SourceFields) -> Iterator[Record | Corrupt]:
+def records(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord | CorruptRecord]:
     """The records of `shard`, in order: the values are texts, or a row's table of fields."""
     if shard.kind == "text":
         yield from _text(shard)
@@ -149,7 +149,7 @@ def open_dataset(path: str, fields: SourceFields) -> Any:
     return found[fields.split]
 
 
-def _text(shard: Shard) -> Iterator[Record | Corrupt]:
+def _text(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
     """The lines that begin within the shard, as one piece of the document that the file is."""
     data, skipped = _lines_from(shard)
 
@@ -161,14 +161,14 @@ def _text(shard: Shard) -> Iterator[Record | Corrupt]:
         text = data.decode()
     except UnicodeDecodeError as error:
         at = shard.begin + skipped + error.start
-        yield Corrupt(lambda: f"{shard.path} at byte {at}", f"no UTF-8: {error.reason}")
+        yield CorruptRecord(lambda: f"{shard.path} at byte {at}", f"no UTF-8: {error.reason}")
         text = ""
         if begins and shard.last:
             return
-    yield Record(text, where, begins=begins, ends=shard.last)
+    yield TextRecord(text, where, begins=begins, ends=shard.last)
 
 
-def _json_lines(shard: Shard) -> Iterator[Record | Corrupt]:
+def _json_lines(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
     data, skipped = _lines_from(shard)
     offset = shard.begin + skipped
     for line in data.split(b"\n"):
@@ -183,15 +183,15 @@ def _json_lines(shard: Shard) -> Iterator[Record | Corrupt]:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:  # of JSON, of Unicode, and nested too deep
-            yield Corrupt(where, f"no JSON: {error}")
+            yield CorruptRecord(where, f"no JSON: {error}")
             continue
         if isinstance(value, dict):
-            yield Record(value, where)
+            yield TextRecord(value, where)
         else:
-            yield Corrupt(where, f"no object of fields, but {type(value).__name__}")
+            yield CorruptRecord(where, f"no object of fields, but {type(value).__name__}")
 
 
-def _parquet(shard: Shard, fields: SourceFields) -> Iterator[Record | Corrupt]:
+def _parquet(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord | CorruptRecord]:
     import pyarrow
 
     file = parquet_file(Path(shard.path))
@@ -204,13 +204,13 @@ def _parquet(shard: Shard, fields: SourceFields) -> Iterator[Record | Corrupt]:
     try:
         for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[shard.begin], columns=names):
             for value in batch.to_pylist():
-                yield Record(value, lambda row=row: f"{shard.path} row group {shard.begin} row {row}")
+                yield TextRecord(value, lambda row=row: f"{shard.path} row group {shard.begin} row {row}")
                 row += 1
     except (OSError, pyarrow.ArrowException) as error:
-        yield Corrupt(lambda: f"{shard.path} row group {shard.begin}", str(error).splitlines()[0])
+        yield CorruptRecord(lambda: f"{shard.path} row group {shard.begin}", str(error).splitlines()[0])
 
 
-def _dataset_rows(shard: Shard, fields: SourceFields) -> Iterator[Record | Corrupt]:
+def _dataset_rows(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord | CorruptRecord]:
     dataset = open_dataset(shard.path, fields)
     names = wanted_fields(fields)
     name = shard.path or fields.name
@@ -221,10 +221,10 @@ def _dataset_rows(shard: Shard, fields: SourceFields) -> Iterator[Record | Corru
                 raise absent_field(field, [str(one) for one in columns], where=str(name))
         for i, values in enumerate(zip(*(columns[field] for field in names), strict=True)):
             row = first + i
-            yield Record(dict(zip(names, values, strict=True)), lambda row=row: f"{name} row {row}")
+            yield TextRecord(dict(zip(names, values, strict=True)), lambda row=row: f"{name} row {row}")
 
 
-def _lines_from(shard: Shard) -> tuple[bytes, int]:
+def _lines_from(shard: FilePart) -> tuple[bytes, int]:
     """(the lines that begin within the shard, whole; how many bytes before them are another's line)."""
     path = Path(shard.path)
     try:

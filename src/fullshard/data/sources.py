@@ -12,19 +12,19 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.data.cache import Alive, built, digests, key_of
+from fullshard.data.cache import Heartbeat, digests, get_or_build, key_of
 from fullshard.data.documents import Document, stdlib_documents, text_documents
 from fullshard.data.memmaps import memmap_stores
-from fullshard.data.progress import Making, making
+from fullshard.data.progress import TokenizationProgress, making
 from fullshard.data.readers import (
     SHARD_BYTES,
-    Shard,
+    FilePart,
     file_shards,
     open_dataset,
     require_reader,
 )
 from fullshard.data.token_store import OFFSETS, TOKENS, TRAINED, TokenStore, open_entry
-from fullshard.data.tokenize import Made, Recipe, token_dtype, tokenized
+from fullshard.data.tokenize import TaskResult, TokenizeSettings, token_dtype, tokenized
 from fullshard.data.tokenizer import (
     open_tokenizer,
     tokenizer_file,
@@ -40,16 +40,16 @@ _COPY_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class _Found:
+class _SourceFiles:
     """What a source is before anything of it is read: its shards, what its name follows from, how to tell."""
 
     name: str
-    shards: Sequence[Shard]
+    shards: Sequence[FilePart]
     facts: Mapping[str, Any]
 
 
 def stores_of(
-    source: DataSource | DataSection, section: DataSection, *, root: Path, alive: Alive
+    source: DataSource | DataSection, section: DataSection, *, root: Path, alive: Heartbeat
 ) -> list[TokenStore]:
     """The tokens of `source`, as `section` says how they are made, from the cache in `root`.
 
@@ -61,7 +61,7 @@ def stores_of(
     require_reader(source.source)
     found = _found(source.source, fields, root=root, alive=alive)
     tokenizer = open_tokenizer(section.tokenizer, end_token=section.end_token)  # before anything is read
-    recipe = Recipe(
+    recipe = TokenizeSettings(
         fields=fields,
         tokenizer=section.tokenizer,
         end_token=section.end_token,
@@ -70,9 +70,9 @@ def stores_of(
         dtype=token_dtype(tokenizer),
         trust_remote_code=section.trust_remote_code,
     )
-    work = _Work(found, recipe, tokenizer.vocabulary, section.processes or _cores(), alive)
+    work = _TokenizeJob(found, recipe, tokenizer.vocabulary, section.processes or _cores(), alive)
     facts = {**found.facts, **_recipe_facts(recipe, source.source)}
-    entry = built(root, f"tokens-{key_of(facts)}", build=work.into, alive=alive)
+    entry = get_or_build(root, f"tokens-{key_of(facts)}", build=work.build, alive=alive)
     store = open_entry(entry, name=found.name)
     if not store.documents:
         told = "; ".join(store.told)
@@ -84,7 +84,7 @@ def stores_of(
     return [store]
 
 
-def _found(source: Source, fields: SourceFields, *, root: Path, alive: Alive) -> _Found:
+def _found(source: Source, fields: SourceFields, *, root: Path, alive: Heartbeat) -> _SourceFiles:
     if source == "datasets":
         return _dataset(fields, root=root, alive=alive)
     documents = stdlib_documents() if source == "stdlib" else text_documents(fields.paths)
@@ -92,18 +92,18 @@ def _found(source: Source, fields: SourceFields, *, root: Path, alive: Alive) ->
     assert kind in ("text", "jsonl", "parquet"), f"{kind} has no files that are cut into shards"
     shards = [shard for one in documents for shard in file_shards(kind, one.path, size=one.size)]
     names = digests([one.path for one in documents], root=root, alive=alive)
-    return _Found(_called(source, documents), shards, {"kind": kind, "files": names})
+    return _SourceFiles(_display_name(source, documents), shards, {"kind": kind, "files": names})
 
 
-def _called(source: Source, documents: Sequence[Document]) -> str:
+def _display_name(source: Source, documents: Sequence[Document]) -> str:
     if source == "stdlib":
         return source
     more = f" and {len(documents) - 1} more" if len(documents) > 1 else ""
     return f"{documents[0].path.name}{more}"
 
 
-def _dataset(fields: SourceFields, *, root: Path, alive: Alive) -> _Found:
-    shards, names = list[Shard](), list[str]()
+def _dataset(fields: SourceFields, *, root: Path, alive: Heartbeat) -> _SourceFiles:
+    shards, names = list[FilePart](), list[str]()
     for path in fields.paths or ("",):
         place = os.path.abspath(os.path.expanduser(path)) if path else ""
         dataset = open_dataset(place, fields)
@@ -114,22 +114,22 @@ def _dataset(fields: SourceFields, *, root: Path, alive: Alive) -> _Found:
         step = max(1, rows * SHARD_BYTES // max(size, 1))
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
-            shards.append(Shard("datasets", place, begin, end, size * (end - begin) // rows, end == rows))
+            shards.append(FilePart("datasets", place, begin, end, size * (end - begin) // rows, end == rows))
     name = fields.name or ", ".join(Path(path).name for path in fields.paths)
-    return _Found(name, shards, {"kind": "datasets", "files": names})
+    return _SourceFiles(name, shards, {"kind": "datasets", "files": names})
 
 
 @dataclass(frozen=True)
-class _Work:
+class _TokenizeJob:
     """What makes an entry of tokens."""
 
-    found: _Found
-    recipe: Recipe
+    found: _SourceFiles
+    recipe: TokenizeSettings
     vocabulary: int
     processes: int
-    alive: Alive
+    alive: Heartbeat
 
-    def into(self, draft: Path) -> Mapping[str, Any]:
+    def build(self, draft: Path) -> Mapping[str, Any]:
         """Fills `draft`; returns what stands in its manifest."""
         parts = draft / "parts"
         parts.mkdir()
@@ -150,17 +150,17 @@ class _Work:
             "documents": len(offsets) - 1,
             "tokens": int(offsets[-1]),
             "skipped": sum(one.skipped for one in made),
-            "told": [text for one in made for text in one.told][:5],
+            "told": [text for one in made for text in one.skip_messages][:5],
         }
 
-    def _tell(self, made: Made, shown: Making) -> None:
+    def _tell(self, made: TaskResult, shown: TokenizationProgress) -> None:
         shown.add(made.size, tokens=made.tokens, skipped=made.skipped)
         self.alive()
 
 
-def _tasks(shards: Sequence[Shard]) -> Iterator[list[Shard]]:
+def _tasks(shards: Sequence[FilePart]) -> Iterator[list[FilePart]]:
     """Shards together until they are SHARD_BYTES: many small files are few tasks."""
-    task, size = list[Shard](), 0
+    task, size = list[FilePart](), 0
     for shard in shards:
         if task and size + shard.size > SHARD_BYTES:
             yield task
@@ -171,7 +171,7 @@ def _tasks(shards: Sequence[Shard]) -> Iterator[list[Shard]]:
         yield task
 
 
-def _offsets(made: Sequence[Made]) -> NDArray[np.int64]:
+def _offsets(made: Sequence[TaskResult]) -> NDArray[np.int64]:
     """Where documents begin and end, without the empty ones. A negative length, -n - 1, is n tokens of a
     document that goes on."""
     lengths = [np.load(Path(one.path).with_name(f"{Path(one.path).name}.lengths.npy")) for one in made]
@@ -180,7 +180,7 @@ def _offsets(made: Sequence[Made]) -> NDArray[np.int64]:
     return np.unique(np.concatenate([[0], ends[pieces >= 0]])).astype(np.int64)
 
 
-def _join(made: Sequence[Made], draft: Path, *, dtype: str) -> None:
+def _join(made: Sequence[TaskResult], draft: Path, *, dtype: str) -> None:
     """The files of the tasks one behind the other, each removed when it is copied."""
     masked = any(Path(f"{one.path}.trained").exists() for one in made)
     with (draft / TOKENS).open("wb") as tokens:
@@ -204,7 +204,7 @@ def _move(part: Path, into: Any) -> None:
     part.unlink()
 
 
-def _recipe_facts(recipe: Recipe, source: Source) -> Mapping[str, Any]:
+def _recipe_facts(recipe: TokenizeSettings, source: Source) -> Mapping[str, Any]:
     """What the tokens follow from beside the files: also the versions of who cuts and writes them out."""
     plain = recipe.plain()
     fields = {name: plain["fields"][name] for name in plain["fields"] if name.endswith("field")}

@@ -10,14 +10,14 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fullshard.data.batches import IGNORED_LABEL, share
+from fullshard.data.batches import IGNORED_LABEL, rank_samples
 from fullshard.data.documents import stdlib_documents, text_documents
 from fullshard.data.order import sample_windows
 from fullshard.data.split import hold_out, pack, shuffle
 from fullshard.data.tokenizer import BYTES, ByteTokenizer
 from fullshard.errors import DataError, SpecError
 from fullshard.quantities import format_count
-from fullshard.spec.model_section import Decoder
+from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 
@@ -81,7 +81,7 @@ class TextData:
         """
         windows = self._windows(self.training)
         for accumulated in range(plan.accumulation):
-            samples = share(step * plan.accumulation + accumulated, rank=rank, plan=plan)
+            samples = rank_samples(step * plan.accumulation + accumulated, rank=rank, plan=plan)
             chosen = sample_windows(samples, windows=len(windows), seed=self.seed)
             yield _batch(windows[chosen], real_rows=plan.microbatch, plan=plan)
 
@@ -94,7 +94,7 @@ class TextData:
         windows = self._windows(self.held_out)
         count = min(plan.run.train.validate_sequences, len(windows))
         for turn in range(-(-count // (plan.world_size * plan.microbatch))):
-            sequences = share(turn, rank=rank, plan=plan)
+            sequences = rank_samples(turn, rank=rank, plan=plan)
             chosen = np.minimum(sequences, count - 1) * len(windows) // count
             yield _batch(windows[chosen], real_rows=int((sequences < count).sum()), plan=plan)
 
@@ -147,7 +147,7 @@ def text_data(run: Run) -> TextData:
     Raises SpecError for a model whose vocabulary has no room for bytes, DataError for data that is absent,
     unreadable, binary, or too short for one sequence in each part.
     """
-    if isinstance(run.model, Decoder) and run.model.vocabulary < BYTES:
+    if isinstance(run.model, DecoderConfig) and run.model.vocabulary < BYTES:
         raise SpecError(
             "the model's vocabulary is too small for bytes.",
             got=f"model.vocabulary = {run.model.vocabulary}",

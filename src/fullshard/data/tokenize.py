@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from fullshard import errors
 from fullshard.data.chat_template import ChatTemplate, NotWrittenOutError
-from fullshard.data.readers import Corrupt, Record, Shard, absent_field, records
+from fullshard.data.readers import CorruptRecord, FilePart, TextRecord, absent_field, records
 from fullshard.data.tokenizer import Tokenizer, open_tokenizer
 from fullshard.errors import DataError, FullshardError
 from fullshard.spec.data_section import SourceFields
@@ -31,7 +31,7 @@ _TOLD = 5  # how many of the records left out are told one by one
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TokenizeSettings:
     """How records become tokens. `dtype`: of the file of tokens. `trust_remote_code`: see DataSection."""
 
     fields: SourceFields
@@ -48,7 +48,7 @@ class Recipe:
 
 
 @dataclass
-class Made:
+class TaskResult:
     """What came of one task. Its tokens lie in files beside `path`; `skipped`: left out, with the first few
     told in `told`."""
 
@@ -57,13 +57,13 @@ class Made:
     documents: int = 0
     tokens: int = 0
     skipped: int = 0
-    told: list[str] = field(default_factory=list[str])
+    skip_messages: list[str] = field(default_factory=list[str])
 
 
 class Tokenizing:
     """Turns tasks into files of tokens, as `recipe` says. Opens the tokenizer once."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: TokenizeSettings) -> None:
         self.recipe = recipe
         self._tokenizer = open_tokenizer(recipe.tokenizer, end_token=recipe.end_token)
         self._chat: ChatTemplate | None = None
@@ -71,13 +71,13 @@ class Tokenizing:
             assert recipe.tokenizer is not None, "messages without a tokenizer are refused by the spec"
             self._chat = ChatTemplate(recipe.tokenizer, trust_remote_code=recipe.trust_remote_code)
 
-    def run(self, task: Sequence[Shard], path: Path) -> Made:
+    def run(self, task: Sequence[FilePart], path: Path) -> TaskResult:
         """Writes the tokens of `task` to `path`.tokens, the length of each piece to .lengths, negative where
         its document goes on in the next, and where something is not trained on, the mask to .trained.
 
         Raises DataError for what is corrupt, where that is not to be skipped.
         """
-        made = Made(str(path), size=sum(shard.size for shard in task))
+        made = TaskResult(str(path), size=sum(shard.size for shard in task))
         lengths: list[int] = []
         with _Parts(path, self.recipe.dtype) as parts:
             for batch in _batches(self._found(task, made)):
@@ -89,15 +89,15 @@ class Tokenizing:
         np.save(path.with_name(f"{path.name}.lengths.npy"), np.array(lengths, dtype=np.int64))
         return made
 
-    def _found(self, task: Sequence[Shard], made: Made) -> Iterator[Record]:
+    def _found(self, task: Sequence[FilePart], made: TaskResult) -> Iterator[TextRecord]:
         for shard in task:
             for one in records(shard, self.recipe.fields):
-                if isinstance(one, Corrupt):
+                if isinstance(one, CorruptRecord):
                     self._skip(one.where(), one.why, made=made)
                 else:
                     yield one
 
-    def _skip(self, where: str, why: str, *, made: Made) -> None:
+    def _skip(self, where: str, why: str, *, made: TaskResult) -> None:
         if self.recipe.on_error == "stop":
             raise DataError(
                 f"a record cannot be read: {where}.",
@@ -105,12 +105,12 @@ class Tokenizing:
                 fix='mend it, or data.on_error = "skip", which leaves such records out and counts them',
             )
         made.skipped += 1
-        if len(made.told) < _TOLD:
-            made.told.append(f"{where}: {why}")
+        if len(made.skip_messages) < _TOLD:
+            made.skip_messages.append(f"{where}: {why}")
 
     def _encoded(
-        self, batch: Sequence[Record], made: Made
-    ) -> Iterator[tuple[Record, NDArray[np.int64], NDArray[np.bool_] | None]]:
+        self, batch: Sequence[TextRecord], made: TaskResult
+    ) -> Iterator[tuple[TextRecord, NDArray[np.int64], NDArray[np.bool_] | None]]:
         if self.recipe.fields.records == "text":
             yield from self._texts(batch, made)
             return
@@ -126,10 +126,10 @@ class Tokenizing:
             yield record, tokens, trained
 
     def _texts(
-        self, batch: Sequence[Record], made: Made
-    ) -> Iterator[tuple[Record, NDArray[np.int64], NDArray[np.bool_] | None]]:
+        self, batch: Sequence[TextRecord], made: TaskResult
+    ) -> Iterator[tuple[TextRecord, NDArray[np.int64], NDArray[np.bool_] | None]]:
         name = self.recipe.fields.text_field
-        good: list[tuple[Record, str]] = []
+        good: list[tuple[TextRecord, str]] = []
         for record in batch:
             try:
                 text = record.value if isinstance(record.value, str) else self._text_field(record, name)
@@ -142,7 +142,9 @@ class Tokenizing:
             after = self._tokenizer.after if record.ends else ()
             yield record, np.concatenate([_array(before), tokens, _array(after)]), None
 
-    def _encode(self, good: Sequence[tuple[Record, str]], texts: Sequence[str]) -> list[NDArray[np.int64]]:
+    def _encode(
+        self, good: Sequence[tuple[TextRecord, str]], texts: Sequence[str]
+    ) -> list[NDArray[np.int64]]:
         try:
             return self._tokenizer.encode(texts)
         except DataError:
@@ -155,12 +157,12 @@ class Tokenizing:
                     ) from error
             raise
 
-    def _conversation(self, record: Record) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def _conversation(self, record: TextRecord) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         assert self._chat is not None, "opened with the recipe"
         train_on = "assistant" if self.recipe.train_on == "assistant" else "all"
         return self._chat.encode(self._field(record, self.recipe.fields.messages_field), train_on=train_on)
 
-    def _completion(self, record: Record) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def _completion(self, record: TextRecord) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         names = (self.recipe.fields.prompt_field, self.recipe.fields.completion_field)
         prompt, completion = (self._text_field(record, name) for name in names)
         asked, said = self._tokenizer.encode([prompt, completion])
@@ -170,13 +172,13 @@ class Tokenizing:
             trained[: len(self._tokenizer.before) + len(asked)] = False
         return tokens, trained
 
-    def _text_field(self, record: Record, name: str) -> str:
+    def _text_field(self, record: TextRecord, name: str) -> str:
         text = self._field(record, name)
         if not isinstance(text, str):
             raise NotWrittenOutError(f"{name!r} is no text, but {type(text).__name__}")
         return text
 
-    def _field(self, record: Record, name: str) -> Any:
+    def _field(self, record: TextRecord, name: str) -> Any:
         row = cast(dict[str, Any], record.value)
         if name in row:
             return row[name]
@@ -212,18 +214,18 @@ class _Parts:
 
 
 def tokenized(
-    tasks: Sequence[tuple[Sequence[Shard], Path]],
-    recipe: Recipe,
+    tasks: Sequence[tuple[Sequence[FilePart], Path]],
+    recipe: TokenizeSettings,
     *,
     processes: int,
-    tell: Callable[[Made], None],
-) -> list[Made]:
+    tell: Callable[[TaskResult], None],
+) -> list[TaskResult]:
     """What came of each task, in their order; `tell` is called as they are done, in any.
 
     Raises what a task raised, and DataError for a worker that died.
     """
     if processes <= 1 or len(tasks) <= 1:
-        here, found = Tokenizing(recipe), list[Made]()
+        here, found = Tokenizing(recipe), list[TaskResult]()
         for task, path in tasks:
             found.append(here.run(task, path))
             tell(found[-1])
@@ -234,15 +236,15 @@ def tokenized(
 class _Workers:
     """Processes that take tasks from one queue, each with a thread here that talks to it."""
 
-    def __init__(self, recipe: Recipe, count: int, *, tell: Callable[[Made], None]) -> None:
+    def __init__(self, recipe: TokenizeSettings, count: int, *, tell: Callable[[TaskResult], None]) -> None:
         self._recipe, self._count, self._tell = recipe, count, tell
         self._lock = threading.Lock()
-        self._left: deque[tuple[int, Sequence[Shard], Path]] = deque()
-        self._made: dict[int, Made] = {}
+        self._left: deque[tuple[int, Sequence[FilePart], Path]] = deque()
+        self._made: dict[int, TaskResult] = {}
         self._failed: FullshardError | None = None
         self._started: list[subprocess.Popen[str]] = []
 
-    def run(self, tasks: Sequence[tuple[Sequence[Shard], Path]]) -> list[Made]:
+    def run(self, tasks: Sequence[tuple[Sequence[FilePart], Path]]) -> list[TaskResult]:
         self._left.extend((i, task, path) for i, (task, path) in enumerate(tasks))
         # The tokenizers' own threads are as many as the cores, in each process.
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
@@ -289,14 +291,14 @@ class _Workers:
             self._failed = self._failed or _died(worker)
         worker.kill()
 
-    def _next(self) -> tuple[int, Sequence[Shard], Path] | None:
+    def _next(self) -> tuple[int, Sequence[FilePart], Path] | None:
         with self._lock:
             return self._left.popleft() if self._left and self._failed is None else None
 
     def _take(self, i: int, answer: Mapping[str, Any]) -> None:
         if "error" in answer:
             raise _raised(answer)
-        made = Made(**answer["made"])
+        made = TaskResult(**answer["made"])
         with self._lock:
             self._made[i] = made
             self._tell(made)
@@ -306,13 +308,13 @@ def main() -> None:
     """A worker: the recipe on the first line, then a task a line."""
     given = json.loads(sys.stdin.readline())
     given["fields"] = SourceFields.parse(given["fields"], source="the recipe")
-    recipe = Recipe(**given)
+    recipe = TokenizeSettings(**given)
     worker: Tokenizing | None = None
     for line in sys.stdin:
         told = json.loads(line)
         try:
             worker = worker or Tokenizing(recipe)
-            made = worker.run([Shard(**shard) for shard in told["task"]], Path(told["path"]))
+            made = worker.run([FilePart(**shard) for shard in told["task"]], Path(told["path"]))
             answer: dict[str, Any] = {"made": asdict(made)}
         except FullshardError as error:
             parts = {"what": error.what, "got": error.got, "why": error.why, "fix": error.fix}
@@ -339,9 +341,9 @@ def _died(worker: "subprocess.Popen[str]") -> DataError:
     )
 
 
-def _batches(found: Iterator[Record]) -> Iterator[list[Record]]:
+def _batches(found: Iterator[TextRecord]) -> Iterator[list[TextRecord]]:
     """About _BATCH_CHARACTERS at once, as far as they can be told."""
-    batch, size = list[Record](), 0
+    batch, size = list[TextRecord](), 0
     for record in found:
         batch.append(record)
         size += len(record.value) if isinstance(record.value, str) else 500

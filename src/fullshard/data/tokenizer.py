@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.errors import DataError, MissingExtraError
-from fullshard.spec.libraries import Outside
+from fullshard.spec.libraries import ForeignErrors
 from fullshard.spec.small_files import parse_json, read_text
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def _read(file: Path) -> "Backend":
     except ValueError as error:
         raise DataError(f"the tokenizer {file} cannot be read.", got=str(error)) from error
     fix = "a tokenizer.json of the package tokenizers"
-    with Outside(lambda got: DataError(f"{file} is no tokenizer.", got=got, fix=fix)):
+    with ForeignErrors(lambda got: DataError(f"{file} is no tokenizer.", got=got, fix=fix)):
         backend = Backend.from_buffer(data)
         backend.no_padding()
         backend.no_truncation()
@@ -199,9 +199,9 @@ def tokenizer_text(file: Path) -> str:
         raise DataError(f"the tokenizer {file} cannot be read.", got=str(error)) from error
 
 
-def _backend(name: str = "the tokenizer") -> Outside:
+def _backend(name: str = "the tokenizer") -> ForeignErrors:
     """Around what the package tokenizers does with its file, or with a text."""
-    return Outside(lambda got: DataError(f"{name} does not take a text.", got=got))
+    return ForeignErrors(lambda got: DataError(f"{name} does not take a text.", got=got))
 
 
 def _end_token(backend: "Backend", file: Path, *, named: str | None) -> int:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 Group: TypeAlias = dist.ProcessGroup | None
 
 
-class Attempt:
+class ErrorCapture:
     """`with attempt:` keeps what its block raises, to be raised later. See [Note: failures are agreed on]."""
 
     def __init__(self) -> None:
@@ -65,14 +65,14 @@ def gathered(value: T, *, group: Group = None) -> list[T]:
     return values
 
 
-def everyone(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
+def on_all_ranks(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
     """`act()` on every rank; returns this rank's result once no rank failed. Collective.
 
     Raises CheckpointError on all ranks that names the first rank that failed, and its reason; a
     DamagedCheckpointError where every rank that failed did so for that. Its cause is this rank's own, or the
     OffloadError of the one that is named.
     """
-    attempt, results = Attempt(), list[T]()
+    attempt, results = ErrorCapture(), list[T]()
     with attempt:
         results.append(act())
     failures = [one for one in gathered(_failure(attempt, doing), group=group) if one is not None]
@@ -82,12 +82,12 @@ def everyone(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
     return results[0]
 
 
-def first(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
+def on_rank_zero(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
     """`act()` on rank 0 alone; returns its result on all ranks. Collective.
 
     Raises CheckpointError on all ranks where rank 0 failed.
     """
-    attempt, results = Attempt(), list[T]()
+    attempt, results = ErrorCapture(), list[T]()
     if rank() == 0:
         with attempt:
             results.append(act())
@@ -100,9 +100,9 @@ def first(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
     return results[0]
 
 
-def alone(act: Callable[[], T], *, doing: str) -> T:
+def locally(act: Callable[[], T], *, doing: str) -> T:
     """`act()` in this process alone. Raises CheckpointError for whatever it fails at."""
-    attempt, results = Attempt(), list[T]()
+    attempt, results = ErrorCapture(), list[T]()
     with attempt:
         results.append(act())
     failure = _failure(attempt, doing)
@@ -138,7 +138,7 @@ def _first_of(failures: Sequence[_Failure]) -> _Failure:
     return replace(first, what=f"rank {first.rank}: {first.what}")
 
 
-def _failure(attempt: Attempt, doing: str) -> _Failure | None:
+def _failure(attempt: ErrorCapture, doing: str) -> _Failure | None:
     error: BaseException | None = attempt.error
     failed_rank = rank()
     if isinstance(error, CheckpointException):

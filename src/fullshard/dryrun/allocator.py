@@ -34,7 +34,7 @@ ROUND_SEGMENT = 2 * _MIB
 
 
 @dataclass(frozen=True)
-class Held:
+class LiveBlock:
     """The highest of each, in bytes. `allocated`: blocks in use, as `torch.cuda.max_memory_allocated` tells;
     `reserved`: segments, as `torch.cuda.max_memory_reserved` does."""
 
@@ -42,10 +42,10 @@ class Held:
     reserved: int
 
 
-def simulate(events: Iterable[Event]) -> Held:
+def simulate(events: Iterable[Event]) -> LiveBlock:
     """The most that the allocator gives out, and holds, over `events`. See [Note: the rules]."""
     pools: defaultdict[tuple[int, bool], _Pool] = defaultdict(_Pool)
-    used: dict[int, tuple[_Block, _Pool]] = {}
+    used: dict[int, tuple[_AllocatorBlock, _Pool]] = {}
     allocated = reserved = most_allocated = 0
     for event in events:
         if isinstance(event, Allocate):
@@ -53,7 +53,7 @@ def simulate(events: Iterable[Event]) -> Held:
             pool = pools[event.stream, size <= SMALL]
             block = pool.best_fit(size)
             if block is None:
-                block = _Block(address=reserved, size=segment_bytes(size))
+                block = _AllocatorBlock(address=reserved, size=segment_bytes(size))
                 reserved += block.size
             pool.split(block, size)
             used[event.block] = block, pool
@@ -63,7 +63,7 @@ def simulate(events: Iterable[Event]) -> Held:
             block, pool = used.pop(event.block)
             allocated -= block.size
             pool.give_back(block)
-    return Held(most_allocated, reserved)
+    return LiveBlock(most_allocated, reserved)
 
 
 def rounded(size: int) -> int:
@@ -83,14 +83,14 @@ def _up(size: int, multiple: int) -> int:
 
 
 @dataclass(eq=False, slots=True)
-class _Block:
+class _AllocatorBlock:
     """A piece of a segment, between its neighbours in it. `address`: tells blocks of one size apart."""
 
     address: int
     size: int
     free: bool = False
-    left: "_Block | None" = None
-    right: "_Block | None" = None
+    left: "_AllocatorBlock | None" = None
+    right: "_AllocatorBlock | None" = None
 
 
 @dataclass
@@ -98,44 +98,44 @@ class _Pool:
     """The free blocks of one stream and kind, the smallest first."""
 
     order: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # (size, address)
-    blocks: dict[int, _Block] = field(default_factory=dict[int, _Block])  # by address
+    blocks: dict[int, _AllocatorBlock] = field(default_factory=dict[int, _AllocatorBlock])  # by address
 
-    def best_fit(self, size: int) -> _Block | None:
+    def best_fit(self, size: int) -> _AllocatorBlock | None:
         index = bisect.bisect_left(self.order, (size, -1))
         return self._take(self.blocks[self.order[index][1]]) if index < len(self.order) else None
 
-    def split(self, block: _Block, size: int) -> None:
+    def split(self, block: _AllocatorBlock, size: int) -> None:
         """Cuts `block`, which is in use, down to `size`, if what is left is worth it."""
         left_over = block.size - size
         worth_it = left_over >= ROUND if size <= SMALL else left_over > SMALL
         if not worth_it:
             return
-        rest = _Block(block.address + size, left_over, left=block, right=block.right)
+        rest = _AllocatorBlock(block.address + size, left_over, left=block, right=block.right)
         if block.right is not None:
             block.right.left = rest
         block.right, block.size = rest, size
         self._put(rest)
 
-    def give_back(self, block: _Block) -> None:
+    def give_back(self, block: _AllocatorBlock) -> None:
         if block.right is not None and block.right.free:
             block = _joined(block, self._take(block.right))
         if block.left is not None and block.left.free:
             block = _joined(self._take(block.left), block)
         self._put(block)
 
-    def _put(self, block: _Block) -> None:
+    def _put(self, block: _AllocatorBlock) -> None:
         block.free = True
         self.blocks[block.address] = block
         bisect.insort(self.order, (block.size, block.address))
 
-    def _take(self, block: _Block) -> _Block:
+    def _take(self, block: _AllocatorBlock) -> _AllocatorBlock:
         block.free = False
         del self.blocks[block.address]
         del self.order[bisect.bisect_left(self.order, (block.size, block.address))]
         return block
 
 
-def _joined(first: _Block, second: _Block) -> _Block:
+def _joined(first: _AllocatorBlock, second: _AllocatorBlock) -> _AllocatorBlock:
     """`first`, grown over `second`, which lies right of it."""
     first.size += second.size
     first.right = second.right

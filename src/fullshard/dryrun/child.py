@@ -5,8 +5,8 @@ import sys
 
 import torch
 
-from fullshard.dryrun.exchange import Answer, Failure, Request
-from fullshard.dryrun.here import dry_run_here
+from fullshard.dryrun.exchange import ChildAnswer, ChildFailure, ChildRequest
+from fullshard.dryrun.here import run_dry_step
 from fullshard.dryrun.program import look_up
 from fullshard.dryrun.result import DryRun
 from fullshard.errors import FullshardError
@@ -17,21 +17,21 @@ def main() -> None:
     standard error."""
     answers = os.dup(1)
     os.dup2(2, 1)
-    request = Request.model_validate_json(sys.stdin.buffer.read())
+    request = ChildRequest.model_validate_json(sys.stdin.buffer.read())
     try:
-        answer = Answer(result=_perform(request))
+        answer = ChildAnswer(result=_perform(request))
     except FullshardError as error:
-        answer = Answer(failure=Failure.of(error))
+        answer = ChildAnswer(failure=ChildFailure.of(error))
     with os.fdopen(answers, "w", encoding="utf-8") as file:
         file.write(answer.model_dump_json())
 
 
-def _perform(request: Request) -> DryRun:
+def _perform(request: ChildRequest) -> DryRun:
     program = request.program
     build = look_up(program.model)
     with torch.device("meta"):
         model = build(request.plan)
-    return dry_run_here(
+    return run_dry_step(
         model,
         request.plan,
         loss=look_up(program.loss),

@@ -6,12 +6,12 @@ from fullshard.dryrun.program import Program
 from fullshard.dryrun.result import DryRun
 from fullshard.errors import FullshardError, PlanError, ShardError, SpecError, TrainError
 from fullshard.spec.plan import Plan
-from fullshard.spec.value import Value
+from fullshard.spec.value import FrozenModel
 
 _KINDS = {kind.__name__: kind for kind in (PlanError, ShardError, SpecError, TrainError)}
 
 
-class Request(Value):
+class ChildRequest(FrozenModel):
     """What to run, as which rank."""
 
     plan: Plan
@@ -19,7 +19,7 @@ class Request(Value):
     rank: int
 
 
-class Failure(Value):
+class ChildFailure(FrozenModel):
     """An error of the project, taken apart. `kind`: its class."""
 
     kind: str
@@ -38,8 +38,8 @@ class Failure(Value):
         return _KINDS.get(self.kind, ShardError)(self.what, got=self.got, why=self.why, fix=self.fix)
 
 
-class Answer(Value):
+class ChildAnswer(FrozenModel):
     """One of both."""
 
     result: DryRun | None = None
-    failure: Failure | None = None
+    failure: ChildFailure | None = None

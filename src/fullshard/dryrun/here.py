@@ -11,22 +11,22 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from fullshard.dryrun.allocator import Held, simulate
+from fullshard.dryrun.allocator import LiveBlock, simulate
 from fullshard.dryrun.decoder import token_batch
 from fullshard.dryrun.events import highest
-from fullshard.dryrun.ranks import fake_ranks, own_chunks_alone, silence
+from fullshard.dryrun.ranks import disable_collectives, fake_ranks, lazy_chunks
 from fullshard.dryrun.recorder import Recorder
 from fullshard.dryrun.result import DryRun
 from fullshard.dryrun.step import OPTIMIZER_STEP, Loss, MakeBatch, MakeOptimizer, dry_step
 from fullshard.errors import ShardError
-from fullshard.sharding.apply import hand_over, prepare, settle
-from fullshard.sharding.materialize import leave_unset
+from fullshard.sharding.apply import apply_fully_shard, finish_sharding, prepare
+from fullshard.sharding.materialize import allocate_fake
 from fullshard.sharding.units import Predicate
 from fullshard.spec.plan import Plan
 from fullshard.tracing.cuda_kernels import cuda_kernels
 
 
-def dry_run_here(
+def run_dry_step(
     model: nn.Module,
     plan: Plan,
     *,
@@ -49,13 +49,13 @@ def dry_run_here(
     recorder = Recorder(plan.device)
     plan = _on_cpu(plan)
     with fake_ranks(plan.world_size, rank=rank), _eager_modes(recorder):
-        with own_chunks_alone():
+        with lazy_chunks():
             prepared = prepare(model, plan, units=units)
-            hand_over(model, prepared, plan=plan, stands_for=recorder.device)
-        silence(model)
+            apply_fully_shard(model, prepared, plan=plan, stands_for=recorder.device)
+        disable_collectives(model)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            leave_unset(model, prepared.units)
-            settle(model, prepared.units, plan=plan)
+            allocate_fake(model, prepared.units)
+            finish_sharding(model, prepared.units, plan=plan)
             recorder.note([*model.parameters(), *model.buffers()])
             with recorder:
                 built = optimizer(model, plan)
@@ -73,7 +73,7 @@ def _eager_modes(recorder: Recorder) -> Generator[None]:
     """What the whole run stands under. Autograd's own threads would have none of the modes."""
     with ExitStack() as stack:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(recorder.told_of_all())
+        stack.enter_context(recorder.record_all())
         if recorder.device == "cuda":
             stack.enter_context(cuda_kernels())
         try:
@@ -114,7 +114,7 @@ def _result(
     for name, blocks in parts.items():
         sizes[name] = _taken(left, blocks)
     steps = [after for after, name in recorder.moments if name == OPTIMIZER_STEP]
-    held = simulate(recorder.events) if recorder.device == "cuda" else Held(0, 0)
+    held = simulate(recorder.events) if recorder.device == "cuda" else LiveBlock(0, 0)
     return DryRun(
         moment=[name for after, name in recorder.moments if after < peak.after][-1],
         **sizes,

@@ -4,10 +4,10 @@ import importlib
 from typing import Any
 
 from fullshard.errors import SpecError
-from fullshard.spec.value import Value
+from fullshard.spec.value import FrozenModel
 
 
-class Program(Value):
+class Program(FrozenModel):
     """Names (`module:function`) of what a dry run needs; the defaults are the reference decoder's training.
 
     model       model(plan) -> nn.Module; called with the meta device as the default one

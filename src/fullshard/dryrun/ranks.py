@@ -53,7 +53,7 @@ class SilentCollective:
         return None
 
 
-def silence(model: nn.Module) -> None:
+def disable_collectives(model: nn.Module) -> None:
     """Replaces the collectives of all units: those for gloo would send to every rank, one after the other."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -62,7 +62,7 @@ def silence(model: nn.Module) -> None:
 
 
 @contextmanager
-def own_chunks_alone() -> Generator[None]:
+def lazy_chunks() -> Generator[None]:
     """Within it, `fully_shard` cuts its own chunk out of a parameter, not those of all ranks, which takes
     minutes at 16,384. The function that cuts is exchanged; a torch without it cuts them all.
     """

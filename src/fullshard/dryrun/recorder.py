@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from fullshard.distributed.tensors import storage_key
 from fullshard.dryrun.events import Allocate, Event, Free
 from fullshard.spec.plan import DeviceType
-from fullshard.tracing.kernels import Call, transient_bytes
+from fullshard.tracing.kernels import OpCall, transient_bytes
 
 # The engine names what it does for torch's profiler, which these operations tell. Casts of activations are
 # marked too, but not the engine's own. The same rule as in `profiler.memory`.
@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         self.note(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         if self.device == "cuda":
-            within = transient_bytes(Call(func, args, kwargs))
+            within = transient_bytes(OpCall(func, args, kwargs))
         else:
             within = _padding_bytes(func, args, kwargs=kwargs)
         if within:
@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
         self.moments.append((len(self.events), phase))
 
     @contextmanager
-    def told_of_all(self) -> Generator[None]:
+    def record_all(self) -> Generator[None]:
         """Within it, what is no operation is seen too: the functions that do it are exchanged."""
         resize, random_state = torch.UntypedStorage.resize_, torch.get_rng_state
 

@@ -1,9 +1,9 @@
 """DryRun: what a dry run found."""
 
-from fullshard.spec.value import Value
+from fullshard.spec.value import FrozenModel
 
 
-class DryRun(Value):
+class DryRun(FrozenModel):
     """Bytes of live tensors on one rank at the highest moment of a step, by part; `peak_bytes` is their sum.
 
     The step is the second: the first makes the optimizer's state. The parts are those of a measurement

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from fullshard.dryrun.exchange import Answer, Request
+from fullshard.dryrun.exchange import ChildAnswer, ChildRequest
 from fullshard.dryrun.program import Program
 from fullshard.dryrun.result import DryRun
 from fullshard.errors import ShardError
@@ -20,7 +20,7 @@ def dry_run(plan: Plan, program: Program | None = None, *, rank: int = 0) -> Dry
     Raises what the dry run raised (SpecError, PlanError, ShardError, TrainError), and ShardError, with the
     last that it said, if it ended otherwise.
     """
-    request = Request(plan=plan, program=program or Program(), rank=rank)
+    request = ChildRequest(plan=plan, program=program or Program(), rank=rank)
     command = [sys.executable, "-m", "fullshard.dryrun.child"]
     # What can be imported here can be imported there.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -35,7 +35,7 @@ def dry_run(plan: Plan, program: Program | None = None, *, rank: int = 0) -> Dry
     )
     if not child.stdout:
         raise _ended(child)
-    answer = Answer.model_validate_json(child.stdout)
+    answer = ChildAnswer.model_validate_json(child.stdout)
     if answer.failure is not None:
         raise answer.failure.error()
     assert answer.result is not None, "an answer is a result or a failure"

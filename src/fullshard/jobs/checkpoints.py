@@ -9,7 +9,7 @@ from fullshard.checkpoint import BackgroundSaver, save
 from fullshard.errors import CheckpointError, OffloadError
 from fullshard.quantities import format_seconds
 from fullshard.spec.plan import Plan
-from fullshard.training.resume import place
+from fullshard.training.resume import checkpoint_location
 from fullshard.training.state import TrainState
 
 
@@ -21,7 +21,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | Path, plan: Plan, *, say: Callable[[str], None]) -> None:
-        self._directory, self._plan, self._say = place(directory, plan), plan, say
+        self._directory, self._plan, self._say = checkpoint_location(directory, plan), plan, say
         section = plan.run.checkpoint
         self._background: BackgroundSaver | None = None
         if section.mode == "async":
@@ -72,7 +72,7 @@ class Checkpoints:
             raise
         self._written(path, step=state.step)
 
-    def tell(self) -> None:
+    def report_finished(self) -> None:
         """Of saves that have ended since the last call."""
         if self._background is None:
             return
@@ -88,7 +88,7 @@ class Checkpoints:
         """Returns when no save is running, and its end is told."""
         if self._background is not None:
             self._background.wait()
-            self.tell()
+            self.report_finished()
 
     def _save_now(self, state: TrainState) -> Path | str:
         section = self._plan.run.checkpoint

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Literal, Self
 
 from fullshard.errors import SpecError
-from fullshard.spec.value import Value
+from fullshard.spec.value import FrozenModel
 
 # What torchrun calls a launch that nobody has named.
 _NAMELESS = ("", "none")
 
 
-class LaunchRecord(Value):
-    """What the last attempt to write a run's directory says of itself. See `Launch` for the names.
+class LaunchRecord(FrozenModel):
+    """What the last attempt to write a run's directory says of itself. See `LaunchId` for the names.
 
     `ended`: None while it runs, and for good if it died.
     """
@@ -54,7 +54,7 @@ class LaunchRecord(Value):
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchId:
     """One command and all its attempts, by names that an attempt is known by.
 
     `agents`: the processes that start ranks again, one a node: torchrun's agents, our launcher.
@@ -69,7 +69,7 @@ class Launch:
     world_size: int = 1
 
     @classmethod
-    def seen_from(cls, environment: Mapping[str, str] = os.environ) -> Self:
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
         """What this rank can tell of its launch."""
         jobs, earlier = set[str](), set[str]()
         name = environment.get("TORCHELASTIC_RUN_ID", "")
@@ -89,7 +89,7 @@ class Launch:
         )
 
     @classmethod
-    def of_ranks(cls, launches: Sequence[Self]) -> Self:
+    def merge(cls, launches: Sequence[Self]) -> Self:
         """What all ranks together can tell."""
         return cls(
             agents=frozenset().union(*(one.agents for one in launches)),

@@ -3,17 +3,17 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from fullshard.distributed.agreement import first, rank
+from fullshard.distributed.agreement import on_rank_zero, rank
 from fullshard.errors import CheckpointError
 from fullshard.offload.directories import leftovers
-from fullshard.offload.saved_state import Held, held
+from fullshard.offload.saved_state import SavedRunState, find_saved_state
 from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan
 from fullshard.training.resume import newest_saved
 from fullshard.training.shard import directory_of
 
 
-def unused(plan: Plan, *, saved: Path | str | None, must_resume: bool) -> Held | None:
+def find_unusable_state(plan: Plan, *, saved: Path | str | None, must_resume: bool) -> SavedRunState | None:
     """What a run that goes on does not use of what its drive holds, for it has another tier or other ranks;
     on all ranks, before any of its files is touched. Collective.
 
@@ -23,8 +23,8 @@ def unused(plan: Plan, *, saved: Path | str | None, must_resume: bool) -> Held |
     if saved is None:
         return None
 
-    def look() -> Held | None:
-        found = held(directory_of(plan, rank=0).parent)
+    def look() -> SavedRunState | None:
+        found = find_saved_state(directory_of(plan, rank=0).parent)
         if found is None or _reason(plan, found) is None:
             return None
         if must_resume and newest_saved(saved, plan) is None:
@@ -36,10 +36,10 @@ def unused(plan: Plan, *, saved: Path | str | None, must_resume: bool) -> Held |
             )
         return found
 
-    return first(look, doing="looking for state on the drive")
+    return on_rank_zero(look, doing="looking for state on the drive")
 
 
-def told_unused(plan: Plan, found: Held, *, step: int) -> str | None:
+def unusable_message(plan: Plan, found: SavedRunState, *, step: int) -> str | None:
     """What is said of it by a run that goes on after `step`; None where that is no earlier one."""
     if found.step <= step:
         return None
@@ -50,7 +50,7 @@ def told_unused(plan: Plan, found: Held, *, step: int) -> str | None:
     )
 
 
-def leftovers_of(plan: Plan, *, aside: Path | None, told: Path | None = None) -> Iterator[str]:
+def leftover_messages(plan: Plan, *, aside: Path | None, told: Path | None = None) -> Iterator[str]:
     """What runs that are over have left on the drive, line by line, also where the plan has no tier there.
 
     `aside`: where an earlier one was moved. `told`: a directory of which more is said. Nothing on ranks but
@@ -67,7 +67,7 @@ def leftovers_of(plan: Plan, *, aside: Path | None, told: Path | None = None) ->
                 yield f"{left} holds {format_bytes(size)} of optimizer state of a run that is over"
 
 
-def _reason(plan: Plan, found: Held) -> str | None:
+def _reason(plan: Plan, found: SavedRunState) -> str | None:
     """Why a plan has no use for it; None where it has."""
     if not plan.run.offload.on_disk:
         return f'offload.tier is now "{plan.run.offload.tier}"'
@@ -76,7 +76,7 @@ def _reason(plan: Plan, found: Held) -> str | None:
     return None
 
 
-def _described(found: Held) -> str:
+def _described(found: SavedRunState) -> str:
     return f"step {found.step} of {_ranks(found.world_size)} ({format_bytes(found.taken_bytes)})"
 
 

@@ -76,9 +76,9 @@ class MetricsLog:
         try:
             written = self._file.write(data)
         except OSError as error:
-            raise _not_taken(self.path, str(error.strerror)) from error
+            raise _write_failed(self.path, str(error.strerror)) from error
         if written != len(data):
-            raise _not_taken(self.path, f"{written} of {len(data)} bytes were written: the disk is full")
+            raise _write_failed(self.path, f"{written} of {len(data)} bytes were written: the disk is full")
 
     def rewind(self, last_step: int) -> None:
         """Drops the lines of steps after `last_step`, which are done again. Raises TrainError."""
@@ -87,7 +87,7 @@ class MetricsLog:
             _keep_until(self.path, last_step)
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
-            raise _not_taken(self.path, str(error.strerror)) from error
+            raise _write_failed(self.path, str(error.strerror)) from error
 
     def close(self) -> None:
         self._file.close()
@@ -131,7 +131,7 @@ def _step_of(line: bytes) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def _not_taken(path: Path, got: str) -> TrainError:
+def _write_failed(path: Path, got: str) -> TrainError:
     return TrainError(
         f"{path} cannot be written any more.",
         got=got,

@@ -40,7 +40,7 @@ def progress(*, steps: int, every: int, world_size: int, file: TextIO) -> Genera
 
     However the block is left, the terminal is as it was. Even a killed run leaves its cursor visible.
     """
-    course = Course(steps=steps, world_size=world_size)
+    course = RunProgress(steps=steps, world_size=world_size)
     if not _is_terminal(file):
         yield PlainLines(course, every=every, file=file)
         return
@@ -57,7 +57,7 @@ def _is_terminal(file: TextIO) -> bool:
     return file.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
-class Course:
+class RunProgress:
     """Where a run is: its last step, its recent speed, and the time left."""
 
     def __init__(self, *, steps: int, world_size: int, now: Callable[[], float] = time.monotonic) -> None:
@@ -84,7 +84,7 @@ class Course:
         between = len(self._recent) - 1
         return (self.steps - metrics.step) * ((last - first) / between if between else metrics.seconds)
 
-    def texts(self, *, width: int | None = None) -> list[str]:
+    def status_parts(self, *, width: int | None = None) -> list[str]:
         """What there is to say, in order. Wider than `width`, and the least important is left out."""
         last, rate = self.last, self.tokens_per_second
         total = f"{format_count(rate)} tokens/s"
@@ -106,7 +106,7 @@ class Course:
 class PlainLines:
     """A line for the first step, the last, and every `every`-th."""
 
-    def __init__(self, course: Course, *, every: int, file: TextIO) -> None:
+    def __init__(self, course: RunProgress, *, every: int, file: TextIO) -> None:
         self._course, self._every, self._file = course, every, file
         self._begun = False
 
@@ -114,7 +114,7 @@ class PlainLines:
         self._course.add(metrics)
         last = metrics.step == self._course.steps
         if not self._begun or last or metrics.step % self._every == 0 or metrics.skipped:
-            self.say("  ".join(self._course.texts()))
+            self.say("  ".join(self._course.status_parts()))
         self._begun = True
 
     def say(self, text: str) -> None:
@@ -125,7 +125,9 @@ class PlainLines:
 class LiveLine:
     """One line that is drawn over and over, at the bottom of a terminal."""
 
-    def __init__(self, course: Course, *, file: TextIO, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, course: RunProgress, *, file: TextIO, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._course, self._now = course, now
         self._drawn_at = -REDRAW_SECONDS
         self._console = Console(file=file, force_terminal=True, force_jupyter=False, soft_wrap=True)
@@ -157,7 +159,7 @@ class LiveLine:
     def _line(self) -> Table:
         width = self._console.width - 1
         bar = width >= 5 * BAR_WIDTH
-        texts = self._course.texts(width=width - (BAR_WIDTH + 2 if bar else 0))
+        texts = self._course.status_parts(width=width - (BAR_WIDTH + 2 if bar else 0))
         line = Table.grid(padding=(0, 2, 0, 0))
         text = Text("  ".join(texts), no_wrap=True, overflow="crop")
         done = ProgressBar(total=self._course.steps, completed=self._course.last.step, width=BAR_WIDTH)

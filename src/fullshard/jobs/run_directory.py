@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.checkpoint.location import place_of
-from fullshard.distributed.agreement import alone
+from fullshard.checkpoint.location import location_of
+from fullshard.distributed.agreement import locally
 from fullshard.errors import CheckpointError, TrainError
-from fullshard.jobs.launch_record import Launch, LaunchRecord
+from fullshard.jobs.launch_record import LaunchId, LaunchRecord
 from fullshard.jobs.run_place import (
     CHECKPOINTS,
     EXPORT,
@@ -69,7 +69,7 @@ class RunDirectory:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedRun:
     """A run's directory, ready to be written.
 
     `aside`: where an earlier run that lay there was moved to. `before`: what an earlier attempt of this very
@@ -77,8 +77,8 @@ class Opened:
     """
 
     directory: RunDirectory
-    aside: Path | None = None
-    before: LaunchRecord | None = None
+    previous_run: Path | None = None
+    previous_attempt: LaunchRecord | None = None
 
 
 @contextmanager
@@ -86,15 +86,15 @@ def opened(
     root: Path,
     *,
     resume: bool,
-    launch: Launch | None = None,
+    launch: LaunchId | None = None,
     saved_to: str | None = None,
     kept: bool = False,
     offload_path: str = "offload",
-) -> Generator[Opened]:
+) -> Generator[OpenedRun]:
     """The directory for one run to write, locked against a second.
 
     A new run in a directory that holds one takes its name; the earlier becomes `<name>.1`, or `.2`. What an
-    earlier attempt of the same `launch` has left is gone on with instead (see `Launch`).
+    earlier attempt of the same `launch` has left is gone on with instead (see `LaunchId`).
 
     `kept`: a run may have left what it can go on from elsewhere (`fullshard.training.offload_checkpoint`).
     Only rank 0 calls this. Raises TrainError if the directory is in use or cannot be made, CheckpointError if
@@ -110,7 +110,7 @@ def opened(
             got="--resume",
             fix="leave --resume out, or set run.dir to the directory of the run",
         )
-    launch = launch or Launch()
+    launch = launch or LaunchId()
     before = launch.earlier_attempt(directory.launch)
     if not (resume or before):
         require_free(root, offload_path=offload_path)  # a directory that is refused is left as it is
@@ -123,7 +123,7 @@ def opened(
         _made(root)  # the lock went with what was set aside
         with _lock(root):
             launch.record().save(directory.launch)
-            yield Opened(directory, aside, before)
+            yield OpenedRun(directory, aside, before)
     except OSError as error:
         if error.filename is None or not Path(os.fsdecode(error.filename)).is_relative_to(root):
             raise
@@ -163,8 +163,8 @@ def _locked(descriptor: int) -> bool:
 
 def _require_no_checkpoint(saved_to: str) -> None:
     """A new run would take an earlier one's checkpoints for its own. They are not ours to move."""
-    place = place_of(saved_to)
-    steps = alone(place.steps, doing=f"looking for checkpoints in {saved_to}")
+    place = location_of(saved_to)
+    steps = locally(place.steps, doing=f"looking for checkpoints in {saved_to}")
     if steps:
         raise CheckpointError(
             f"{saved_to} holds the checkpoints of another run.",

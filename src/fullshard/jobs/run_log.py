@@ -60,9 +60,9 @@ class RunLog:
         if self._progress is not None:
             self._progress.show(metrics)
         if validation_loss is not None:
-            self.say(f"step {step.index}: validation loss {validation_loss:.4f}")
+            self.message(f"step {step.index}: validation loss {validation_loss:.4f}")
 
-    def say(self, text: str) -> None:
+    def message(self, text: str) -> None:
         """A line on standard error for what happens between steps, such as a saved checkpoint."""
         if self._progress is not None:
             self._progress.say(text)
@@ -92,7 +92,7 @@ class RunLog:
         try:
             act()
         except TrainError as error:
-            self.say(f"{error}\n  the run goes on without it; metrics.jsonl has everything")
+            self.message(f"{error}\n  the run goes on without it; metrics.jsonl has everything")
             return False
         return True
 

@@ -12,22 +12,22 @@ import torch._dynamo  # pyright: ignore[reportUnusedImport]  # else the first me
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullshard.checkpoint import place_of
-from fullshard.data import Data, build_data, made_ahead
-from fullshard.distributed.agreement import first, gathered
+from fullshard.checkpoint import location_of
+from fullshard.data import Data, build_data, prefetch_batches
+from fullshard.distributed.agreement import gathered, on_rank_zero
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, PlanError
 from fullshard.jobs.checkpoints import Checkpoints
 from fullshard.jobs.interrupt import Interrupt
-from fullshard.jobs.launch_record import Launch
-from fullshard.jobs.leftovers import leftovers_of, told_unused, unused
-from fullshard.jobs.run_directory import Opened, RunDirectory, opened
+from fullshard.jobs.launch_record import LaunchId
+from fullshard.jobs.leftovers import find_unusable_state, leftover_messages, unusable_message
+from fullshard.jobs.run_directory import OpenedRun, RunDirectory, opened
 from fullshard.jobs.run_log import RunLog, open_run_log
 from fullshard.models.build import build_model, flops_per_token
 from fullshard.models.checks import check_positions, check_vocabulary
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.huggingface import is_causal_lm
-from fullshard.offload.saved_state import Held
+from fullshard.offload.saved_state import SavedRunState
 from fullshard.offload.state import OffloadedState, host_bytes_of, offloaded_of
 from fullshard.profiler.clock import find_matmul_peak
 from fullshard.profiler.memory import MemoryParts, Peak, live_bytes, measure_peak
@@ -43,15 +43,15 @@ from fullshard.spec.measurement import (
 )
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
-from fullshard.survival.phase import Phase, Whereabouts
+from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.survival.watchdog import watching
 from fullshard.training.evaluate import generate, validation_loss
 from fullshard.training.loop import Step, train
 from fullshard.training.loss import Loss, loss_of, next_token_loss
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.resume import place, start_from, weights_of
+from fullshard.training.resume import checkpoint_location, pretrained_directory, restore
 from fullshard.training.rollback import roll_back
-from fullshard.training.shard import directory_of, discard_offloaded, let_go, shard
+from fullshard.training.shard import close_offload, directory_of, discard_offloaded, shard
 from fullshard.training.state import TrainState
 from fullshard.weights.export import export
 
@@ -62,7 +62,7 @@ _METERED, _PROFILED_FROM = 1, 3
 
 
 @dataclass
-class _Job:
+class _TrainJob:
     """One command's part of a run, as this rank sees it."""
 
     plan: Plan
@@ -102,14 +102,14 @@ def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float
         ranks = stack.enter_context(
             process_group(run.run.device, timeout_seconds=run.survival.group_timeout_seconds)
         )
-        where = Whereabouts()
+        where = PhaseTracker()
         stack.enter_context(watching(where, run.survival))
         plan = plan or _plan(run, ranks)
-        job = _begin(stack, plan, ranks=ranks, where=where, resume=resume, command_started=command_started)
+        job = _start(stack, plan, ranks=ranks, where=where, resume=resume, command_started=command_started)
         with job.interrupt:  # until all is saved
             interrupted = _train(job)
             _finish(job, interrupted=interrupted)
-            let_go(job.state.model, plan=job.plan, finished=not interrupted)
+            close_offload(job.state.model, plan=job.plan, finished=not interrupted)
         if job.checkpoints.failed is not None:
             raise job.checkpoints.failed
     if interrupted:
@@ -122,30 +122,30 @@ def _plan(run: Run, ranks: Ranks) -> Plan:
     return Plan.from_run(run, world_size=ranks.world_size, device=device, bf16_hardware=bf16)
 
 
-def _begin(
-    stack: ExitStack, plan: Plan, *, ranks: Ranks, where: Whereabouts, resume: bool, command_started: float
-) -> _Job:
+def _start(
+    stack: ExitStack, plan: Plan, *, ranks: Ranks, where: PhaseTracker, resume: bool, command_started: float
+) -> _TrainJob:
     run = plan.run
     # Before anything is allocated or written. To make tokens may take hours, in which nothing hangs.
-    data = build_data(run, alive=lambda: where.enter(Phase.LOADING))
-    where.enter(Phase.STARTING)
+    data = build_data(run, alive=lambda: where.enter(RunPhase.LOADING))
+    where.enter(RunPhase.STARTING)
     found = stack.enter_context(_directory(plan, ranks, resume=resume))
     directory = found.directory
-    if found.before is not None and plan.world_size != ranks.world_size:
+    if found.previous_attempt is not None and plan.world_size != ranks.world_size:
         plan = _plan(run, ranks)  # nodes have left or come: the same settings over the ranks that there are
     model, loss = _model(run, data)
-    weights = weights_of(run)
-    goes_on = resume or found.before is not None
+    weights = pretrained_directory(run)
+    goes_on = resume or found.previous_attempt is not None
     saved = directory.checkpoints if goes_on else None
-    left = unused(plan, saved=saved, must_resume=resume)
+    left = find_unusable_state(plan, saved=saved, must_resume=resume)
     discard_offloaded(plan, unless=goes_on)
     shard(model, plan, values="initialised" if weights is None else "unset")
-    ahead = stack.enter_context(made_ahead(data, steps=run.data.ahead_steps))
+    ahead = stack.enter_context(prefetch_batches(data, steps=run.data.ahead_steps))
     saves = "trained" if run.adapter.saved_alone else "all"
     state = TrainState(model, build_optimizer(model, plan), data=ahead, saved=saves)
-    state.where = where
+    state.phase = where
     torch.manual_seed(run.run.seed + ranks.rank)  # for dropout; a checkpoint's own state takes its place
-    read = start_from(state, plan, weights=weights, saved=saved, must_resume=resume)
+    read = restore(state, plan, weights=weights, saved=saved, must_resume=resume)
     peak = find_matmul_peak(ranks.device, plan.precision.param)
     log = stack.enter_context(
         open_run_log(
@@ -157,17 +157,17 @@ def _begin(
             peak=peak,
         )
     )
-    for line in _earlier(plan, found, left=left, step=state.step):
-        log.say(line)
-    log.say(_headline(plan, data, model=model))
+    for line in _earlier_run_messages(plan, found, left=left, step=state.step):
+        log.message(line)
+    log.message(_headline(plan, data, model=model))
     if read is not None:
-        log.say(read)
-    if found.before is not None:
-        log.say(found.before.describe(ranks.world_size, step=state.step, steps=run.train.steps))
+        log.message(read)
+    if found.previous_attempt is not None:
+        log.message(found.previous_attempt.describe(ranks.world_size, step=state.step, steps=run.train.steps))
     elif resume:
-        log.say(f"resumed at step {state.step} of {run.train.steps}")
-    checkpoints = stack.enter_context(Checkpoints(directory.checkpoints, plan, say=log.say))
-    return _Job(
+        log.message(f"resumed at step {state.step} of {run.train.steps}")
+    checkpoints = stack.enter_context(Checkpoints(directory.checkpoints, plan, say=log.message))
+    return _TrainJob(
         plan=plan,
         ranks=ranks,
         directory=directory,
@@ -184,12 +184,16 @@ def _begin(
     )
 
 
-def _earlier(plan: Plan, found: Opened, *, left: Held | None, step: int) -> Iterator[str]:
+def _earlier_run_messages(
+    plan: Plan, found: OpenedRun, *, left: SavedRunState | None, step: int
+) -> Iterator[str]:
     """What is told of earlier runs by one that goes on after `step`."""
-    if found.aside:
-        yield f"an earlier run in {found.directory.root} is kept as {found.aside}"
-    told = told_unused(plan, left, step=step) if left is not None else None
-    yield from leftovers_of(plan, aside=found.aside, told=left.directory if left and told else None)
+    if found.previous_run:
+        yield f"an earlier run in {found.directory.root} is kept as {found.previous_run}"
+    told = unusable_message(plan, left, step=step) if left is not None else None
+    yield from leftover_messages(
+        plan, aside=found.previous_run, told=left.directory if left and told else None
+    )
     if told is not None:
         yield told
 
@@ -203,16 +207,16 @@ def _model(run: Run, data: Data) -> tuple[nn.Module, Loss]:
 
 
 @contextmanager
-def _directory(plan: Plan, ranks: Ranks, *, resume: bool) -> Generator[Opened]:
+def _directory(plan: Plan, ranks: Ranks, *, resume: bool) -> Generator[OpenedRun]:
     """Rank 0 opens it (and fails for all, if it must); the others wait until it is theirs to read.
 
     Raises PlanError, before anything is written, if the plan is for other ranks and nothing has left or come.
     """
     run = plan.run
-    launch = Launch.of_ranks(gathered(Launch.seen_from()))
+    launch = LaunchId.merge(gathered(LaunchId.from_environment()))
     if plan.world_size != ranks.world_size:
         record = RunDirectory(Path(run.run.dir)).launch
-        if first(lambda: launch.earlier_attempt(record), doing=f"reading {record}") is None:
+        if on_rank_zero(lambda: launch.earlier_attempt(record), doing=f"reading {record}") is None:
             raise PlanError(
                 f"the plan is for {plan.world_size} ranks.",
                 got=f"{ranks.world_size} ranks",
@@ -228,9 +232,11 @@ def _directory(plan: Plan, ranks: Ranks, *, resume: bool) -> Generator[Opened]:
             kept=kept,
             offload_path=run.offload.path,
         ) as found:
-            yield first(lambda: found, doing="telling of the run's directory")
+            yield on_rank_zero(lambda: found, doing="telling of the run's directory")
     else:
-        yield first(lambda: Opened(RunDirectory(Path(run.run.dir))), doing="opening the run's directory")
+        yield on_rank_zero(
+            lambda: OpenedRun(RunDirectory(Path(run.run.dir))), doing="opening the run's directory"
+        )
 
 
 def _headline(plan: Plan, data: Data, *, model: nn.Module) -> str:
@@ -250,7 +256,7 @@ def _headline(plan: Plan, data: Data, *, model: nn.Module) -> str:
     )
 
 
-def _train(job: _Job) -> bool:
+def _train(job: _TrainJob) -> bool:
     """Runs the steps. True if a signal ended them before the last."""
     steps = _steps(job)
     metered = min(job.first_step + _METERED, job.run.train.steps)
@@ -260,12 +266,12 @@ def _train(job: _Job) -> bool:
         if index == metered:
             with measure_peak(job.ranks.device, model=job.state.model, optimizer=job.state.optimizer) as peak:
                 step = next(steps, None)
-            job.peak_bytes = _fullest(peak, job)
+            job.peak_bytes = _highest_peak(peak, job)
         elif index in profiled:
             with trace_step(job.ranks.device) as traced:
                 step = next(steps, None)
             assert traced.seconds is not None, "the block has ended"
-            job.profiled.append(_slowest(traced.seconds, job.ranks.device))
+            job.profiled.append(_least_waiting(traced.seconds, job.ranks.device))
         else:
             step = next(steps, None)
         if step is None:
@@ -273,12 +279,12 @@ def _train(job: _Job) -> bool:
         if step.rollback and _rolled_back(job, step):
             steps = _steps(job)
             continue
-        _note(job, step, measured=index == metered or index in profiled)
+        _after_step(job, step, measured=index == metered or index in profiled)
         if step.stopping and step.index < job.run.train.steps:
             return True
 
 
-def _steps(job: _Job) -> Iterator[Step]:
+def _steps(job: _TrainJob) -> Iterator[Step]:
     return train(
         job.state,
         job.plan,
@@ -287,32 +293,32 @@ def _steps(job: _Job) -> Iterator[Step]:
     )
 
 
-def _rolled_back(job: _Job, step: Step) -> bool:
+def _rolled_back(job: _TrainJob, step: Step) -> bool:
     """Back to the newest checkpoint for what `step` met; False where there is none yet."""
-    job.state.where.enter(Phase.LOADING)
+    job.state.phase.enter(RunPhase.LOADING)
     met = f"step {step.index}: loss {step.loss:.4g}, gradient norm {step.grad_norm:.3g}"
     job.checkpoints.wait()
-    if not roll_back(job.state, place(job.directory.checkpoints, job.plan), plan=job.plan):
-        job.log.say(f"{met}; left out, for there is no checkpoint yet to go back to")
+    if not roll_back(job.state, checkpoint_location(job.directory.checkpoints, job.plan), plan=job.plan):
+        job.log.message(f"{met}; left out, for there is no checkpoint yet to go back to")
         return False
     job.repeated_steps += step.index - 1 - job.state.step
     job.log.rewind(job.state.step)
-    job.log.say(f"{met}; back to step {job.state.step}, and past the batches since")
+    job.log.message(f"{met}; back to step {job.state.step}, and past the batches since")
     return True
 
 
-def _profiled(job: _Job) -> range:
+def _profiled(job: _TrainJob) -> range:
     """The steps that are profiled: all that were asked for and a step after them, or none."""
     first = job.first_step + _PROFILED_FROM
     steps = range(first, first + job.run.log.profile_steps)
     return steps if steps.stop <= job.run.train.steps else range(0)
 
 
-def _note(job: _Job, step: Step, *, measured: bool) -> None:
+def _after_step(job: _TrainJob, step: Step, *, measured: bool) -> None:
     """Everything between one step and the next: figures, validation, checkpoint."""
     if job.startup_seconds is None:
         job.startup_seconds = time.time() - job.command_started
-        job.log.say(f"first step {format_seconds(job.startup_seconds)} after the command")
+        job.log.message(f"first step {format_seconds(job.startup_seconds)} after the command")
     job.first_loss = job.first_loss if job.first_loss is not None else step.loss
     job.last = step
     job.pace = job.pace.with_step(
@@ -324,36 +330,36 @@ def _note(job: _Job, step: Step, *, measured: bool) -> None:
         job.validation = validation_loss(job.state.model, _validation(job), loss=job.loss)
         if math.isfinite(job.validation) and job.validation < (job.state.best or (math.inf,))[0]:
             job.state.best = (job.validation, step.index)
-        job.state.where.enter(Phase.BETWEEN_STEPS)
+        job.state.phase.enter(RunPhase.BETWEEN_STEPS)
     job.log.step(
         step,
         peak_bytes=job.peak_bytes.total if job.peak_bytes and step.index <= job.first_step + 1 else None,
         validation_loss=job.validation if validate else None,
     )
-    job.checkpoints.tell()
+    job.checkpoints.report_finished()
     every = job.run.checkpoint.every
     if every and step.index % every == 0 and not last and not step.stopping:
-        job.state.where.enter(Phase.SAVING)
+        job.state.phase.enter(RunPhase.SAVING)
         job.checkpoints.save(job.state)
-        job.state.where.enter(Phase.BETWEEN_STEPS)
+        job.state.phase.enter(RunPhase.BETWEEN_STEPS)
 
 
-def _validation(job: _Job) -> Iterator[dict[str, Tensor]]:
+def _validation(job: _TrainJob) -> Iterator[dict[str, Tensor]]:
     """Each batch is a move: a long validation does not hang."""
     for batch in job.data.validation(rank=job.ranks.rank, plan=job.plan):
-        job.state.where.enter(Phase.VALIDATING)
+        job.state.phase.enter(RunPhase.VALIDATING)
         yield batch
 
 
-def _finish(job: _Job, *, interrupted: bool) -> None:
+def _finish(job: _TrainJob, *, interrupted: bool) -> None:
     if job.last is not None:
-        job.state.where.enter(Phase.SAVING)
+        job.state.phase.enter(RunPhase.SAVING)
         job.checkpoints.save_last(job.state)
     else:
-        job.log.say(f"all {job.run.train.steps} steps are done already; nothing was trained")
-    job.state.where.enter(Phase.FINISHING)
+        job.log.message(f"all {job.run.train.steps} steps are done already; nothing was trained")
+    job.state.phase.enter(RunPhase.FINISHING)
     if interrupted:
-        job.log.say(
+        job.log.message(
             f"stopped by a signal after step {job.state.step}; the same command with --resume goes on"
         )
     elif job.last is not None:
@@ -364,18 +370,18 @@ def _finish(job: _Job, *, interrupted: bool) -> None:
         job.plan.save(job.directory.plan)
         _measurement(job).save(job.directory.measurement)
         if job.run.checkpoint.export and job.checkpoints.last is not None and not interrupted:
-            saved = place_of(job.checkpoints.last, key_file=job.run.checkpoint.key_file)
+            saved = location_of(job.checkpoints.last, key_file=job.run.checkpoint.key_file)
             export(saved, job.directory.export)
-            job.log.say(f"exported {job.directory.export}")
+            job.log.message(f"exported {job.directory.export}")
 
 
-def _sample(job: _Job) -> str | None:
+def _sample(job: _TrainJob) -> str | None:
     """A look at what was learnt, of a model that goes on with a text. Collective."""
     model, count = job.state.model, job.run.log.sample_tokens
     if not count:
         return None
     if job.loss is not next_token_loss and not (isinstance(model, DecoderModel) or is_causal_lm(model)):
-        job.log.say("no sample: nothing says that the model goes on with a text")
+        job.log.message("no sample: nothing says that the model goes on with a text")
         return None
     prompt = job.data.encode(SAMPLE_PROMPT)
     if not prompt:
@@ -390,15 +396,15 @@ def _flops_per_token(plan: Plan, model: nn.Module) -> float | None:
     return own if own is not None or plan.prediction is None else plan.prediction.flops_per_token
 
 
-def _measurement(job: _Job) -> Measurement:
+def _measurement(job: _TrainJob) -> Measurement:
     offloaded = offloaded_of(job.state.model)
     return Measurement(
         directory=str(job.directory.root),
         strategy=job.plan.strategy,
         world_size=job.plan.world_size,
         device=job.matmul_peak.device,
-        offload=_tier(job.plan),
-        drive=None if offloaded is None else offloaded.settings.traffic.of_a_step(),
+        offload=_offload_label(job.plan),
+        drive=None if offloaded is None else offloaded.settings.traffic.median_step(),
         first_step=job.first_step,
         pace=job.pace,
         skipped_steps=job.state.skipped - job.skipped_before,
@@ -417,7 +423,7 @@ def _measurement(job: _Job) -> Measurement:
     )
 
 
-def _step_seconds(job: _Job) -> StepSeconds | None:
+def _step_seconds(job: _TrainJob) -> StepSeconds | None:
     """The mean timed step, shared out as the quickest profiled one was: what else the machine did, and what
     starting the profiler cost, disturbed that one least."""
     seconds = job.pace.step_seconds
@@ -426,7 +432,7 @@ def _step_seconds(job: _Job) -> StepSeconds | None:
     return min(job.profiled, key=lambda step: step.total).scaled_to(seconds)
 
 
-def _slowest(own: StepSeconds, device: torch.device) -> StepSeconds:
+def _least_waiting(own: StepSeconds, device: torch.device) -> StepSeconds:
     """Of all ranks' steps, that of the one that waited least: the others waited for it. Collective."""
     terms = torch.tensor(list(own.terms().values()), dtype=torch.float64, device=device)
     rows = [torch.zeros_like(terms) for _ in range(dist.get_world_size())]
@@ -435,7 +441,7 @@ def _slowest(own: StepSeconds, device: torch.device) -> StepSeconds:
     return min(steps, key=lambda step: step.waiting)
 
 
-def _fullest(peak: Peak, job: _Job) -> PeakBytes | None:
+def _highest_peak(peak: Peak, job: _TrainJob) -> PeakBytes | None:
     """The parts of the rank with the highest peak, on all ranks. Collective."""
     if peak.parts is None:
         return None
@@ -471,7 +477,7 @@ def _host_bytes(plan: Plan, offloaded: OffloadedState) -> int:
     return host_bytes_of(offloaded) + (gradients if plan.gradients_leave else 0)
 
 
-def _tier(plan: Plan) -> str | None:
+def _offload_label(plan: Plan) -> str | None:
     section = plan.run.offload
     if not section.takes_optimizer:
         return None

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, cast
 from fullshard.errors import LaunchError
 from fullshard.launch.attempts import Attempts
 from fullshard.launch.environment import quiet_logs
-from fullshard.launch.first_failure import Ended
-from fullshard.launch.gc import uncollected
-from fullshard.launch.outcome import Ending
+from fullshard.launch.first_failure import RankOutcome
+from fullshard.launch.gc import gc_disabled
+from fullshard.launch.outcome import ProcessOutcome
 from fullshard.launch.request import Request
 from fullshard.launch.scratch import private_directory
 from fullshard.launch.signals import Signals
@@ -62,7 +62,7 @@ def run_ranks(request: Request, *, ranks: int) -> int:
 
 
 def _local_agent(directory: Path, ranks: int, *, launch: str) -> "LocalElasticAgent":
-    with uncollected():
+    with gc_disabled():
         from torch.distributed.elastic.agent.server.api import WorkerSpec  # costs a second
         from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -98,7 +98,7 @@ class _Watch:
         self._passed_on = False
         self.ended_at_once = False
 
-    def until_ended(self, thread: ThreadPoolExecutor) -> list[Ended]:
+    def until_ended(self, thread: ThreadPoolExecutor) -> list[RankOutcome]:
         run = thread.submit(self._run)
         try:
             while not run.done():
@@ -121,7 +121,7 @@ class _Watch:
                 self._gone_at[rank] = time.time()
         if self._signals.first is not None and not self._passed_on:
             self._pass_on(self._signals.first)
-        if self._signals.insisted:
+        if self._signals.interrupted_twice:
             self.ended_at_once = True
             self._kill()
         failed_at = self._failed_at()
@@ -153,10 +153,10 @@ class _Watch:
         times += [at for rank, at in self._gone_at.items() if endings[rank] is None]
         return min(times, default=None)
 
-    def _ending(self, rank: int) -> Ending | None:
-        return Ending.load(ending_path(self._directory, rank))
+    def _ending(self, rank: int) -> ProcessOutcome | None:
+        return ProcessOutcome.load(ending_path(self._directory, rank))
 
-    def _ended(self, run: "Future[RunResult]") -> list[Ended]:
+    def _ended(self, run: "Future[RunResult]") -> list[RankOutcome]:
         try:
             result = run.result()
         except (OSError, RuntimeError) as error:
@@ -165,7 +165,7 @@ class _Watch:
             ) from error
         codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
         return [
-            Ended(
+            RankOutcome(
                 rank=rank,
                 ending=self._ending(rank),
                 exit_code=codes.get(rank, 0),

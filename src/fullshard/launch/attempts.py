@@ -13,8 +13,8 @@ from fullshard.errors import (
     ShardError,
     SpecError,
 )
-from fullshard.launch.first_failure import Ended, first_failure
-from fullshard.launch.outcome import CTRL_C_EXIT_CODE, Failure
+from fullshard.launch.first_failure import RankOutcome, first_failure
+from fullshard.launch.outcome import CTRL_C_EXIT_CODE, FailureReport
 
 # The same run, plan, data, checkpoints and drive would fail in the same way.
 _WRONG = (SpecError, PlanError, ShardError, DataError, CheckpointError, OffloadError)
@@ -24,7 +24,7 @@ _MENDED = {DamagedOffloadError.__name__}
 
 
 @dataclass(frozen=True)
-class Conclusion:
+class RestartDecision:
     """What to say on standard error, and the exit code of the whole; None if there is another attempt."""
 
     said: tuple[str, ...]
@@ -39,32 +39,32 @@ class Attempts:
     done: int = 0
 
     def conclude(
-        self, ended: list[Ended], *, interrupted_by: signal.Signals | None = None, at_once: bool = False
-    ) -> Conclusion:
+        self, ended: list[RankOutcome], *, interrupted_by: signal.Signals | None = None, at_once: bool = False
+    ) -> RestartDecision:
         """`at_once`: the ranks were not given the time to save."""
         found = first_failure(ended)
         if at_once:
-            return Conclusion(("ended at once; what was not saved is lost",), CTRL_C_EXIT_CODE)
+            return RestartDecision(("ended at once; what was not saved is lost",), CTRL_C_EXIT_CODE)
         if found is None:
             codes = {one.ending.exit_code for one in ended if one.ending}
-            return Conclusion((), INTERRUPTED_EXIT_CODE if INTERRUPTED_EXIT_CODE in codes else 0)
+            return RestartDecision((), INTERRUPTED_EXIT_CODE if INTERRUPTED_EXIT_CODE in codes else 0)
         rank, failure = found
         if interrupted_by is not None and ended[rank].died_of(signal.SIGTERM):
             return self._interrupted_too_early(interrupted_by)
         text = failure.text(rank)
         if self.done == self.restarts or not restart_helps(failure):
-            return Conclusion((text, *self._no_restart()), failure.exit_code)
+            return RestartDecision((text, *self._no_restart()), failure.exit_code)
         if interrupted_by is not None:
             said = f"{interrupted_by.name}: not restarted; the next start goes on from the newest checkpoint"
-            return Conclusion((text, said), INTERRUPTED_EXIT_CODE)
+            return RestartDecision((text, said), INTERRUPTED_EXIT_CODE)
         self.done += 1
         said = f"restart {self.done} of {self.restarts}, from the newest whole checkpoint of this run"
-        return Conclusion((text, said), None)
+        return RestartDecision((text, said), None)
 
-    def _interrupted_too_early(self, number: signal.Signals) -> Conclusion:
+    def _interrupted_too_early(self, number: signal.Signals) -> RestartDecision:
         said = "interrupted outside of training; nothing was saved that the last checkpoint does not hold"
         # A run that was being restarted has trained before: whoever requeues it should.
-        return Conclusion((said,), INTERRUPTED_EXIT_CODE if self.done else 128 + number)
+        return RestartDecision((said,), INTERRUPTED_EXIT_CODE if self.done else 128 + number)
 
     def _no_restart(self) -> tuple[str, ...]:
         if not self.restarts:
@@ -74,7 +74,7 @@ class Attempts:
         return ("not restarted: it would fail again",)
 
 
-def restart_helps(failure: Failure) -> bool:
+def restart_helps(failure: FailureReport) -> bool:
     """Whether another attempt may do better.
 
     Not where the run, the plan, the data or the checkpoints are wrong, or a drive is full or fails to write.

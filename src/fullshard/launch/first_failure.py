@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, LaunchError
-from fullshard.launch.outcome import Ending, Failure
+from fullshard.launch.outcome import FailureReport, ProcessOutcome
 
 
 @dataclass(frozen=True)
-class Ended:
+class RankOutcome:
     """What is known of a rank that has ended.
 
     `ending`: what it wrote itself, None if it could not. `exit_code`: of its process, -n for signal n, None
@@ -18,7 +18,7 @@ class Ended:
     """
 
     rank: int
-    ending: Ending | None
+    ending: ProcessOutcome | None
     exit_code: int | None
     seen_at: float
     by_us: bool = False
@@ -35,7 +35,7 @@ class _Cause(IntEnum):
     PEER_LOST = 2
 
 
-def first_failure(ranks: list[Ended]) -> tuple[int, Failure] | None:
+def first_failure(ranks: list[RankOutcome]) -> tuple[int, FailureReport] | None:
     """The rank that failed first and its failure, None if all ended well.
 
     A rank that was killed wrote nothing, and its peers' messages are earlier than the moment it was seen
@@ -48,7 +48,7 @@ def first_failure(ranks: list[Ended]) -> tuple[int, Failure] | None:
     return rank.rank, failure
 
 
-def _failure(rank: Ended) -> tuple[_Cause, Failure] | None:
+def _failure(rank: RankOutcome) -> tuple[_Cause, FailureReport] | None:
     ending, code = rank.ending, rank.exit_code
     if ending is not None and ending.failure is not None:
         return _Cause.PEER_LOST if ending.failure.peer_lost else _Cause.OWN, ending.failure
@@ -67,8 +67,8 @@ def _failure(rank: Ended) -> tuple[_Cause, Failure] | None:
     return _Cause.OWN, _at(error, rank.seen_at)
 
 
-def _at(error: LaunchError, seen_at: float) -> Failure:
-    return replace(Failure.of(error), at=seen_at, traceback="")
+def _at(error: LaunchError, seen_at: float) -> FailureReport:
+    return replace(FailureReport.of(error), at=seen_at, traceback="")
 
 
 def _killed(rank: int, number: int) -> LaunchError:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Generator[None]:
+def gc_disabled() -> Generator[None]:
     """Nothing is collected within: for imports, and for what makes little garbage."""
     before = gc.isenabled()
     gc.disable()
@@ -18,10 +18,10 @@ def uncollected() -> Generator[None]:
 
 
 @contextmanager
-def importing() -> Generator[None]:
+def gc_frozen_imports() -> Generator[None]:
     """Also, what there is at its end is never searched for cycles, nor when the process ends, which would
     take a second. Only for libraries, before a user's modules are there: files that those leave open are
     closed by that search."""
-    with uncollected():
+    with gc_disabled():
         yield
         gc.freeze()

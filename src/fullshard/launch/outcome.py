@@ -37,7 +37,7 @@ _PEER_LOST = (
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailureReport:
     """An exception as another process can show it.
 
     `at`: seconds since the epoch. `peer_lost`: it says no more than that another rank has gone.
@@ -69,12 +69,12 @@ class Failure:
         return f"{self.traceback if shown else ''}{who}{self.name}: {self.message}"
 
 
-class Ending:
+class ProcessOutcome:
     """A context that is left only through `exit_code`: 0, a SystemExit's, 130 for Ctrl-C, a failure's."""
 
     def __init__(self) -> None:
         self.exit_code = 0
-        self.failure: Failure | None = None
+        self.failure: FailureReport | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -87,7 +87,7 @@ class Ending:
         elif isinstance(error, KeyboardInterrupt):
             self.exit_code = CTRL_C_EXIT_CODE
         elif error is not None:
-            self.failure = Failure.of(error)
+            self.failure = FailureReport.of(error)
             self.exit_code = self.failure.exit_code
         return True
 
@@ -106,7 +106,7 @@ class Ending:
         data = parse_json(read_text(path, most_bytes=VALUE_BYTES))
         ending = cls()
         ending.exit_code = data["exit_code"]
-        ending.failure = Failure(**data["failure"]) if data["failure"] else None
+        ending.failure = FailureReport(**data["failure"]) if data["failure"] else None
         return ending
 
 

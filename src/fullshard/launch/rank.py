@@ -10,8 +10,8 @@ from pathlib import Path
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
 from fullshard.launch.environment import quiet_logs, share_cores
-from fullshard.launch.gc import importing
-from fullshard.launch.outcome import Ending
+from fullshard.launch.gc import gc_frozen_imports
+from fullshard.launch.outcome import ProcessOutcome
 from fullshard.launch.request import Request
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -24,10 +24,10 @@ def main(argv: Sequence[str]) -> None:
     quiet_logs(os.environ)
     share_cores(os.environ)
     path = directory / f"rank-{os.environ['RANK']}.json"
-    with Ending() as ending:
+    with ProcessOutcome() as ending:
         request = Request.load(directory)
         with _off_standard_output(), _last_words(path):
-            with importing():
+            with gc_frozen_imports():
                 request.find_job()
             request.perform()
     ending.save(path)
@@ -56,15 +56,15 @@ def perform_here(request: Request) -> int:
 @contextmanager
 def _last_words(path: Path) -> Generator[None]:
     """A watchdog ends the process at once; what it ended it for is told first, for the launcher to show."""
-    with importing():
-        from fullshard.survival.watchdog import last_words_to  # torch, after the environment
+    with gc_frozen_imports():
+        from fullshard.survival.watchdog import on_watchdog_exit  # torch, after the environment
 
     def tell(error: TrainError) -> None:
-        with Ending() as ending:
+        with ProcessOutcome() as ending:
             raise error
         ending.save(path)
 
-    with last_words_to(tell):
+    with on_watchdog_exit(tell):
         yield
 
 
@@ -90,7 +90,7 @@ def _end_with(launcher: int) -> None:
         sys.exit(1)  # it had died before we asked
 
 
-def _leave(ending: Ending) -> None:
+def _leave(ending: ProcessOutcome) -> None:
     """An interrupted rank has done what it should: torchelastic must not end the others for it."""
     sys.stdout.flush()
     sys.stderr.flush()

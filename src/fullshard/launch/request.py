@@ -10,15 +10,15 @@ from typing import Self
 from pydantic import Field
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, LaunchError
-from fullshard.launch.gc import uncollected
+from fullshard.launch.gc import gc_disabled
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.spec.value import Value
+from fullshard.spec.value import FrozenModel
 
 FILE_NAME = "request.json"
 
 
-class Request(Value):
+class Request(FrozenModel):
     """One launch. `job` is the dotted name (`module:function`) of what each rank calls:
 
         job(run, resume=resume, plan=plan, command_started=command_started) -> None
@@ -48,7 +48,7 @@ class Request(Value):
         Raises LaunchError if there is no such function, and if something in it calls `sys.exit` with anything
         except INTERRUPTED_EXIT_CODE: work that was not finished must not look finished, whatever the code.
         """
-        with uncollected():
+        with gc_disabled():
             job = self.find_job()
         try:
             job(self.run, resume=self.resume, plan=self.plan, command_started=self.command_started)

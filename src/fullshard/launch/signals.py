@@ -35,7 +35,7 @@ class Signals:
         return signal.Signals(self._noted[0][0]) if self._noted else None
 
     @property
-    def insisted(self) -> bool:
+    def interrupted_twice(self) -> bool:
         """Whether another SIGINT came after the first signal: whoever is there does not want to wait."""
         later = self._noted[1:]
         return any(

@@ -8,7 +8,7 @@ from fullshard.models.decoder import DecoderModel
 from fullshard.models.huggingface import hf_model, own_dtype
 from fullshard.models.python import python_model
 from fullshard.spec.measurement import model_flops_per_token
-from fullshard.spec.model_section import Decoder, PythonModel
+from fullshard.spec.model_section import DecoderConfig, PythonModel
 from fullshard.spec.run import Run
 
 
@@ -18,7 +18,7 @@ def build_model(run: Run) -> nn.Module:
     Raises SpecError for a model that is not there or cannot be built; MissingExtraError.
     """
     section = run.model
-    if isinstance(section, Decoder):
+    if isinstance(section, DecoderConfig):
         with torch.device("meta"):
             return add_adapter(DecoderModel(section), run.adapter)
     if isinstance(section, PythonModel):
@@ -29,7 +29,7 @@ def build_model(run: Run) -> nn.Module:
 def flops_per_token(model: nn.Module, run: Run) -> float | None:
     """See `model_flops_per_token`, for the reference decoder; None for others, which `describe` counts."""
     section = run.model
-    if not isinstance(section, Decoder):
+    if not isinstance(section, DecoderConfig):
         return None
     parameters = sum(p.numel() for p in model.parameters())
     if not section.tied:  # else the embedding is looked up, and multiplied with as the head

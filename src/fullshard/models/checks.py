@@ -6,7 +6,7 @@ from torch import nn
 
 from fullshard.errors import SpecError
 from fullshard.models.huggingface import is_causal_lm
-from fullshard.spec.model_section import Decoder, HuggingFaceModel
+from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.pretrained import locate, read_config
 from fullshard.spec.run import Run
 
@@ -36,7 +36,7 @@ def check_positions(model: nn.Module, run: Run) -> None:
 
 def vocabulary_of(model: nn.Module, run: Run) -> int | None:
     """How many tokens the model has rows for; None where it does not say."""
-    if isinstance(run.model, Decoder):
+    if isinstance(run.model, DecoderConfig):
         return run.model.vocabulary
     if not isinstance(run.model, HuggingFaceModel):
         return None
@@ -63,7 +63,7 @@ def check_known_vocabulary(run: Run, *, tokens: int | None) -> None:
 
 def _known_vocabulary(run: Run) -> int | None:
     """The rows that the run, or the config.json that it names, gives the model; None where they do not."""
-    if isinstance(run.model, Decoder):
+    if isinstance(run.model, DecoderConfig):
         return run.model.vocabulary
     if not isinstance(run.model, HuggingFaceModel):
         return None
@@ -83,7 +83,7 @@ def _known_vocabulary(run: Run) -> int | None:
 def _check_rows(rows: int | None, run: Run, *, tokens: int | None) -> None:
     if rows is None or tokens is None or tokens <= rows:
         return
-    key = "model.vocabulary" if isinstance(run.model, Decoder) else "model.options.vocab_size"
+    key = "model.vocabulary" if isinstance(run.model, DecoderConfig) else "model.options.vocab_size"
     bytes_ = run.data.tokenizer is None and run.data.source in ("stdlib", "text")
     raise SpecError(
         "the data has tokens that the model does not know.",

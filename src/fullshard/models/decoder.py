@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fullshard.spec.model_section import Decoder
+from fullshard.spec.model_section import DecoderConfig
 
 
 class RotaryPositions(nn.Module):
@@ -47,7 +47,7 @@ class RotaryPositions(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with fewer key/value heads than query heads. GQA: arXiv:2305.13245."""
 
-    def __init__(self, config: Decoder) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.head_dim = config.d_model // config.heads
         kv_width = config.kv_heads * self.head_dim
@@ -73,7 +73,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: arXiv:2002.05202."""
 
-    def __init__(self, config: Decoder) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.gate = nn.Linear(config.d_model, config.d_ff, bias=False)
         self.up = nn.Linear(config.d_model, config.d_ff, bias=False)
@@ -86,7 +86,7 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention, then feed-forward, each on the normed residual stream."""
 
-    def __init__(self, config: Decoder) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.attention = Attention(config)
@@ -109,7 +109,7 @@ class Block(nn.Module):
 class DecoderModel(nn.Module):
     """tokens (batch, sequence) int64 -> logits (batch, sequence, vocabulary)."""
 
-    def __init__(self, config: Decoder) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.d_model)

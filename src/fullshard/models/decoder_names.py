@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fullshard.errors import CheckpointError
-from fullshard.spec.model_section import Decoder
+from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.weight_map import Part, Shape, WeightMap, whole
 
 _BLOCK = {
@@ -34,13 +34,15 @@ _SIZES = {
 }
 
 
-def llama_config(decoder: Decoder) -> dict[str, Any]:
+def llama_config(decoder: DecoderConfig) -> dict[str, Any]:
     """The config.json of the Llama that computes what `decoder` does.
 
     Raises CheckpointError for what a Llama does not have.
     """
     told = decoder.model_dump()
-    other = [name for name in told if name not in _SIZES and told[name] != Decoder.model_fields[name].default]
+    other = [
+        name for name in told if name not in _SIZES and told[name] != DecoderConfig.model_fields[name].default
+    ]
     if other:
         raise CheckpointError(
             "the decoder cannot be exported for transformers.",

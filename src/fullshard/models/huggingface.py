@@ -15,7 +15,7 @@ from fullshard.errors import MissingExtraError, SpecError
 from fullshard.models.meta_init import without_parameters
 from fullshard.models.quiet_import import import_quietly
 from fullshard.models.remote_code import class_beside, code_beside, not_trusted, without_code
-from fullshard.spec.libraries import Outside
+from fullshard.spec.libraries import ForeignErrors
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.pretrained import check_sizes, locate, read_config
 
@@ -52,7 +52,7 @@ def hf_model(section: HuggingFaceModel) -> nn.Module:
         what = f"{section.source}: transformers cannot build {_name_of(model_class)} of it."
         return SpecError(what, got=got, fix=fix)
 
-    with Outside(refused):
+    with ForeignErrors(refused):
         return without_parameters(
             lambda: build(config, dtype=torch.float32, attn_implementation=attention)  # None: the model's own
         )
@@ -83,7 +83,7 @@ def hf_config(section: HuggingFaceModel) -> Any:
     data.pop("quantization_config", None)  # how the file's weights are packed; they are trained unpacked
     if not section.trust_remote_code:
         data = without_code(data)
-    with Outside(lambda got: SpecError(f"{section.source}: {path} is not valid.", got=got)):
+    with ForeignErrors(lambda got: SpecError(f"{section.source}: {path} is not valid.", got=got)):
         config = config_class.from_dict(dict(data))
         if section.options:
             changed = _with_options(data, section, config=config)

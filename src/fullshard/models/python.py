@@ -4,7 +4,7 @@ from torch import nn
 
 from fullshard.errors import SpecError
 from fullshard.models.meta_init import without_parameters
-from fullshard.spec.dotted import look_up
+from fullshard.spec.dotted import import_object
 from fullshard.spec.model_section import PythonModel
 
 
@@ -13,7 +13,7 @@ def python_model(section: PythonModel) -> nn.Module:
 
     Raises SpecError for a factory that is not there, that does not take the options, or returns no module.
     """
-    factory = look_up(section.python, key="model.python")
+    factory = import_object(section.python, key="model.python")
     try:
         model = without_parameters(lambda: factory(**section.options))
     except TypeError as error:

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import SpecError
-from fullshard.offload.device_update import OnDevice, Piece
-from fullshard.offload.gather_source import Copies
+from fullshard.offload.device_update import DeviceUpdate, Slice
+from fullshard.offload.gather_source import ShardCopies
 from fullshard.offload.gradients import Gradients
-from fullshard.offload.lazy_tensor import OnDrive
+from fullshard.offload.lazy_tensor import LazyTensor
 from fullshard.offload.rounding import AdamOptions, adamw_rounded, round_stochastically, shard_index
 from fullshard.offload.state import OffloadedState
 from fullshard.offload.store import Parts
@@ -25,7 +25,7 @@ _CHUNK = 1 << 20  # elements of bf16 moments that are in fp32 at once
 
 
 @dataclass(frozen=True)
-class _Job:
+class _GroupUpdate:
     """What an update needs of one parameter. `gradient`: of this rank's shard, flat."""
 
     gradient: Tensor
@@ -56,7 +56,7 @@ class StreamingAdamW(torch.optim.Optimizer):
         gradients: Gradients,
         defaults: AdamOptions,
         seed: int = 0,
-        on_device: OnDevice | None = None,
+        on_device: DeviceUpdate | None = None,
     ) -> None:
         lr, *betas, eps, decay = defaults
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": decay})
@@ -73,7 +73,7 @@ class StreamingAdamW(torch.optim.Optimizer):
     def copies(self) -> Iterable[Tensor]:
         """Of the shards, on the device, where the masters are not."""
         shards = self.offloaded.shards
-        return shards.tensors.values() if isinstance(shards, Copies) and not shards.host_bytes else ()
+        return shards.tensors.values() if isinstance(shards, ShardCopies) and not shards.host_bytes else ()
 
     @property
     def passing(self) -> Iterable[Tensor]:
@@ -85,7 +85,7 @@ class StreamingAdamW(torch.optim.Optimizer):
         loss = closure() if closure is not None else None
         self.settle()
         factor, self.gradient_factor = self.gradient_factor, 1.0
-        names, jobs = self.offloaded.names_of, dict[str, _Job]()
+        names, jobs = self.offloaded.names_of, dict[str, _GroupUpdate]()
         for place, (parameter, group) in enumerate(self._parameters(), start=1):
             name = names.get(parameter)
             gradient = parameter.grad if name is None else self.gradients.of(name)
@@ -98,7 +98,7 @@ class StreamingAdamW(torch.optim.Optimizer):
             beta1, beta2 = group["betas"]
             options = AdamOptions(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
             seed = hash((self.seed, int(state["step"].item()), place, shard_index(parameter)))
-            job = _Job(_local(gradient).reshape(-1), state["step"], options, seed)
+            job = _GroupUpdate(_local(gradient).reshape(-1), state["step"], options, seed)
             if name is not None:
                 jobs[name] = job
             else:
@@ -141,7 +141,7 @@ class StreamingAdamW(torch.optim.Optimizer):
         for index, (parameter, _) in enumerate(self._parameters()):
             name = self.offloaded.names_of.get(parameter)
             if index in found["state"] and name is not None:
-                found["state"][index] = found["state"][index] | self.offloaded.living(name)
+                found["state"][index] = found["state"][index] | self.offloaded.live_tensors(name)
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -156,7 +156,7 @@ class StreamingAdamW(torch.optim.Optimizer):
         saved: dict[str, dict[str, Tensor]] = {}
         rest: dict[int, dict[str, Any]] = dict(state_dict["state"])
         for name in self.offloaded.names:
-            own, now = rest.pop(index[name], {}), self.offloaded.living(name)
+            own, now = rest.pop(index[name], {}), self.offloaded.live_tensors(name)
             new = {key: own[key] for key in Parts._fields if key in own}
             _require_same_shards(name, new, now=now)
             saved[name] = {"master": now["master"]} | new
@@ -185,7 +185,7 @@ class StreamingAdamW(torch.optim.Optimizer):
             for parameter in cast(list[Tensor], group["params"]):
                 yield parameter, group
 
-    def _update_here(self, parameter: Tensor, job: _Job, *, factor: float) -> None:
+    def _update_here(self, parameter: Tensor, job: _GroupUpdate, *, factor: float) -> None:
         state = self.state[parameter]
         for key in ("exp_avg", "exp_avg_sq"):
             if key not in state:
@@ -201,9 +201,9 @@ class StreamingAdamW(torch.optim.Optimizer):
 
 
 def _update_there(  # signature: as `_update`
-    jobs: Mapping[str, _Job], group: Group, parts: Parts, *, on_device: OnDevice, factor: float
+    jobs: Mapping[str, _GroupUpdate], group: Group, parts: Parts, *, on_device: DeviceUpdate, factor: float
 ) -> None:
-    def change(piece: Piece) -> None:
+    def change(piece: Slice) -> None:
         _update(jobs, piece.group, piece.state, factor=factor, gradient=piece.gradient)
 
     own = {one.name: job.gradient for one in group.segments if (job := jobs.get(one.name)) is not None}
@@ -211,10 +211,15 @@ def _update_there(  # signature: as `_update`
 
 
 def _update(  # signature: what is bound, and what `OffloadedState.update` calls it with
-    jobs: Mapping[str, _Job], group: Group, parts: Parts, *, factor: float, gradient: Tensor | None = None
+    jobs: Mapping[str, _GroupUpdate],
+    group: Group,
+    parts: Parts,
+    *,
+    factor: float,
+    gradient: Tensor | None = None,
 ) -> None:
     """`gradient`: of the group, laid out as its parts; None: of each job its own."""
-    alike: dict[AdamOptions, list[tuple[_Job, Segment]]] = defaultdict(list)
+    alike: dict[AdamOptions, list[tuple[_GroupUpdate, Segment]]] = defaultdict(list)
     for segment in group.segments:
         job = jobs.get(segment.name)
         if job is not None:
@@ -241,7 +246,7 @@ def _of(segment: Segment, part: Tensor) -> Tensor:
     return part[segment.offset : segment.offset + segment.numel]
 
 
-def _step(job: _Job, device: torch.device) -> Tensor:
+def _step(job: _GroupUpdate, device: torch.device) -> Tensor:
     """Where the fused kernel wants it. To a GPU it is filled in: the host would wait for a copy."""
     if job.step.device == device:
         return job.step
@@ -271,14 +276,16 @@ def _fused(
     )
 
 
-def _rounded(job: _Job, gradient: Tensor, *, state: tuple[Tensor, ...], begin: int) -> None:
+def _rounded(job: _GroupUpdate, gradient: Tensor, *, state: tuple[Tensor, ...], begin: int) -> None:
     value, first, second = state
     generator = _generator(job, begin, device=value.device)
     step = int(job.step.item())
     adamw_rounded((value, first, second), gradient, step=step, options=job.options, generator=generator)
 
 
-def _with_rounded_moments(job: _Job, gradient: Tensor, *, state: tuple[Tensor, ...], begin: int) -> None:
+def _with_rounded_moments(
+    job: _GroupUpdate, gradient: Tensor, *, state: tuple[Tensor, ...], begin: int
+) -> None:
     """The fused update of an fp32 master; the moments are in fp32 a chunk at a time."""
     generator, step = _generator(job, begin, device=gradient.device), _step(job, gradient.device)
     for at in range(0, gradient.numel(), _CHUNK):
@@ -289,7 +296,7 @@ def _with_rounded_moments(job: _Job, gradient: Tensor, *, state: tuple[Tensor, .
             round_stochastically(moment, out=target, generator=generator)
 
 
-def _generator(job: _Job, begin: int, *, device: torch.device) -> torch.Generator:
+def _generator(job: _GroupUpdate, begin: int, *, device: torch.device) -> torch.Generator:
     seed = job.seed if begin == 0 else hash((job.seed, begin))
     return torch.Generator(device).manual_seed(seed & (2**63 - 1))
 
@@ -297,7 +304,7 @@ def _generator(job: _Job, begin: int, *, device: torch.device) -> torch.Generato
 def _require_same_shards(name: str, new: Mapping[str, Any], *, now: Mapping[str, Tensor]) -> None:
     for key, tensor in new.items():
         own, found = _local(now[key]), _local(tensor) if isinstance(tensor, Tensor) else None
-        read = isinstance(found, OnDrive) or (found is not None and not found.is_meta)
+        read = isinstance(found, LazyTensor) or (found is not None and not found.is_meta)
         if found is None or found.shape != own.shape or not read:
             got = f"{tuple(found.shape)} on {found.device}" if found is not None else type(tensor).__name__
             raise SpecError(

@@ -23,7 +23,7 @@ from fullshard.spec.groups import Group, Segment, piece_elements
 _BUFFERS = 2
 
 
-class Piece(NamedTuple):
+class Slice(NamedTuple):
     """Of a group, on the device. `group`: what it has of each segment, as a group of its own; `gradient`:
     laid out as the parts of its `state`."""
 
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
     gradient: Tensor
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """Does what is put on it in order, while the host goes on."""
 
     def put(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
@@ -48,15 +48,15 @@ class Lane(Protocol):
         ...
 
 
-class Lanes(NamedTuple):
+class CopyStreams(NamedTuple):
     """Copies in, changes, copies out."""
 
-    into: Lane
-    change: Lane
-    out: Lane
+    into: CopyStream
+    change: CopyStream
+    out: CopyStream
 
 
-class AtOnce:
+class SyncCopy:
     """No CUDA: what is put is done when `put` returns."""
 
     def put(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
@@ -67,7 +67,7 @@ class AtOnce:
     def settle(self) -> None: ...
 
 
-class OnStream:
+class AsyncCopy:
     """A stream of the GPU `device`. Any thread may put acts on it: the current device is a thread's own, and
     is set while an act is put."""
 
@@ -91,7 +91,7 @@ class OnStream:
         self._stream.synchronize()
 
 
-class OnDevice:
+class DeviceUpdate:
     """The buffers for `groups` on `device`, allocated here. `moments`: their dtype; None: the masters'.
 
     `lanes`: what works on them; unset, streams of a GPU, or else the calling thread.
@@ -103,11 +103,13 @@ class OnDevice:
         *,
         device: torch.device,
         moments: torch.dtype | None,
-        lanes: Lanes | None = None,
+        lanes: CopyStreams | None = None,
     ) -> None:
         self._elements, self._moments = piece_elements(groups), moments
         on_gpu = device.type == "cuda"
-        self._lanes = lanes or Lanes(*((OnStream(device) if on_gpu else AtOnce()) for _ in Lanes._fields))
+        self._lanes = lanes or CopyStreams(
+            *((AsyncCopy(device) if on_gpu else SyncCopy()) for _ in CopyStreams._fields)
+        )
         size = max((_itemsize(_dtypes(group, moments)) for group in groups), default=0) * self._elements
         self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(_BUFFERS)]
         for lane in self._lanes:
@@ -120,7 +122,7 @@ class OnDevice:
         parts: Parts,
         *,
         gradients: Mapping[str, Tensor],
-        change: Callable[[Piece], None],
+        change: Callable[[Slice], None],
     ) -> None:
         """Has `change` called with each piece of the group. Returns when `parts` are what it has made of
         them.
@@ -137,7 +139,7 @@ class OnDevice:
                 there = [part[begin : begin + piece.numel] for part in parts]
                 come = partial(_copy_in, there, state, gradients=gradients, piece=piece, into=gradient)
                 arrived = lanes.into.put(come, after=free[at])
-                whole = Piece(piece, Parts(*state), gradient)
+                whole = Slice(piece, Parts(*state), gradient)
                 changed = lanes.change.put(partial(change, whole), after=[arrived])
                 free[at] = [lanes.out.put(partial(_copy, state, there), after=[changed])]
         finally:

@@ -45,13 +45,13 @@ def leftovers(
             ranks = sorted(identity.parent for identity in run.glob(f"{RANKS}/{IDENTITY}"))
             if run.name == alive_run_id:
                 past = [] if alive_ranks is None else [one for one in ranks if _number(one) >= alive_ranks]
-                found += [(one, taken_bytes(one)) for one in past if not _is_held(one / LOCK)]
+                found += [(one, disk_usage(one)) for one in past if not _is_held(one / LOCK)]
             elif ranks and not any(_is_held(one / LOCK) for one in ranks):
-                found.append((run, sum(taken_bytes(one) for one in ranks)))
+                found.append((run, sum(disk_usage(one) for one in ranks)))
     return sorted(found, key=lambda one: -one[1])
 
 
-def no_space(directory: Path, *, needed_bytes: int, free_bytes: int) -> OffloadError:
+def no_space_error(directory: Path, *, needed_bytes: int, free_bytes: int) -> OffloadError:
     """The error for a rank's `directory` whose files do not fit; it names what could be removed."""
     path, run_id = directory.parent.parent, directory.parent.name
     left = leftovers(path, alive_run_id=run_id)
@@ -66,7 +66,7 @@ def no_space(directory: Path, *, needed_bytes: int, free_bytes: int) -> OffloadE
 
 
 @contextmanager
-def locked(directory: Path) -> Generator[None]:
+def exclusive(directory: Path) -> Generator[None]:
     """Makes `directory`, and holds it for this process alone. Raises OffloadError where another has it."""
     try:
         make_directory(directory)
@@ -229,6 +229,6 @@ def _number(rank: Path) -> int:
     return int(digits) if digits.isdecimal() else -1
 
 
-def taken_bytes(directory: Path) -> int:
+def disk_usage(directory: Path) -> int:
     """Of the files of a rank, on the drive. Raises OSError."""
     return sum(one.lstat().st_blocks * 512 for one in directory.iterdir())

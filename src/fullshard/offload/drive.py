@@ -35,17 +35,17 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 _ROOM = "free some space there, or offload.path = a directory on a drive with room"
 _WRITABLE = "offload.path = a directory that can be written"
-LOOK = "another drive for offload.path, and a look at the system's log"
+CHECK_DRIVE = "another drive for offload.path, and a look at the system's log"
 _REASONS: dict[int, tuple[str, str]] = {
     errno.ENOSPC: ("the drive is full", _ROOM),
     errno.EDQUOT: ("the disk quota is used up", _ROOM),
     errno.EFBIG: ("a file may not grow so large there", "ulimit -f unlimited, or another file system"),
-    errno.EIO: ("the drive reports an error", LOOK),
+    errno.EIO: ("the drive reports an error", CHECK_DRIVE),
     errno.EROFS: ("the file system is read-only", _WRITABLE),
     errno.EACCES: ("this user may not write there", _WRITABLE),
     errno.EPERM: ("this user may not write there", _WRITABLE),
     errno.ENOTDIR: ("a part of the path is a file, not a directory", "another offload.path"),
-    errno.ENODATA: ("the drive cannot read what it was given to keep", LOOK),
+    errno.ENODATA: ("the drive cannot read what it was given to keep", CHECK_DRIVE),
     errno.ENOENT: ("it is not there, and the file system does not make it", _WRITABLE),
     errno.ELOOP: ("a link in the path leads back to itself", "another offload.path"),
     errno.ENAMETOOLONG: ("the file system has no names so long", "a shorter offload.path"),
@@ -85,7 +85,7 @@ def os_error(
     what: str, error: OSError, *, where: str = "", kind: type[OffloadError] = OffloadError
 ) -> OffloadError:
     """The OffloadError for an OSError: its words, `where` it happened, why, and what to do."""
-    why, fix = _REASONS.get(error.errno or 0, ("the operating system says no more", LOOK))
+    why, fix = _REASONS.get(error.errno or 0, ("the operating system says no more", CHECK_DRIVE))
     name = errno.errorcode.get(error.errno or 0, "no errno")
     where = where or str(error.filename or "")
     return kind(what, got=f"{error.strerror or error} ({name}){where and f', {where}'}", why=why, fix=fix)
@@ -112,7 +112,7 @@ class DriveFile:
         self._leaving = threading.Lock()
         self.direct = _is_direct(descriptor)
         if not self.direct:
-            _tell_no_direct(path.parent)
+            _warn_no_direct_io(path.parent)
 
     @classmethod
     def create(cls, path: Path, size_bytes: int, *, system: System = SYSTEM) -> Self:
@@ -255,7 +255,7 @@ class DriveFile:
             flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~DIRECT)
             self.direct = False
-        _tell_no_direct(self.path.parent)
+        _warn_no_direct_io(self.path.parent)
 
 
 def allocate(path: Path, size_bytes: int, *, system: System) -> None:
@@ -321,7 +321,7 @@ def _is_direct(descriptor: int) -> bool:
 
 
 @cache  # once for a directory
-def _tell_no_direct(directory: Path) -> None:
+def _warn_no_direct_io(directory: Path) -> None:
     logger.warning(
         "%s has no direct I/O: what is offloaded there goes through the page cache, which costs processor "
         "time and memory. A local ext4 or XFS file system has it",

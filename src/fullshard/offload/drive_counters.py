@@ -12,7 +12,7 @@ from fullshard.spec.measurement import DriveBytes
 _STEPS = 1000  # the last ones, of a long run
 
 
-class DriveTraffic:
+class DriveCounters:
     """Bytes read and written from each update to the next: of all files that are opened with `over(system)`,
     from whatever thread."""
 
@@ -22,7 +22,7 @@ class DriveTraffic:
         self._at: tuple[int, int] | None = None
         self._steps: deque[DriveBytes] = deque(maxlen=_STEPS)
 
-    def over(self, system: System) -> System:
+    def wrap(self, system: System) -> System:
         """`system`, counted."""
 
         def preadv(  # signature: the system's
@@ -55,7 +55,7 @@ class DriveTraffic:
         """Of each step, from its update to the next; at most the last thousand."""
         return tuple(self._steps)
 
-    def of_a_step(self) -> DriveBytes | None:
+    def median_step(self) -> DriveBytes | None:
         """The medians: what saves read is not in them where most steps have none. None before two updates."""
         if not self._steps:
             return None

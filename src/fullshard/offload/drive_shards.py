@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fullshard.offload.drive import SYSTEM, DriveFile, System
-from fullshard.offload.fsdp_params import computed_in, own_shape, padded_shape
+from fullshard.offload.fsdp_params import compute_dtype, local_shape, padded_shape
 from fullshard.offload.generation_manifest import digest, other_bytes
-from fullshard.offload.host_memory import bytes_of, slab
-from fullshard.offload.lazy_tensor import on_drive
+from fullshard.offload.host_memory import allocate_host, as_memoryview
+from fullshard.offload.lazy_tensor import lazy_tensor
 from fullshard.offload.unit_buffers import Buffer, UnitBuffers
 from fullshard.spec.groups import UNIT_BUFFERS, part_bytes
 
@@ -33,7 +33,7 @@ class _Unit:
 
 
 class DriveShards:
-    """`Shards` in one file. `units`: of each parameter, which unit gathers it, counted from 0.
+    """`GatherSource` in one file. `units`: of each parameter, which unit gathers it, counted from 0.
 
     `dtype_of`: of each in the file. `verify`: what is read is held against the digest of what was written.
 
@@ -49,7 +49,7 @@ class DriveShards:
         *,
         path: Path,
         device: torch.device,
-        dtype_of: Callable[[Any], torch.dtype] = computed_in,
+        dtype_of: Callable[[Any], torch.dtype] = compute_dtype,
         verify: bool = False,
         system: System = SYSTEM,
     ) -> None:
@@ -61,7 +61,7 @@ class DriveShards:
             begin = unit.size_bytes
             unit.size_bytes += part_bytes(padded_shape(one).numel(), dtype_of(one).itemsize)
             unit.parts[name] = slice(begin, unit.size_bytes)
-            unit.elements += own_shape(one).numel()
+            unit.elements += local_shape(one).numel()
         end = 0
         for unit in self._units.values():
             unit.offset, unit.size_bytes = end, part_bytes(max(unit.size_bytes, 1), 1)
@@ -89,7 +89,7 @@ class DriveShards:
     def hurried(self, unit: int | None) -> AbstractContextManager[None]:
         return self._buffers.hurried(unit)
 
-    def publish(self, name: str, begin: int, *, values: Tensor) -> None:
+    def write(self, name: str, begin: int, *, values: Tensor) -> None:
         number = self._unit_of[name]
         unit = self._units[number]
         buffer, begins = self._buffers.to_make(number, elements=unit.elements)
@@ -101,7 +101,7 @@ class DriveShards:
         if not buffer.missing:
             self._buffers.made(buffer, self._start_writing)
 
-    def give(self, name: str, dtype: torch.dtype) -> Tensor:
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
         number, following = self._unit_of[name], None
         if not self._buffers.in_use(number):
             if self._device.type == "cuda":
@@ -116,10 +116,10 @@ class DriveShards:
         return (shard.to(self._device, non_blocking=True) if self._device.type == "cuda" else shard).to(dtype)
 
     def whole(self, name: str) -> Tensor:
-        """See `KeptShards`. Raises OffloadError where it cannot be read."""
+        """See `SeparateShards`. Raises OffloadError where it cannot be read."""
         one = self._engine[name]
-        size = torch.Size([own_shape(one).numel()])
-        return on_drive(size, self._dtype_of(one), read=partial(self._read_one, name))
+        size = torch.Size([local_shape(one).numel()])
+        return lazy_tensor(size, self._dtype_of(one), read=partial(self._read_one, name))
 
     def settle(self) -> None:
         """Returns when all that was published is on the drive. Raises OffloadError."""
@@ -147,7 +147,7 @@ class DriveShards:
         return self._writer.submit(self._write, buffer, self._units[unit])
 
     def _read(self, buffer: Buffer, unit: _Unit) -> None:
-        data = bytes_of(buffer.memory[: unit.size_bytes])
+        data = as_memoryview(buffer.memory[: unit.size_bytes])
         self._file.read(data, unit.offset)
         for name in unit.digests:
             _check(self._file, unit, name=name, data=data[unit.parts[name]])
@@ -155,15 +155,15 @@ class DriveShards:
     def _read_one(self, name: str) -> Tensor:
         one, unit = self._engine[name], self._units[self._unit_of[name]]
         part, dtype = unit.parts[name], self._dtype_of(one)
-        memory = slab(part.stop - part.start, pinned=False)
-        data = bytes_of(memory)[: part.stop - part.start]
+        memory = allocate_host(part.stop - part.start, pinned=False)
+        data = as_memoryview(memory)[: part.stop - part.start]
         self._file.read(data, unit.offset + part.start)
         if name in unit.digests:
             _check(self._file, unit, name=name, data=data)
-        return memory[: own_shape(one).numel() * dtype.itemsize].view(dtype)
+        return memory[: local_shape(one).numel() * dtype.itemsize].view(dtype)
 
     def _write(self, buffer: Buffer, unit: _Unit) -> None:
-        data = bytes_of(buffer.memory[: unit.size_bytes])
+        data = as_memoryview(buffer.memory[: unit.size_bytes])
         if self._verify:
             unit.digests = {name: digest(data[part]) for name, part in unit.parts.items()}
         self._file.write(data, unit.offset)

@@ -17,10 +17,10 @@ import torch
 
 from fullshard.errors import OffloadError
 from fullshard.offload.generations import Generations
-from fullshard.offload.group_buffers import Slot, Slots
-from fullshard.offload.host_memory import bytes_of
-from fullshard.offload.places import Places
-from fullshard.offload.store import Parts, Record
+from fullshard.offload.group_buffers import GroupBuffer, GroupBuffers
+from fullshard.offload.host_memory import as_memoryview
+from fullshard.offload.places import ParameterRecords
+from fullshard.offload.store import GroupLayout, Parts
 from fullshard.spec.groups import Group
 
 SLOTS = 3
@@ -36,13 +36,13 @@ class DriveStore:
         self, groups: Sequence[Group], generations: Generations, *, moments: torch.dtype | None, pinned: bool
     ) -> None:
         self.generations = generations
-        self._records = {group.index: Record(group, moments=moments) for group in groups}
-        self._places = Places(groups, self._records, moments=moments)
+        self._records = {group.index: GroupLayout(group, moments=moments) for group in groups}
+        self._places = ParameterRecords(groups, self._records, moments=moments)
         self._verify = False
         self._newest: int | None = None  # the file that holds the newest state; None: nothing is there yet
         self._committed = True
         sizes = [one.size_bytes for one in self._records.values()]
-        self._slots = Slots(min(SLOTS, len(sizes)), max(sizes, default=0), pinned=pinned)
+        self._slots = GroupBuffers(min(SLOTS, len(sizes)), max(sizes, default=0), pinned=pinned)
         self._ahead: dict[int, Future[None]] = {}  # reads of groups that nobody has asked for yet
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-read")
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-write")
@@ -66,7 +66,7 @@ class DriveStore:
             _forget(self._slots, reader=self._reader)
             self._ahead.clear()
         else:
-            self.keep()
+            self.retain_previous()
         source, target = self._newest, self.generations.begin()
         if source == target:  # what was never committed is written over
             self._newest = None
@@ -77,7 +77,7 @@ class DriveStore:
             if self._newest != target:  # what is in memory is of nothing whole
                 self._slots.forget()
 
-    def look(self, order: Sequence[Group], *, verify: bool = False) -> Iterator[tuple[Group, Parts]]:
+    def read_stream(self, order: Sequence[Group], *, verify: bool = False) -> Iterator[tuple[Group, Parts]]:
         if verify:
             _forget(self._slots, reader=self._reader)
         self._verify = verify
@@ -86,7 +86,7 @@ class DriveStore:
         finally:
             self._verify = False
 
-    def keep(self) -> None:
+    def retain_previous(self) -> None:
         if not self._committed:  # the next generation would take its file
             self.commit(None, b"")
 
@@ -96,11 +96,11 @@ class DriveStore:
             self._ahead[group.index] = self._reader.submit(self._fill, slot, group, source=self._newest)
             self._slots.give_back(slot)
 
-    def whole(self, name: str) -> Parts | None:
-        return self._places.whole(name, read=partial(_read_part, self.generations, slot=self._newest))
+    def read_parts(self, name: str) -> Parts | None:
+        return self._places.read_parts(name, read=partial(_read_part, self.generations, slot=self._newest))
 
-    def room(self, name: str) -> Parts | None:
-        return self._places.room(name)
+    def allocate_parts(self, name: str) -> Parts | None:
+        return self._places.allocate_parts(name)
 
     def commit(self, step: int | None, payload: bytes) -> None:
         """Makes what was streamed last a whole generation, as the state after `step` steps: what a process
@@ -130,7 +130,7 @@ class DriveStore:
     ) -> Iterator[tuple[Group, Parts]]:
         """See [Note: three slots]."""
         left = deque(order)
-        ahead: deque[tuple[Group, Slot, Future[None]]] = deque()
+        ahead: deque[tuple[Group, GroupBuffer, Future[None]]] = deque()
 
         def read_next() -> None:
             if left:
@@ -159,34 +159,34 @@ class DriveStore:
                 slot.forget()
                 self._slots.give_back(slot)
 
-    def _read(self, slot: Slot, group: Group, *, source: int | None) -> None:
+    def _read(self, slot: GroupBuffer, group: Group, *, source: int | None) -> None:
         """Raises what failed when it was read ahead, too: a drive that does better at the next try is ill."""
         if ahead := self._ahead.pop(group.index, None):
             ahead.result()
         self._fill(slot, group, source=source)
 
-    def _fill(self, slot: Slot, group: Group, *, source: int | None) -> None:
+    def _fill(self, slot: GroupBuffer, group: Group, *, source: int | None) -> None:
         if slot.writing is not None:
             slot.writing.result()
-        if slot.holds == group.index:
+        if slot.group == group.index:
             return
-        slot.holds = None
+        slot.group = None
         if source is not None:
             self.generations.read(
                 str(group.index), _bytes(slot, self._records[group.index]), slot=source, verify=self._verify
             )
         else:
             slot.buffer[: self._records[group.index].size_bytes].zero_()
-        slot.holds = group.index
+        slot.group = group.index
 
 
-def _forget(slots: Slots, *, reader: ThreadPoolExecutor) -> None:
+def _forget(slots: GroupBuffers, *, reader: ThreadPoolExecutor) -> None:
     reader.submit(lambda: None).result()  # what was read ahead is through
     slots.forget()
 
 
-def _bytes(slot: Slot, record: Record) -> memoryview:
-    return bytes_of(slot.buffer[: record.size_bytes])
+def _bytes(slot: GroupBuffer, record: GroupLayout) -> memoryview:
+    return as_memoryview(slot.buffer[: record.size_bytes])
 
 
 def _read_part(  # signature: what is bound, and what `Places.whole` calls it with

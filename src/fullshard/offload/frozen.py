@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.offload.fsdp_params import as_shard, kept_in, own_shape
-from fullshard.offload.gather_source import KeptShards
+from fullshard.offload.fsdp_params import dtensor_like, local_shape, shard_dtype
+from fullshard.offload.gather_source import SeparateShards
 
 
 class Frozen:
@@ -17,7 +17,9 @@ class Frozen:
     `engine`: the engine's object of each, by name, in the order of use; `units`: which unit gathers it.
     """
 
-    def __init__(self, engine: Mapping[str, Any], units: Mapping[str, int], *, shards: KeptShards) -> None:
+    def __init__(
+        self, engine: Mapping[str, Any], units: Mapping[str, int], *, shards: SeparateShards
+    ) -> None:
         self.engine, self.shards = engine, shards
         self._names: dict[int, list[str]] = {}
         for name in engine:
@@ -27,19 +29,21 @@ class Frozen:
         """The shards, flat, of all of a unit's; others that are among `values` are left out."""
         for name, value in values.items():
             if name in self.engine and value.numel():
-                self.shards.publish(name, 0, values=value)
+                self.shards.write(name, 0, values=value)
 
     def tensor(self, name: str) -> DTensor:
         """Placed as the parameter is; not to be changed. On a drive it is read when it is used."""
-        return as_shard(self.engine[name], self.shards.whole(name))
+        return dtensor_like(self.engine[name], self.shards.whole(name))
 
     def refill(self) -> Iterator[dict[str, Tensor]]:
         """A unit at a time: new tensors to be filled, placed as the parameters are; what stands in them when
         the next ones are asked for is taken over. As many on every rank, of the same names."""
         self.shards.begin(backwards=True)  # nobody gathers meanwhile
         for names in self._names.values():
-            sizes = {name: own_shape(self.engine[name]).numel() for name in names}
-            new = {name: torch.empty(size, dtype=kept_in(self.engine[name])) for name, size in sizes.items()}
-            yield {name: as_shard(self.engine[name], own) for name, own in new.items()}
+            sizes = {name: local_shape(self.engine[name]).numel() for name in names}
+            new = {
+                name: torch.empty(size, dtype=shard_dtype(self.engine[name])) for name, size in sizes.items()
+            }
+            yield {name: dtensor_like(self.engine[name], own) for name, own in new.items()}
             self.put(new)
         self.shards.settle()

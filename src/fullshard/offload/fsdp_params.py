@@ -41,7 +41,7 @@ def gathered_parameters(model: nn.Module) -> Iterator[tuple[int, str, Any]]:
             yield unit, names[id(one.sharded_param)], one
 
 
-def own_shape(engine_parameter: Any) -> torch.Size:
+def local_shape(engine_parameter: Any) -> torch.Size:
     """Of this rank's shard, without padding."""
     return engine_parameter.sharded_size
 
@@ -51,18 +51,18 @@ def padded_shape(engine_parameter: Any) -> torch.Size:
     return engine_parameter.padded_sharded_param_size
 
 
-def kept_in(engine_parameter: Any) -> torch.dtype:
+def shard_dtype(engine_parameter: Any) -> torch.dtype:
     """The dtype of the shard."""
     return engine_parameter.sharded_param.dtype
 
 
-def computed_in(engine_parameter: Any) -> torch.dtype:
+def compute_dtype(engine_parameter: Any) -> torch.dtype:
     """The dtype that the parameter is gathered in: integers are never cast."""
-    kept = kept_in(engine_parameter)
+    kept = shard_dtype(engine_parameter)
     return (engine_parameter.mp_policy.param_dtype if kept.is_floating_point else None) or kept
 
 
-def elsewhere(engine_parameter: Any, source: Source, *, local: Tensor | None) -> None:
+def redirect_all_gather(engine_parameter: Any, source: Source, *, local: Tensor | None) -> None:
     """From now on the engine gathers what `source(dtype)` gives: this rank's shard as `padded_shape` has it,
     on the device, in that dtype. See [Note: a shard that is elsewhere].
 
@@ -71,13 +71,13 @@ def elsewhere(engine_parameter: Any, source: Source, *, local: Tensor | None) ->
     parameter = cast(DTensor, engine_parameter.sharded_param)
     if local is None:
         one = _stand_in(parameter.dtype).to(parameter.device_mesh.device_type)
-        local = one.expand(own_shape(engine_parameter))
-    local = local.view(own_shape(engine_parameter))
+        local = one.expand(local_shape(engine_parameter))
+    local = local.view(local_shape(engine_parameter))
 
     def before(
         mesh: object, size: torch.Size, stride: object, module: nn.Module, policy: Any
     ) -> tuple[tuple[Tensor], None]:  # signature: the engine's
-        return (source(computed_in(engine_parameter)),), None
+        return (source(compute_dtype(engine_parameter)),), None
 
     def after(  # signature: the engine's
         outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
@@ -92,14 +92,14 @@ def elsewhere(engine_parameter: Any, source: Source, *, local: Tensor | None) ->
     local.fsdp_post_all_gather = after  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def as_shard(engine_parameter: Any, local: Tensor) -> DTensor:
+def dtensor_like(engine_parameter: Any, local: Tensor) -> DTensor:
     """A DTensor placed as the parameter is, whose local part is `local`, wherever it lies. A deep copy of it,
     and what a file holds of it, is a DTensor of memory of its own: torch's are none of a tensor on a drive,
     and fail for a piece of a slab."""
     spec = engine_parameter.sharded_param._spec
     meta = type(spec.tensor_meta)(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
     changed = type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
-    local = local.view(own_shape(engine_parameter))
+    local = local.view(local_shape(engine_parameter))
 
     def copied() -> DTensor:
         return cast(Any, DTensor)(local.to("cpu", copy=True), changed, requires_grad=False)

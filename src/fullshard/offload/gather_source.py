@@ -7,11 +7,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fullshard.offload.fsdp_params import computed_in, own_shape, padded_shape
-from fullshard.offload.host_memory import slab
+from fullshard.offload.fsdp_params import compute_dtype, local_shape, padded_shape
+from fullshard.offload.host_memory import allocate_host
 
 
-class Shards(Protocol):
+class GatherSource(Protocol):
     """Of each parameter, by name, what the engine sends. One thread publishes while another gives.
     `host_bytes`: what of the host's memory they take that is not the device's."""
 
@@ -26,11 +26,11 @@ class Shards(Protocol):
         """Meanwhile somebody waits until `unit` is published (None: all), which waits for no gather then."""
         ...
 
-    def publish(self, name: str, begin: int, *, values: Tensor) -> None:
+    def write(self, name: str, begin: int, *, values: Tensor) -> None:
         """The elements of the shard from `begin` on are `values` now, in the master's dtype."""
         ...
 
-    def give(self, name: str, dtype: torch.dtype) -> Tensor:
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """The padded shard, on the device, in `dtype`. Called once all of its unit is published."""
         ...
 
@@ -43,9 +43,8 @@ class Shards(Protocol):
         ...
 
 
-class KeptShards(Shards, Protocol):
-    """`Shards` that are the only ones there are of their parameters: what they are made with says in which
-    dtype."""
+class SeparateShards(GatherSource, Protocol):
+    """Shards whose parameters have no other copy. Their dtype is chosen when they are made."""
 
     def whole(self, name: str) -> Tensor:
         """The shard, flat, without padding; not to be changed. On a drive it is read when it is used."""
@@ -68,24 +67,24 @@ class _InMemory:
         return lambda: None
 
 
-class FromMasters(_InMemory):
+class MasterShards(_InMemory):
     """Masters that lie on the device that computes: cast when they are gathered, as the engine does."""
 
     def __init__(self, masters: dict[str, Tensor], engine: dict[str, Any]) -> None:
         self._masters, self._engine = masters, engine
 
-    def publish(self, name: str, begin: int, *, values: Tensor) -> None: ...
+    def write(self, name: str, begin: int, *, values: Tensor) -> None: ...
 
-    def give(self, name: str, dtype: torch.dtype) -> Tensor:
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
         one, master = self._engine[name], self._masters[name]
-        if own_shape(one) == padded_shape(one):
+        if local_shape(one) == padded_shape(one):
             return master.view(padded_shape(one)).to(dtype)
         whole = master.new_zeros(padded_shape(one), dtype=dtype)
         whole.view(-1)[: master.numel()].copy_(master)
         return whole
 
 
-class Copies(_InMemory):
+class ShardCopies(_InMemory):
     """Copies in the dtype computed in (or what `dtype_of` says): on the device, or in (pinned) host memory,
     from where each gather copies them in.
 
@@ -99,7 +98,7 @@ class Copies(_InMemory):
         home: torch.device,
         device: torch.device,
         pinned: bool,
-        dtype_of: Callable[[Any], torch.dtype] = computed_in,
+        dtype_of: Callable[[Any], torch.dtype] = compute_dtype,
     ) -> None:
         self.tensors = {
             name: _zeros(padded_shape(one).numel(), dtype_of(one), device=home, pinned=pinned)
@@ -112,20 +111,20 @@ class Copies(_InMemory):
         self._events: dict[str, Any] = {}
         self._staged = torch.empty(0)
 
-    def publish(self, name: str, begin: int, *, values: Tensor) -> None:
+    def write(self, name: str, begin: int, *, values: Tensor) -> None:
         target = self.tensors[name][begin : begin + values.numel()]
         if self._stream is None:
             target.copy_(values)
             return
         if self._staged.nbytes < target.nbytes:
-            self._staged = slab(target.nbytes, pinned=True)
+            self._staged = allocate_host(target.nbytes, pinned=True)
         staged = self._staged[: target.nbytes].view(target.dtype).copy_(values)
         with torch.cuda.stream(self._stream):
             target.copy_(staged, non_blocking=True)
             self._events[name] = self._stream.record_event()
         self._stream.synchronize()  # what is staged is the next one's; only the updating thread waits
 
-    def give(self, name: str, dtype: torch.dtype) -> Tensor:
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
         one = self.tensors[name]
         if (event := self._events.get(name)) is not None:
             torch.cuda.current_stream().wait_event(event)
@@ -133,7 +132,7 @@ class Copies(_InMemory):
         return shard.view(padded_shape(self._engine[name])).to(dtype)
 
     def whole(self, name: str) -> Tensor:
-        return self.tensors[name][: own_shape(self._engine[name]).numel()]
+        return self.tensors[name][: local_shape(self._engine[name]).numel()]
 
 
 def _zeros(  # signature: a tensor's
@@ -141,4 +140,4 @@ def _zeros(  # signature: a tensor's
 ) -> Tensor:
     if not pinned:
         return torch.zeros(numel, dtype=dtype, device=device)
-    return slab(numel * dtype.itemsize, pinned=True)[: numel * dtype.itemsize].view(dtype)
+    return allocate_host(numel * dtype.itemsize, pinned=True)[: numel * dtype.itemsize].view(dtype)

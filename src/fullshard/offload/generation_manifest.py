@@ -19,16 +19,16 @@ from pydantic import ValidationError
 
 from fullshard.errors import DamagedOffloadError, ForeignOffloadError
 from fullshard.offload.directories import IDENTITY, replace
-from fullshard.offload.drive import ALIGNMENT, LOOK, System, rounded_up
+from fullshard.offload.drive import ALIGNMENT, CHECK_DRIVE, System, rounded_up
 from fullshard.spec.small_files import read_bytes
-from fullshard.spec.value import NonNegativeInt, PositiveInt, Value
+from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 
 SLOTS = (0, 1)
 _MOST_BYTES = 256 << 20
 _FOREIGN_FIX = "another offload.path; or, where nothing of it is to be kept, discard it: remove the directory"
 
 
-class Identity(Value):
+class Identity(FrozenModel):
     """Whose files these are. `layout`: digest of the names, shapes, dtypes and places of all records."""
 
     run_id: str
@@ -37,7 +37,7 @@ class Identity(Value):
     layout: str
 
 
-class Record(Value):
+class FileRecord(FrozenModel):
     """A region of a generation's file. `offset_bytes`: a multiple of 4096."""
 
     name: str
@@ -45,13 +45,13 @@ class Record(Value):
     length_bytes: PositiveInt
 
 
-class Manifest(Value):
+class GenerationManifest(FrozenModel):
     """What a whole generation holds. `digests`: of each record, in their order, where it was taken."""
 
     format: Literal[1] = 1
     identity: Identity
     step: NonNegativeInt
-    records: tuple[Record, ...]
+    records: tuple[FileRecord, ...]
     digests: tuple[str | None, ...]
     payload_bytes: NonNegativeInt
     payload_digest: str
@@ -72,12 +72,12 @@ def manifest_path(directory: Path, slot: int) -> Path:
     return directory / f"state-{slot}.json"
 
 
-def file_bytes(records: Sequence[Record]) -> int:
+def file_bytes(records: Sequence[FileRecord]) -> int:
     """Of the data file that holds `records`: to the end of the last, in whole blocks, at least one."""
     return rounded_up(max((record.offset_bytes + record.length_bytes for record in records), default=1))
 
 
-def require_sound(records: Sequence[Record]) -> None:
+def require_sound(records: Sequence[FileRecord]) -> None:
     """Asserts that records begin at blocks, have names of their own, and do not overlap."""
     assert len({record.name for record in records}) == len(records), "two records of one name"
     end = 0
@@ -94,7 +94,7 @@ def digest(data: bytes | bytearray | memoryview) -> str:
     return found.hexdigest()
 
 
-def sealed(value: Value) -> bytes:
+def sealed(value: FrozenModel) -> bytes:
     """JSON, and a line with its digest."""
     text = value.model_dump_json().encode()
     return text + b"\n" + digest(text).encode() + b"\n"
@@ -143,20 +143,20 @@ def read_world_size(directory: Path) -> int | None:
         return None
 
 
-def sound_manifests(directory: Path) -> list[Manifest]:
+def sound_manifests(directory: Path) -> list[GenerationManifest]:
     """Those of a rank's directory that can be read, whosever they are."""
-    found: list[Manifest] = []
+    found: list[GenerationManifest] = []
     for slot in SLOTS:
         path = manifest_path(directory, slot)
         with suppress(OSError, ValidationError, DamagedOffloadError):
             text = read_bytes(path, most_bytes=_MOST_BYTES)
-            found.append(Manifest.model_validate_json(_unsealed(text, path)))
+            found.append(GenerationManifest.model_validate_json(_unsealed(text, path)))
     return found
 
 
 def read_manifest(
-    directory: Path, slot: int, *, identity: Identity, records: Sequence[Record]
-) -> Manifest | None:
+    directory: Path, slot: int, *, identity: Identity, records: Sequence[FileRecord]
+) -> GenerationManifest | None:
     """The manifest of a slot, its payload verified; None where there is none.
 
     Raises DamagedOffloadError where it, or the payload, is not what was written; OSError.
@@ -166,7 +166,7 @@ def read_manifest(
         return None
     try:
         text = read_bytes(path, most_bytes=_MOST_BYTES)
-        manifest = Manifest.model_validate_json(_unsealed(text, path))
+        manifest = GenerationManifest.model_validate_json(_unsealed(text, path))
     except ValidationError as error:
         raise DamagedOffloadError(f"{path} is damaged.", got=error.errors()[0]["msg"]) from error
     if manifest.identity != identity or manifest.records != tuple(records):
@@ -177,7 +177,7 @@ def read_manifest(
     return manifest
 
 
-def read_payload(directory: Path, slot: int, *, manifest: Manifest) -> bytes:
+def read_payload(directory: Path, slot: int, *, manifest: GenerationManifest) -> bytes:
     """Raises DamagedOffloadError where its bytes are not those that `manifest` was written for; OSError."""
     path = payload_path(directory, slot)
     if not path.exists():
@@ -199,7 +199,7 @@ def other_bytes(path: Path, what: str) -> DamagedOffloadError:
         f"{path} holds other bytes than were written.",
         got=f"{what}, whose digest is another",
         why="the drive, or something on the way to it, changed them",
-        fix=LOOK,
+        fix=CHECK_DRIVE,
     )
 
 

@@ -24,9 +24,9 @@ import xxhash
 from fullshard.errors import DamagedOffloadError, OffloadError
 from fullshard.offload.directories import (
     LOCK,
+    exclusive,
     flush_directory,
-    locked,
-    no_space,
+    no_space_error,
     overwrite,
     remove,
     replace,
@@ -34,9 +34,9 @@ from fullshard.offload.directories import (
 from fullshard.offload.drive import FULL, SYSTEM, DriveFile, System, allocate, os_error
 from fullshard.offload.generation_manifest import (
     SLOTS,
+    FileRecord,
+    GenerationManifest,
     Identity,
-    Manifest,
-    Record,
     claim,
     data_path,
     digest,
@@ -78,7 +78,7 @@ class Generations:
     def __init__(
         self,
         directory: Path,
-        records: Sequence[Record],
+        records: Sequence[FileRecord],
         *,
         identity: Identity,
         check: Check,
@@ -90,7 +90,7 @@ class Generations:
         self.directory, self.identity, self.check = directory, identity, check
         self.records = {record.name: record for record in records}
         self._system, self._files, self._resources = system, tuple(files), resources
-        self._whole: dict[int, Manifest] = {}
+        self._whole: dict[int, GenerationManifest] = {}
         self._digests: tuple[dict[str, str | None], ...] = ({}, {})  # of what each slot's records hold
         self._verified: tuple[set[str], ...] = (set(), set())  # of these: since they were written
         self._begun: int | None = None  # the slot
@@ -101,7 +101,7 @@ class Generations:
     def open(
         cls,
         directory: Path,
-        records: Sequence[Record],
+        records: Sequence[FileRecord],
         *,
         identity: Identity,
         check: Check = "asked",
@@ -119,7 +119,7 @@ class Generations:
         """
         require_sound(records)
         with ExitStack() as stack:
-            stack.enter_context(locked(directory))
+            stack.enter_context(exclusive(directory))
             try:
                 claim(directory, identity, system=system)
                 _make(directory, file_bytes(records), payload_bytes=payload_bytes, system=system)
@@ -249,7 +249,7 @@ class Generations:
         written = self._digests[slot]
         missing = [name for name in self.records if name not in written]
         assert not missing, f"records that were not written: {missing}"
-        manifest = Manifest(
+        manifest = GenerationManifest(
             identity=self.identity,
             step=step,
             records=tuple(self.records.values()),
@@ -276,9 +276,11 @@ class Generations:
             raise os_error(f"{manifest_path(self.directory, slot)} cannot be removed.", error) from error
 
 
-def _found(directory: Path, records: Sequence[Record], *, identity: Identity) -> dict[int, Manifest]:
+def _found(
+    directory: Path, records: Sequence[FileRecord], *, identity: Identity
+) -> dict[int, GenerationManifest]:
     """What is whole, by slot; what is damaged is told."""
-    found: dict[int, Manifest] = {}
+    found: dict[int, GenerationManifest] = {}
     for slot in SLOTS:
         try:
             manifest = read_manifest(directory, slot, identity=identity, records=records)
@@ -293,7 +295,7 @@ def discard(directory: Path) -> None:
     """Removes a rank's directory, whatever it holds. Raises OffloadError where a process uses it."""
     if not os.path.exists(directory):  # nor where nothing can be seen: `locked` says so
         return
-    with locked(directory):
+    with exclusive(directory):
         try:
             for slot in SLOTS:
                 remove(manifest_path(directory, slot))
@@ -315,7 +317,7 @@ def _make(directory: Path, size_bytes: int, *, payload_bytes: int, system: Syste
     needed = len(missing) * size_bytes + len(payloads) * payload_bytes + _MARGIN_BYTES
     free = system.free_bytes(directory)
     if (missing or payloads) and free < needed:
-        raise no_space(directory, needed_bytes=needed, free_bytes=free)
+        raise no_space_error(directory, needed_bytes=needed, free_bytes=free)
     try:
         for slot in missing:
             allocate(data_path(directory, slot), size_bytes, system=system)
@@ -325,7 +327,7 @@ def _make(directory: Path, size_bytes: int, *, payload_bytes: int, system: Syste
         if error.errno not in FULL:
             raise
         # Between the look and now another rank has taken its own.
-        raise no_space(directory, needed_bytes=needed, free_bytes=free) from error
+        raise no_space_error(directory, needed_bytes=needed, free_bytes=free) from error
 
 
 def _is_there(directory: Path, slot: int, *, size_bytes: int) -> bool:
@@ -345,7 +347,9 @@ def _is_there(directory: Path, slot: int, *, size_bytes: int) -> bool:
     return False
 
 
-def _verify(file: DriveFile, record: Record, *, expected: str | None, hashing: ThreadPoolExecutor) -> None:
+def _verify(
+    file: DriveFile, record: FileRecord, *, expected: str | None, hashing: ThreadPoolExecutor
+) -> None:
     """Reads all of a record. Raises DamagedOffloadError where its digest is not what is `expected`."""
     scratch = memoryview(mmap.mmap(-1, 2 * _PIECE_BYTES))
     halves = (scratch[:_PIECE_BYTES], scratch[_PIECE_BYTES:])
@@ -356,7 +360,7 @@ def _verify(file: DriveFile, record: Record, *, expected: str | None, hashing: T
 
 
 def _digested(
-    file: DriveFile, record: Record, *, pieces: Iterable[memoryview], hashing: ThreadPoolExecutor
+    file: DriveFile, record: FileRecord, *, pieces: Iterable[memoryview], hashing: ThreadPoolExecutor
 ) -> str:
     """Reads a record into `pieces`, which are all of it; each is digested while the next is read."""
     found, offset = xxhash.xxh3_128(), record.offset_bytes
@@ -369,6 +373,6 @@ def _digested(
     return found.hexdigest()
 
 
-def _other_record(path: Path, record: Record) -> OffloadError:
+def _other_record(path: Path, record: FileRecord) -> OffloadError:
     begin, end = record.offset_bytes, record.offset_bytes + record.length_bytes
     return other_bytes(path, f"{record.name}, bytes {begin} to {end}")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.offload.fsdp_params import as_shard, own_shape
-from fullshard.offload.host_memory import slab
+from fullshard.offload.fsdp_params import dtensor_like, local_shape
+from fullshard.offload.host_memory import allocate_host
 
 
 class Gradients(Protocol):
@@ -24,7 +24,7 @@ class Gradients(Protocol):
         ...
 
 
-class OnParameters:
+class DeviceGradients:
     """Where the engine leaves them: the device's memory is the host's, or has room."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -38,7 +38,7 @@ class OnParameters:
             parameter.grad = None
 
 
-class OnHost:
+class HostGradients:
     """In host memory, to which each leaves as soon as it is reduced, in the dtype of its master; those of
     further microbatches are added to what is there, on the device.
 
@@ -48,13 +48,13 @@ class OnHost:
 
     def __init__(self, engine: Mapping[str, Any], *, pinned: bool) -> None:
         sizes = {
-            name: own_shape(one).numel() * one.sharded_param.dtype.itemsize for name, one in engine.items()
+            name: local_shape(one).numel() * one.sharded_param.dtype.itemsize for name, one in engine.items()
         }
         begins = dict[str, int]()
         total = 0
         for name, size in sizes.items():
             begins[name], total = total, total + -(-size // 64) * 64
-        memory = slab(total, pinned=pinned)
+        memory = allocate_host(total, pinned=pinned)
         self._engine, self._there = engine, set[str]()
         self._host = {
             name: memory[begins[name] : begins[name] + size].view(engine[name].sharded_param.dtype)
@@ -70,7 +70,7 @@ class OnHost:
             return None
         if self._stream is not None:
             self._stream.synchronize()
-        return as_shard(self._engine[name], self._host[name])
+        return dtensor_like(self._engine[name], self._host[name])
 
     def clear(self) -> None:
         self._there.clear()

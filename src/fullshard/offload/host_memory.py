@@ -11,7 +11,7 @@ from fullshard.quantities import format_bytes
 from fullshard.spec.groups import part_bytes
 
 
-def slab(size_bytes: int, *, pinned: bool) -> Tensor:
+def allocate_host(size_bytes: int, *, pinned: bool) -> Tensor:
     """`size_bytes` (at least a page) of zeros, as uint8; `pinned`: registered with CUDA, as a whole, once.
 
     A mapping of its own: torch's pinned allocator rounds up to a power of two, malloc's memory begins
@@ -34,7 +34,7 @@ def slab(size_bytes: int, *, pinned: bool) -> Tensor:
     return tensor
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def as_memoryview(tensor: Tensor) -> memoryview:
     """The memory of a contiguous uint8 tensor, to be read or written."""
     return memoryview(cast(bytearray, tensor.numpy()))
 

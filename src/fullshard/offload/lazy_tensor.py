@@ -13,7 +13,7 @@ _STILL_ON_DRIVE = frozenset(
 _OF_A_MOVE = {"device", "dtype", "layout", "non_blocking"}
 
 
-class OnDrive(torch.Tensor):
+class LazyTensor(torch.Tensor):
     """Shape and dtype of a tensor, and how to read it. Whatever is done with it is done with what is read.
 
     `read`: gives all of it, on the CPU. It cannot be changed. Made by `on_drive`.
@@ -37,16 +37,16 @@ class OnDrive(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _STILL_ON_DRIVE:
-            one = cast(OnDrive, args[0])
+            one = cast(LazyTensor, args[0])
             shape = torch.empty(one.shape, device="meta").view(*args[1:] or (one.shape,)).shape
-            return on_drive(shape, one.dtype, read=lambda: one.read().view(shape))
+            return lazy_tensor(shape, one.dtype, read=lambda: one.read().view(shape))
         kwargs = kwargs or {}
-        if any(isinstance(leaf, OnDrive) for leaf in tree_leaves(_changed(func, args, kwargs=kwargs))):
+        if any(isinstance(leaf, LazyTensor) for leaf in tree_leaves(_changed(func, args, kwargs=kwargs))):
             raise TypeError(f"{func} would change a tensor that is on a drive")
         if func is torch.ops.aten._to_copy.default and kwargs.keys() <= _OF_A_MOVE:
             # What was read is nobody else's: where it is what is asked for, it is not copied again.
             return args[0].read().to(device=kwargs.get("device"), dtype=kwargs.get("dtype"))
-        read = tree_map_only(OnDrive, lambda one: one.read(), (args, kwargs))
+        read = tree_map_only(LazyTensor, lambda one: one.read(), (args, kwargs))
         return func(*read[0], **read[1])
 
 
@@ -59,12 +59,12 @@ def _changed(func: Any, args: Sequence[Any], *, kwargs: Mapping[str, Any]) -> li
     ]
 
 
-def on_drive(shape: torch.Size, dtype: torch.dtype, *, read: Callable[[], Tensor]) -> OnDrive:
+def lazy_tensor(shape: torch.Size, dtype: torch.dtype, *, read: Callable[[], Tensor]) -> LazyTensor:
     """A tensor of this shape and dtype, whose elements `read` gives, on the CPU.
 
     Its own device is meta, so that `.cpu()` is what reads it.
     """
-    make = cast(Callable[..., OnDrive], torch.Tensor._make_wrapper_subclass)
-    one = make(OnDrive, shape, dtype=dtype, device="meta", requires_grad=False)
+    make = cast(Callable[..., LazyTensor], torch.Tensor._make_wrapper_subclass)
+    one = make(LazyTensor, shape, dtype=dtype, device="meta", requires_grad=False)
     one.read = read
     return one

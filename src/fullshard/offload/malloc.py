@@ -18,7 +18,7 @@ _OF_THE_USER = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 _TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold")
 
 
-def give_back_what_is_freed(environment: Mapping[str, str] = os.environ) -> bool:
+def fix_malloc_thresholds(environment: Mapping[str, str] = os.environ) -> bool:
     """From now on, tensors of this process are mappings of their own, and what is free already is given back.
 
     False, and nothing changes, where the C library is not glibc, or `environment` has set either threshold

@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fullshard.offload.host_memory import bytes_of, slab
-from fullshard.offload.lazy_tensor import on_drive
-from fullshard.offload.store import Parts, Record, dtypes_of
+from fullshard.offload.host_memory import allocate_host, as_memoryview
+from fullshard.offload.lazy_tensor import lazy_tensor
+from fullshard.offload.store import GroupLayout, Parts, dtypes_of
 from fullshard.spec.groups import Group, Segment
 
 
@@ -19,11 +19,11 @@ class Read(Protocol):
     def __call__(self, name: str, target: memoryview, *, offset: int) -> None: ...
 
 
-class Places:
+class ParameterRecords:
     """Of all parameters of `groups`, whose state is in `records`, by the groups' index."""
 
     def __init__(
-        self, groups: Sequence[Group], records: Mapping[int, Record], *, moments: torch.dtype | None
+        self, groups: Sequence[Group], records: Mapping[int, GroupLayout], *, moments: torch.dtype | None
     ) -> None:
         self._records, self._moments = records, moments
         self._segments: dict[str, list[tuple[Group, Segment]]] = {}
@@ -31,18 +31,18 @@ class Places:
             for segment in group.segments:
                 self._segments.setdefault(segment.name, []).append((group, segment))
 
-    def whole(self, name: str, *, read: Read) -> Parts | None:
+    def read_parts(self, name: str, *, read: Read) -> Parts | None:
         """The state of a parameter, flat, that `read` reads when it is used; None where there is none."""
         if name not in self._segments:
             return None
         size = torch.Size([self._numel(name)])
         tensors = (
-            on_drive(size, dtype, read=partial(self._read, name, part, read=read))
+            lazy_tensor(size, dtype, read=partial(self._read, name, part, read=read))
             for part, dtype in enumerate(self._dtypes(name))
         )
         return Parts(*tensors)
 
-    def room(self, name: str) -> Parts | None:
+    def allocate_parts(self, name: str) -> Parts | None:
         """Memory for as much."""
         if name not in self._segments:
             return None
@@ -51,11 +51,11 @@ class Places:
     def _read(self, name: str, part: int, *, read: Read) -> Tensor:
         dtype, numel = self._dtypes(name)[part], self._numel(name)
         # It begins at a page, and so may be read into past the page cache.
-        whole = slab(numel * dtype.itemsize, pinned=False).view(dtype)[:numel]
+        whole = allocate_host(numel * dtype.itemsize, pinned=False).view(dtype)[:numel]
         for group, segment in self._segments[name]:
             begin = self._records[group.index].begins[part] + segment.offset * dtype.itemsize
             target = whole[segment.begin : segment.end].view(torch.uint8)
-            read(str(group.index), bytes_of(target), offset=begin)
+            read(str(group.index), as_memoryview(target), offset=begin)
         return whole
 
     def _numel(self, name: str) -> int:

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.offload.directories import FIRST_RANK, RANKS, taken_bytes
+from fullshard.offload.directories import FIRST_RANK, RANKS, disk_usage
 from fullshard.offload.generation_manifest import read_world_size, sound_manifests
 
 
 @dataclass(frozen=True)
-class Held:
+class SavedRunState:
     """`step`: the newest that is whole on all of the run's ranks whose files lie in `directory`, which on
     drives of several nodes are a node's. `world_size`: how many ranks the run had."""
 
@@ -18,7 +18,7 @@ class Held:
     taken_bytes: int
 
 
-def held(directory: Path) -> Held | None:
+def find_saved_state(directory: Path) -> SavedRunState | None:
     """Of a run's directory, `<offload.path>/<run id>`; None where no step is whole that a run can go on from.
 
     Records are not held against their digests. Files of other ranks than its first rank's run had are left
@@ -30,7 +30,7 @@ def held(directory: Path) -> Held | None:
         return None
 
 
-def _held(directory: Path) -> Held | None:
+def _held(directory: Path) -> SavedRunState | None:
     world_size = read_world_size(directory / FIRST_RANK)
     own = [one for one in directory.glob(RANKS) if read_world_size(one) == world_size]
     if world_size is None or not own:
@@ -38,4 +38,8 @@ def _held(directory: Path) -> Held | None:
     # Without a payload it is a state in mid-load, which nothing goes on from.
     steps = [{one.step for one in sound_manifests(rank) if one.payload_bytes} for rank in own]
     step = max(set[int].intersection(*steps), default=None)
-    return None if step is None else Held(directory, step, world_size, sum(taken_bytes(one) for one in own))
+    return (
+        None
+        if step is None
+        else SavedRunState(directory, step, world_size, sum(disk_usage(one) for one in own))
+    )

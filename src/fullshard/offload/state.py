@@ -13,22 +13,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import OffloadError
-from fullshard.offload.drive_counters import DriveTraffic
+from fullshard.offload.drive_counters import DriveCounters
 from fullshard.offload.frozen import Frozen
 from fullshard.offload.fsdp_params import (
-    as_shard,
-    computed_in,
-    elsewhere,
+    compute_dtype,
+    dtensor_like,
     gathered_parameters,
-    kept_in,
-    own_shape,
+    local_shape,
     padded_shape,
+    redirect_all_gather,
+    shard_dtype,
 )
-from fullshard.offload.gather_source import Copies, FromMasters, KeptShards, Shards
-from fullshard.offload.lazy_tensor import on_drive
-from fullshard.offload.store import HostStore, Parts, Store, dtypes_of
-from fullshard.offload.update_thread import Updates, base_half_loaded, half_loaded, not_loaded
-from fullshard.spec.groups import Group, Held, Segment, cut, portions
+from fullshard.offload.gather_source import GatherSource, MasterShards, SeparateShards, ShardCopies
+from fullshard.offload.lazy_tensor import lazy_tensor
+from fullshard.offload.store import GroupStore, HostStore, Parts, dtypes_of
+from fullshard.offload.update_thread import UpdateThread, base_half_loaded, half_loaded, not_loaded
+from fullshard.spec.groups import Group, Segment, ShardSize, group_shards, portions
 
 Update = Callable[[Group, Parts], None]
 
@@ -39,7 +39,7 @@ class ShardsOnDrive(Protocol):
 
     def __call__(
         self, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool
-    ) -> KeptShards: ...
+    ) -> SeparateShards: ...
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Settings:
     shards_outside: bool = False
     moments: torch.dtype | None = None
     alternate: bool = False
-    on_drive: Callable[[Sequence[Group]], Store] | None = None
+    on_drive: Callable[[Sequence[Group]], GroupStore] | None = None
     shards_on_drive: ShardsOnDrive | None = None
-    traffic: DriveTraffic = field(default_factory=DriveTraffic)
+    traffic: DriveCounters = field(default_factory=DriveCounters)
 
     @property
     def on_gpu(self) -> bool:
@@ -72,13 +72,13 @@ class Settings:
 
     def shards_of(
         self, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool = False
-    ) -> KeptShards:
+    ) -> SeparateShards:
         """What is gathered of these, as `ShardsOnDrive` has it."""
         if self.shards_on_drive is not None and engine:
             return self.shards_on_drive(engine, units, frozen=frozen)
         home = torch.device("cpu") if self.shards_outside else self.device
-        pinned, dtype_of = self.on_gpu and self.shards_outside, kept_in if frozen else computed_in
-        return Copies(engine, home=home, device=self.device, pinned=pinned, dtype_of=dtype_of)
+        pinned, dtype_of = self.on_gpu and self.shards_outside, shard_dtype if frozen else compute_dtype
+        return ShardCopies(engine, home=home, device=self.device, pinned=pinned, dtype_of=dtype_of)
 
 
 class OffloadedState:
@@ -103,10 +103,10 @@ class OffloadedState:
 
     # What `fullshard.sharding.apply.Keeper` asks for
 
-    def begin(self, model: nn.Module, *, unset: bool = False) -> None:
+    def start(self, model: nn.Module, *, unset: bool = False) -> None:
         """The engine has the parameters, without values; `unset`: nor will `take` bring any, and a load must,
         so that what is not the device's is not written twice."""
-        held: list[Held] = []
+        held: list[ShardSize] = []
         frozen: dict[str, Any] = {}
         for unit, name, one in gathered_parameters(model):
             if self._units.setdefault(name, unit) != unit:
@@ -115,31 +115,33 @@ class OffloadedState:
                 frozen[name] = one
                 continue
             self.engine[name] = one
-            dtype, most = str(kept_in(one)).removeprefix("torch."), padded_shape(one).numel()
-            held.append(Held(name, numel=own_shape(one).numel(), most=most, dtype=dtype))
+            dtype, most = str(shard_dtype(one)).removeprefix("torch."), padded_shape(one).numel()
+            held.append(ShardSize(name, numel=local_shape(one).numel(), most=most, dtype=dtype))
         self.names = tuple(self.engine)
         self.names_of = {one.sharded_param: name for name, one in self.engine.items()}
-        self.groups = cut(held, group_parameters=self.settings.group_parameters)
+        self.groups = group_shards(held, group_parameters=self.settings.group_parameters)
         self._own = tuple(group for group in self.groups if group.segments)
         self._make(frozen)
         self._filling: _Filling | None = None
         if unset and not self.settings.is_device:
-            self.updates.lacking = not_loaded
-            self.updates.base_lacking = not_loaded if self.frozen.engine else None
+            self.updates.unusable = not_loaded
+            self.updates.base_unusable = not_loaded if self.frozen.engine else None
         else:
             self._filling = _Filling(self.store.stream(self._own, fresh=True), self._publish)
 
-    def take(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def put_unit(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """The values of one unit's parameters; the units come in the order of use. Their memory is let go."""
-        engine = all_of(self)
+        engine = fsdp_params(self)
         own = {name: _flat(p) for name, p in parameters.items() if name in engine}
         if self._filling is not None:
             self._filling.offer(own)
             self.frozen.put(own)
         for name in own:
-            elsewhere(engine[name], partial(self._give, name), local=self.masters.get(name))
+            redirect_all_gather(
+                engine[name], partial(self._shard_for_gather, name), local=self.masters.get(name)
+            )
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Of all units."""
         if self._filling is not None:
             self._filling.end()
@@ -167,7 +169,7 @@ class OffloadedState:
             unit = self._units[name]
             left[unit] -= 1
             if not left[unit]:
-                self.updates.done(unit)
+                self.updates.unit_done(unit)
 
         @torch.no_grad()
         def update() -> None:
@@ -193,19 +195,19 @@ class OffloadedState:
     def tensors(self, name: str) -> dict[str, Tensor]:
         """`master`, `exp_avg`, `exp_avg_sq` of a parameter, placed as it is; not to be changed. Of state on
         a drive each is read when it is used: until the update after the next one it is what it is now."""
-        return _placed(self.engine[name], self.store.whole(name), moments=self.settings.moments)
+        return _placed(self.engine[name], self.store.read_parts(name), moments=self.settings.moments)
 
-    def living(self, name: str) -> dict[str, Tensor]:
+    def live_tensors(self, name: str) -> dict[str, Tensor]:
         """The same, but always what the last update has left, as the host's memory has it: of state on a
         drive each is read when it is used, and what is there then counts. During `refill` that is what was
         there before. Reading raises OffloadError where the state is let go, or cannot be read."""
-        parts = self.store.whole(name)
+        parts = self.store.read_parts(name)
         if parts is not None and self.settings.on_drive is not None:
             # A state dict that somebody keeps does not keep the model, and the lock of its directory.
             me: weakref.ref[OffloadedState] = weakref.ref(self)
             reads = [partial(_now, me, name, part=part) for part in range(len(parts))]
             pairs = zip(parts, reads, strict=True)
-            parts = Parts(*(on_drive(one.shape, one.dtype, read=read) for one, read in pairs))
+            parts = Parts(*(lazy_tensor(one.shape, one.dtype, read=read) for one, read in pairs))
         return _placed(self.engine[name], parts, moments=self.settings.moments)
 
     def refill(self, *, keep: bool = False, frozen: bool = False) -> Generator[dict[str, dict[str, Tensor]]]:
@@ -218,13 +220,13 @@ class OffloadedState:
         """
         self.settle(to_load=True)
         if keep:
-            self.store.keep()
-        self.updates.lacking = half_loaded
+            self.store.retain_previous()
+        self.updates.unusable = half_loaded
         self.shards.begin(backwards=True)  # nobody gathers meanwhile
         stream = self.store.stream(self._own, fresh=True)
         for portion in portions(self.groups):
             names = dict.fromkeys(name for group in portion for name in group.names)
-            new = {name: self.store.room(name) for name in names}
+            new = {name: self.store.allocate_parts(name) for name in names}
             moments = self.settings.moments
             yield {n: _placed(self.engine[n], parts, moments=moments) for n, parts in new.items()}
             for _ in filter(lambda group: group.segments, portion):
@@ -234,19 +236,19 @@ class OffloadedState:
                 self._publish(group, parts)
         next(stream, None)
         self.updates.settle(to_load=True)
-        self.updates.lacking = None
+        self.updates.unusable = None
         if frozen and self.frozen.engine:
-            self.updates.base_lacking = base_half_loaded
+            self.updates.base_unusable = base_half_loaded
             for new in self.frozen.refill():
                 yield {name: {"master": own} for name, own in new.items()}
-            self.updates.base_lacking = None
+            self.updates.base_unusable = None
 
     def publish_all(self, *, verify: bool) -> None:
         """What is gathered follows the masters anew; `verify`: all that is read is held against digests."""
         self.shards.begin(backwards=True)
-        for group, parts in self.store.look(self._own, verify=verify):
+        for group, parts in self.store.read_stream(self._own, verify=verify):
             self._publish(group, parts)
-        self.updates.lacking = None
+        self.updates.unusable = None
 
     def close(self) -> None:
         """Lets go of the drive, when what goes on is through. Without it that is done with the last
@@ -261,19 +263,19 @@ class OffloadedState:
         settings, engine = self.settings, self.engine
         if settings.on_drive is None:
             host = HostStore(self._own, moments=settings.moments, pinned=settings.on_gpu)
-            self.store: Store = host
+            self.store: GroupStore = host
         else:
             host, self.store = None, settings.on_drive(self._own)
         self.masters: dict[str, Tensor] = {}
         if host is not None and settings.is_device:
             for name, one in engine.items():
-                whole = host.whole(name)
+                whole = host.read_parts(name)
                 none = torch.empty(0, dtype=one.sharded_param.dtype)
                 self.masters[name] = none if whole is None else whole.master
         with ExitStack() as closing:
             closing.callback(self.store.close)
             if settings.is_device:
-                self.shards: Shards = FromMasters(self.masters, engine)
+                self.shards: GatherSource = MasterShards(self.masters, engine)
             else:
                 self.shards = settings.shards_of(engine, self._units)
             closing.callback(self.shards.closing())
@@ -282,7 +284,9 @@ class OffloadedState:
             kept = settings.shards_of(others, self._units, frozen=True)
             self.frozen = Frozen(others, self._units, shards=kept)
             closing.callback(self.frozen.shards.closing())
-            self.updates = Updates(partial(_settle, self.store, self.shards), hurried=self.shards.hurried)
+            self.updates = UpdateThread(
+                partial(_settle, self.store, self.shards), hurried=self.shards.hurried
+            )
             closing.callback(self.updates.thread.shutdown)
             # Nothing that knows the model: it knows this, and neither would ever be let go.
             self.closing = weakref.finalize(self, closing.pop_all().close)
@@ -292,20 +296,22 @@ class OffloadedState:
             pass
 
     @torch.no_grad()
-    def _give(self, name: str, dtype: torch.dtype) -> Tensor:
+    def _shard_for_gather(self, name: str, dtype: torch.dtype) -> Tensor:
         """This rank's shard, when its unit is updated. Called by the engine, when it gathers."""
         self.updates.wait_for(self._units[name])
         if name in self.frozen.engine:
-            return self.frozen.shards.give(name, dtype)
+            return self.frozen.shards.read(name, dtype)
         self._release(name)
-        return self.shards.give(name, dtype)
+        return self.shards.read(name, dtype)
 
 
-def _publishing(shards: Shards, group: Group, *, parts: Parts, backwards: bool = False) -> Iterator[Segment]:
+def _publishing(
+    shards: GatherSource, group: Group, *, parts: Parts, backwards: bool = False
+) -> Iterator[Segment]:
     """Its segments, published; of a unit that goes on in another group none comes in between."""
     for segment in reversed(group.segments) if backwards else group.segments:
         values = parts.master[segment.offset : segment.offset + segment.numel]
-        shards.publish(segment.name, segment.begin, values=values)
+        shards.write(segment.name, segment.begin, values=values)
         yield segment
 
 
@@ -314,22 +320,24 @@ def host_bytes_of(offloaded: OffloadedState) -> int:
     return offloaded.store.host_bytes + offloaded.shards.host_bytes + offloaded.frozen.shards.host_bytes
 
 
-def all_of(offloaded: OffloadedState) -> dict[str, Any]:
+def fsdp_params(offloaded: OffloadedState) -> dict[str, Any]:
     """The engine's objects of all parameters that it has, trained or frozen."""
     return {**offloaded.engine, **offloaded.frozen.engine}
 
 
-def elsewhere_of(offloaded: OffloadedState) -> set[Tensor]:
+def offloaded_parameters(offloaded: OffloadedState) -> set[Tensor]:
     """The parameters whose values are not in the shards that the model has."""
     return (
-        set() if offloaded.settings.is_device else {one.sharded_param for one in all_of(offloaded).values()}
+        set()
+        if offloaded.settings.is_device
+        else {one.sharded_param for one in fsdp_params(offloaded).values()}
     )
 
 
-def presented(offloaded: OffloadedState) -> Iterator[set[Tensor]]:
+def shards_for_loading(offloaded: OffloadedState) -> Iterator[set[Tensor]]:
     """As `OffloadedState.refill`, of the values alone, frozen ones too: they are the shards of the parameters
     that it yields as long as that lasts; moments become zero."""
-    engine = all_of(offloaded)
+    engine = fsdp_params(offloaded)
     for portion in offloaded.refill(frozen=True):
         own = {name: engine[name].sharded_param for name in portion}
         stands = {name: parameter._local_tensor for name, parameter in own.items()}
@@ -349,7 +357,7 @@ def _placed(one: Any, parts: Parts | None, *, moments: torch.dtype | None) -> di
     if parts is None:
         dtype = str(one.sharded_param.dtype).removeprefix("torch.")
         parts = Parts(*(torch.empty(0, dtype=own) for own in dtypes_of(dtype, moments)))
-    return {key: as_shard(one, part) for key, part in parts._asdict().items()}
+    return {key: dtensor_like(one, part) for key, part in parts._asdict().items()}
 
 
 def _now(of: "weakref.ref[OffloadedState]", name: str, *, part: int) -> Tensor:
@@ -362,12 +370,12 @@ def _now(of: "weakref.ref[OffloadedState]", name: str, *, part: int) -> Tensor:
             fix="copy.deepcopy(optimizer.state_dict()) while the model is there, or a checkpoint",
         )
     state.updates.settle(to_load=True)
-    found = state.store.whole(name)
+    found = state.store.read_parts(name)
     assert found is not None, "the rank has rows of it"
     return found[part].cpu()
 
 
-def _settle(store: Store, shards: Shards) -> None:
+def _settle(store: GroupStore, shards: GatherSource) -> None:
     store.settle()
     shards.settle()
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fullshard.offload.host_memory import slab
+from fullshard.offload.host_memory import allocate_host
 from fullshard.spec.groups import Group, part_bytes
 
 
@@ -26,7 +26,7 @@ class Parts(NamedTuple):
     exp_avg_sq: Tensor
 
 
-class Record:
+class GroupLayout:
     """How the parts of a group lie in its bytes: one after the other, each from a page on, at `begins`."""
 
     def __init__(self, group: Group, *, moments: torch.dtype | None) -> None:
@@ -46,7 +46,7 @@ class Record:
         )
 
 
-class Store(Protocol):
+class GroupStore(Protocol):
     """The state of a rank's groups. One thread at a time uses it. `host_bytes`: what it takes of the host's
     memory, once it is used."""
 
@@ -63,20 +63,20 @@ class Store(Protocol):
         """The next `stream` is of this order: its first groups may be read now. Called when one has ended."""
         ...
 
-    def keep(self) -> None:
+    def retain_previous(self) -> None:
         """What is there now can be read, by `whole`, while the next `stream` goes on, and after one that was
         broken off."""
         ...
 
-    def look(self, order: Sequence[Group], *, verify: bool = False) -> Iterator[tuple[Group, Parts]]:
+    def read_stream(self, order: Sequence[Group], *, verify: bool = False) -> Iterator[tuple[Group, Parts]]:
         """The same for some groups, which are not changed. `verify`: held against digests, if there are."""
         ...
 
-    def whole(self, name: str) -> Parts | None:
+    def read_parts(self, name: str) -> Parts | None:
         """The state of one parameter, flat; not to be changed. None: this rank has no row of it."""
         ...
 
-    def room(self, name: str) -> Parts | None:
+    def allocate_parts(self, name: str) -> Parts | None:
         """Memory for the state of one parameter, flat. It may be where its state is."""
         ...
 
@@ -100,7 +100,8 @@ class HostStore:
             own = [group for group in groups if group.dtype == dtype]
             total = sum(_whole_vectors(group.numel) for group in own)
             flat = [
-                slab(total * kind.itemsize, pinned=pinned).view(kind) for kind in dtypes_of(dtype, moments)
+                allocate_host(total * kind.itemsize, pinned=pinned).view(kind)
+                for kind in dtypes_of(dtype, moments)
             ]
             self.host_bytes += sum(one.nbytes for one in flat)
             begin = 0
@@ -120,16 +121,16 @@ class HostStore:
 
     def read_ahead(self, order: Sequence[Group]) -> None: ...
 
-    def keep(self) -> None:
+    def retain_previous(self) -> None:
         """Each group stays as it is until it is the caller's."""
 
-    def look(self, order: Sequence[Group], *, verify: bool = False) -> Iterator[tuple[Group, Parts]]:
+    def read_stream(self, order: Sequence[Group], *, verify: bool = False) -> Iterator[tuple[Group, Parts]]:
         yield from self.stream(order)
 
-    def whole(self, name: str) -> Parts | None:
+    def read_parts(self, name: str) -> Parts | None:
         return self._whole.get(name)
 
-    room = whole
+    allocate_parts = read_parts
 
     def settle(self) -> None: ...
 

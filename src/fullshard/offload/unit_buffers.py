@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fullshard.offload.host_memory import slab
+from fullshard.offload.host_memory import allocate_host
 
 HELD_SECONDS = 2.0
 
@@ -52,7 +52,9 @@ class UnitBuffers:
     """`count` of them, of `size_bytes`: see [Note: units in memory]. One thread makes, another gathers."""
 
     def __init__(self, count: int, size_bytes: int, *, pinned: bool) -> None:
-        self._all = [Buffer(slab(size_bytes, pinned=pinned)) for _ in range(count)]  # the last used last
+        self._all = [
+            Buffer(allocate_host(size_bytes, pinned=pinned)) for _ in range(count)
+        ]  # the last used last
         self._changed = threading.Condition()
         self._in_use: int | None = None
         self._made: list[int] = []  # and not gathered since; what is gathered last is last

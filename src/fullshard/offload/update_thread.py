@@ -16,7 +16,7 @@ from fullshard.errors import OffloadError
 Lacking = Callable[[], OffloadError]
 
 
-class Updates:
+class UpdateThread:
     """One thread, which does one thing after the other; after one that failed, nothing.
 
     What failed is raised as it is, and an OffloadError with what it means for the run.
@@ -29,8 +29,8 @@ class Updates:
         self, settle: Callable[[], None], *, hurried: Callable[[int | None], AbstractContextManager[None]]
     ) -> None:
         self._settle, self._hurried = settle, hurried
-        self.lacking: Lacking | None = None
-        self.base_lacking: Lacking | None = None
+        self.unusable: Lacking | None = None
+        self.base_unusable: Lacking | None = None
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-update")
         self._running: list[Future[None]] = []
         self._pending: dict[int, threading.Event] = {}
@@ -39,15 +39,15 @@ class Updates:
     def begin(self, act: Callable[[], None], *, units: Iterable[int]) -> None:
         """Has `act` called, which says of each of `units` when it is `done`."""
         self._pending = {unit: threading.Event() for unit in units}
-        self.then(act)
+        self.submit(act)
 
-    def then(self, act: Callable[[], None]) -> None:
+    def submit(self, act: Callable[[], None]) -> None:
         """Has `act` called, after all that is under way."""
         future = self.thread.submit(lambda: None if self._error else act())
         future.add_done_callback(self._ended)
         self._running.append(future)
 
-    def done(self, unit: int) -> None:
+    def unit_done(self, unit: int) -> None:
         """The unit is updated."""
         self._pending[unit].set()
 
@@ -82,7 +82,7 @@ class Updates:
 
     def _raise(self, *, to_load: bool = False) -> None:
         error = self._error
-        lacking = None if to_load else self.lacking or self.base_lacking
+        lacking = None if to_load else self.unusable or self.base_unusable
         if error is None and lacking is not None:
             raise lacking()
         if error is None:

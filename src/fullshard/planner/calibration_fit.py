@@ -28,7 +28,7 @@ _FIRST_STEP, _LAST_STEP = math.log(1.5), math.log(1.02)
 _BOUND = math.log(16)
 
 
-class Seen(NamedTuple):
+class StepSample(NamedTuple):
     """A step that was measured. Seconds."""
 
     spec: ModelSpec
@@ -36,7 +36,7 @@ class Seen(NamedTuple):
     seconds: float
 
 
-class Factors(NamedTuple):
+class RateFactors(NamedTuple):
     """By what each kind of work takes longer in a step than alone. `watched`: how much longer the host takes
     to launch what selective recompute watches, in launches; `waiting`: for each other, over a first guess.
     """
@@ -55,26 +55,26 @@ class Fit(NamedTuple):
     """`errors`: predicted over measured, less 1, of each step, after the fit; `before`, without it."""
 
     hardware: Hardware
-    factors: Factors
+    factors: RateFactors
     errors: tuple[float, ...]
-    before: tuple[float, ...]
+    errors_before: tuple[float, ...]
 
 
-def fitted(hardware: Hardware, steps: Sequence[Seen]) -> Fit:
+def fitted(hardware: Hardware, steps: Sequence[StepSample]) -> Fit:
     """See [Note: fitting by whole steps]. Coordinate search from what was measured alone."""
 
     def cost(point: Sequence[float]) -> float:
-        scaled_by = scaled(hardware, Factors(*map(math.exp, point)))
+        scaled_by = scaled(hardware, RateFactors(*map(math.exp, point)))
         errors = sum(math.log1p(error) ** 2 for error in _errors(scaled_by, steps))
         return errors + PRIOR * sum(value**2 for value in point)
 
-    best = _descend(cost, [0.0] * len(Factors._fields)) if steps else [0.0] * len(Factors._fields)
-    factors = Factors(*map(math.exp, best))
+    best = _descend(cost, [0.0] * len(RateFactors._fields)) if steps else [0.0] * len(RateFactors._fields)
+    factors = RateFactors(*map(math.exp, best))
     found = scaled(hardware, factors)
     return Fit(found, factors, tuple(_errors(found, steps)), tuple(_errors(hardware, steps)))
 
 
-def scaled(hardware: Hardware, factors: Factors) -> Hardware:
+def scaled(hardware: Hardware, factors: RateFactors) -> Hardware:
     """The hardware on which each kind of work takes so much longer."""
     rates = hardware.rates
     launch = max(rates.launch_seconds, _LEAST_LAUNCH) * factors.launch
@@ -97,11 +97,11 @@ def scaled(hardware: Hardware, factors: Factors) -> Hardware:
     return hardware.model_copy(update={"rates": updated, "within": within, "across": across})
 
 
-def _errors(hardware: Hardware, steps: Sequence[Seen]) -> list[float]:
+def _errors(hardware: Hardware, steps: Sequence[StepSample]) -> list[float]:
     return [step_seconds(s.spec, s.plan, hardware).total / s.seconds - 1 for s in steps]
 
 
-def _slower_link(hardware: Hardware, link: Link, *, factors: Factors) -> Link:
+def _slower_link(hardware: Hardware, link: Link, *, factors: RateFactors) -> Link:
     wait = {"wait_seconds": _FIRST_WAIT[hardware.device] * factors.waiting}
 
     def in_a_step(rate: CollectiveRate) -> CollectiveRate:

@@ -56,14 +56,14 @@ class Batch(NamedTuple):
     sync: Literal["each", "last"]
 
 
-class Apart(NamedTuple):
+class OffloadAndTensorParallel(NamedTuple):
     """What can be planned and not be run yet: the tier, and over how many ranks matmuls are split."""
 
     tier: Tier = "none"
     tensor: int = 1
 
     @property
-    def suffix(self) -> str:
+    def label(self) -> str:
         """What comes behind the name of the strategy."""
         tier = f" {self.tier}" if self.tier != "none" else ""
         return tier + (f" tp={self.tensor}" if self.tensor > 1 else "")
@@ -86,12 +86,12 @@ class Candidate(NamedTuple):
     recompute: RecomputeSection
     compiled: bool
     prefetch: PrefetchSection
-    is_double: bool = False
-    apart: Apart = Apart()
+    is_duplicate: bool = False
+    apart: OffloadAndTensorParallel = OffloadAndTensorParallel()
 
     @property
     def kind(self) -> str:
-        return self.mesh.kind + self.apart.suffix
+        return self.mesh.kind + self.apart.label
 
 
 def candidates(
@@ -107,16 +107,19 @@ def candidates(
     degrees = (what_if and what_if.tensor) or (run.sharding.tensor_parallel,)
     for degree in degrees:
         for tier in tiers:
-            yield from _candidates(spec, hardware, run=run, apart=Apart(tier, degree))
+            yield from _candidates(spec, hardware, run=run, apart=OffloadAndTensorParallel(tier, degree))
 
 
-def _candidates(spec: ModelSpec, hardware: Hardware, *, run: Run, apart: Apart) -> Iterator[Candidate]:
-    run = with_apart(run, apart)
+def _candidates(
+    spec: ModelSpec, hardware: Hardware, *, run: Run, apart: OffloadAndTensorParallel
+) -> Iterator[Candidate]:
+    run = with_offload(run, apart)
     world = hardware.world_size // apart.tensor
     meshes = list(_meshes(run, world))
     # A plan with all that is pinned: what is impossible is said where plans are made.
     check_split(
-        spec, Plan.laid_out(_pinned(run, meshes[0]), world_size=hardware.world_size, device=hardware.device)
+        spec,
+        Plan.for_prediction(_pinned(run, meshes[0]), world_size=hardware.world_size, device=hardware.device),
     )
     compiled = (False, True) if run.run.compile == "auto" else (run.run.compile,)
     for mesh in meshes:
@@ -129,7 +132,7 @@ def _candidates(spec: ModelSpec, hardware: Hardware, *, run: Run, apart: Apart) 
                         yield Candidate(mesh, batch, recompute, is_compiled, prefetch, double, apart)
 
 
-def with_apart(run: Run, apart: Apart) -> Run:
+def with_offload(run: Run, apart: OffloadAndTensorParallel) -> Run:
     """The run with a tier and a degree of its own."""
     offload = run.offload.model_copy(update={"tier": apart.tier})
     sharding = run.sharding.model_copy(update={"tensor_parallel": apart.tensor})
@@ -140,7 +143,7 @@ def to_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
     """`run` with all of it settled."""
     mesh, batch = candidate.mesh, candidate.batch
     train = run.train.model_copy(update={"microbatch": batch.microbatch, "accumulate_sync": batch.sync})
-    settled = _pinned(with_apart(run, candidate.apart), mesh).model_copy(
+    settled = _pinned(with_offload(run, candidate.apart), mesh).model_copy(
         update={
             "train": train,
             "recompute": candidate.recompute,
@@ -148,7 +151,7 @@ def to_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
             "run": run.run.model_copy(update={"compile": candidate.compiled}),
         }
     )
-    plan = Plan.laid_out(
+    plan = Plan.for_prediction(
         settled,
         world_size=hardware.world_size,
         device=hardware.device,

@@ -9,15 +9,15 @@ from fullshard.planner.search import search
 from fullshard.quantities import format_count
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
-from fullshard.spec.model_section import Decoder
+from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.spec.value import Value
+from fullshard.spec.value import FrozenModel
 
 _SECONDS_A_DAY = 86_400
 
 
-class Fleet(Value):
+class ClusterSize(FrozenModel):
     """A number of ranks, the best plan on them, and the days that it takes for the tokens asked for."""
 
     nodes: int
@@ -26,7 +26,7 @@ class Fleet(Value):
     days: float
 
 
-class Largest(Value):
+class Largest(FrozenModel):
     """The largest `size` that fits (a microbatch, a sequence length, a number of parameters), and its
     plan."""
 
@@ -36,7 +36,7 @@ class Largest(Value):
 
 def fewest_ranks(
     spec: ModelSpec, hardware: Hardware, *, run: Run, tokens: int, days: float, most_nodes: int = 4096
-) -> Fleet:
+) -> ClusterSize:
     """The fewest ranks of this kind that see `tokens` in `days`.
 
     Numbers of ranks are those that a cluster is given out in and that `train.global_batch` can be shared out
@@ -46,7 +46,7 @@ def fewest_ranks(
 
     Raises PlanError if none does: with the nearest.
     """
-    nearest: Fleet | None = None
+    nearest: ClusterSize | None = None
     got = "not even at the chips' peak"
     for nodes, ranks in _fleets(hardware, run, most_nodes=most_nodes):
         fleet = hardware.on(nodes=nodes, ranks_per_node=ranks)
@@ -57,7 +57,7 @@ def fewest_ranks(
             got = "nothing fits"
             continue
         needed = tokens / best.prediction.tokens_per_second / _SECONDS_A_DAY
-        found = Fleet(nodes=nodes, ranks_per_node=ranks, plan=best, days=needed)
+        found = ClusterSize(nodes=nodes, ranks_per_node=ranks, plan=best, days=needed)
         if needed <= days:
             return found
         if nearest is None or needed < nearest.days:
@@ -95,7 +95,7 @@ def largest_sequence(
     def best_at(length: int) -> Plan | None:
         data = run.data.model_copy(update={"sequence_length": length})
         model = run.model
-        if isinstance(model, Decoder):
+        if isinstance(model, DecoderConfig):
             model = model.model_copy(update={"max_sequence": max(length, model.max_sequence)})
         longer = run.model_copy(update={"data": data, "model": model})
         return search(describe(longer), hardware, longer).best

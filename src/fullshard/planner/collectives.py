@@ -24,7 +24,7 @@ from fullshard.spec.hardware import CollectiveRate, Hardware, Link
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
-class Group(NamedTuple):
+class CollectiveGroup(NamedTuple):
     """The ranks of one collective: `ranks` of them, the fewest in a node `in_node`, over `nodes` nodes."""
 
     ranks: int
@@ -32,31 +32,33 @@ class Group(NamedTuple):
     nodes: int
 
 
-def shard_group(degree: int, *, per_node: int, world_size: int) -> Group:
+def shard_group(degree: int, *, per_node: int, world_size: int) -> CollectiveGroup:
     """The worst laid out of the groups of `degree` ranks in a row."""
     if degree <= per_node and (per_node % degree == 0 or world_size <= per_node):
-        return Group(degree, degree, 1)
+        return CollectiveGroup(degree, degree, 1)
     if degree % per_node == 0:
-        return Group(degree, per_node, degree // per_node)
-    worst = Group(degree, degree, 1)
+        return CollectiveGroup(degree, per_node, degree // per_node)
+    worst = CollectiveGroup(degree, degree, 1)
     for start in range(0, min(world_size, degree * per_node), degree):
         first = min(per_node - start % per_node, degree)
         last = (start + degree - 1) % per_node + 1 if first < degree else degree
         nodes = (start + degree - 1) // per_node - start // per_node + 1
         fewest = min(first, last)
-        worst = Group(degree, min(worst.in_node, fewest), max(worst.nodes, nodes))
+        worst = CollectiveGroup(degree, min(worst.in_node, fewest), max(worst.nodes, nodes))
     return worst
 
 
-def replicate_group(replicas: int, shard_degree: int, *, per_node: int) -> Group:
+def replicate_group(replicas: int, shard_degree: int, *, per_node: int) -> CollectiveGroup:
     """The groups of `replicas` ranks that are `shard_degree` apart."""
     if replicas * shard_degree <= per_node:
-        return Group(replicas, replicas, 1)
+        return CollectiveGroup(replicas, replicas, 1)
     in_node = min(max(1, per_node // shard_degree), replicas)
-    return Group(replicas, in_node, ceil(replicas / in_node))
+    return CollectiveGroup(replicas, in_node, ceil(replicas / in_node))
 
 
-def collective_seconds(kind: Collective, count: float, *, group: Group, hardware: Hardware) -> float:
+def collective_seconds(
+    kind: Collective, count: float, *, group: CollectiveGroup, hardware: Hardware
+) -> float:
     """Seconds of a collective of `count` bytes (the whole, unsharded). See [Note: where groups lie].
 
     Raises PlanError for a group that crosses nodes on hardware that does not say what joins them.

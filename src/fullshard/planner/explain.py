@@ -4,13 +4,13 @@ say."""
 from typing import Literal
 
 from fullshard.planner.rules import Rule, rules_of_thumb
-from fullshard.planner.search import Found, describe_plan
+from fullshard.planner.search import SearchResult, describe_plan
 from fullshard.quantities import format_bytes, format_seconds
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import Prediction
-from fullshard.spec.value import Value
+from fullshard.spec.value import FrozenModel
 
 Binding = Literal["memory", "links", "host", "computing"]
 _LARGEST = 3
@@ -19,14 +19,14 @@ _RUNNERS_UP = 6
 _NOTABLE = 0.05
 
 
-class Term(Value):
+class Term(FrozenModel):
     """One term of a prediction: `count` bytes."""
 
     name: str
     count: int
 
 
-class RunnerUp(Value):
+class RunnerUp(FrozenModel):
     """A plan that was not taken: what it would cost more than the one that was (less, where negative).
 
     `lacks_bytes`: by how much it does not fit; 0 if it does.
@@ -38,7 +38,7 @@ class RunnerUp(Value):
     lacks_bytes: int = 0
 
 
-class Explanation(Value):
+class Explanation(FrozenModel):
     """Of `plan`, the best (or if nothing fits, the closest): what `binds` it, and `because` of what.
 
     memory      a faster plan is known, and does not fit
@@ -69,7 +69,7 @@ class Explanation(Value):
         )
 
 
-def explain(found: Found, hardware: Hardware, *, spec: ModelSpec) -> Explanation:
+def explain(found: SearchResult, hardware: Hardware, *, spec: ModelSpec) -> Explanation:
     """Why `found` came out as it did, for the `spec` and `hardware` that were searched."""
     plan = found.best or found.closest
     assert plan is not None, "a search that considered something has a best plan or a closest"
@@ -87,7 +87,7 @@ def explain(found: Found, hardware: Hardware, *, spec: ModelSpec) -> Explanation
     )
 
 
-def _binding(found: Found, prediction: Prediction) -> tuple[Binding, str]:
+def _binding(found: SearchResult, prediction: Prediction) -> tuple[Binding, str]:
     fastest = _of(found.fastest)
     if found.best is None:
         over = prediction.needed_bytes - prediction.capacity_bytes
@@ -123,7 +123,7 @@ def _binding(found: Found, prediction: Prediction) -> tuple[Binding, str]:
     return "computing", f"{share:.0f} % of the step{again}"
 
 
-def _runners_up(found: Found, chosen: Plan) -> tuple[RunnerUp, ...]:
+def _runners_up(found: SearchResult, chosen: Plan) -> tuple[RunnerUp, ...]:
     """The next fastest, the fastest without regard to memory, and the best of each other kind."""
     best = _of(chosen)
     others: list[Plan] = []

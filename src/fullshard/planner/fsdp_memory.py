@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fullshard.planner.trace_memory import Live
+from fullshard.planner.trace_memory import LiveBytes
 from fullshard.planner.unit_bytes import UnitBytes, update_temporaries
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import PrefetchSection
 
-LEAVING = 2  # units whose gradients are on their way to the host at once
+MAX_OFFLOADING_GRADIENTS = 2  # units whose gradients are on their way to the host at once
 
 
-class Held(NamedTuple):
+class HeldBytes(NamedTuple):
     """Bytes that the engine holds at a moment.
 
     `in_flight`: gathered parameters and reduce-scatter inputs; `buffers`: of all-gathers, which their own
@@ -34,7 +34,7 @@ class Held(NamedTuple):
         return self.in_flight + self.buffers + self.reduced
 
 
-class Ledger:
+class MemoryLedger:
     """What the engine holds now; the highest moment so far, with what the model held; and each stream's
     highest.
 
@@ -45,10 +45,10 @@ class Ledger:
         self.in_flight = self.buffers = self.reduced = self.gradients = self.whole = self.chunks = 0
         self.moment: tuple[str, int] = ("", -1)  # what happens, to which unit
         self.highest = -1
-        self.best: tuple[tuple[str, int], Held, Live] = (self.moment, Held(), Live())
+        self.best: tuple[tuple[str, int], HeldBytes, LiveBytes] = (self.moment, HeldBytes(), LiveBytes())
         self.compute_pool = self.gather_pool = self.reduce_pool = 0
 
-    def observe(self, live: Live) -> None:
+    def observe(self, live: LiveBytes) -> None:
         """Takes this moment down if it is the highest; `live` is what the model's own computation holds."""
         computed = self.in_flight + self.whole + live[0] + live[1] + live[2] + live[3]
         reduced = self.reduced + self.gradients
@@ -60,10 +60,10 @@ class Ledger:
             self.highest = held
             self.best = (self.moment, self.held(), live)
 
-    def held(self) -> Held:
-        return Held(self.in_flight, self.buffers, self.reduced, self.gradients, self.whole, self.chunks)
+    def held(self) -> HeldBytes:
+        return HeldBytes(self.in_flight, self.buffers, self.reduced, self.gradients, self.whole, self.chunks)
 
-    def skip(self, before: Held, times: int) -> None:
+    def skip(self, before: HeldBytes, times: int) -> None:
         """What changed since `before` happens `times` more."""
         now = self.held()
         self.in_flight, self.buffers, self.reduced, self.gradients, self.whole, self.chunks = (
@@ -81,24 +81,29 @@ class _Gathered:
     places: list[int] = field(default_factory=list[int])  # in the order of forwards
 
 
-class Gathering:
+class UnshardBytes:
     """Unshard, reshard and prefetch. `by_position`: units as registered, which prefetch goes by."""
 
     def __init__(
-        self, sizes: Sequence[UnitBytes], ledger: Ledger, *, section: PrefetchSection, by_position: list[int]
+        self,
+        sizes: Sequence[UnitBytes],
+        ledger: MemoryLedger,
+        *,
+        section: PrefetchSection,
+        by_position: list[int],
     ) -> None:
         self.sizes, self.ledger, self.section, self.by_position = sizes, ledger, section, by_position
         self.units = [_Gathered() for _ in sizes]
         self.buffer = 0  # of the last unit that forward gathered
         self.order: list[int] = []  # units as their forwards ended
 
-    def pre_forward(self, index: int, live: Live) -> None:
+    def pre_forward(self, index: int, live: LiveBytes) -> None:
         self._unshard(index, live, forward=True)
         if self.section.mode == "explicit":
             at = self.by_position.index(index) + 1
             self._prefetch(self.by_position[at : at + self.section.forward], live)
 
-    def post_forward(self, index: int, live: Live) -> None:
+    def post_forward(self, index: int, live: LiveBytes) -> None:
         unit, size = self.units[index], self.sizes[index]
         if not size.gathered:
             return
@@ -115,7 +120,7 @@ class Gathering:
         self.ledger.buffers -= self.buffer
         self.buffer = 0
 
-    def pre_backward(self, index: int, live: Live) -> None:
+    def pre_backward(self, index: int, live: LiveBytes) -> None:
         self._unshard(index, live, forward=False)
         if self.section.mode == "implicit":
             place = self.units[index].places.pop() if self.units[index].places else 0
@@ -137,11 +142,11 @@ class Gathering:
             unit.pending = None
             unit.places.clear()
 
-    def _prefetch(self, targets: Sequence[int], live: Live) -> None:
+    def _prefetch(self, targets: Sequence[int], live: LiveBytes) -> None:
         for target in targets:
             self._issue(target, live)
 
-    def _issue(self, index: int, live: Live) -> None:
+    def _issue(self, index: int, live: LiveBytes) -> None:
         """Starts the all-gather of a unit that is neither gathered nor on its way."""
         unit, size = self.units[index], self.sizes[index]
         if unit.is_unsharded or unit.pending is not None:
@@ -156,7 +161,7 @@ class Gathering:
         self.ledger.observe(live)
         self.ledger.buffers -= copied
 
-    def _unshard(self, index: int, live: Live, *, forward: bool) -> None:
+    def _unshard(self, index: int, live: LiveBytes, *, forward: bool) -> None:
         """Gathers a unit, and copies it out of the buffer into its parameters."""
         self._issue(index, live)
         unit, size = self.units[index], self.sizes[index]
@@ -185,16 +190,16 @@ class _Reduced:
     has_gradient: bool = False
 
 
-class Reducing:
+class ReduceBytes:
     """What becomes of a unit's whole gradients when its backward ends."""
 
-    def __init__(self, sizes: Sequence[UnitBytes], ledger: Ledger, *, plan: Plan) -> None:
+    def __init__(self, sizes: Sequence[UnitBytes], ledger: MemoryLedger, *, plan: Plan) -> None:
         self.sizes, self.ledger, self.plan = sizes, ledger, plan
         self.units = [_Reduced() for _ in sizes]
         self.buffer = 0  # the reduce-scatter input of the last unit
         self.leaving: deque[int] = deque()
 
-    def post_backward(self, index: int, live: Live, *, last: bool) -> None:
+    def post_backward(self, index: int, live: LiveBytes, *, last: bool) -> None:
         """`last`: of the step's microbatches. Without sync, the gradients before it are kept whole."""
         unit, size, ledger = self.units[index], self.sizes[index], self.ledger
         fresh = min(size.whole, live.gradients)  # 0 where autograd adds to those that it has
@@ -223,7 +228,7 @@ class Reducing:
         self.ledger.reduced -= self.ledger.chunks
         self.buffer = self.ledger.chunks = 0
 
-    def _keep_whole(self, index: int, live: Live, *, fresh: int) -> None:
+    def _keep_whole(self, index: int, live: LiveBytes, *, fresh: int) -> None:
         """The gradients stay, in the dtype that they are reduced in; `fresh` bytes of them came just now."""
         unit, size = self.units[index], self.sizes[index]
         is_cast = size.whole != size.whole_reduced
@@ -235,7 +240,7 @@ class Reducing:
             both = size.largest_whole + (0 if kept else size.largest_whole_reduced)
             self.ledger.observe(live._replace(gradients=live.gradients + both))
 
-    def _reduce(self, index: int, live: Live, *, last: bool) -> None:
+    def _reduce(self, index: int, live: LiveBytes, *, last: bool) -> None:
         """From the reduced chunk, which is in flight, to the gradient of the own shard."""
         unit, size, ledger = self.units[index], self.sizes[index], self.ledger
         chunk, replicated = size.reduce_output, size.replicate_degree > 1
@@ -260,7 +265,7 @@ class Reducing:
         elif self.plan.run.optimizer.in_backward:
             self._update(index, live)
 
-    def _update(self, index: int, live: Live) -> None:
+    def _update(self, index: int, live: LiveBytes) -> None:
         """The unit is updated, and its gradient let go."""
         size = self.sizes[index]
         # Until it has reduced, the engine's loop over whole gradients names the last.
@@ -276,5 +281,5 @@ class Reducing:
         """A gradient goes to the host, and the one before the last has gone. See [Note: tiers]."""
         self.units[index].has_gradient = False
         self.leaving.append(self.sizes[index].gradient)
-        if len(self.leaving) > LEAVING:
+        if len(self.leaving) > MAX_OFFLOADING_GRADIENTS:
             self.ledger.gradients -= self.leaving.popleft()

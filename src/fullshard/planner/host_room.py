@@ -9,7 +9,7 @@ from fullshard.spec.plan import Plan
 _SMALLEST_GROUP = 1_000_000  # smaller ones are read and written in pieces that no drive is quick with
 
 
-def ways_into_the_host(plan: Plan, spec: ModelSpec, *, hardware: Hardware) -> list[str]:
+def suggest_host_memory_changes(plan: Plan, spec: ModelSpec, *, hardware: Hardware) -> list[str]:
     """Settings under which `plan`, which its device has room for, has room on its host too."""
     prediction, section = plan.prediction, plan.run.offload
     assert prediction is not None, "only what is predicted is found not to fit"

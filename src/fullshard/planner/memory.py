@@ -25,10 +25,10 @@ Not counted: the random state that recompute keeps for each block (5,056 bytes o
 """
 
 from fullshard.errors import PlanError
-from fullshard.planner.fsdp_memory import Gathering, Ledger, Reducing
+from fullshard.planner.fsdp_memory import MemoryLedger, ReduceBytes, UnshardBytes
 from fullshard.planner.offload import update_bytes
 from fullshard.planner.tensor_parallel import check_split
-from fullshard.planner.trace_memory import Beat, Live, score
+from fullshard.planner.trace_memory import LiveBytes, PhaseBytes, memory_trace
 from fullshard.planner.unit_bytes import UnitBytes, optimizer_bytes, unit_bytes, update_temporaries
 from fullshard.spec.memory import MemoryTerms
 from fullshard.spec.model import ModelSpec
@@ -85,22 +85,22 @@ class _Replay:
         section = plan.run.prefetch
         self.reach = max(section.forward, section.backward) if section.mode == "explicit" else 1
         check_split(spec, plan)
-        units = score(spec, self.trace, microbatch=plan.microbatch, reach=self.reach).units
+        units = memory_trace(spec, self.trace, microbatch=plan.microbatch, reach=self.reach).units
         sizes = [self.kinds[spec.unit_kinds[unit]] for unit in units]
         self.units = units
-        self.ledger = Ledger()
-        self.gathering = Gathering(
+        self.ledger = MemoryLedger()
+        self.gathering = UnshardBytes(
             sizes,
             self.ledger,
             section=section,
             by_position=sorted(range(len(units)), key=lambda i: spec.units[units[i]].position),
         )
-        self.reducing = Reducing(sizes, self.ledger, plan=plan)
+        self.reducing = ReduceBytes(sizes, self.ledger, plan=plan)
         self.passing = update_bytes(spec, plan, rank=rank)
 
     def microbatch(self, number: int, *, last: bool, accumulating: bool) -> None:
         """`number`: counted from 1. `accumulating`: on top of whole gradients."""
-        found = score(
+        found = memory_trace(
             self.spec,
             self.trace,
             microbatch=self.plan.microbatch,
@@ -108,23 +108,25 @@ class _Replay:
             accumulating=accumulating,
             tensor=self.plan.tensor_parallel,
         )
-        ledger, live, before = self.ledger, Live(), self.ledger.held()
+        ledger, live, before = self.ledger, LiveBytes(), self.ledger.held()
         for beat in found.beats:
-            if beat.opens:
+            if beat.starts_period:
                 before = ledger.held()
             ledger.moment = (f"microbatch {number}, {beat.event.replace('_', ' ')}", beat.unit)
             self._act(beat, live, last=last)
             ledger.observe(beat.peak)
             live = beat.end
-            if beat.skips:
-                ledger.skip(before, beat.skips)
+            if beat.skipped_periods:
+                ledger.skip(before, beat.skipped_periods)
 
     def finish(self) -> MemoryTerms:
         """The peak, the optimizer's step taken in."""
         sizes, kinds = self.kinds, self.spec.unit_kinds
         if not self.plan.run.optimizer.in_backward:
             self.ledger.moment = ("optimizer step", -1)
-            self.ledger.observe(Live(backward=update_temporaries((sizes[kind] for kind in kinds), self.plan)))
+            self.ledger.observe(
+                LiveBytes(backward=update_temporaries((sizes[kind] for kind in kinds), self.plan))
+            )
         (moment, unit), held, live = self.ledger.best
         optimizer = {kind: optimizer_bytes(size, self.plan) for kind, size in sizes.items()}
         lasting = {
@@ -147,7 +149,7 @@ class _Replay:
             stream_pools=pools,
         )
 
-    def _act(self, beat: Beat, live: Live, *, last: bool) -> None:
+    def _act(self, beat: PhaseBytes, live: LiveBytes, *, last: bool) -> None:
         """What the engine does at the event that opens `beat`; `live` is the model's own until then."""
         match beat.event:
             case "pre_forward":

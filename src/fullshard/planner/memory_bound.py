@@ -3,13 +3,13 @@
 from typing import NamedTuple
 
 from fullshard.planner.memory import sizes_by_kind
-from fullshard.planner.trace_memory import score
+from fullshard.planner.trace_memory import memory_trace
 from fullshard.planner.unit_bytes import UnitBytes, optimizer_bytes
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 
 
-class Crest(NamedTuple):
+class BackwardPeak(NamedTuple):
     """The highest `live` bytes at which backward of a unit of one kind runs, after and before units of
     others.
 
@@ -22,16 +22,16 @@ class Crest(NamedTuple):
     live: int
 
 
-class Relief(NamedTuple):
+class ActivationBound(NamedTuple):
     """Of one trace and microbatch: `crests`, what is alive as the loss is made, and the most of all."""
 
-    crests: tuple[Crest, ...]
+    crests: tuple[BackwardPeak, ...]
     loss: int
     highest: int
     batch: int
 
 
-class Held(NamedTuple):
+class MeshBytes(NamedTuple):
     """Of one mesh: by the first unit of each kind, sizes; over all units, sums."""
 
     sizes: dict[int, UnitBytes]
@@ -42,10 +42,10 @@ class Held(NamedTuple):
     chunks: int
 
 
-def relief_of(spec: ModelSpec, plan: Plan) -> Relief:
+def activation_bound(spec: ModelSpec, plan: Plan) -> ActivationBound:
     """What of `peak_bytes` depends on the recompute and the microbatch alone."""
     trace = spec.trace(plan.run.recompute, plan.microbatch)
-    found = score(spec, trace, microbatch=plan.microbatch, reach=1, tensor=plan.tensor_parallel)
+    found = memory_trace(spec, trace, microbatch=plan.microbatch, reach=1, tensor=plan.tensor_parallel)
     kinds = [spec.unit_kinds[unit] if spec.units[unit].parameters else -1 for unit in found.units]
     beats = [b for b in found.beats if b.event == "pre_backward" and kinds[b.unit] >= 0]
     crests: dict[tuple[int, int, int], int] = {}
@@ -55,15 +55,15 @@ def relief_of(spec: ModelSpec, plan: Plan) -> Relief:
         key = (kinds[beat.unit], behind, ahead)
         crests[key] = max(crests.get(key, 0), beat.peak.total)
     ends = [beat.peak.total for beat in found.beats if beat.event == "end_forward"]
-    return Relief(
-        tuple(Crest(*key, live) for key, live in crests.items()),
+    return ActivationBound(
+        tuple(BackwardPeak(*key, live) for key, live in crests.items()),
         loss=ends[0] if ends else 0,
         highest=max(beat.peak.total for beat in found.beats),
         batch=round(trace.batch_bytes.at(plan.microbatch)),
     )
 
 
-def held_of(spec: ModelSpec, plan: Plan) -> Held:
+def mesh_bytes(spec: ModelSpec, plan: Plan) -> MeshBytes:
     """What of it depends on the mesh alone."""
     sizes = sizes_by_kind(spec, plan)
     counts = {kind: spec.unit_kinds.count(kind) for kind in sizes}
@@ -74,7 +74,7 @@ def held_of(spec: ModelSpec, plan: Plan) -> Held:
     optimizer = sum(optimizer_bytes(size, plan) * counts[kind] for kind, size in sizes.items())
     # Of a tier's gradients, and of those that are used in backward, hardly any are here at once.
     stays = not (plan.gradients_leave or plan.run.optimizer.in_backward)
-    return Held(
+    return MeshBytes(
         sizes,
         static=over_all("shards") + optimizer + spec.buffer_bytes,
         gathered=over_all("gathered"),
@@ -85,7 +85,7 @@ def held_of(spec: ModelSpec, plan: Plan) -> Held:
     )
 
 
-class Habits(NamedTuple):
+class PlanTraits(NamedTuple):
     """Of a plan: more than one microbatch a step; gradients reduced in each; parameters kept gathered over
     microbatches; gathered ahead of their use."""
 
@@ -95,7 +95,7 @@ class Habits(NamedTuple):
     prefetches: bool
 
 
-def least_bytes(relief: Relief, held: Held, *, habits: Habits) -> int:
+def least_bytes(relief: ActivationBound, held: MeshBytes, *, habits: PlanTraits) -> int:
     """No less than this is alive at the peak of a step: at the end of backward, as the loss is made, and
     while a unit's backward runs. Then its parameters are gathered, the gradients of the unit behind it are on
     their way, and the unit ahead is being gathered.

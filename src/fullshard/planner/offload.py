@@ -54,7 +54,7 @@ from fullshard.errors import PlanError
 from fullshard.planner.roofline import memory_seconds
 from fullshard.planner.unit_bytes import UnitBytes, padded_numel, shard_numel
 from fullshard.planner.unit_costs import TICKS, UnitCost, ticks
-from fullshard.spec.groups import UNIT_BUFFERS, Group, Held, cut, part_bytes, piece_elements
+from fullshard.spec.groups import UNIT_BUFFERS, Group, ShardSize, group_shards, part_bytes, piece_elements
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec, Trace
 from fullshard.spec.plan import ITEMSIZE, Plan, check_tier
@@ -257,7 +257,7 @@ def least_shards_read(
     return max(0, again - there * largest) + max(0, frozen - there * largest_frozen)
 
 
-class Slots(NamedTuple):
+class SlotCounts(NamedTuple):
     """Bytes of a step's state that are in the three slots when the update begins: `kept` since the last one,
     which are not read again; `ahead`: read when that was written. `behind`: which are written last."""
 
@@ -266,15 +266,15 @@ class Slots(NamedTuple):
     behind: int = 0
 
 
-def slots_hold(plan: Plan, records: Sequence[int]) -> Slots:
+def slots_hold(plan: Plan, records: Sequence[int]) -> SlotCounts:
     """`records`: of each group's state. When a group has been read, two before it may still be written."""
     section, places = plan.run.offload, range(len(records))
     if not section.on_disk or not records:
-        return Slots()
+        return SlotCounts()
     last = set(places[-_SLOTS:])
     first = last if section.order == "alternate" else set(places[:_SLOTS])
     kept, ahead = (sum(records[at] for at in own) for own in (first & last, first - last))
-    return Slots(kept, ahead, sum(records[: _SLOTS - 1]))
+    return SlotCounts(kept, ahead, sum(records[: _SLOTS - 1]))
 
 
 def update_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
@@ -301,7 +301,7 @@ def records_of(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
 
 def _groups_of(spec: ModelSpec, plan: Plan, *, rank: int) -> Iterator[tuple[Group, int]]:
     """A rank's groups, and bytes of an element of their masters."""
-    held: list[Held] = []
+    held: list[ShardSize] = []
     itemsizes: dict[str, int] = {}
     for unit in sorted(spec.units, key=lambda unit: unit.position):
         settings = UnitSettings.of(plan, unit.override, kept=unit.kept)
@@ -311,8 +311,8 @@ def _groups_of(spec: ModelSpec, plan: Plan, *, rank: int) -> Iterator[tuple[Grou
             if parameter.requires_grad and parameter.shape:
                 numel = shard_numel(parameter.shape, degree, rank=rank % degree)
                 most = padded_numel(parameter.shape, degree) // degree
-                held.append(Held(f"{unit.position}.{index}", numel=numel, most=most, dtype=master))
-    for group in cut(held, group_parameters=plan.run.offload.group_parameters):
+                held.append(ShardSize(f"{unit.position}.{index}", numel=numel, most=most, dtype=master))
+    for group in group_shards(held, group_parameters=plan.run.offload.group_parameters):
         yield group, itemsizes[group.dtype]
 
 

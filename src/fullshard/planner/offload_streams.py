@@ -20,7 +20,7 @@ class InBuffers:
         return self.trained, self.frozen
 
 
-def bring(streams: Streams, cost: UnitCost, *, updates: bool, reads: bool, reads_frozen: bool) -> int:
+def fetch_shard(streams: Streams, cost: UnitCost, *, updates: bool, reads: bool, reads_frozen: bool) -> int:
     """What comes before a unit is gathered; returns when its own shard is on the device.
 
     `updates`: it was not gathered yet in this step, so its group is updated first. `reads`: its own shard
@@ -51,7 +51,7 @@ def bring(streams: Streams, cost: UnitCost, *, updates: bool, reads: bool, reads
     return streams.host_in
 
 
-def took(unit: int, buffers: list[int]) -> bool:
+def touch_buffer(unit: int, buffers: list[int]) -> bool:
     """Whether what is gathered of the unit was in one of these `buffers`, where it is now as used last."""
     was_there = unit in buffers
     buffers[:] = [*(one for one in buffers if one != unit), unit][-UNIT_BUFFERS:]
@@ -71,7 +71,7 @@ def _update(streams: Streams, cost: UnitCost) -> int:
     return streams.updating
 
 
-def leave(streams: Streams, cost: UnitCost, *, adds: bool) -> None:
+def offload_gradient(streams: Streams, cost: UnitCost, *, adds: bool) -> None:
     """A reduced gradient goes to the host; `adds`: to what is there of it."""
     if not cost.leave:
         return
@@ -81,13 +81,13 @@ def leave(streams: Streams, cost: UnitCost, *, adds: bool) -> None:
     done = max(streams.reduce, streams.all_reduce) if cost.is_replicated else streams.reduce
     streams.host_out = max(streams.host_out, done) + cost.leave
     if adds:
-        streams.adding = max(streams.adding, streams.host_out) + cost.add
-    streams.left, streams.leaving = streams.leaving, streams.host_out
+        streams.host_sum = max(streams.host_sum, streams.host_out) + cost.add
+    streams.previous_gradient_out, streams.last_gradient_out = streams.last_gradient_out, streams.host_out
 
 
-def all_left(streams: Streams, *, norm: int) -> None:
+def wait_for_gradients(streams: Streams, *, norm: int) -> None:
     """The step ends with all gradients on the host, and their norm known, which takes `norm`."""
-    streams.wait(max(streams.host_out, streams.adding), "host")
+    streams.wait(max(streams.host_out, streams.host_sum), "host")
     _spend(streams, norm)
 
 

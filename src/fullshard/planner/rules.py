@@ -12,14 +12,14 @@ from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import ITEMSIZE, Plan
 from fullshard.spec.run import Strategy
-from fullshard.spec.value import Value
+from fullshard.spec.value import FrozenModel
 
 _ROOM = 0.5  # of the device for what is kept between steps; the rest is for activations
 _FAST = 4.0  # from this ratio of links on, shards stay within a node
 _BUCKET = 25 * 2**20  # the default bucket of DistributedDataParallel (`bucket_cap_mb`)
 
 
-class Rule(Value):
+class Rule(FrozenModel):
     """What a rule `says`, the `figures` that it goes by, what it `advises`, and what the planner has
     `chosen`."""
 

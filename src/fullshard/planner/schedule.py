@@ -8,7 +8,7 @@ from fullshard.errors import PlanError
 from fullshard.spec.model import Event, ModelSpec, Phase, Repeat, Trace
 
 
-class Step(NamedTuple):
+class ScheduleStep(NamedTuple):
     """One phase: its `event`, the model's unit (in a repeated segment: on the first turn; -1: the run), the
     unit that stands for it in the trace, and the phase's own index."""
 
@@ -18,16 +18,16 @@ class Step(NamedTuple):
     phase: int
 
 
-class Segment(NamedTuple):
+class ScheduleSegment(NamedTuple):
     """Phases that follow each other `times` times; each turn is about units `stride` further on."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ScheduleStep, ...]
     times: int = 1
     stride: int = 0
 
 
 @dataclass(frozen=True)
-class Program:
+class Schedule:
     """The acts of one microbatch.
 
     `segments`: as the phases are; `turns` of each phase. `traced`: which unit of the trace stands for each
@@ -35,13 +35,13 @@ class Program:
     its own (-1: none), in order; the engine prefetches it in backward.
     """
 
-    segments: tuple[Segment, ...]
-    turns: tuple[int, ...]
+    segments: tuple[ScheduleSegment, ...]
+    repeats: tuple[int, ...]
     traced: tuple[int, ...]
     before: tuple[tuple[int, ...], ...]
 
     @property
-    def firsts(self) -> tuple[int, ...]:
+    def first_units(self) -> tuple[int, ...]:
         """For each unit of the trace the first of the model that it stands for."""
         found: dict[int, int] = {}
         for unit, traced in enumerate(self.traced):
@@ -49,10 +49,10 @@ class Program:
         return tuple(found[traced] for traced in range(len(found)))
 
 
-def program_of(spec: ModelSpec, trace: Trace, *, phases: Sequence[Phase]) -> Program:
+def program_of(spec: ModelSpec, trace: Trace, *, phases: Sequence[Phase]) -> Schedule:
     """`phases` are `trace.phases` or `trace.accumulating`. Raises PlanError where the units do not add up."""
     traced, firsts = _units(spec, trace)
-    segments: list[Segment] = []
+    segments: list[ScheduleSegment] = []
     turns = [1] * len(phases)
     for start, end, repeat in runs_of(phases, trace.repeats):
         run = phases[start:end]
@@ -60,14 +60,14 @@ def program_of(spec: ModelSpec, trace: Trace, *, phases: Sequence[Phase]) -> Pro
         descends = any(phase.event in ("pre_backward", "post_backward") for phase in run)
         last = (times - 1) * units if descends else 0
         steps = tuple(
-            Step(p.event, firsts[p.unit] + last if p.unit >= 0 else -1, p.unit, i)
+            ScheduleStep(p.event, firsts[p.unit] + last if p.unit >= 0 else -1, p.unit, i)
             for i, p in enumerate(run, start)
         )
         turns[start:end] = [times] * len(run)
-        segments.append(Segment(steps, times, -units if descends else units))
+        segments.append(ScheduleSegment(steps, times, -units if descends else units))
     has_parameters = [bool(spec.units[firsts[unit]].parameters) for unit in range(len(firsts))]
     before = _order(segments, count=len(spec.units), has_parameters=has_parameters)
-    return Program(tuple(segments), tuple(turns), traced, before)
+    return Schedule(tuple(segments), tuple(turns), traced, before)
 
 
 def runs_of(phases: Sequence[Phase], repeats: Sequence[Repeat]) -> list[tuple[int, int, Repeat | None]]:
@@ -118,7 +118,7 @@ def _units(spec: ModelSpec, trace: Trace) -> tuple[tuple[int, ...], list[int]]:
 
 
 def _order(
-    segments: Sequence[Segment], *, count: int, has_parameters: Sequence[bool]
+    segments: Sequence[ScheduleSegment], *, count: int, has_parameters: Sequence[bool]
 ) -> tuple[tuple[int, ...], ...]:
     before: list[list[int]] = [[] for _ in range(count)]
     last = -1

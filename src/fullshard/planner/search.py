@@ -19,9 +19,16 @@ from dataclasses import dataclass, field
 
 from fullshard.errors import PlanError
 from fullshard.planner.candidates import Candidate, WhatIf, candidates, to_plan
-from fullshard.planner.host_room import ways_into_the_host
+from fullshard.planner.host_room import suggest_host_memory_changes
 from fullshard.planner.memory import peak_bytes
-from fullshard.planner.memory_bound import Habits, Held, Relief, held_of, least_bytes, relief_of
+from fullshard.planner.memory_bound import (
+    ActivationBound,
+    MeshBytes,
+    PlanTraits,
+    activation_bound,
+    least_bytes,
+    mesh_bytes,
+)
 from fullshard.planner.offload import TIERS
 from fullshard.planner.step_time import Computing, Demand, StepTimer
 from fullshard.quantities import format_bytes, format_seconds
@@ -31,7 +38,7 @@ from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import OffloadTerms, Prediction, host_fits
 from fullshard.spec.run import Run, Tier
-from fullshard.spec.value import NonNegativeInt, Value
+from fullshard.spec.value import FrozenModel, NonNegativeInt
 
 RANKED = 20
 _SAME = 1e-3
@@ -39,7 +46,7 @@ Memory = Callable[[ModelSpec, Plan], MemoryTerms]
 Order = tuple[int, int]
 
 
-class Found(Value):
+class SearchResult(FrozenModel):
     """What a search found. Every plan in it carries its prediction.
 
     `best`: the fastest that fits; None if none does. `ranked`: it and the next fastest that fit, best first.
@@ -66,7 +73,7 @@ def search(  # signature: the library's, the same for all its questions
     capacity_bytes: int | None = None,
     memory: Memory = peak_bytes,
     what_if: WhatIf | None = None,
-) -> Found:
+) -> SearchResult:
     """The fastest plans of `spec` on all ranks of `hardware`, over everything that `run` leaves open.
 
     `capacity_bytes`: what one rank may take of its device, context included; unset, `hardware` says.
@@ -108,7 +115,7 @@ def plan(  # signature: the library's
     if found.best is not None:
         return found.best
     assert found.closest is not None, "a search that considered something has a best plan or a closest"
-    raise nothing_fits(found.closest, spec=spec, hardware=hardware, run=run)
+    raise no_plan_fits(found.closest, spec=spec, hardware=hardware, run=run)
 
 
 def with_capacity(hardware: Hardware, capacity_bytes: int) -> Hardware:
@@ -137,14 +144,14 @@ def order_of(seconds: float, index: int) -> Order:
     return math.floor(math.log(seconds) / _SAME), index
 
 
-def nothing_fits(closest: Plan, *, spec: ModelSpec, hardware: Hardware, run: Run) -> PlanError:
+def no_plan_fits(closest: Plan, *, spec: ModelSpec, hardware: Hardware, run: Run) -> PlanError:
     """The error of a `run` that no plan fits: how near the closest comes, and what would make it fit."""
     prediction = closest.prediction
     assert prediction is not None, "the closest plan is predicted"
     over = prediction.needed_bytes - prediction.capacity_bytes
     outside = prediction.offload or prediction.activations
     if outside is not None and over <= 0:
-        ways = ways_into_the_host(closest, spec, hardware=hardware)
+        ways = suggest_host_memory_changes(closest, spec, hardware=hardware)
         return PlanError(
             f"no plan fits {format_bytes(outside.host_capacity_bytes or 0)} of host memory per rank.",
             got=f"closest: {describe_plan(closest)} -> {format_bytes(prediction.host_bytes)}",
@@ -157,7 +164,7 @@ def nothing_fits(closest: Plan, *, spec: ModelSpec, hardware: Hardware, run: Run
         got=f"closest: {describe_plan(closest)} -> {format_bytes(prediction.needed_bytes)}"
         f" ({format_bytes(over)} over)",
         why=f"largest: {largest.replace('_', ' ')}, {format_bytes(count)}",
-        fix=_way_out(spec, hardware, run=run),
+        fix=_suggest_change(spec, hardware, run=run),
     )
 
 
@@ -179,7 +186,7 @@ def describe_plan(plan: Plan) -> str:
     )
 
 
-def _way_out(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str:
+def _suggest_change(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str:
     """The cheapest change that fits, and the cheapest tier that would."""
     way, tier = _change(spec, hardware, run=run), _tier(spec, hardware, run=run)
     return f"{way}; or {tier}" if tier else way
@@ -298,7 +305,7 @@ def _peak_flops(hardware: Hardware, plan: Plan) -> float | None:
 
 
 @dataclass
-class _Kind:
+class _StrategyResult:
     """What is known of the candidates of one kind."""
 
     best: tuple[Order, Plan] | None = None
@@ -314,17 +321,17 @@ class _Search:
         self.spec, self.hardware, self.run, self.memory = spec, hardware, run, memory
         self.what_if = what_if
         self.timer = StepTimer(spec, hardware)
-        self.kinds: dict[str, _Kind] = defaultdict(_Kind)
+        self.kinds: dict[str, _StrategyResult] = defaultdict(_StrategyResult)
         self.ranked: list[tuple[Order, Plan]] = []
         self.fastest: tuple[Order, Plan] | None = None
         self.predicted = 0
         self._demand: dict[object, Demand] = {}
         self._computing: dict[object, Computing] = {}
-        self._held: dict[object, Held] = {}
-        self._relief: dict[object, Relief] = {}
+        self._held: dict[object, MeshBytes] = {}
+        self._relief: dict[object, ActivationBound] = {}
         self._peaks: dict[object, MemoryTerms] = {}
 
-    def found(self) -> Found:
+    def found(self) -> SearchResult:
         """Goes through the candidates."""
         bounded = [
             (self._least_seconds(one), index, one)
@@ -342,15 +349,15 @@ class _Search:
                 kind.best = self._smallest(kind)
         best = self.ranked[0][1] if self.ranked else None
         by_kind = {name: kind.best for name, kind in self.kinds.items() if kind.best is not None}
-        closest = None if best else min(by_kind.values(), key=_by_lack)[1]
+        closest = None if best else min(by_kind.values(), key=_by_shortfall)[1]
         assert self.fastest is not None, "something was considered"
-        return Found(
+        return SearchResult(
             best=best,
             ranked=tuple(plan for _, plan in self.ranked),
             fastest=self.fastest[1],
             closest=closest,
             by_strategy={name: plan for name, (_, plan) in by_kind.items()},
-            considered=sum(not candidate.is_double for *_, candidate in bounded),
+            considered=sum(not candidate.is_duplicate for *_, candidate in bounded),
             predicted=self.predicted,
         )
 
@@ -359,7 +366,7 @@ class _Search:
         kind = self.kinds[candidate.kind]
         if self.fastest is None or least < self.fastest[0]:
             self._note_fastest(candidate, index)
-        may_rank = not candidate.is_double and (len(self.ranked) < RANKED or least < self.ranked[-1][0])
+        may_rank = not candidate.is_duplicate and (len(self.ranked) < RANKED or least < self.ranked[-1][0])
         if not may_rank and kind.best is not None and least > kind.best[0]:
             return
         bound = self._least_bytes(candidate)
@@ -369,7 +376,7 @@ class _Search:
         order, plan = self._ordered(candidate, index)
         if kind.best is None or order < kind.best[0]:
             kind.best = (order, plan)
-        if not candidate.is_double:
+        if not candidate.is_duplicate:
             self.ranked = sorted([*self.ranked, (order, plan)], key=lambda one: one[0])[:RANKED]
 
     def _note_fastest(self, candidate: Candidate, index: int) -> None:
@@ -377,7 +384,7 @@ class _Search:
         if self.fastest is None or order < self.fastest[0]:
             self.fastest = (order, plan)
 
-    def _smallest(self, kind: _Kind) -> tuple[Order, Plan] | None:
+    def _smallest(self, kind: _StrategyResult) -> tuple[Order, Plan] | None:
         """Of candidates that do not fit the one that needs the fewest bytes, and of these the plainest."""
         best: tuple[int, int, Candidate] | None = None
         for bound, index, candidate in sorted(kind.too_large, key=lambda one: one[:2]):
@@ -439,10 +446,10 @@ class _Search:
         mesh, apart = (candidate.mesh, candidate.apart), candidate.apart
         own = (candidate.batch.microbatch, candidate.recompute, apart.tensor)
         if mesh not in self._held:
-            self._held[mesh] = held_of(self.spec, self._plan(candidate))
+            self._held[mesh] = mesh_bytes(self.spec, self._plan(candidate))
         if own not in self._relief:
-            self._relief[own] = relief_of(self.spec, self._plan(candidate))
-        habits = Habits(
+            self._relief[own] = activation_bound(self.spec, self._plan(candidate))
+        habits = PlanTraits(
             accumulates=candidate.batch.accumulation > 1,
             syncs=candidate.batch.sync == "each",
             keeps=not candidate.mesh.frees,
@@ -451,7 +458,7 @@ class _Search:
         return least_bytes(self._relief[own], self._held[mesh], habits=habits)
 
 
-def _by_lack(one: tuple[Order, Plan]) -> tuple[int, int, int, Order]:
+def _by_shortfall(one: tuple[Order, Plan]) -> tuple[int, int, int, Order]:
     """By what is over the device's memory, then by what is over the host's, then by bytes."""
     prediction = one[1].prediction
     assert prediction is not None, "plans of a search are predicted"

@@ -9,9 +9,23 @@ from itertools import islice
 from typing import NamedTuple
 
 from fullshard.planner.activations import Moved
-from fullshard.planner.offload_streams import InBuffers, all_left, bring, leave, took
-from fullshard.planner.schedule import Program, Segment, Step
-from fullshard.planner.steady_state import GATHER_CLOCKS, NEVER, REDUCE_CLOCKS, Mark, clamp, mark, skip
+from fullshard.planner.offload_streams import (
+    InBuffers,
+    fetch_shard,
+    offload_gradient,
+    touch_buffer,
+    wait_for_gradients,
+)
+from fullshard.planner.schedule import Schedule, ScheduleSegment, ScheduleStep
+from fullshard.planner.steady_state import (
+    GATHER_CLOCKS,
+    NEVER,
+    REDUCE_CLOCKS,
+    StreamSnapshot,
+    raise_to_compute,
+    skip_repeated,
+    snapshot,
+)
 from fullshard.planner.streams import Streams
 from fullshard.planner.unit_costs import UnitCost
 from fullshard.spec.groups import UNIT_BUFFERS
@@ -29,7 +43,7 @@ class Work(NamedTuple):
     phase, or nothing where none moves activations.
     """
 
-    program: Program
+    program: Schedule
     lengths: tuple[tuple[int, int], ...]
     sent: tuple[int, ...] = ()
     moved: tuple[Moved, ...] = ()
@@ -52,7 +66,7 @@ class Policy:
 
 
 @dataclass
-class Timeline:
+class StepSimulation:
     """Puts microbatches on `streams`. `costs`: of the units of the trace."""
 
     streams: Streams
@@ -69,26 +83,26 @@ class Timeline:
 
     def step(self, work: Work, *, accumulating: Work, accumulation: int) -> None:
         """All microbatches of a step; `accumulating` are those after the first."""
-        marks: list[Mark] = []
+        marks: list[StreamSnapshot] = []
         index = 0
         if self.policy.update_first:
             traced = work.program.traced
             own = (u for u in self.policy.by_position if self.costs[traced[u]].shards_on_disk)
             for unit in [*islice(own, UNIT_BUFFERS)][::-1]:
-                took(unit, self.in_buffers.trained)
+                touch_buffer(unit, self.in_buffers.trained)
         while index < accumulation:
             self.streams.slack = NEVER
             first, last = index == 0, index == accumulation - 1
             self._microbatch(work if first else accumulating, first=first, last=last)
             # The next forward lets the gather streams wait for the compute stream, and that has waited for
             # all.
-            clamp(self.streams, (*GATHER_CLOCKS, *REDUCE_CLOCKS))
+            raise_to_compute(self.streams, (*GATHER_CLOCKS, *REDUCE_CLOCKS))
             if not first:
-                marks.append(mark(self.streams, self.pending, in_buffers=self.in_buffers))
+                marks.append(snapshot(self.streams, self.pending, in_buffers=self.in_buffers))
             index += 1
             index += self._skip(marks, left=accumulation - 1 - index, stride=0)
         if self.policy.norm is not None:
-            all_left(self.streams, norm=self.policy.norm)
+            wait_for_gradients(self.streams, norm=self.policy.norm)
 
     def _microbatch(self, work: Work, *, first: bool, last: bool) -> None:
         self.uses.clear()
@@ -96,14 +110,14 @@ class Timeline:
         for segment in work.program.segments:
             self._segment(segment, work, first=first, last=last)
 
-    def _segment(self, segment: Segment, work: Work, *, first: bool, last: bool) -> None:
+    def _segment(self, segment: ScheduleSegment, work: Work, *, first: bool, last: bool) -> None:
         if segment.times == 1:
             self._turn(segment.steps, work, shift=0, first=first, last=last)
             return
         prefetch = self.policy.prefetch
         ahead = max(prefetch.forward, prefetch.backward) if prefetch.mode == "explicit" else 1
         behind = ahead // abs(segment.stride) + 1  # turns that see units behind the segment
-        marks: list[Mark] = []
+        marks: list[StreamSnapshot] = []
         turn, slack = 0, self.streams.slack
         while turn < segment.times:
             self.streams.slack = NEVER
@@ -111,15 +125,17 @@ class Timeline:
             turn += 1
             left = segment.times - behind - turn
             if left > 0 and self.policy.skips:
-                clamp(self.streams, REDUCE_CLOCKS)
-                marks.append(mark(self.streams, self.pending, in_buffers=self.in_buffers))
+                raise_to_compute(self.streams, REDUCE_CLOCKS)
+                marks.append(snapshot(self.streams, self.pending, in_buffers=self.in_buffers))
                 skipped = self._skip(marks, left=left, stride=segment.stride)
                 self._copy_states(segment, turn, skipped=skipped)
                 turn += skipped
             slack = min(slack, self.streams.slack)
         self.streams.slack = slack
 
-    def _turn(self, steps: Sequence[Step], work: Work, *, shift: int, first: bool, last: bool) -> None:
+    def _turn(
+        self, steps: Sequence[ScheduleStep], work: Work, *, shift: int, first: bool, last: bool
+    ) -> None:
         streams, lengths, program = self.streams, work.lengths, work.program
         for event, unit, traced, phase in steps:
             if unit < 0:
@@ -150,12 +166,12 @@ class Timeline:
             self.pending.clear()
             self.put_back.clear()
             self.streams.finish(is_sharded=any(cost.is_sharded for cost in self.costs))
-            self.streams.input_free = self.streams.compute
+            self.streams.reduce_input_free = self.streams.compute
 
-    def _pre_forward(self, unit: int, cost: UnitCost, *, program: Program) -> None:
-        self._take_up(unit)
+    def _pre_forward(self, unit: int, cost: UnitCost, *, program: Schedule) -> None:
+        self._charge_hook(unit)
         self._issue(unit, cost)
-        self._arrive(unit, cost, forward=True)
+        self._wait_and_copy_out(unit, cost, forward=True)
         if self.policy.prefetch.mode == "explicit":
             at = self.policy.place[unit] + 1
             self._prefetch(self.policy.by_position[at : at + self.policy.prefetch.forward], program)
@@ -164,14 +180,14 @@ class Timeline:
         if cost.reshards and unit in self.unsharded:
             self.unsharded.discard(unit)
             if cost.resharded:
-                self.streams.copy(cost.put_back)
+                self.streams.copy(cost.hpz_copy)
                 self.put_back[unit] = self.streams.compute
 
-    def _pre_backward(self, unit: int, cost: UnitCost, *, program: Program) -> None:
+    def _pre_backward(self, unit: int, cost: UnitCost, *, program: Schedule) -> None:
         self.in_backward = True
-        self._take_up(unit)
+        self._charge_hook(unit)
         self._issue(unit, cost)
-        self._arrive(unit, cost, forward=False)
+        self._wait_and_copy_out(unit, cost, forward=False)
         prefetch, order = self.policy.prefetch, self.policy.by_position
         if prefetch.mode == "implicit":
             before, used = program.before[unit], self.uses.get(unit, 0)
@@ -187,7 +203,7 @@ class Timeline:
         if last or not self.policy.keeps:
             self.unsharded.discard(unit)
         if not (last or self.policy.syncs):
-            streams.copy(cost.keep if first else cost.keep_again)
+            streams.copy(cost.keep_unsynced if first else cost.keep_again)
             return
         if not cost.is_trained:
             return
@@ -201,17 +217,17 @@ class Timeline:
                 streams.on_reduce(cost.add_partial)
             if not last:
                 return
-            streams.start_all_reduce(cost, settle=cost.settle)
+            streams.start_all_reduce(cost, settle=cost.cast_gradient)
         else:
-            streams.on_reduce(cost.settle_again if adds and not cost.leave else cost.settle)
-        leave(streams, cost, adds=adds and not cost.is_replicated)
+            streams.on_reduce(cost.settle_again if adds and not cost.leave else cost.cast_gradient)
+        offload_gradient(streams, cost, adds=adds and not cost.is_replicated)
 
-    def _take_up(self, unit: int) -> None:
+    def _charge_hook(self, unit: int) -> None:
         """The host's work for a unit that is not there yet; a hook that finds it gathered does nothing."""
         if unit not in self.unsharded:
             self.streams.on_host(self.policy.act)
 
-    def _prefetch(self, units: Sequence[int], program: Program) -> None:
+    def _prefetch(self, units: Sequence[int], program: Schedule) -> None:
         for unit in units:
             cost = self.costs[program.traced[unit]]
             if cost.has_parameters:
@@ -226,10 +242,10 @@ class Timeline:
         # What is kept over fewer ranks (hpZ) is on the device, and comes from there.
         if not (again and cost.resharded):
             updates = self.updates and not self.in_backward
-            is_there = not cost.shards_on_disk or took(unit, self.in_buffers.trained)
+            is_there = not cost.shards_on_disk or touch_buffer(unit, self.in_buffers.trained)
             reads = not is_there and (self.policy.update_first or not updates)
-            frozen_too = bool(cost.frozen_on_disk) and not took(unit, self.in_buffers.frozen)
-            there = bring(self.streams, cost, updates=updates, reads=reads, reads_frozen=frozen_too)
+            frozen_too = bool(cost.frozen_on_disk) and not touch_buffer(unit, self.in_buffers.frozen)
+            there = fetch_shard(self.streams, cost, updates=updates, reads=reads, reads_frozen=frozen_too)
         if not cost.is_sharded:
             self.pending[unit] = there
             return
@@ -240,7 +256,7 @@ class Timeline:
             after=max(self.put_back.pop(unit, 0), there),
         )
 
-    def _arrive(self, unit: int, cost: UnitCost, *, forward: bool) -> None:
+    def _wait_and_copy_out(self, unit: int, cost: UnitCost, *, forward: bool) -> None:
         """Waits for a unit's all-gather, and copies it out."""
         there = self.pending.pop(unit, None)
         if there is None:
@@ -258,14 +274,14 @@ class Timeline:
             streams.hold_gathers(streams.compute)
         self.unsharded.add(unit)
 
-    def _skip(self, marks: Sequence[Mark], *, left: int, stride: int) -> int:
+    def _skip(self, marks: Sequence[StreamSnapshot], *, left: int, stride: int) -> int:
         if not self.policy.skips or left <= 0:
             return 0
-        return skip(
+        return skip_repeated(
             self.streams, marks, left=left, stride=stride, pending=self.pending, in_buffers=self.in_buffers
         )
 
-    def _copy_states(self, segment: Segment, turn: int, *, skipped: int) -> None:
+    def _copy_states(self, segment: ScheduleSegment, turn: int, *, skipped: int) -> None:
         """What was skipped is left as the last turn left its units."""
         if not skipped:
             return
@@ -281,7 +297,7 @@ class Timeline:
                 self.unsharded.difference_update(gone)
 
 
-def one_of_many(  # signature: as `Timeline`
+def simulate_steady_step(  # signature: as `StepSimulation`
     streams: Streams,
     costs: Sequence[UnitCost],
     policy: Policy,
@@ -295,8 +311,8 @@ def one_of_many(  # signature: as `Timeline`
     """
     found = InBuffers()
     if any(cost.frozen_on_disk for cost in costs):
-        before = Timeline(replace(streams), costs, policy)
+        before = StepSimulation(replace(streams), costs, policy)
         before.step(works[0], accumulating=works[1], accumulation=accumulation)
         found.frozen += before.in_buffers.frozen
-    last = Timeline(streams, costs, policy, in_buffers=found)
+    last = StepSimulation(streams, costs, policy, in_buffers=found)
     last.step(works[0], accumulating=works[1], accumulation=accumulation)

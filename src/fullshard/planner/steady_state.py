@@ -42,7 +42,7 @@ _SUMS = (
 )
 
 
-class Mark(NamedTuple):
+class StreamSnapshot(NamedTuple):
     """The state at the end of a turn. `pending`: the units on their way, and when they will be there;
     `buffered`: those in each kind of the host's buffers, the last used last."""
 
@@ -62,21 +62,21 @@ class _Cycle(NamedTuple):
 
     turns: int
     length: int
-    before: Mark
+    before: StreamSnapshot
     behind: int = 0
     most: int = NEVER
 
 
-def clamp(streams: Streams, clocks: Sequence[str]) -> None:
+def raise_to_compute(streams: Streams, clocks: Sequence[str]) -> None:
     """Sets clocks to the compute stream's where they lie before it. See [Note: skipping] for when this is no
     change."""
     for clock in clocks:
         setattr(streams, clock, max(getattr(streams, clock), streams.compute))
 
 
-def mark(streams: Streams, pending: Mapping[int, int], *, in_buffers: InBuffers) -> Mark:
+def snapshot(streams: Streams, pending: Mapping[int, int], *, in_buffers: InBuffers) -> StreamSnapshot:
     """The state now."""
-    return Mark(
+    return StreamSnapshot(
         streams.compute,
         streams.host,
         tuple(getattr(streams, clock) for clock in GATHER_CLOCKS),
@@ -88,9 +88,9 @@ def mark(streams: Streams, pending: Mapping[int, int], *, in_buffers: InBuffers)
     )
 
 
-def skip(  # signature: all that a turn changes
+def skip_repeated(  # signature: all that a turn changes
     streams: Streams,
-    marks: Sequence[Mark],
+    marks: Sequence[StreamSnapshot],
     *,
     left: int,
     stride: int,
@@ -127,7 +127,7 @@ def skip(  # signature: all that a turn changes
     return times * cycle.turns
 
 
-def _cycle(marks: Sequence[Mark], turns: int, *, stride: int) -> _Cycle | None:
+def _cycle(marks: Sequence[StreamSnapshot], turns: int, *, stride: int) -> _Cycle | None:
     """The last `turns` turns, if they led back to the state before them."""
     before, now = marks[-1 - turns], marks[-1]
     length = now.compute - before.compute

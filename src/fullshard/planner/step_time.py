@@ -38,7 +38,7 @@ from fullshard.planner.offload import (
 )
 from fullshard.planner.roofline import memory_seconds, phase_costs
 from fullshard.planner.schedule import program_of
-from fullshard.planner.simulate import Policy, Work, one_of_many
+from fullshard.planner.simulate import Policy, Work, simulate_steady_step
 from fullshard.planner.streams import Streams
 from fullshard.planner.tensor_parallel import axis_seconds
 from fullshard.planner.unit_bytes import UnitBytes, unit_bytes
@@ -156,7 +156,7 @@ class StepTimer:
         trace = self.spec.trace(plan.run.recompute, plan.microbatch)
         if not moves(trace.phases):
             return None
-        turns = self._work_of(plan, trace, fused=False, adds=False).program.turns
+        turns = self._work_of(plan, trace, fused=False, adds=False).program.repeats
         return activation_terms(plan, trace.phases, turns=turns, hardware=self.hardware)
 
     def _simulated(self, plan: Plan, trace: Trace, *, units: Units, moves_nothing: bool = False) -> Streams:
@@ -175,7 +175,9 @@ class StepTimer:
         work, accumulating = self._works(plan, trace)
         if moves_nothing:
             work, accumulating = work._replace(moved=()), accumulating._replace(moved=())
-        one_of_many(streams, units.costs, policy, works=(work, accumulating), accumulation=plan.accumulation)
+        simulate_steady_step(
+            streams, units.costs, policy, works=(work, accumulating), accumulation=plan.accumulation
+        )
         return streams
 
     def units(self, plan: Plan, trace: Trace) -> Units:
@@ -204,17 +206,17 @@ class StepTimer:
             times = (plan.accumulation if frees else 1) * count
             forward = times if index in begun[0] else 0
             again = times if frees and cost.reshards and index in begun[1] else 0
-            copied += (forward + again) * cost.copy_out + again * cost.put_back
-            inline += forward * (cost.copy_in + cost.gather) + again * (cost.again_in + cost.again)
+            copied += (forward + again) * cost.copy_out + again * cost.hpz_copy
+            inline += forward * (cost.copy_in + cost.gather) + again * (cost.again_in + cost.backward_gather)
             network += forward * cost.gather
-            if cost.apart:
-                apart += again * cost.again
+            if cost.separate_network:
+                apart += again * cost.backward_gather
             else:
-                network += again * cost.again
+                network += again * cost.backward_gather
             if cost.is_trained and index in begun[1]:
                 copied += count * (
                     reductions * cost.pack
-                    + (plan.accumulation - reductions) * min(cost.keep, cost.keep_again)
+                    + (plan.accumulation - reductions) * min(cost.keep_unsynced, cost.keep_again)
                 )
                 network += count * reductions * cost.scatter if cost.is_sharded else 0
                 if cost.shares_wires:
@@ -229,7 +231,7 @@ class StepTimer:
         trace = self.spec.trace(plan.run.recompute, plan.microbatch)
         device = issue = 0
         for work, times in zip(self._works(plan, trace), (1, plan.accumulation - 1), strict=True):
-            for (length, launched), turns in zip(work.lengths, work.program.turns, strict=True):
+            for (length, launched), turns in zip(work.lengths, work.program.repeats, strict=True):
                 device += length * turns * times
                 issue += launched * turns * times
         return Computing(device, issue)
@@ -275,7 +277,9 @@ class StepTimer:
             watched = trace.recompute.mode == "selective" and not fused
             launch = ticks(rates.launch_seconds + (rates.watched_seconds if watched else 0.0))
             program = program_of(self.spec, trace, phases=phases)
-            axis = axis_seconds(self.spec, phases, plan=plan, units=program.firsts, hardware=self.hardware)
+            axis = axis_seconds(
+                self.spec, phases, plan=plan, units=program.first_units, hardware=self.hardware
+            )
             sent = tuple(map(ticks, axis))
             lengths = tuple(
                 (ticks(cost.seconds) + own, cost.launches * launch)
@@ -286,7 +290,7 @@ class StepTimer:
 
     def _measure(self, plan: Plan, trace: Trace) -> Units:
         program = self._work_of(plan, trace, fused=False, adds=False).program
-        firsts, tensor = program.firsts, plan.tensor_parallel
+        firsts, tensor = program.first_units, plan.tensor_parallel
         sizes = tuple(unit_bytes(self.spec.units[unit], plan) for unit in firsts)
         counts = tuple(program.traced.count(i) for i in range(len(firsts)))
         costs = tuple(
@@ -403,7 +407,7 @@ def _device_ticks(work: Work, *, serial: bool) -> int:
     """Without what is sent between ranks that share matmuls."""
     return sum(
         (length - sent + (launched if serial else 0)) * turns
-        for (length, launched), sent, turns in zip(work.lengths, work.sent, work.program.turns, strict=True)
+        for (length, launched), sent, turns in zip(work.lengths, work.sent, work.program.repeats, strict=True)
     )
 
 
@@ -412,5 +416,5 @@ def _sent(works: tuple[Work, Work], *, accumulation: int) -> int:
     return sum(
         sent * turns * times
         for work, times in zip(works, (1, accumulation - 1), strict=True)
-        for sent, turns in zip(work.sent, work.program.turns, strict=True)
+        for sent, turns in zip(work.sent, work.program.repeats, strict=True)
     )

@@ -58,20 +58,20 @@ class Streams:
     copy_in: int = 0
     gather: int = 0
     network: int = 0  # the shard axis's communicator, and what shares its wires
-    apart: int = 0  # that of gathers over fewer ranks, if over other wires
+    hpz_network: int = 0  # that of gathers over fewer ranks, if over other wires
     reduce: int = 0
     all_reduce: int = 0
-    input_free: int = 0  # when the reduce-scatter's input may go
+    reduce_input_free: int = 0  # when the reduce-scatter's input may go
     copied_out: int = 0  # what the next forward's copy-out lets the gather streams wait for
     disk: int = 0
     updating: int = 0  # the host's update
     host_in: int = 0  # copies to the device
     fetched: int = 0  # when the last own shard that was copied in may go
     host_out: int = 0  # copies from the device
-    leaving: int = 0  # when the last gradient is out, and the one before it
-    left: int = 0
-    adding: int = 0  # the host's sums of gradients
-    moving: int = 0  # the last copies of activations
+    last_gradient_out: int = 0  # when the last gradient is out, and the one before it
+    previous_gradient_out: int = 0
+    host_sum: int = 0  # the host's sums of gradients
+    activation_copy: int = 0  # the last copies of activations
     computed: int = 0
     copied: int = 0
     waited_all_gather: int = 0
@@ -127,7 +127,7 @@ class Streams:
 
     def start_gather(self, cost: UnitCost, *, again: bool, inline: bool, after: int) -> int:
         """Issues an all-gather; returns when it will be there. `after`: what its streams wait for before."""
-        into, length = (cost.again_in, cost.again) if again else (cost.copy_in, cost.gather)
+        into, length = (cost.again_in, cost.backward_gather) if again else (cost.copy_in, cost.gather)
         inline = inline or self.serial
         if inline:
             self.wait(after, "host")
@@ -138,8 +138,8 @@ class Streams:
             self.slack = min(self.slack, ready - self.host)
             self.copy_in = max(ready, self.host) + into
             start = max(self.gather, self.copy_in)
-        if again and cost.apart:
-            end = self.apart = max(start, self.apart) + length
+        if again and cost.separate_network:
+            end = self.hpz_network = max(start, self.hpz_network) + length
         else:
             end = self.network = max(start, self.network) + length
         if not inline:
@@ -155,8 +155,8 @@ class Streams:
 
     def scatter(self, cost: UnitCost) -> None:
         """Gradients into the buffer, and the reduce-scatter; over one rank it is a copy."""
-        self.reduce = max(self.reduce, self.left)
-        self.wait(self.input_free, "reduce_scatter" if cost.is_sharded else "copy")
+        self.reduce = max(self.reduce, self.previous_gradient_out)
+        self.wait(self.reduce_input_free, "reduce_scatter" if cost.is_sharded else "copy")
         self.copy(cost.pack)
         if not cost.is_sharded:
             self.on_reduce(cost.scatter)
@@ -164,16 +164,16 @@ class Streams:
             end = max(self.reduce, self.compute, self.network) + cost.scatter
             self.network = self.reduce = end
             self._send(cost.scatter, "reduce_scatter")
-        self.input_free = self.reduce
+        self.reduce_input_free = self.reduce
 
     def move(self, *, out: int, back: int, waits: bool) -> None:
         """Computing waits for activations that are on their way, and others set out."""
         if waits:
-            self.wait(self.moving, "host")
+            self.wait(self.activation_copy, "host")
         if out:
-            self.moving = self.host_out = max(self.host_out, self.compute) + out
+            self.activation_copy = self.host_out = max(self.host_out, self.compute) + out
         if back:
-            self.moving = self.host_in = max(self.host_in, self.compute) + back
+            self.activation_copy = self.host_in = max(self.host_in, self.compute) + back
 
     def on_reduce(self, length: int) -> None:
         """A copy on the reduce-scatter stream, after what the compute stream has done until now."""

@@ -29,7 +29,7 @@ from fullshard.errors import PlanError
 from fullshard.planner.collectives import collective_seconds, shard_group
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec, Phase, UnitSpec
-from fullshard.spec.model_section import Decoder
+from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import ITEMSIZE, Plan
 
 _OF_A_BLOCK = 4  # collectives of a block in one direction
@@ -74,10 +74,10 @@ def check_split(spec: ModelSpec, plan: Plan) -> None:
     whole = [p.name for p in matrices if split_shape(p.shape, degree) == p.shape]
     model = plan.run.model
     # A spec that was saved stands beside whatever sizes the run has.
-    is_decoder = isinstance(model, Decoder) and any(
+    is_decoder = isinstance(model, DecoderConfig) and any(
         set(p.shape) == {model.d_ff, model.d_model} for p in matrices
     )
-    wrong = _undivided(model, degree) if isinstance(model, Decoder) and is_decoder else {}
+    wrong = _undivided(model, degree) if isinstance(model, DecoderConfig) and is_decoder else {}
     if whole or wrong:
         got = ", ".join(f"{name} = {size}" for name, size in wrong.items())
         raise PlanError(
@@ -88,7 +88,7 @@ def check_split(spec: ModelSpec, plan: Plan) -> None:
         )
 
 
-def _undivided(model: Decoder, degree: int) -> dict[str, int]:
+def _undivided(model: DecoderConfig, degree: int) -> dict[str, int]:
     sizes = {"model.d_ff": model.d_ff, "model.heads": model.heads}
     wrong = {name: size for name, size in sizes.items() if size % degree}
     if model.kv_heads % degree and degree % model.kv_heads:

@@ -16,7 +16,7 @@ from fullshard.planner.tensor_parallel import gathered_bytes
 from fullshard.spec.model import Event, ModelSpec, Moment, Phase, Repeat, Trace
 
 
-class Live(NamedTuple):
+class LiveBytes(NamedTuple):
     """Bytes; see `fullshard.spec.model.Moment`."""
 
     activations: int = 0
@@ -29,7 +29,7 @@ class Live(NamedTuple):
         return self.activations + self.loss + self.backward + self.gradients
 
 
-class Beat(NamedTuple):
+class PhaseBytes(NamedTuple):
     """A phase: `peak` the highest in it, `end` at its end. `phase` is its index in the trace.
 
     `opens`: it begins a period, `skips` stands on the phase that ends it: so many more like it follow unseen,
@@ -40,21 +40,21 @@ class Beat(NamedTuple):
     event: Event
     unit: int
     phase: int
-    peak: Live
-    end: Live
-    opens: bool = False
-    skips: int = 0
+    peak: LiveBytes
+    end: LiveBytes
+    starts_period: bool = False
+    skipped_periods: int = 0
 
 
 @dataclass(frozen=True)
-class Score:
+class MemoryTrace:
     """`units`: for each unit that the beats count with, its index in the spec."""
 
-    beats: tuple[Beat, ...]
+    beats: tuple[PhaseBytes, ...]
     units: tuple[int, ...]
 
 
-class _Run(NamedTuple):
+class _RepeatedRun(NamedTuple):
     """Phases `start` to `end - 1` are one period's part of forward or of backward."""
 
     start: int
@@ -62,7 +62,7 @@ class _Run(NamedTuple):
     repeat: Repeat
 
 
-def score(
+def memory_trace(
     spec: ModelSpec,
     trace: Trace,
     *,
@@ -70,7 +70,7 @@ def score(
     reach: int,
     accumulating: bool = False,
     tensor: int = 1,
-) -> Score:
+) -> MemoryTrace:
     """The beats of `trace`; `reach`: how many units ahead the engine acts at most. See [Note: skipping
     periods]. `tensor`: over so many ranks activations are split, see [Note: tensor parallel].
 
@@ -78,7 +78,7 @@ def score(
     """
     key = (id(trace), microbatch, reach, accumulating, tensor)
     found = spec.kept.get(key)
-    if not isinstance(found, Score):
+    if not isinstance(found, MemoryTrace):
         found = _score(trace, microbatch, units=len(spec.units), reach=reach, accumulating=accumulating)
         if tensor > 1:
             found = _split(
@@ -88,23 +88,25 @@ def score(
     return found
 
 
-def _split(found: Score, spec: ModelSpec, *, degree: int, gathered: int) -> Score:
+def _split(found: MemoryTrace, spec: ModelSpec, *, degree: int, gathered: int) -> MemoryTrace:
     """What one of `degree` ranks holds: its part, and while a block computes what is `gathered`."""
-    beats: list[Beat] = []
+    beats: list[PhaseBytes] = []
     for beat in found.beats:
         computes = beat.event in ("pre_forward", "pre_backward") and beat.unit >= 0
         whole = gathered if computes and spec.units[found.units[beat.unit]].is_block else 0
-        peak, end = (Live(*(-(-count // degree) for count in live)) for live in (beat.peak, beat.end))
+        peak, end = (LiveBytes(*(-(-count // degree) for count in live)) for live in (beat.peak, beat.end))
         beats.append(beat._replace(peak=peak._replace(backward=peak.backward + whole), end=end))
-    return Score(tuple(beats), found.units)
+    return MemoryTrace(tuple(beats), found.units)
 
 
-def _score(trace: Trace, microbatch: int, *, units: int, reach: int, accumulating: bool) -> Score:
+def _score(trace: Trace, microbatch: int, *, units: int, reach: int, accumulating: bool) -> MemoryTrace:
     phases = trace.accumulating if accumulating else trace.phases
     shown = {repeat: min(repeat.times, 2 * (reach // repeat.units) + 3) for repeat in trace.repeats}
-    runs = [_Run(start, end, repeat) for start, end, repeat in runs_of(phases, trace.repeats) if repeat]
-    beats: list[Beat] = []
-    shift, at, done = Live(), 0, set[Repeat]()
+    runs = [
+        _RepeatedRun(start, end, repeat) for start, end, repeat in runs_of(phases, trace.repeats) if repeat
+    ]
+    beats: list[PhaseBytes] = []
+    shift, at, done = LiveBytes(), 0, set[Repeat]()
     while at < len(phases):
         run = next((run for run in runs if run.start == at), None)
         if run is None:
@@ -129,7 +131,7 @@ def _score(trace: Trace, microbatch: int, *, units: int, reach: int, accumulatin
                 beats.append(beat._replace(opens=index == run.start and skips > 0))
             shift = _plus(shift, growth, times=skips + (number < copies - 1))
         at = run.end
-    return Score(tuple(beats), _spec_units(trace.repeats, shown, units=units))
+    return MemoryTrace(tuple(beats), _spec_units(trace.repeats, shown, units=units))
 
 
 def _place(unit: int, copy: int, *, repeats: Sequence[Repeat], shown: dict[Repeat, int]) -> int:
@@ -158,16 +160,16 @@ def _spec_units(repeats: Sequence[Repeat], shown: dict[Repeat, int], *, units: i
     return (*found, *range(index, units))
 
 
-def _beat(phase: Phase, index: int, *, microbatch: int, shift: Live) -> Beat:
+def _beat(phase: Phase, index: int, *, microbatch: int, shift: LiveBytes) -> PhaseBytes:
     peaks = (_at(moment, microbatch) for moment in phase.peaks)
     peak = max(peaks, key=lambda live: live.total)
     end = _at(phase.end, microbatch)
-    return Beat(phase.event, phase.unit, index, _plus(peak, shift), _plus(end, shift))
+    return PhaseBytes(phase.event, phase.unit, index, _plus(peak, shift), _plus(end, shift))
 
 
-def _at(moment: Moment, microbatch: int) -> Live:
-    return Live(*(round(line.at(microbatch)) for line in moment))
+def _at(moment: Moment, microbatch: int) -> LiveBytes:
+    return LiveBytes(*(round(line.at(microbatch)) for line in moment))
 
 
-def _plus(live: Live, change: Live, *, times: int = 1) -> Live:
-    return Live(*(a + times * b for a, b in zip(live, change, strict=True)))
+def _plus(live: LiveBytes, change: LiveBytes, *, times: int = 1) -> LiveBytes:
+    return LiveBytes(*(a + times * b for a, b in zip(live, change, strict=True)))

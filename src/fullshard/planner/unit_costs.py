@@ -6,7 +6,7 @@ repeats can be seen to repeat.
 
 from dataclasses import dataclass
 
-from fullshard.planner.collectives import Group, collective_seconds, replicate_group, shard_group
+from fullshard.planner.collectives import CollectiveGroup, collective_seconds, replicate_group, shard_group
 from fullshard.planner.roofline import memory_seconds
 from fullshard.planner.unit_bytes import UnitBytes
 from fullshard.spec.hardware import Hardware
@@ -43,21 +43,21 @@ class UnitCost:
     is_replicated: bool
     reshards: bool
     resharded: bool
-    apart: bool
+    separate_network: bool
     shares_wires: bool
     copy_in: int
     gather: int
     copy_out: int
     again_in: int
-    again: int
-    put_back: int
+    backward_gather: int
+    hpz_copy: int
     pack: int
     scatter: int
-    settle: int
+    cast_gradient: int
     settle_again: int
     add_partial: int
     all_reduce: int
-    keep: int
+    keep_unsynced: int
     keep_again: int
     leave: int = 0
     add: int = 0
@@ -102,22 +102,22 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
         is_replicated=size.replicate_degree > 1,
         reshards=size.reshards,
         resharded=hpz,
-        apart=hpz and (fewer.nodes > 1) != (shard.nodes > 1),
+        separate_network=hpz and (fewer.nodes > 1) != (shard.nodes > 1),
         shares_wires=sharded and (replicate.nodes > 1) == (shard.nodes > 1),
         copy_in=into,
         gather=gather,
         # Over one rank, shards are cast one by one, and copied.
         copy_out=moved(2 * size.gathered) if sharded else moved(cast_in, 2 * size.gathered),
         again_in=again_in,
-        again=again if hpz else gather,
-        put_back=moved(2 * size.gathered // size.reshard_degree) if hpz else 0,
+        backward_gather=again if hpz else gather,
+        hpz_copy=moved(2 * size.gathered // size.reshard_degree) if hpz else 0,
         pack=moved(size.whole, reduced),
         scatter=scatter if sharded else moved(2 * reduced),
-        settle=moved(*cast_out),
+        cast_gradient=moved(*cast_out),
         settle_again=moved(*cast_out, 3 * gradient),
         add_partial=moved(3 * chunk),
         all_reduce=ticks(collective_seconds("all_reduce", chunk, group=replicate, hardware=hardware)),
-        keep=0 if same else moved(size.whole, size.whole_reduced),
+        keep_unsynced=0 if same else moved(size.whole, size.whole_reduced),
         keep_again=0 if same else moved(size.whole, 2 * size.whole_reduced),
     )
 
@@ -129,7 +129,7 @@ def ticks(seconds: float) -> int:
 
 def _groups(
     size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: int
-) -> tuple[Group, Group, Group]:
+) -> tuple[CollectiveGroup, CollectiveGroup, CollectiveGroup]:
     per_node, degree = hardware.ranks_per_node, size.shard_degree
     if tensor > 1:
         return (

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from fullshard.launch.environment import from_slurm, quiet_logs, share_cores, under_srun, under_torchrun
-from fullshard.launch.gc import importing, uncollected
+from fullshard.launch.gc import gc_disabled, gc_frozen_imports
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fullshard.spec.run import Run
 
 
-def with_plan(request: "Request") -> "Request":
+def plan_run(request: "Request") -> "Request":
     """`request` with the fastest plan that fits, and its prediction.
 
     Every process that calls this for the same run on the same machine gets the same plan. Where the planner
@@ -43,16 +43,16 @@ def with_plan(request: "Request") -> "Request":
         # What is plainly wrong is found here, before torch is imported (if nothing has asked for it).
         Plan.from_run(request.run, world_size=ranks, device=device)
     if "torch" not in sys.modules:
-        with importing():  # the user's own modules come after it
+        with gc_frozen_imports():  # the user's own modules come after it
             import_module("torch._dynamo")  # which fake tensors need
             import_module("fullshard.tracing.describe")
     section = request.run.checkpoint
     if section.dir is not None or section.key_file is not None:
-        from fullshard.checkpoint.location import place_of
+        from fullshard.checkpoint.location import location_of
 
         # Where nothing can be saved nothing is trained, and this is known before the model is built.
-        place_of(section.dir or request.run.run.dir, key_file=section.key_file)
-    with uncollected():
+        location_of(section.dir or request.run.run.dir, key_file=section.key_file)
+    with gc_disabled():
         plan = _planned(request, ranks=ranks, device=device)
     if plan is not None and plan.prediction is not None and not plan.prediction.is_timed:
         _note(
@@ -83,7 +83,7 @@ def _planned(request: "Request", *, ranks: int, device: "DeviceType") -> "Plan |
     from fullshard.models.build import build_model
     from fullshard.models.checks import check_positions, check_vocabulary
     from fullshard.planner.offload import with_untimed_drive
-    from fullshard.planner.search import nothing_fits, predict, search
+    from fullshard.planner.search import no_plan_fits, predict, search
     from fullshard.profiler.detect import detect_hardware
     from fullshard.training.loss import loss_of
 
@@ -98,11 +98,11 @@ def _planned(request: "Request", *, ranks: int, device: "DeviceType") -> "Plan |
         if run.offload.on_disk and hardware.disk_bytes_per_second is None:
             hardware = with_untimed_drive(hardware)
         if request.plan is not None:
-            return predict(described(request.plan, device, model=model), request.plan, hardware)
+            return predict(describe_run(request.plan, device, model=model), request.plan, hardware)
         quick = _without_recompute(run, hardware, model=model)
         if quick is not None:
             return quick
-        spec = described(run, device, model=model)
+        spec = describe_run(run, device, model=model)
         found = search(spec, hardware, run)
     except (PlanError, SpecError) as error:
         if run.offload.host_bytes is not None and _uses_the_host(run):
@@ -119,7 +119,7 @@ def _planned(request: "Request", *, ranks: int, device: "DeviceType") -> "Plan |
         return None
     if found.best is None:
         assert found.closest is not None, "a search that considered something has a best plan or a closest"
-        raise nothing_fits(found.closest, spec=spec, hardware=hardware, run=run)
+        raise no_plan_fits(found.closest, spec=spec, hardware=hardware, run=run)
     return found.best
 
 
@@ -138,7 +138,7 @@ def _without_recompute(run: "Run", hardware: "Hardware", *, model: "Module") -> 
     from fullshard.planner.search import search
 
     plain = run.model_copy(update={"recompute": run.recompute.model_copy(update={"mode": "none"})})
-    found = search(described(plain, hardware.device, model=model), hardware, plain)
+    found = search(describe_run(plain, hardware.device, model=model), hardware, plain)
     return found.best if found.best == found.fastest else None
 
 
@@ -155,7 +155,7 @@ def _with_precision(run: "Run", device: "DeviceType") -> "Run":
     return run.model_copy(update={"precision": precision})
 
 
-def described(plan: "Plan | Run", device: "DeviceType", *, model: "Module | None" = None) -> "ModelSpec":
+def describe_run(plan: "Plan | Run", device: "DeviceType", *, model: "Module | None" = None) -> "ModelSpec":
     """The run's model (built already: `model`) as it is trained on `device`: on its own loss and batches."""
     from fullshard.models.build import build_model
     from fullshard.spec.plan import Plan

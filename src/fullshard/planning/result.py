@@ -10,8 +10,8 @@ import typer
 if TYPE_CHECKING:
     from fullshard.dryrun.result import DryRun
     from fullshard.planner.explain import Explanation
-    from fullshard.planner.search import Found
-    from fullshard.planning.target import Subject
+    from fullshard.planner.search import SearchResult
+    from fullshard.planning.target import PlanTarget
     from fullshard.report.plan import Budget
     from fullshard.spec.hardware import Hardware
     from fullshard.spec.model import ModelSpec
@@ -24,10 +24,10 @@ RUNNERS_UP = 3
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanRequest:
     """What is planned: settled but for what the planner chooses. `asked`: what the user pins."""
 
-    subject: "Subject"
+    subject: "PlanTarget"
     asked: "Run"
     hardware: "Hardware"
     spec: "ModelSpec"
@@ -59,12 +59,12 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlanResult:
     """The chosen plan. `found`, `explanation`: from what, and why. `largest`: of what, how large."""
 
-    question: Question
+    question: PlanRequest
     best: "Plan"
-    found: "Found | None" = None
+    found: "SearchResult | None" = None
     explanation: "Explanation | None" = None
     largest: tuple[str, int] | None = None
     dry: "DryRun | None" = None
@@ -152,20 +152,20 @@ def _summary(plan: "Plan", budget: "Budget | None") -> Mapping[str, object]:
     return data
 
 
-def answer_of(question: Question) -> Answer:
+def answer_of(question: PlanRequest) -> PlanResult:
     """The fastest plan that fits. Raises PlanError if none does: with the closest, and what would help."""
     from fullshard.planner.explain import explain
-    from fullshard.planner.search import nothing_fits, search
+    from fullshard.planner.search import no_plan_fits, search
 
     spec, hardware, run = question.spec, question.hardware, question.asked
     found = search(spec, hardware, run)
     if found.best is None:
         assert found.closest is not None, "a search that considered something has a best plan or a closest"
-        raise nothing_fits(found.closest, spec=spec, hardware=hardware, run=run)
-    return Answer(question, found.best, found, explanation=explain(found, hardware, spec=spec))
+        raise no_plan_fits(found.closest, spec=spec, hardware=hardware, run=run)
+    return PlanResult(question, found.best, found, explanation=explain(found, hardware, spec=spec))
 
 
-def largest_of(question: Question, what: Literal["microbatch", "sequence"]) -> Answer:
+def largest_of(question: PlanRequest, what: Literal["microbatch", "sequence"]) -> PlanResult:
     """The plan with the largest microbatch, or sequence, that fits. Raises PlanError if none does."""
     from fullshard.errors import SpecError
     from fullshard.planner.capacity import largest_microbatch, largest_sequence
@@ -173,7 +173,7 @@ def largest_of(question: Question, what: Literal["microbatch", "sequence"]) -> A
     spec, hardware, run = question.spec, question.hardware, question.asked
     if what == "microbatch":
         found = largest_microbatch(spec, hardware, run=run)
-        return Answer(question, found.plan, largest=(what, found.size))
+        return PlanResult(question, found.plan, largest=(what, found.size))
     if question.subject.spec is not None:
         raise SpecError(
             "--largest sequence needs the model itself.",
@@ -184,10 +184,10 @@ def largest_of(question: Question, what: Literal["microbatch", "sequence"]) -> A
     found = largest_sequence(
         lambda longer: question.subject.described(longer, hardware), hardware, run=run, lengths=LENGTHS
     )
-    return Answer(question, found.plan, largest=("sequence", found.size))
+    return PlanResult(question, found.plan, largest=("sequence", found.size))
 
 
-def on_the_fewest(question: Question, *, days: float, budget: "Budget | None") -> Question:
+def fewest_gpus(question: PlanRequest, *, days: float, budget: "Budget | None") -> PlanRequest:
     """The same question on the fewest of that hardware that are done in time. Raises PlanError if none is."""
     from fullshard.errors import SpecError
     from fullshard.planner.capacity import fewest_ranks
@@ -201,16 +201,16 @@ def on_the_fewest(question: Question, *, days: float, budget: "Budget | None") -
     return replace(question, hardware=hardware)
 
 
-def with_dry_run(answer: Answer) -> Answer:
+def with_dry_run(answer: PlanResult) -> PlanResult:
     """With what the plan's real step holds, run without data or devices in a process of its own."""
     from fullshard.dryrun.run import dry_run
     from fullshard.errors import SpecError
-    from fullshard.spec.model_section import Decoder
+    from fullshard.spec.model_section import DecoderConfig
     from fullshard.spec.plan import check_runs
 
     check_runs(answer.best.run)
     question = answer.question
-    if question.subject.spec is not None or not isinstance(question.asked.model, Decoder):
+    if question.subject.spec is not None or not isinstance(question.asked.model, DecoderConfig):
         raise SpecError(
             "--exact needs the model itself, as the reference decoder.",
             got=question.subject.name,

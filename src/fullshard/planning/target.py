@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fullshard.spec.hardware import Hardware
     from fullshard.spec.model import ModelSpec
-    from fullshard.spec.model_section import Decoder
+    from fullshard.spec.model_section import DecoderConfig
     from fullshard.spec.run import Run
 
 # Where neither the user nor a run.toml says: sequences that models are pretrained with.
@@ -21,7 +21,7 @@ DEFAULT_TOKENS = 2**20
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlanTarget:
     """A model to plan for. `settings`: what `--set` would say for it, before what the user sets.
 
     `run_path`: a run.toml, whose model it is. `spec`: known already; the run's own [model] says nothing of
@@ -46,18 +46,18 @@ class Subject:
         """The spec of the model as `run` trains it on `hardware`. Imports torch, and traces the model."""
         if self.spec is not None:
             return self.spec
-        from fullshard.planning.for_run import described
+        from fullshard.planning.for_run import describe_run
 
-        return described(run, hardware.device)
+        return describe_run(run, hardware.device)
 
 
-def find_subject(name: str | None) -> Subject:
+def find_subject(name: str | None) -> PlanTarget:
     """The model that `name` says: a preset, a file, or a repository that is in the Hugging Face cache.
 
     None: the embedded default. Raises SpecError for a name that is none of these, with the nearest presets.
     """
     if name is None:
-        return Subject(name="the embedded default model", chosen_here=False)
+        return PlanTarget(name="the embedded default model", chosen_here=False)
     path = Path(name)
     if os.path.exists(path):
         return _from_file(path)
@@ -74,7 +74,7 @@ def find_subject(name: str | None) -> Subject:
     preset = find_preset(name)
     if preset is not None:
         differs = (preset.differs,) if preset.differs else ()
-        return Subject(name=preset.name, settings=_model_settings(preset.model), differs=differs)
+        return PlanTarget(name=preset.name, settings=_model_settings(preset.model), differs=differs)
     cached = cached_config(name)
     if cached is not None:
         return _from_config(cached, name=name)
@@ -92,7 +92,7 @@ def _unknown(name: str) -> Exception:
     )
 
 
-def _from_file(path: Path) -> Subject:
+def _from_file(path: Path) -> PlanTarget:
     from fullshard.errors import SpecError
     from fullshard.spec.pretrained import CONFIG_NAME, read_config
 
@@ -101,15 +101,15 @@ def _from_file(path: Path) -> Subject:
             raise SpecError(f"{path} is a directory without a {CONFIG_NAME}.", fix="a preset, or a file")
         return _from_config(path / CONFIG_NAME, name=path.resolve().name)
     if path.suffix == ".toml":
-        return Subject(name=f"the model of {path}", run_path=path, chosen_here=False)
+        return PlanTarget(name=f"the model of {path}", run_path=path, chosen_here=False)
     if "traces" in read_config(path):
         return _from_spec(path)
     return _from_config(path, name=str(path))
 
 
-def _from_config(path: Path, *, name: str) -> Subject:
+def _from_config(path: Path, *, name: str) -> PlanTarget:
     from fullshard.errors import SpecError
-    from fullshard.spec.pretrained import check_sizes, expressed, read_config, why_not_expressed
+    from fullshard.spec.pretrained import check_sizes, expressed, not_a_decoder_reason, read_config
 
     config = read_config(path)
     check_sizes(config, source=str(path))
@@ -119,18 +119,18 @@ def _from_config(path: Path, *, name: str) -> Subject:
             got=f"an object with {', '.join(list(config)[:6]) or 'nothing in it'}",
             why="a model's has model_type, a text; a spec that --save-spec wrote has traces",
         )
-    if why_not_expressed(config) is None:
+    if not_a_decoder_reason(config) is None:
         found = expressed(config, source=str(path))
-        return Subject(name=name, settings=_model_settings(found.model), differs=found.differs)
+        return PlanTarget(name=name, settings=_model_settings(found.model), differs=found.differs)
     positions = (config.get("max_position_embeddings"), config.get("n_positions"))
     longest = next((one for one in positions if isinstance(one, int) and one > 0), DEFAULT_SEQUENCE)
     # Of images there are no tokens: each counts as one.
     length = 1 if "image_size" in config and "vocab_size" not in config else min(longest, DEFAULT_SEQUENCE)
     settings = (f"data.sequence_length={length}", f"model.hf={json.dumps(str(path))}")
-    return Subject(name=name, settings=settings)
+    return PlanTarget(name=name, settings=settings)
 
 
-def _from_spec(path: Path) -> Subject:
+def _from_spec(path: Path) -> PlanTarget:
     from fullshard.spec.model import ModelSpec
 
     spec = ModelSpec.load(path)
@@ -140,7 +140,7 @@ def _from_spec(path: Path) -> Subject:
         f"model.max_sequence={length}",
         f"precision.mode={_mode_of(spec)}",
     )
-    return Subject(name=str(path), settings=settings, spec=spec)
+    return PlanTarget(name=str(path), settings=settings, spec=spec)
 
 
 def _mode_of(spec: "ModelSpec") -> str:
@@ -155,7 +155,7 @@ def _mode_of(spec: "ModelSpec") -> str:
     raise AssertionError(f"no precision mode computes in {own[0]}, reduces in {own[1]} and keeps {own[2]}")
 
 
-def _model_settings(model: "Decoder") -> tuple[str, ...]:
+def _model_settings(model: "DecoderConfig") -> tuple[str, ...]:
     """As `--set` has it; and sequences that the model has positions for."""
     length = min(model.max_sequence, DEFAULT_SEQUENCE)
     own = tuple(f"model.{key}={json.dumps(value)}" for key, value in model)

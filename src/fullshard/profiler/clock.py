@@ -21,7 +21,7 @@ _TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 _EDGES = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096)}
 
 
-class Timeline(Protocol):
+class ClockTimeline(Protocol):
     """Where work is put marks on, whose distance is read later: the host's clock, or a CUDA stream."""
 
     def mark(self) -> Any: ...
@@ -71,7 +71,7 @@ class CudaTimeline:
         return start.elapsed_time(end) / 1000
 
 
-def timeline(device: torch.device) -> Timeline:
+def timeline(device: torch.device) -> ClockTimeline:
     return CudaTimeline(device) if device.type == "cuda" else HostTimeline()
 
 
@@ -98,7 +98,7 @@ class StepClock:
     Which steps are warmup is not the clock's to say: see `fullshard.spec.measurement.Pace`.
     """
 
-    def __init__(self, timeline: Timeline, *, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, timeline: ClockTimeline, *, now: Callable[[], float] = time.perf_counter) -> None:
         self._timeline, self._now = timeline, now
         self._start: Any = None
         self._data_seconds = 0.0
@@ -136,7 +136,7 @@ class StepClock:
         return StepTime(self._timeline.seconds(start, end), data_seconds)
 
 
-def sustained_rate(work: Callable[[], object], *, seconds: float, on: Timeline) -> float:
+def sustained_rate(work: Callable[[], object], *, seconds: float, on: ClockTimeline) -> float:
     """Calls of `work` per second, over a window of about `seconds`.
 
     The mean over a window, not the best single call: where more ranks run than there are cores, a call that

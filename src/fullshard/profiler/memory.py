@@ -94,7 +94,7 @@ def measure_peak(
 
 
 @dataclass(frozen=True)
-class _Block:
+class _MemoryBlock:
     """Bytes at an address. `birth`: index of the event that allocated it, -1 if it was there before."""
 
     size: int
@@ -139,23 +139,23 @@ class _Timeline:
             sorted(sum(event[0] < step for event in events) for step in steps),
         )
 
-    def live_at_peak(self, held: Mapping[int, int]) -> dict[int, _Block]:
+    def live_at_peak(self, held: Mapping[int, int]) -> dict[int, _MemoryBlock]:
         """The blocks alive at the first highest moment, by address; `held` were alive at the start."""
         changes = list(self._changes({}))
         totals = list(itertools.accumulate(changes, initial=0))
-        live = {pointer: _Block(size, engine=False, birth=-1) for pointer, size in held.items()}
+        live = {pointer: _MemoryBlock(size, engine=False, birth=-1) for pointer, size in held.items()}
         for _ in itertools.islice(self._changes(live), totals.index(max(totals))):
             pass
         return live
 
-    def _changes(self, live: dict[int, _Block]) -> Iterator[int]:
+    def _changes(self, live: dict[int, _MemoryBlock]) -> Iterator[int]:
         """Applies one event after the other to `live`; yields by how many bytes it changed the total."""
         for index, (pointer, size, engine) in enumerate(self.events):
             # An address that is handed out again was released before, if unseen: on another thread.
             old = live.pop(pointer, None)
             change = -old.size if old is not None else 0
             if size > 0:
-                live[pointer] = _Block(size, engine, birth=index)
+                live[pointer] = _MemoryBlock(size, engine, birth=index)
                 change += size
             yield change
 
@@ -212,7 +212,7 @@ class _Holdings:
         finally:
             handle.remove()
 
-    def parts(self, live: Mapping[int, _Block], timeline: _Timeline) -> MemoryParts:
+    def parts(self, live: Mapping[int, _MemoryBlock], timeline: _Timeline) -> MemoryParts:
         """Whose the blocks alive at the peak were. Addresses are used again, so the allocation must agree."""
         gradients = timeline.births(self.gradients())
         for noted, step in zip(self._noted, timeline.steps, strict=True):

@@ -23,7 +23,7 @@ from fullshard.report.grid import show_grid
 from fullshard.report.plan import MEMORY_LABELS, TIME_LABELS
 from fullshard.spec.measurement import Measurement, PeakBytes
 from fullshard.spec.prediction import Prediction
-from fullshard.spec.value import Value
+from fullshard.spec.value import FrozenModel
 
 HEADER = ("", "predicted", "measured", "error")
 CRUMB_BYTES = 1e-5  # the part of a rank's bytes below which a term gets no line of its own
@@ -46,7 +46,7 @@ _NOT_TOLD_BY_CUDA = ("gradients", "units_in_flight")
 _SAME_SECONDS = ("exposed_all_gather", "exposed_reduce_scatter", "exposed_all_reduce", "engine")
 
 
-class Compared(Value):
+class Compared(FrozenModel):
     """One line. What was not predicted, or cannot be measured apart, is None."""
 
     term: str
@@ -62,7 +62,7 @@ class Compared(Value):
         return 100 * (self.predicted / self.measured - 1)
 
 
-class Comparison(Value):
+class Comparison(FrozenModel):
     """`memory`: bytes at the peak of the fullest rank. `drive`: bytes that it moves for a tier in one step.
     `step`: seconds of one step. `speed`: tokens/s of all ranks, and MFU. Memory and step have `total` (and
     `reserved`) behind their terms. What was not measured is empty."""

@@ -8,7 +8,7 @@ from fullshard.report.grid import show_rows
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import ActivationTerms, Prediction
 from fullshard.spec.run import Run, Strategy
-from fullshard.spec.value import PositiveFloat, PositiveInt, Value
+from fullshard.spec.value import FrozenModel, PositiveFloat, PositiveInt
 
 BAR_COLUMNS = 24
 CRUMB = 1e-3  # the part of the whole below which a term gets no line of its own
@@ -42,7 +42,7 @@ TIME_LABELS = {
 }
 
 
-class Budget(Value):
+class Budget(FrozenModel):
     """So many tokens to train on, at a price of `price_per_hour` dollars a rank where it is known."""
 
     tokens: PositiveInt

@@ -38,26 +38,26 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from fullshard.distributed.tensors import storage_key
-from fullshard.sharding.host_copy import Lane, lane_for
+from fullshard.sharding.host_copy import HostCopy, lane_for
 from fullshard.spec.plan import DeviceType
 
 Forward = Callable[..., Any]
 
 
 def offload_activations(
-    blocks: Sequence[nn.Module], *, least: float, device: DeviceType, lane: Lane | None = None
+    blocks: Sequence[nn.Module], *, least: float, device: DeviceType, lane: HostCopy | None = None
 ) -> None:
     """Makes `blocks`, in order of use, keep on the host what they save. See [Note: moving activations].
 
     `least`: the part of a block's input that a storage must have to be moved. `device`: the plan's. `lane`:
     what copies, in place of the device's own.
     """
-    mover = Mover(device, lane=lane)
+    mover = ActivationOffloader(device, lane=lane)
     for block in blocks:
         block.forward = _moved(block, mover, least=least if block is not blocks[-1] else None)
 
 
-def _moved(block: nn.Module, mover: "Mover", *, least: float | None) -> Forward:
+def _moved(block: nn.Module, mover: "ActivationOffloader", *, least: float | None) -> Forward:
     """The block's forward under the hooks of `mover`; `least` None: nothing moves."""
     forward = block.forward
 
@@ -86,7 +86,7 @@ class Storage:
     source: Tensor | None
     host: Any = None
     copy: Tensor | None = None
-    coming: "Coming | None" = None
+    coming: "PendingFetch | None" = None
     overwritten: bool = False
 
     def check(self) -> None:
@@ -96,7 +96,7 @@ class Storage:
 
 
 @dataclass(eq=False)
-class Coming:
+class PendingFetch:
     """Copies that computing has not waited for yet: `flats` must be held until it has."""
 
     ticket: Any
@@ -104,7 +104,7 @@ class Coming:
 
 
 @dataclass(eq=False)
-class Call:
+class BlockForward:
     """One forward of one block. `before`: the one before it; `saved`: what of it somebody still needs.
     `least_bytes`: smaller storages stay; None: all do. `held`: storages that stay too; None: not known
     beforehand, since parameters are yet to be gathered."""
@@ -112,12 +112,12 @@ class Call:
     block: nn.Module
     device: torch.device | None
     least_bytes: float | None
-    before: "weakref.ref[Call] | None"
+    before: "weakref.ref[BlockForward] | None"
     held: set[int] | None
     saved: list["weakref.ref[Storage]"] = field(default_factory=list["weakref.ref[Storage]"])
     is_in_backward: bool = False
 
-    def stay(self, tensor: Tensor) -> bool:
+    def keeps_on_device(self, tensor: Tensor) -> bool:
         """Whether `tensor` is kept as autograd would keep it."""
         if self.least_bytes is None or tensor.device != self.device:
             return True
@@ -133,18 +133,18 @@ class Call:
         return isinstance(base, nn.Parameter) or storage_key(tensor) in held
 
 
-class Kept(NamedTuple):
+class KeptTensor(NamedTuple):
     """A saved tensor that stays, and its version when it was saved."""
 
-    call: Call
+    call: BlockForward
     tensor: Tensor
     version: int
 
 
-class View(NamedTuple):
+class MovedView(NamedTuple):
     """A saved tensor whose storage is moved."""
 
-    call: Call
+    call: BlockForward
     storage: Storage
     dtype: torch.dtype
     size: torch.Size
@@ -152,25 +152,25 @@ class View(NamedTuple):
     offset: int | torch.SymInt
 
 
-class Mover:
+class ActivationOffloader:
     """What is on its way from and to the host, for all blocks of a model.
 
     Invariant: a tensor of the device that the lane reads or writes is held here until computing has waited
     for the lane.
     """
 
-    def __init__(self, device: DeviceType, *, lane: Lane | None = None) -> None:
+    def __init__(self, device: DeviceType, *, lane: HostCopy | None = None) -> None:
         self._device: DeviceType = device
         self._own = lane
         self._storages: weakref.WeakValueDictionary[tuple[int, int], Storage] = weakref.WeakValueDictionary()
-        self._last: weakref.ref[Call] | None = None
+        self._last: weakref.ref[BlockForward] | None = None
         self._leaving: list[tuple[Any, list[Storage]]] = []
-        self._coming: list[Coming] = []
+        self._coming: list[PendingFetch] = []
 
-    def enter(self, block: nn.Module, entering: Tensor | None, *, least_bytes: float | None) -> Call:
+    def enter(self, block: nn.Module, entering: Tensor | None, *, least_bytes: float | None) -> BlockForward:
         """A forward begins, of a block that `entering` enters."""
         gathered = not any(isinstance(parameter, DTensor) for parameter in block.parameters())
-        call = Call(
+        call = BlockForward(
             block,
             entering.device if entering is not None else None,
             least_bytes,
@@ -180,17 +180,17 @@ class Mover:
         self._last = weakref.ref(call)
         return call
 
-    def pack(self, call: Call, tensor: Tensor) -> Kept | View:
+    def pack(self, call: BlockForward, tensor: Tensor) -> KeptTensor | MovedView:
         """Autograd saves `tensor`."""
-        if call.stay(tensor):
+        if call.keeps_on_device(tensor):
             # Not the tensor itself: of an output that would be a cycle, which nothing frees.
-            return Kept(call, tensor.detach(), tensor._version)
+            return KeptTensor(call, tensor.detach(), tensor._version)
         storage = self._storage(tensor)
         if not any(reference() is storage for reference in call.saved):
             call.saved.append(weakref.ref(storage))
-        return View(call, storage, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return MovedView(call, storage, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def leave(self, call: Call) -> None:
+    def leave(self, call: BlockForward) -> None:
         """The forward is done: what the one before it saved is gone, and what it saved leaves."""
         while self._leaving:
             ticket, storages = self._leaving.pop()
@@ -210,10 +210,10 @@ class Mover:
         for storage in leaving:  # one at a time, so that no more than one is there twice
             self._depart([storage], lane)
 
-    def unpack(self, saved: Kept | View) -> Tensor:
+    def unpack(self, saved: KeptTensor | MovedView) -> Tensor:
         """Backward asks for a saved tensor."""
         self._begin_backward(saved.call)
-        if isinstance(saved, Kept):
+        if isinstance(saved, KeptTensor):
             if saved.tensor._version != saved.version:
                 raise _overwritten(saved.tensor)
             return saved.tensor
@@ -230,7 +230,7 @@ class Mover:
             raise _overwritten(tensor)
         return tensor
 
-    def _lane(self, call: Call) -> Lane:
+    def _lane(self, call: BlockForward) -> HostCopy:
         if self._own is None:
             assert call.device is not None, "nothing moves in a block that no floating-point tensor enters"
             self._own = lane_for(self._device, call.device)
@@ -246,9 +246,9 @@ class Mover:
             found = self._storages[key] = Storage(weakref.ref(storage), tensor._version, flat)
         return found
 
-    def _depart(self, storages: list[Storage], lane: Lane) -> None:
+    def _depart(self, storages: list[Storage], lane: HostCopy) -> None:
         flats = [storage.source for storage in storages if storage.source is not None]
-        hosts, ticket = lane.leave(flats)
+        hosts, ticket = lane.to_host(flats)
         for storage, host in zip(storages, hosts, strict=True):
             storage.host = host
             if ticket is None:
@@ -256,7 +256,7 @@ class Mover:
         if ticket is not None:
             self._leaving.append((ticket, storages))
 
-    def _begin_backward(self, call: Call) -> None:
+    def _begin_backward(self, call: BlockForward) -> None:
         """The first that backward asks of a call brings all of it, and then what it will ask for next."""
         if call.is_in_backward:
             return
@@ -269,13 +269,13 @@ class Mover:
         if before is not None:
             self._bring(list(_alive(before)), before)
 
-    def _bring(self, storages: list[Storage], call: Call) -> None:
+    def _bring(self, storages: list[Storage], call: BlockForward) -> None:
         absent = [one for one in storages if one.source is None and one.copy is None]
         if not absent:
             return
         assert call.device is not None, "what was moved was on a device"
-        copies, ticket = self._lane(call).fetch([one.host for one in absent], device=call.device)
-        coming = Coming(ticket, copies) if ticket is not None else None
+        copies, ticket = self._lane(call).to_device([one.host for one in absent], device=call.device)
+        coming = PendingFetch(ticket, copies) if ticket is not None else None
         for storage, copy in zip(absent, copies, strict=True):
             storage.copy, storage.host, storage.coming = copy, None, coming
         if coming is not None:
@@ -288,7 +288,7 @@ class Mover:
             self._coming.remove(coming)
 
 
-def _alive(call: Call) -> Iterator[Storage]:
+def _alive(call: BlockForward) -> Iterator[Storage]:
     return (storage for reference in call.saved if (storage := reference()) is not None)
 
 

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import PlanError, ShardError
 from fullshard.sharding.collectives import use_gloo_collectives
-from fullshard.sharding.materialize import Initialise, allocate, fill, meta_parameters
-from fullshard.sharding.mesh import build_mesh, one_small_mesh, replicating_mesh
+from fullshard.sharding.materialize import Initialise, allocate, initialise_shards, meta_parameters
+from fullshard.sharding.mesh import build_mesh, replicating_mesh, shared_post_forward_mesh
 from fullshard.sharding.precision import cast_buffers, engine_policy
 from fullshard.sharding.prefetch import apply_prefetch
-from fullshard.sharding.rank0_values import take_values, warn_of_missing
+from fullshard.sharding.rank0_values import collect_rank0_values, warn_of_missing
 from fullshard.sharding.recompute import apply_recompute
 from fullshard.sharding.unit_sizes import warn_of_unit_sizes
 from fullshard.sharding.units import Predicate, Unit, find_repeated, find_units
@@ -47,19 +47,19 @@ class Meshes:
         )
 
 
-class Keeper(Protocol):
+class ShardSink(Protocol):
     """What takes the values of a model's shards as they come, where its plan keeps them outside."""
 
-    def begin(self, model: nn.Module, *, unset: bool) -> None:
+    def start(self, model: nn.Module, *, unset: bool) -> None:
         """The engine has the parameters; they are on the meta device. `unset`: what `take` gets will be NaN
         alone, and somebody else brings values."""
         ...
 
-    def take(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def put_unit(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Of one unit, by name, with their values; the units come in the order of use."""
         ...
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Of all units."""
         ...
 
@@ -72,7 +72,7 @@ def shard(
     init: Initialise | None = None,
     methods: Sequence[str] = (),
     values: Literal["initialised", "unset"] = "initialised",
-    keeper: Keeper | None = None,
+    keeper: ShardSink | None = None,
 ) -> nn.Module:
     """Shards `model` in place as `plan` says, and gives it values. Returns the same module.
 
@@ -90,27 +90,27 @@ def shard(
     """
     prepared = prepare(model, plan, units=units)
     _refuse_methods(model, methods)
-    given = take_values(model)
+    given = collect_rank0_values(model)
     if values == "initialised":
         warn_of_missing(model, given, stacklevel=2)
-    hand_over(model, prepared, plan=plan, methods=methods)
+    apply_fully_shard(model, prepared, plan=plan, methods=methods)
     order, keep = prepared.units, None
     if keeper is not None:
         given_some = any(name in given.tensors for name, _ in model.named_parameters())
-        keeper.begin(model, unset=values == "unset" and not given_some)
-        order, keep = _first_used_first(model, order), keeper.take
+        keeper.start(model, unset=values == "unset" and not given_some)
+        order, keep = _in_forward_order(model, order), keeper.put_unit
     if values == "initialised":
-        fill(model, order, values=given, plan=plan, init=init, keep=keep)
+        initialise_shards(model, order, values=given, plan=plan, init=init, keep=keep)
     else:
         allocate(model, order, values=given, plan=plan, keep=keep)
     if keeper is not None:
-        keeper.end()
-    settle(model, prepared.units, plan=plan)
+        keeper.finish()
+    finish_sharding(model, prepared.units, plan=plan)
     return model
 
 
 @dataclass(frozen=True)
-class Prepared:
+class ShardingInputs:
     """What a model is about to be sharded into. `blocks`: what recompute and the compiler apply to."""
 
     units: list[Unit]
@@ -118,7 +118,7 @@ class Prepared:
     meshes: Meshes
 
 
-def prepare(model: nn.Module, plan: Plan, *, units: Predicate | None = None) -> Prepared:
+def prepare(model: nn.Module, plan: Plan, *, units: Predicate | None = None) -> ShardingInputs:
     """The first part of `shard`: the model is looked at, and stays as it is. Raises what `shard` does."""
     check_runs(plan.run)
     _refuse(model)
@@ -128,12 +128,12 @@ def prepare(model: nn.Module, plan: Plan, *, units: Predicate | None = None) -> 
     repeated = find_repeated(model, section, units=found)
     meshes = Meshes.build(plan, found)
     warn_of_unit_sizes(found, plan, stacklevel=3)
-    return Prepared(found, repeated, meshes)
+    return ShardingInputs(found, repeated, meshes)
 
 
-def hand_over(
+def apply_fully_shard(
     model: nn.Module,
-    prepared: Prepared,
+    prepared: ShardingInputs,
     *,
     plan: Plan,
     methods: Sequence[str] = (),
@@ -145,7 +145,7 @@ def hand_over(
     meta_parameters(model, units, plan=plan)
     _recompute_and_compile(prepared.blocks, units, plan=plan, device=stands_for or plan.device)
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
-    with one_small_mesh():
+    with shared_post_forward_mesh():
         for unit in units:
             _fully_shard(unit, plan, meshes=prepared.meshes, scalars=scalars)
     model.forward = _explained(model.forward)
@@ -153,7 +153,7 @@ def hand_over(
         register_fsdp_forward_method(model, method)
 
 
-def settle(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> None:
+def finish_sharding(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> None:
     """The last part of `shard`, once shards and buffers are allocated."""
     cast_buffers(model, plan.precision)
     apply_prefetch(_in_order_of_use(model, units), plan.run.prefetch)
@@ -266,11 +266,11 @@ def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_order_of_use(model: nn.Module, units: Sequence[Unit]) -> list[FSDPModule]:
-    """The engine's modules, of the units as `_first_used_first` has them."""
-    return [cast(FSDPModule, unit.modules[0]) for unit in _first_used_first(model, units)]
+    """The engine's modules, of the units as `_in_forward_order` has them."""
+    return [cast(FSDPModule, unit.modules[0]) for unit in _in_forward_order(model, units)]
 
 
-def _first_used_first(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+def _in_forward_order(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
     """The units in order of registration, the root first: its pre-forward is the first of all."""
     by_module = {unit.modules[0]: unit for unit in units}
     return [by_module[module] for module in model.modules() if module in by_module]

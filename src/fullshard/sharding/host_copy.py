@@ -12,7 +12,7 @@ Way = Literal["out", "back", "wait"]
 Tell = Callable[[Way, int], None]  # what is done, and how many bytes of one storage (0 for a wait)
 
 
-class Lane(Protocol):
+class HostCopy(Protocol):
     """Copies flat tensors. `beside`: while computing goes on, so that what it reads from (`leave`) and writes
     to (`fetch`) must be held until computing has waited for the ticket. A ticket of None needs no waiting.
 
@@ -21,11 +21,11 @@ class Lane(Protocol):
 
     beside: bool
 
-    def leave(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
+    def to_host(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
         """Copies to the host, after what was computed until now."""
         ...
 
-    def fetch(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
+    def to_device(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
         """Copies back; the host's own may be dropped at once."""
         ...
 
@@ -34,22 +34,22 @@ class Lane(Protocol):
         ...
 
 
-class PlainLane:
+class CpuHostCopy:
     """On the CPU: out of the device's memory is into it. What comes back is the copy that was made."""
 
     beside = False
 
-    def leave(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
+    def to_host(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
         return [flat.clone() for flat in flats], None
 
-    def fetch(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
+    def to_device(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
         return list(hosts), None
 
     def wait(self, ticket: Any) -> None:
         pass
 
 
-class CudaLane:
+class CudaHostCopy:
     """Through pinned memory, on one stream, so that what comes back comes after it has left."""
 
     beside = True
@@ -58,7 +58,7 @@ class CudaLane:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def leave(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
+    def to_host(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             hosts = [torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True) for flat in flats]
@@ -66,7 +66,7 @@ class CudaLane:
                 host.copy_(flat, non_blocking=True)
             return list(hosts), self._stream.record_event()
 
-    def fetch(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
+    def to_device(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
         # Allocated on the computing stream: its memory may have been another tensor's until just now, so the
         # copy waits for that stream too.
         flats = [torch.empty(host.shape, dtype=host.dtype, device=device) for host in hosts]
@@ -80,14 +80,14 @@ class CudaLane:
         torch.cuda.current_stream(self._device).wait_event(ticket)
 
 
-class Absent(NamedTuple):
+class AbsentTensor(NamedTuple):
     """A tensor on a host that is not there."""
 
     numel: int
     dtype: torch.dtype
 
 
-class ToldLane:
+class FakeHostCopy:
     """For fake tensors, which stand for a GPU's and lie on none: copies nothing, and tells what would be."""
 
     beside = True
@@ -95,12 +95,12 @@ class ToldLane:
     def __init__(self, tell: Tell | None = None) -> None:
         self.tell = tell
 
-    def leave(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
+    def to_host(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
         for flat in flats:
             self._say("out", flat.nbytes)
-        return [Absent(flat.numel(), flat.dtype) for flat in flats], self
+        return [AbsentTensor(flat.numel(), flat.dtype) for flat in flats], self
 
-    def fetch(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
+    def to_device(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
         flats = [torch.empty(host.numel, dtype=host.dtype, device=device) for host in hosts]
         for flat in flats:
             self._say("back", flat.nbytes)
@@ -114,8 +114,8 @@ class ToldLane:
             self.tell(way, size)
 
 
-def lane_for(device: DeviceType, actual: torch.device) -> Lane:
+def lane_for(device: DeviceType, actual: torch.device) -> HostCopy:
     """The lane of a plan for `device` whose tensors lie on `actual`."""
     if device == "cpu":
-        return PlainLane()
-    return CudaLane(actual) if actual.type == "cuda" else ToldLane()
+        return CpuHostCopy()
+    return CudaHostCopy(actual) if actual.type == "cuda" else FakeHostCopy()

@@ -55,7 +55,7 @@ class Layout:
         return "\n".join([*lines, total + f"this rank holds {format_bytes(self.local_bytes)}"])
 
 
-def layout(model: nn.Module) -> Layout:
+def sharding_table(model: nn.Module) -> Layout:
     """Which unit, shape, dtype, device and placement each parameter of `model` has on this rank.
 
     Works for a sharded module, and for one that is not (every parameter is then whole, in no unit).

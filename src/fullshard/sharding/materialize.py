@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.errors import ShardError
 from fullshard.sharding.precision import TORCH_DTYPE, unit_precision
-from fullshard.sharding.rank0_values import Values
+from fullshard.sharding.rank0_values import Rank0Values
 from fullshard.sharding.units import Unit
 from fullshard.spec.plan import Plan
 
@@ -85,11 +85,11 @@ def meta_parameters(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> N
         unit.parameters = {name: replaced[id(p)] for name, p in unit.parameters.items()}
 
 
-def fill(
+def initialise_shards(
     model: nn.Module,
     units: Sequence[Unit],
     *,
-    values: Values,
+    values: Rank0Values,
     plan: Plan,
     init: Initialise | None,
     keep: Keep | None = None,
@@ -100,7 +100,7 @@ def fill(
     of what it has given. Raises ShardError for what nothing initialises.
     """
     filler = _Filler(model, device_of(plan), seed=plan.run.run.seed, init=init)
-    filler.hang(filler.stand_ins)
+    filler.register(filler.stand_ins)
     try:
         for unit in units:
             whole = filler.initialised([name for name in filler.names_in(unit) if name not in values.tensors])
@@ -108,23 +108,23 @@ def fill(
             if keep is not None:
                 keep(unit.parameters)
     finally:
-        filler.hang(filler.parameters)
+        filler.register(filler.parameters)
     filler.fill_buffers(values)
 
 
 def allocate(
-    model: nn.Module, units: Sequence[Unit], *, values: Values, plan: Plan, keep: Keep | None = None
+    model: nn.Module, units: Sequence[Unit], *, values: Rank0Values, plan: Plan, keep: Keep | None = None
 ) -> None:
     """As `fill`, but parameters that `values` lacks are NaN: somebody else sets them."""
     filler = _Filler(model, device_of(plan), seed=plan.run.run.seed, init=None)
     for unit in units:
         for name in [name for name in filler.names_in(unit) if name not in values.tensors]:
             with torch.no_grad():
-                _mark(_local(filler.unset(name)))
+                _fill_nan(_local(filler.unset(name)))
         filler.fill_unit(unit, {}, values=values)
         if keep is not None:
             keep(unit.parameters)
-    filler.hang(filler.parameters)
+    filler.register(filler.parameters)
     filler.fill_buffers(values)
 
 
@@ -143,20 +143,20 @@ def initialise(model: nn.Module, names: Iterable[str], *, plan: Plan, init: Init
         if name not in filler.parameters:
             raise ShardError(f"{_class_name(model)} has no parameter {name}.")
         holders[name.rpartition(".")[0]].append(name)
-    filler.hang(filler.stand_ins)
+    filler.register(filler.stand_ins)
     try:
         for own in holders.values():
             for name, whole in filler.initialised(own).items():
                 parameter = filler.parameters[name]
                 _local(parameter).copy_(_local(_cut(whole, parameter)))
     finally:
-        filler.hang(filler.parameters)
+        filler.register(filler.parameters)
 
 
-def leave_unset(model: nn.Module, units: Sequence[Unit]) -> None:
+def allocate_fake(model: nn.Module, units: Sequence[Unit]) -> None:
     """Allocates on the CPU what `fill` would, and sets no value: for tensors that are fake, and have none."""
     filler = _Filler(model, torch.device("cpu"), seed=0, init=None)
-    filler.hang({name: filler.unset(name) for name in filler.parameters})
+    filler.register({name: filler.unset(name) for name in filler.parameters})
     for unit in units:
         unit.parameters = {name: filler.parameters[name] for name in unit.parameters}
     buffers = {id(buffer): torch.empty_like(buffer, device="cpu") for buffer in model.buffers()}
@@ -173,14 +173,14 @@ def materialize(
     Raises ShardError for what nothing initialises.
     """
     filler = _Filler(model, device or torch.device("cpu"), seed=seed, init=init)
-    filler.hang(filler.stand_ins)
+    filler.register(filler.stand_ins)
     try:
         for name, whole in filler.initialised(list(filler.parameters)).items():
             old = filler.parameters[name]
             filler.parameters[name] = nn.Parameter(whole.to(old.dtype), requires_grad=old.requires_grad)
     finally:
-        filler.hang(filler.parameters)
-    filler.fill_buffers(Values())
+        filler.register(filler.parameters)
+    filler.fill_buffers(Rank0Values())
     return model
 
 
@@ -201,7 +201,7 @@ class _Filler:
             for name, p in self.parameters.items()
         }
 
-    def hang(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def register(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Registers them wherever the parameters of these names belong."""
         for name, parameter in parameters.items():
             for module, key in self.slots[name]:
@@ -212,7 +212,7 @@ class _Filler:
         scalars = [name for name, p in self.parameters.items() if p.ndim == 0] if unit.is_root else []
         return [*scalars, *unit.parameters]
 
-    def fill_unit(self, unit: Unit, whole: dict[str, Tensor], *, values: Values) -> None:
+    def fill_unit(self, unit: Unit, whole: dict[str, Tensor], *, values: Rank0Values) -> None:
         """From `whole`, which is emptied, else from `values`. No more than this unit is whole at any time."""
         for name in self.names_in(unit):
             if name in whole or name in values.tensors:
@@ -242,7 +242,7 @@ class _Filler:
         """Whole, initialised values of these parameters, in fp32 (or their own dtype if frozen)."""
         if not names:
             return {}
-        self.hang({name: self._uninitialised(self.parameters[name]) for name in names})
+        self.register({name: self._uninitialised(self.parameters[name]) for name in names})
         holders = {module for name in names for module, _ in self.slots[name]}
         self._run_initialisers(_with_ancestors(holders, self.parents))
         whole: dict[str, Tensor] = {}
@@ -250,14 +250,14 @@ class _Filler:
             module, key = self.slots[name][0]
             # Read from the module: an initialiser may have replaced the parameter.
             whole[name] = module._parameters[key].detach()  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]
-        self.hang(self.stand_ins)
+        self.register(self.stand_ins)
         self._check_initialised(whole)
         return whole
 
     def _uninitialised(self, like: nn.Parameter) -> nn.Parameter:
         dtype = torch.float32 if like.requires_grad else like.dtype
         data = torch.empty(like.shape, dtype=dtype, device=self.device)
-        _mark(data)
+        _fill_nan(data)
         return nn.Parameter(data, requires_grad=False)
 
     def _run_initialisers(self, concerned: set[nn.Module]) -> None:
@@ -299,7 +299,7 @@ class _Filler:
                     fix="fullshard.shard(model, plan, init=...), or a model that holds its weights",
                 )
 
-    def fill_buffers(self, values: Values) -> None:
+    def fill_buffers(self, values: Rank0Values) -> None:
         """Rank 0's buffers where it has them; else the module computes them again; else ShardError."""
         real = {
             id(buffer): values.take(name, self.device).clone()
@@ -321,7 +321,7 @@ class _Filler:
         again = getattr(module, "reset_buffers", None) or getattr(module, "reset_running_stats", None)
         for key, buffer in meta.items():
             empty = torch.empty_like(buffer, device=self.device)
-            _mark(empty)
+            _fill_nan(empty)
             module._buffers[key] = empty  # pyright: ignore[reportPrivateUsage]
         if again is not None:
             with torch.no_grad():
@@ -392,7 +392,7 @@ def _as_placed(local: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def _mark(tensor: Tensor) -> None:
+def _fill_nan(tensor: Tensor) -> None:
     """NaN: what still has it after initialisation was never set."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))

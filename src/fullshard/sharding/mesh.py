@@ -108,7 +108,7 @@ def _initialise(kind: DeviceType, timeout: timedelta) -> None:
     else:
         dist.init_process_group(backend, timeout=timeout)
         return
-    store = meet(store, rank=rank, world_size=world_size, timeout=timeout)
+    store = agree_on_store_prefix(store, rank=rank, world_size=world_size, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
@@ -139,7 +139,7 @@ def _agent_store(timeout: timedelta) -> dist.Store:
         ) from error
 
 
-def meet(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def agree_on_store_prefix(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """A part of `store` that only the ranks of this attempt have. Every rank calls it.
 
     torchrun's store stays over its restarts, and gloo and NCCL take the addresses that they find in it, also
@@ -225,7 +225,7 @@ def replicating_mesh(device: DeviceType, *, replicate_degree: int, shard_degree:
 
 
 @contextmanager
-def one_small_mesh() -> Generator[None]:
+def shared_post_forward_mesh() -> Generator[None]:
     """Within it, units that are kept over fewer ranks after forward (`reshard_to`) share one mesh of these.
 
     `fully_shard(reshard_after_forward=<int>)` makes a mesh, and with it process groups, for every unit: at 80

@@ -13,24 +13,24 @@ from fullshard.errors import ShardError
 
 
 @dataclass
-class Values:
+class Rank0Values:
     """`tensors`: by name, rank 0's own; on the other ranks stand-ins on the meta device, of the same dtypes.
 
     The names, and so the collectives that give the values out, are the same on all ranks.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    landing: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    receive_buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     def take(self, name: str, device: torch.device) -> Tensor:
         """The whole tensor on every rank, which stays until the next is taken. Collective."""
         value = self.tensors[name]
         if value.is_meta:
             # All land in one place: gloo's thread may hold a tensor for a while after its broadcast is done.
-            if self.landing.nbytes < value.nbytes:
+            if self.receive_buffer.nbytes < value.nbytes:
                 largest = max(tensor.nbytes for tensor in self.tensors.values())
-                self.landing = torch.empty(largest, dtype=torch.uint8, device=device)
-            whole = self.landing[: value.nbytes].view(value.dtype).view(value.shape)
+                self.receive_buffer = torch.empty(largest, dtype=torch.uint8, device=device)
+            whole = self.receive_buffer[: value.nbytes].view(value.dtype).view(value.shape)
         else:
             whole = value.to(device).contiguous()
         if dist.is_initialized() and dist.get_world_size() > 1 and whole.numel():
@@ -39,11 +39,11 @@ class Values:
         return whole
 
 
-class InitialisedWarning(UserWarning):
+class MissingWeightsWarning(UserWarning):
     """A model that holds its weights lacks some of them, which are initialised."""
 
 
-def warn_of_missing(model: nn.Module, values: Values, *, stacklevel: int) -> None:
+def warn_of_missing(model: nn.Module, values: Rank0Values, *, stacklevel: int) -> None:
     """Issues an InitialisedWarning, on rank 0, for a model that is partly on the meta device.
 
     New adapters are meant so; weights that a checkpoint did not have would go unseen. NeMo Automodel#1148.
@@ -54,11 +54,11 @@ def warn_of_missing(model: nn.Module, values: Values, *, stacklevel: int) -> Non
         shown = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
         count = f"{len(missing)} of {given + len(missing)} parameters"
         text = f"{count} hold no values, and are initialised: {shown}"
-        warnings.warn(text, InitialisedWarning, stacklevel=stacklevel + 1)
+        warnings.warn(text, MissingWeightsWarning, stacklevel=stacklevel + 1)
 
 
 @dataclass(frozen=True)
-class _Given:
+class _TensorInfo:
     """What a rank says of one of its tensors."""
 
     shape: tuple[int, ...]
@@ -71,14 +71,16 @@ class _Given:
 _Finding = tuple[str, str, str, str]  # of a ShardError: what, got, why, fix
 
 
-def take_values(model: nn.Module) -> Values:
+def collect_rank0_values(model: nn.Module) -> Rank0Values:
     """Rank 0's real parameters and buffers.
 
     Raises ShardError on all ranks if they hold different models, or one holds weights that rank 0 does not.
     """
     tensors = dict(_named_tensors(model))
     own = {
-        name: _Given(tuple(t.shape), t.dtype, not t.is_meta, isinstance(t, nn.Parameter), t.requires_grad)
+        name: _TensorInfo(
+            tuple(t.shape), t.dtype, not t.is_meta, isinstance(t, nn.Parameter), t.requires_grad
+        )
         for name, t in tensors.items()
     }
     first = own
@@ -86,11 +88,11 @@ def take_values(model: nn.Module) -> Values:
         first = _agree(own)
     real = {name: given for name, given in first.items() if given.is_real}
     if dist.get_rank() == 0:
-        return Values({name: tensors[name].detach() for name in real})
-    return Values({n: torch.empty(g.shape, dtype=g.dtype, device="meta") for n, g in real.items()})
+        return Rank0Values({name: tensors[name].detach() for name in real})
+    return Rank0Values({n: torch.empty(g.shape, dtype=g.dtype, device="meta") for n, g in real.items()})
 
 
-def _agree(own: dict[str, _Given]) -> dict[str, _Given]:
+def _agree(own: dict[str, _TensorInfo]) -> dict[str, _TensorInfo]:
     """What rank 0 holds. Each rank compares it with its own; what one finds all raise, so that none waits."""
     sent = [own]
     dist.broadcast_object_list(sent, src=0)
@@ -103,7 +105,7 @@ def _agree(own: dict[str, _Given]) -> dict[str, _Given]:
     return sent[0]
 
 
-def _finding(first: Mapping[str, _Given], given: Mapping[str, _Given]) -> _Finding | None:
+def _finding(first: Mapping[str, _TensorInfo], given: Mapping[str, _TensorInfo]) -> _Finding | None:
     for name in {**first, **given}:
         if difference := _difference(first.get(name), given.get(name)):
             return (
@@ -123,7 +125,7 @@ def _finding(first: Mapping[str, _Given], given: Mapping[str, _Given]) -> _Findi
     return None
 
 
-def _difference(first: _Given | None, given: _Given | None) -> str | None:
+def _difference(first: _TensorInfo | None, given: _TensorInfo | None) -> str | None:
     if first is None or given is None:
         return "nothing" if given is None else "not on rank 0, but"
     if first.shape != given.shape:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fullshard.sharding.activation_offload import offload_activations
-from fullshard.sharding.host_copy import Lane
+from fullshard.sharding.host_copy import HostCopy
 from fullshard.spec.plan import DeviceType
 from fullshard.spec.run import RecomputeSection
 
@@ -48,7 +48,7 @@ def apply_recompute(
     *,
     compiled: bool = False,
     device: DeviceType = "cpu",
-    lane: Lane | None = None,
+    lane: HostCopy | None = None,
 ) -> None:
     """Makes the blocks compute again in backward what `section` says not to save.
 
@@ -76,7 +76,7 @@ def _recomputed(forward: Callable[..., Any], contexts: Contexts | None) -> Calla
     return partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
 
 
-class _Saving:
+class _SavePolicy:
     """Torch's policy of selective recompute: attention and every k-th matmul of a block are saved.
 
     Forward and what is computed again count for themselves, so that both choose the same ones.
@@ -97,11 +97,11 @@ class _Saving:
 
 
 def _contexts(save_matmuls: int, *, compiled: bool) -> tuple[Any, Any]:
-    saving, giving = create_selective_checkpoint_contexts(_Saving(save_matmuls))
-    return (saving, giving) if compiled else (_ForSaved(saving), _ForSaved(giving))
+    saving, giving = create_selective_checkpoint_contexts(_SavePolicy(save_matmuls))
+    return (saving, giving) if compiled else (_SavePolicyForSaved(saving), _SavePolicyForSaved(giving))
 
 
-class _ForSaved(TorchDispatchMode):
+class _SavePolicyForSaved(TorchDispatchMode):
     """Shows SAVED_OPERATIONS to one of torch's contexts, and no other.
 
     These count every operation, and break off where forward and backward differ. But a unit inside of the

@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fullshard.spec.value import Count, Fraction, Options, PositiveScalar, Value
+from fullshard.spec.value import Count, Fraction, FrozenModel, Options, PositiveScalar
 
 # What needs values of the whole base, which no rank ever has, or stands elsewhere.
 _REFUSED = {
@@ -19,7 +19,7 @@ _REFUSED = {
 }
 
 
-class AdapterSection(Value):
+class AdapterSection(FrozenModel):
     """LoRA (Hu et al., arXiv:2106.09685) through peft (extra `hf`): a linear module W of `targets` computes
     W x + alpha / rank · B A x; A and B, of `rank` rows and columns, are trained, W is not. `rank` 0: nothing
     is added, and everything is trained.

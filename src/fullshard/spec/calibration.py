@@ -6,12 +6,12 @@ from typing import Self
 
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.plan import Plan
-from fullshard.spec.value import NonNegativeFloat, PositiveFloat, Value
+from fullshard.spec.value import FrozenModel, NonNegativeFloat, PositiveFloat
 
 SETTINGS_NAME, RESULT_NAME = "calibrate.json", "calibration.json"
 
 
-class CalibrationSettings(Value):
+class CalibrationSettings(FrozenModel):
     """`seconds`: about how long to measure, starting the ranks not counted. `drive`: a directory on the drive
     to be measured, as every rank finds it."""
 
@@ -28,14 +28,14 @@ class CalibrationSettings(Value):
         return cls.read_json(Path(directory, SETTINGS_NAME), what="what a calibration is asked for")
 
 
-class MeasuredStep(Value):
+class MeasuredStep(FrozenModel):
     """The seconds of one step of a decoder, as `plan` runs it on these ranks."""
 
     plan: Plan
     seconds: PositiveFloat
 
 
-class Calibration(Value):
+class Calibration(FrozenModel):
     """`fit_errors`: for each collective (`within.all_gather`) the largest relative error of its line over the
     sizes that were measured. `steps`: whole steps that were measured too, `step_errors` what is predicted of
     them over what was measured, less 1. `took_seconds`: how long measuring took."""

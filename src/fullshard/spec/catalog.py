@@ -10,10 +10,10 @@ from pathlib import Path
 
 from fullshard.spec.hardware import Chip, ComputeDtype
 from fullshard.spec.small_files import SETTINGS_BYTES, parse_toml, read_text
-from fullshard.spec.value import PositiveFloat, PositiveInt, Value
+from fullshard.spec.value import FrozenModel, PositiveFloat, PositiveInt
 
 
-class ListedChip(Value):
+class ListedChip(FrozenModel):
     """One entry of `catalog.toml`, whose head says what each field is."""
 
     name: str

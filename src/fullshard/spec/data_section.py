@@ -7,19 +7,19 @@ from pydantic import Field, model_validator
 from fullshard.spec.value import (
     Count,
     Fraction,
+    FrozenModel,
     NonNegativeInt,
     Options,
     PathText,
     PositiveCount,
     PositiveScalar,
     Processes,
-    Value,
 )
 
 TokenDtype = Literal["uint8", "uint16", "uint32", "int16", "int32", "int64"]
 
 
-class SourceFields(Value):
+class SourceFields(FrozenModel):
     """Where the data lies, and what in it is text.
 
     `paths`: files, or globs of them (`**` and `~` are known); for `datasets` directories. `name`, `subset`,

@@ -9,7 +9,7 @@ from typing import Any
 from fullshard.errors import SpecError
 
 
-def look_up(dotted: str, *, key: str) -> Callable[..., Any]:
+def import_object(dotted: str, *, key: str) -> Callable[..., Any]:
     """The callable that `dotted` names. The working directory is searched after the installed packages.
 
     `key`: where it stands in the run, for the message. Raises SpecError where there is no such module, no

@@ -17,7 +17,7 @@ _BEGIN_ELEMENTS = 64  # segments begin at multiples of it: full vectors from the
 
 
 @dataclass(frozen=True)
-class Held:
+class ShardSize:
     """One trained parameter, of which this rank holds `numel` elements, and no rank more than `most`, in the
     dtype `dtype` (as torch names it: `float32`)."""
 
@@ -69,7 +69,7 @@ def part_bytes(numel: int, itemsize: int) -> int:
     return -(-numel * itemsize // PAGE_BYTES) * PAGE_BYTES
 
 
-def cut(held: Iterable[Held], *, group_parameters: int) -> tuple[Group, ...]:
+def group_shards(held: Iterable[ShardSize], *, group_parameters: int) -> tuple[Group, ...]:
     """Groups of at most `group_parameters` elements (or of CUT_ELEMENTS, if that is more), in the order of
     `held`; on every rank as many, with the same parameters. A parameter stays whole where it fits into a
     group; of one that does not, each part but the last fills its group.

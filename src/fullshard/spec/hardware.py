@@ -11,14 +11,14 @@ from pydantic import Field
 from fullshard.errors import SpecError
 from fullshard.spec.hardware_file import read_toml, write_toml
 from fullshard.spec.plan import DeviceType
-from fullshard.spec.value import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Value
+from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 MOST_RANKS = 2**20
 
 ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
 
-class Chip(Value):
+class Chip(FrozenModel):
     """One accelerator. `flops_per_second`: the dense matmul peak for each dtype that is known.
 
     `memory_bytes` is what the chip carries: vendors print GB and mean GiB, and the driver keeps some percent.
@@ -63,7 +63,7 @@ def slower(curve: tuple[Point, ...], factor: float) -> tuple[Point, ...]:
     return tuple(point._replace(rate=point.rate / factor) for point in curve)
 
 
-class Rates(Value):
+class Rates(FrozenModel):
     """What one rank does in a second while the others work too. Measured, or fractions of the chip's peaks.
 
     `matmul`, `attention`, `attention_backward`: by dtype, FLOP of one launch -> FLOP/s. `memory`: bytes read
@@ -85,7 +85,7 @@ class Rates(Value):
     watched_seconds: NonNegativeFloat = 0.0
 
 
-class CollectiveRate(Value):
+class CollectiveRate(FrozenModel):
     """Seconds of one collective of B bytes (the whole, unsharded) over n ranks of an axis:
 
         base_seconds + hop_seconds * (n - 1) + x / bytes_per_second,    x = B * (n - 1) / n
@@ -129,7 +129,7 @@ class CollectiveRate(Value):
         )
 
 
-class Link(Value):
+class Link(FrozenModel):
     """What joins ranks. `bytes_per_second` is the peak of one rank in one direction; `source` says whose."""
 
     name: str
@@ -144,7 +144,7 @@ _FILE_HEAD = """hardware.toml: what `fullshard plan` and `fullshard train` take 
 Rates are what one rank gets while all work. Figures may be edited; `fullshard calibrate` measures them."""
 
 
-class Hardware(Value):
+class Hardware(FrozenModel):
     """`nodes` × `ranks_per_node` ranks of one chip.
 
     `within` joins the ranks of a node, `across` the nodes (its rates are those of one rank while all ranks of

@@ -9,7 +9,7 @@ from fullshard.errors import FullshardError
 _SHOWN = 300
 
 
-class Outside:
+class ForeignErrors:
     """A context around calls of another library with what stands in somebody's file.
 
     What such a library raises about a file that it did not expect can be anything. Here it becomes the error

@@ -7,10 +7,10 @@ from pydantic import Field
 
 from fullshard.spec.hardware import CollectiveRate, Link
 from fullshard.spec.small_files import SETTINGS_BYTES, parse_toml, read_text
-from fullshard.spec.value import NonNegativeFloat, PositiveFloat, Value
+from fullshard.spec.value import FrozenModel, NonNegativeFloat, PositiveFloat
 
 
-class ListedLink(Value):
+class ListedLink(FrozenModel):
     """One entry of `links.toml`, whose head says what each field is."""
 
     bytes_per_second: PositiveFloat

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, computed_field, model_validator
 
 from fullshard.spec.hardware import ComputeDtype
 from fullshard.spec.run import Strategy
-from fullshard.spec.value import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Value
+from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 def _none_if_not_finite(value: Any) -> Any:
@@ -35,7 +35,7 @@ def model_flops_per_token(parameters: int, *, layers: int, d_model: int, sequenc
     return 6 * parameters + 12 * layers * d_model * sequence_length
 
 
-class MatmulPeak(Value):
+class MatmulPeak(FrozenModel):
     """What MFU is held against: dense matmul FLOP/s of one rank.
 
     `source`: from the catalog (`device` is the chip's name there), or measured as the run began.
@@ -52,7 +52,7 @@ def peak_tokens_per_second(peak: MatmulPeak, *, flops_per_token: float, world_si
     return world_size * peak.flops_per_second / flops_per_token
 
 
-class Pace(Value):
+class Pace(FrozenModel):
     """The speed of a run so far: sums over its steps, without the first `warmup_steps`.
 
     `steps` counts all of them; `tokens` (all ranks), `seconds` and `data_seconds` (of these, waiting for
@@ -97,7 +97,7 @@ class Pace(Value):
         return self.seconds / self.timed_steps if self.timed_steps else None
 
 
-class StepSeconds(Value):
+class StepSeconds(FrozenModel):
     """Where the seconds of one step go; `total` is their sum. See `fullshard.profiler.trace`.
 
     compute                 forward and backward (recompute is within it); on CUDA, while a kernel of it runs
@@ -138,7 +138,7 @@ class StepSeconds(Value):
         return StepSeconds(**{name: value * factor for name, value in self.terms().items()})
 
 
-class PeakBytes(Value):
+class PeakBytes(FrozenModel):
     """Bytes of the fullest rank at its peak, by part (see `fullshard.profiler.memory`); they sum to the peak.
 
     `units_in_flight`: gathered parameters and the buffers of collectives, where the meter can tell them from
@@ -166,14 +166,14 @@ class PeakBytes(Value):
         return held + self.units_in_flight + self.rest
 
 
-class DriveBytes(Value):
+class DriveBytes(FrozenModel):
     """Bytes that a rank reads from its drive, and writes to it, for a tier in one step."""
 
     read: NonNegativeInt
     written: NonNegativeInt
 
 
-class Measurement(Value):
+class Measurement(FrozenModel):
     """What one command's part of a run was seen to do. Written to `<run.dir>/measurement.json`.
 
     `first_step`: the number (1 for a new run) of the first step of this command. Losses and `byte_entropy`

@@ -1,9 +1,9 @@
 """MemoryTerms: the predicted peak of one rank, as a sum of named terms."""
 
-from fullshard.spec.value import Value
+from fullshard.spec.value import FrozenModel
 
 
-class MemoryTerms(Value):
+class MemoryTerms(FrozenModel):
     """Bytes of live tensors on one rank at the highest moment of a step; `total` is their sum.
 
     P parameters, N shards, all of it padded so that dim 0 divides by N. See `fullshard.planner.memory` for

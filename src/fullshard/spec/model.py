@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Self
 from fullshard.errors import PlanError
 from fullshard.spec.plan import DeviceType, Dtype, Precision
 from fullshard.spec.run import RecomputeSection, UnitOverride
-from fullshard.spec.value import Value
+from fullshard.spec.value import FrozenModel
 
 Event = Literal[
     "start",
@@ -22,7 +22,7 @@ Event = Literal[
 ]
 
 
-class ParamSpec(Value):
+class ParamSpec(FrozenModel):
     """One parameter: its first name, its whole shape, and the other names that it is reached by (tied).
 
     `itemsize`: bytes of an element as the module holds it; trained ones are sharded in the plan's master
@@ -41,7 +41,7 @@ class ParamSpec(Value):
         return prod(self.shape)
 
 
-class UnitSpec(Value):
+class UnitSpec(FrozenModel):
     """One communication unit: the parameters that are gathered together, used, and freed together.
 
     `kept`: the root, and the unit whose backward comes right after its forward; it stays gathered between.
@@ -84,7 +84,7 @@ class Moment(NamedTuple):
     gradients: Line = Line()
 
 
-class Kernel(Value):
+class Kernel(FrozenModel):
     """One kind of launch: the same operation on the same shapes.
 
     `flops`, `bytes` (read and written in device memory) are of one launch. `attention` counts
@@ -105,7 +105,7 @@ class Launches(NamedTuple):
     times: int
 
 
-class Phase(Value):
+class Phase(FrozenModel):
     """What a microbatch computes from one point at which the engine acts to the next.
 
     `event` of unit `unit` (an index; -1 for the run itself) opens the phase. `peaks` are the moments of which
@@ -128,7 +128,7 @@ class Phase(Value):
     waits: bool = False
 
 
-class Repeat(Value):
+class Repeat(FrozenModel):
     """Units that the trace shows once, and that the model has `times` times.
 
     The units `first` to `first + units - 1` of the trace, one period, stand there `times` in a row in the
@@ -140,7 +140,7 @@ class Repeat(Value):
     times: int
 
 
-class Trace(Value):
+class Trace(FrozenModel):
     """One microbatch, forward and backward, under one recompute setting.
 
     `phases` are those of the model without what `repeats` leaves out; `Phase.unit` counts among its units.
@@ -166,7 +166,7 @@ class Trace(Value):
         return same and self.microbatch in (None, microbatch)
 
 
-class ModelSpec(Value):
+class ModelSpec(FrozenModel):
     """A model: its units in order of use, its buffers, and what a microbatch of it allocates and computes.
 
     `kernels_for`: the device whose kernels the traces show. `flops_per_token`: see

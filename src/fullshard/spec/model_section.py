@@ -5,13 +5,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from fullshard.spec.value import NUMBER, Options, PathText, PositiveCount, PositiveScalar, Value
+from fullshard.spec.value import NUMBER, FrozenModel, Options, PathText, PositiveCount, PositiveScalar
 
 MOST_LAYERS = 2_048
 """The deepest models that people have trained have a thousand."""
 
 
-class Decoder(Value):
+class DecoderConfig(FrozenModel):
     """The reference transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
     The defaults are the embedded default model, small enough to learn in two minutes on two cores. Instead of
@@ -40,7 +40,7 @@ class Decoder(Value):
         return self
 
 
-class HuggingFaceModel(Value):
+class HuggingFaceModel(FrozenModel):
     """A model of transformers (extra `hf`): `hf` is a name that is in this machine's cache, a directory, or a
     config.json.
 
@@ -66,7 +66,7 @@ class HuggingFaceModel(Value):
         return f"hf = {self.hf!r}"
 
 
-class PythonModel(Value):
+class PythonModel(FrozenModel):
     """Any `nn.Module`: `python` is `package.module:factory`, which is called with `options`. What it makes
     with `torch.empty` (parameters) takes no memory."""
 
@@ -80,7 +80,7 @@ class PythonModel(Value):
 
 
 def _kind(data: Any) -> str:
-    if isinstance(data, Value):
+    if isinstance(data, FrozenModel):
         return type(data).__name__
     keys: Mapping[str, Any] = data if isinstance(data, Mapping) else {}
     named = {"hf": "HuggingFaceModel", "python": "PythonModel"}
@@ -88,7 +88,7 @@ def _kind(data: Any) -> str:
 
 
 ModelSection = Annotated[
-    Annotated[Decoder, Tag("Decoder")]
+    Annotated[DecoderConfig, Tag("Decoder")]
     | Annotated[HuggingFaceModel, Tag("HuggingFaceModel")]
     | Annotated[PythonModel, Tag("PythonModel")],
     Discriminator(_kind),

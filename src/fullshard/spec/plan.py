@@ -6,7 +6,7 @@ from typing import Literal, Self
 from fullshard.errors import PlanError
 from fullshard.spec.prediction import Prediction
 from fullshard.spec.run import PrecisionMode, Run, Strategy
-from fullshard.spec.value import PositiveInt, Value
+from fullshard.spec.value import FrozenModel, PositiveInt
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DeviceType = Literal["cpu", "cuda"]
@@ -14,7 +14,7 @@ DeviceType = Literal["cpu", "cuda"]
 ITEMSIZE: dict[Dtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-class Precision(Value):
+class Precision(FrozenModel):
     """The dtypes of one unit. `master` is what the shards are kept in, and so the optimizer's state.
 
     Bytes a parameter, over N ranks (shards, gradient, AdamW's two moments | while unsharded | on the wire):
@@ -61,7 +61,7 @@ _MODES: dict[PrecisionMode, tuple[Dtype, Dtype, Dtype]] = {
 }
 
 
-class Plan(Value):
+class Plan(FrozenModel):
     """What was chosen. Mesh: `replicate_degree` × `shard_degree` × `tensor_parallel` = `world_size` ranks.
 
     `reshard_after_forward`: True frees a unit's gathered parameters after its forward, False keeps them for
@@ -108,10 +108,10 @@ class Plan(Value):
         Raises PlanError where degrees or batches do not divide, or for what cannot be run yet.
         """
         check_runs(run)
-        return cls.laid_out(run, world_size=world_size, device=device, bf16_hardware=bf16_hardware)
+        return cls.for_prediction(run, world_size=world_size, device=device, bf16_hardware=bf16_hardware)
 
     @classmethod
-    def laid_out(
+    def for_prediction(
         cls, run: Run, *, world_size: int, device: DeviceType = "cpu", bf16_hardware: bool | None = None
     ) -> Self:
         """The same for a prediction, which also tells of what cannot be run yet."""

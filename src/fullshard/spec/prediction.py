@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from fullshard.spec.memory import MemoryTerms
-from fullshard.spec.value import Large, NonNegativeFloat, PositiveFloat, PositiveInt, Value
+from fullshard.spec.value import FrozenModel, Large, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
-class TimeTerms(Value):
+class TimeTerms(FrozenModel):
     """Seconds of one optimizer step on the slowest rank; `total` is their sum.
 
     compute                 forward and backward kernels, with the gaps in which the device waits for the host
@@ -46,7 +46,7 @@ class TimeTerms(Value):
         return {name: float(value) for name, value in self}
 
 
-class OffloadTerms(Value):
+class OffloadTerms(FrozenModel):
     """What a tier takes of one rank's host and drive. Bytes that are held there, bytes of one step, and the
     seconds of one step that each of the three is busy at least; the step is no shorter than the longest.
     `update_seconds`: of the host, or, of an update in the device's memory, of the device; what passes there
@@ -80,7 +80,7 @@ class OffloadTerms(Value):
         return "update" if self.update_seconds == longest else "copies"
 
 
-class ActivationTerms(Value):
+class ActivationTerms(FrozenModel):
     """What activations that are saved on the host take of one rank's: `host_bytes` that are held there at
     most, `copied_bytes` of one step in each of the two directions, and the seconds of both.
     """
@@ -91,7 +91,7 @@ class ActivationTerms(Value):
     host_capacity_bytes: PositiveInt | None = None
 
 
-class Prediction(Value):
+class Prediction(FrozenModel):
     """What is said of a plan before it runs.
 
     Of the fullest rank: `memory` are live tensors (`max_memory_allocated`); with `allocator_reserve_bytes`

@@ -8,11 +8,11 @@ import difflib
 import re
 
 from fullshard.errors import SpecError
-from fullshard.spec.model_section import Decoder
-from fullshard.spec.value import Value
+from fullshard.spec.model_section import DecoderConfig
+from fullshard.spec.value import FrozenModel
 
 
-class Preset(Value):
+class Preset(FrozenModel):
     """A model under a short name. `repository`: on huggingface.co, whose config.json has these figures.
 
     `differs`: what the reference decoder leaves out of it; empty where both have the same tensors.
@@ -20,7 +20,7 @@ class Preset(Value):
 
     name: str
     repository: str
-    model: Decoder
+    model: DecoderConfig
     differs: str = ""
 
     @property
@@ -54,8 +54,8 @@ def nearest_presets(name: str) -> list[str]:
     return near or names
 
 
-def _llama(d_model: int, layers: int, *, heads: int, kv_heads: int, d_ff: int) -> Decoder:
-    return Decoder(
+def _llama(d_model: int, layers: int, *, heads: int, kv_heads: int, d_ff: int) -> DecoderConfig:
+    return DecoderConfig(
         vocabulary=128256,
         d_model=d_model,
         layers=layers,
@@ -67,26 +67,26 @@ def _llama(d_model: int, layers: int, *, heads: int, kv_heads: int, d_ff: int) -
     )
 
 
-def _longer(model: Decoder, *, max_sequence: int = 131072, tied: bool = False) -> Decoder:
+def _longer(model: DecoderConfig, *, max_sequence: int = 131072, tied: bool = False) -> DecoderConfig:
     return model.model_copy(update={"max_sequence": max_sequence, "tied": tied})
 
 
-def _llama2(d_model: int, layers: int, *, heads: int, kv_heads: int, d_ff: int) -> Decoder:
+def _llama2(d_model: int, layers: int, *, heads: int, kv_heads: int, d_ff: int) -> DecoderConfig:
     model = _llama(d_model, layers, heads=heads, kv_heads=kv_heads, d_ff=d_ff)
     return model.model_copy(update={"vocabulary": 32000, "max_sequence": 4096, "rope_theta": 10_000.0})
 
 
-def _qwen(d_model: int, layers: int, *, heads: int, kv_heads: int, d_ff: int) -> Decoder:
+def _qwen(d_model: int, layers: int, *, heads: int, kv_heads: int, d_ff: int) -> DecoderConfig:
     model = _llama(d_model, layers, heads=heads, kv_heads=kv_heads, d_ff=d_ff)
     settings = {"vocabulary": 151936, "rope_theta": 1e6, "norm_eps": 1e-6, "max_sequence": 32768}
     return model.model_copy(update=settings)
 
 
-def _wide_qwen(model: Decoder, *, norm_eps: float) -> Decoder:
+def _wide_qwen(model: DecoderConfig, *, norm_eps: float) -> DecoderConfig:
     return model.model_copy(update={"vocabulary": 152064, "norm_eps": norm_eps, "max_sequence": 131072})
 
 
-def _smollm2(d_model: int, layers: int, *, heads: int, kv_heads: int, d_ff: int) -> Decoder:
+def _smollm2(d_model: int, layers: int, *, heads: int, kv_heads: int, d_ff: int) -> DecoderConfig:
     model = _llama(d_model, layers, heads=heads, kv_heads=kv_heads, d_ff=d_ff)
     return model.model_copy(update={"vocabulary": 49152, "rope_theta": 100_000.0, "tied": True})
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from fullshard.errors import SpecError
-from fullshard.spec.model_section import MOST_LAYERS, Decoder
+from fullshard.spec.model_section import MOST_LAYERS, DecoderConfig
 from fullshard.spec.presets import QK_NORMS, QKV_BIASES, SCALED_POSITIONS, SOME_POSITIONS
 from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_bytes
-from fullshard.spec.value import Value
+from fullshard.spec.value import FrozenModel
 
 CONFIG_NAME = "config.json"
 _REVISION_BYTES = 4096
@@ -20,10 +20,10 @@ _LAYERS = re.compile(r"(.*_)?(layers?|depths?|blocks)")
 _EXPRESSED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
 
-class Expressed(Value):
+class AsDecoder(FrozenModel):
     """A Decoder that stands for a config.json, and what it leaves out (nothing: the same tensors)."""
 
-    model: Decoder
+    model: DecoderConfig
     differs: tuple[str, ...] = ()
 
 
@@ -117,7 +117,7 @@ def _named_numbers(value: Any, key: str) -> Iterator[tuple[str, int]]:
         yield key, value
 
 
-def why_not_expressed(config: Mapping[str, Any]) -> str | None:
+def not_a_decoder_reason(config: Mapping[str, Any]) -> str | None:
     """What keeps the reference decoder from being this model; None if it can stand for it."""
     kind = config.get("model_type")
     if kind not in _EXPRESSED:
@@ -134,12 +134,12 @@ def why_not_expressed(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def expressed(config: Mapping[str, Any], *, source: str) -> Expressed:
+def expressed(config: Mapping[str, Any], *, source: str) -> AsDecoder:
     """The Decoder with the sizes of `config`.
 
     Raises SpecError for a config that no Decoder stands for, or that lacks a size.
     """
-    reason = why_not_expressed(config)
+    reason = not_a_decoder_reason(config)
     if reason is not None:
         raise SpecError(f"{source}: the reference decoder cannot express it.", got=reason)
     heads = config["num_attention_heads"]
@@ -156,11 +156,13 @@ def expressed(config: Mapping[str, Any], *, source: str) -> Expressed:
         "norm_eps": config.get("rms_norm_eps"),
         "tied": config.get("tie_word_embeddings", config["model_type"] == "smollm3"),
     }
-    model = Decoder.parse({key: value for key, value in sizes.items() if value is not None}, source=source)
+    model = DecoderConfig.parse(
+        {key: value for key, value in sizes.items() if value is not None}, source=source
+    )
     missing = [key for key in ("vocabulary", "layers", "d_ff") if sizes[key] is None]
     if missing:
         raise SpecError(f"{source}: sizes are missing.", got=f"no {' and no '.join(missing)}")
-    return Expressed(model=model, differs=tuple(_differences(config)))
+    return AsDecoder(model=model, differs=tuple(_differences(config)))
 
 
 def _table(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -7,30 +7,30 @@ from pydantic import Field
 
 from fullshard.spec.hardware import Chip, ComputeDtype, Curve, Point, Rates
 from fullshard.spec.small_files import SETTINGS_BYTES, parse_toml, read_text
-from fullshard.spec.value import NonNegativeFloat, NonNegativeInt, PositiveFloat, Value
+from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 # (seconds at the chip's peak, part of the rate that is reached), by rising seconds.
 Shape = tuple[tuple[float, float], ...]
 
 
-class _Matmul(Value):
+class _Matmul(FrozenModel):
     sustained: PositiveFloat
     curve: Shape
     source: str
 
 
-class _Memory(Value):
+class _Memory(FrozenModel):
     curve: Shape
     source: str
 
 
-class _Attention(Value):
+class _Attention(FrozenModel):
     forward: PositiveFloat
     backward: PositiveFloat
     source: str
 
 
-class _Host(Value):
+class _Host(FrozenModel):
     copy_efficiency: PositiveFloat
     copy_source: str
     launch_seconds: NonNegativeFloat
@@ -38,12 +38,12 @@ class _Host(Value):
     source: str
 
 
-class _Overlap(Value):
+class _Overlap(FrozenModel):
     contention: NonNegativeFloat
     source: str
 
 
-class _MemoryUse(Value):
+class _MemoryUse(FrozenModel):
     usable_fraction: float = Field(gt=0, le=1)
     ecc_fraction: float = Field(gt=0, le=1)
     context_bytes: NonNegativeInt
@@ -53,7 +53,7 @@ class _MemoryUse(Value):
     source: str
 
 
-class _Cpu(Value):
+class _Cpu(FrozenModel):
     flops_per_second: PositiveFloat
     bytes_per_second: PositiveFloat
     collective_bytes_per_second: PositiveFloat
@@ -63,7 +63,7 @@ class _Cpu(Value):
     source: str
 
 
-class Efficiencies(Value):
+class Efficiencies(FrozenModel):
     """All of `rates.toml`, whose comments say what each figure is."""
 
     matmul: _Matmul

@@ -11,12 +11,13 @@ from pydantic import BeforeValidator, Field, model_validator
 from fullshard.errors import SpecError
 from fullshard.spec.adapter_section import AdapterSection
 from fullshard.spec.data_section import DataSection
-from fullshard.spec.model_section import Decoder, ModelSection
+from fullshard.spec.model_section import DecoderConfig, ModelSection
 from fullshard.spec.small_files import SETTINGS_BYTES, parse_toml, read_text
 from fullshard.spec.value import (
     NUMBER,
     Count,
     Fraction,
+    FrozenModel,
     NonNegativeInt,
     NonNegativeScalar,
     Options,
@@ -26,7 +27,6 @@ from fullshard.spec.value import (
     PositiveScalar,
     Processes,
     Seconds,
-    Value,
 )
 
 PrecisionMode = Literal["fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure"]
@@ -71,7 +71,7 @@ def parse_strategy(name: object) -> object:
     raise ValueError(f"a strategy is one of {', '.join(Strategy)} (or {', '.join(STRATEGY_ALIASES)})")
 
 
-class TrainSection(Value):
+class TrainSection(FrozenModel):
     """`global_batch` and `microbatch` count sequences; accumulation follows from both and the ranks.
 
     `accumulate_sync`: `each` reduces gradients after every microbatch (sharded gradients, least memory);
@@ -92,7 +92,7 @@ class TrainSection(Value):
     warmup_steps_untimed: Count = 5
 
 
-class OptimizerSection(Value):
+class OptimizerSection(FrozenModel):
     """`name`: `adamw`, `sgd`, `adamw8bit` (moments in 8 bits: the extra `lowbit`), or the dotted name of any
     `torch.optim.Optimizer` (which takes `options`).
 
@@ -122,7 +122,7 @@ class OptimizerSection(Value):
         return self
 
 
-class ScheduleSection(Value):
+class ScheduleSection(FrozenModel):
     """The learning rate over steps: linear warmup, then `kind` down to `final_ratio` of the peak.
 
     `wsd` stays at the peak until the last `decay_fraction` of the steps, and falls linearly from there.
@@ -134,7 +134,7 @@ class ScheduleSection(Value):
     decay_fraction: Annotated[float, NUMBER, Field(gt=0, le=1)] = 0.2
 
 
-class UnitOverride(Value):
+class UnitOverride(FrozenModel):
     """What differs for the units whose name matches `match` (a shell pattern: `blocks.0`, `*.experts`).
 
     `strategy = "no_shard"` leaves the unit unsharded (replicated, its gradient all-reduced);
@@ -148,7 +148,7 @@ class UnitOverride(Value):
     precision: Literal["fp32", "bf16", "bf16_reduce"] | None = None
 
 
-class UnitSection(Value):
+class UnitSection(FrozenModel):
     """Which modules communicate as one unit.
 
     `block`: the repeated blocks, found by themselves (or that `names` match), embeddings and head apart.
@@ -169,7 +169,7 @@ class UnitSection(Value):
         return self
 
 
-class ShardingSection(Value):
+class ShardingSection(FrozenModel):
     """`strategy` auto: the fastest that fits. `shard_degree`: over how many ranks a hybrid strategy shards;
     it replicates over the others.
 
@@ -206,7 +206,7 @@ class ShardingSection(Value):
         return self
 
 
-class PrecisionSection(Value):
+class PrecisionSection(FrozenModel):
     """`mode`: see `fullshard.spec.plan.Precision`, also for what each costs; `auto` is bf16 on bf16 hardware.
 
     `output_dtype`, `buffer_dtype`: what the model returns, and what floating-point buffers are kept in; unset
@@ -221,7 +221,7 @@ class PrecisionSection(Value):
     loss_scale_window: PositiveCount = 2000
 
 
-class RecomputeSection(Value):
+class RecomputeSection(FrozenModel):
     """What is not saved for backward but computed again: `full` blocks, `every` k-th block, or by operation
     (`selective`: attention and every `save_matmuls`-th matmul of a block are saved, all else is repeated).
     Or what is saved in the host's memory (`offload`), from which it comes back for backward. `auto`: the
@@ -246,7 +246,7 @@ class RecomputeSection(Value):
         return self.every or 1 if self.mode == "offload" else 1
 
 
-class PrefetchSection(Value):
+class PrefetchSection(FrozenModel):
     """`implicit`: the engine's own overlap of one unit; `explicit`: so many units ahead; `none`: none;
     `auto`: the planner's choice."""
 
@@ -255,7 +255,7 @@ class PrefetchSection(Value):
     backward: Count = 1
 
 
-class OffloadSection(Value):
+class OffloadSection(FrozenModel):
     """`tier`: what is kept in the host's memory or on its drive (NVMe), and not on the device: AdamW's state
     with its master, or the parameters' shards as well. `auto`: nothing, unless the planner finds that
     nothing else fits.
@@ -293,7 +293,7 @@ class OffloadSection(Value):
         return self.tier.endswith("nvme")
 
 
-class CheckpointSection(Value):
+class CheckpointSection(FrozenModel):
     """`dir`: where, a directory or the URL of an object store (s3://bucket/run); unset, in `run.dir`.
     `every` 0 saves only at the end and when interrupted. `keep`: the newest so many stay, 0 keeps all;
     `keep_every`: and each whose step it divides, 0 is none. `mode`: `async` writes in the background, from a
@@ -333,7 +333,7 @@ class CheckpointSection(Value):
         return self
 
 
-class SurvivalSection(Value):
+class SurvivalSection(FrozenModel):
     """What a run does about ranks that hang or part ways, and losses that stand out. See docs/survival.md.
 
     `watchdog_seconds`: a rank that stays in one phase of a step (data, forward, backward, …) for so long is
@@ -365,7 +365,7 @@ class SurvivalSection(Value):
         return max(self.collective_seconds, 1.2 * self.watchdog_seconds * self.watchdog_patience)
 
 
-class LogSection(Value):
+class LogSection(FrozenModel):
     """`every`: steps from one line to the next. `profile_steps`: how many steps are profiled for the table of
     where the time goes, from the fourth on (they are in no figure of speed; a run of fewer steps has none).
     `trackers`: any of tensorboard, wandb, mlflow."""
@@ -376,7 +376,7 @@ class LogSection(Value):
     sample_tokens: Count = 160
 
 
-class RunSection(Value):
+class RunSection(FrozenModel):
     """`dir` holds the run's log, checkpoints and report, and nothing else: a new run renames an earlier one's
     to `<dir>.1`. `ranks` 0: every GPU, else 2 ranks on the CPU.
     `compile` auto: if the planner finds it faster. `restarts`: how often ranks that died are started again,
@@ -390,11 +390,11 @@ class RunSection(Value):
     compile: bool | Literal["auto"] = False
 
 
-class Run(Value):
+class Run(FrozenModel):
     """What the user asks for: model, data, steps, and whatever mechanism is pinned."""
 
     run: RunSection = RunSection()
-    model: ModelSection = Decoder()
+    model: ModelSection = DecoderConfig()
     adapter: AdapterSection = AdapterSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
@@ -425,9 +425,9 @@ class Run(Value):
         return self.train.global_batch * self.data.sequence_length
 
     @property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> DecoderConfig:
         """The sizes of the reference decoder. Raises SpecError where the run is for another model."""
-        if not isinstance(self.model, Decoder):
+        if not isinstance(self.model, DecoderConfig):
             raise SpecError(
                 "this is for the reference decoder alone.",
                 got=f"[model] {self.model.source}",
@@ -458,7 +458,7 @@ class Run(Value):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
-        if not isinstance(self.model, Decoder):
+        if not isinstance(self.model, DecoderConfig):
             return self  # what positions it has is known when it is built
         if self.data.sequence_length > self.model.max_sequence:
             raise ValueError(

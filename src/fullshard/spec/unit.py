@@ -4,10 +4,10 @@ from typing import Self
 
 from fullshard.spec.plan import Plan, Precision
 from fullshard.spec.run import Strategy, UnitOverride
-from fullshard.spec.value import Value
+from fullshard.spec.value import FrozenModel
 
 
-class UnitSettings(Value):
+class UnitSettings(FrozenModel):
     """The mesh, dtypes and reshard policy that one unit runs with."""
 
     replicate_degree: int

@@ -59,7 +59,7 @@ _SHOWN = 120
 _QUOTED = re.compile(r"'([^']*)'")
 
 
-class Value(BaseModel):
+class FrozenModel(BaseModel):
     """A frozen value. Unknown fields are errors that name the nearest known one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from fullshard.errors import TrainError
 from fullshard.survival.fingerprint import named_ranks
-from fullshard.survival.phase import Phase
+from fullshard.survival.phase import RunPhase
 
 
 @dataclass(frozen=True)
-class Sighting:
+class Heartbeat:
     """What a rank last let the others see.
 
     `step`: finished steps. `unmoved_seconds`: since when it is in `phase`; `limit_seconds`: how long it may
@@ -37,7 +37,7 @@ class Report:
     that torch's flight recorder knows, "" where it knows none. `stacks`: of all threads.
     """
 
-    seen: Sighting
+    seen: Heartbeat
     waits: bool
     place: str
     collective: str
@@ -45,10 +45,10 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Silent:
+class UnresponsiveRank:
     """A rank that says nothing. `last`: None if it never did. `state`: see `process_state`."""
 
-    last: Sighting | None
+    last: Heartbeat | None
     state: str | None
 
 
@@ -61,7 +61,7 @@ def this_host() -> str:
     return f"{socket.gethostname()} {namespace}".strip()
 
 
-def process_state(seen: Sighting) -> str | None:
+def process_state(seen: Heartbeat) -> str | None:
     """The kernel's letter for a process of this host (man proc_pid_stat), "" if it is gone, None if it cannot
     be told."""
     if sys.platform != "linux" or seen.host != this_host():
@@ -73,14 +73,16 @@ def process_state(seen: Sighting) -> str | None:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """Why the run ends, and the stacks that show it: of the culprits, and of one of those that wait."""
 
     error: TrainError
     stacks: str
 
 
-def diagnose(reports: Mapping[int, Report], silent: Mapping[int, Silent], *, now: float) -> Verdict:
+def diagnose(
+    reports: Mapping[int, Report], silent: Mapping[int, UnresponsiveRank], *, now: float
+) -> Diagnosis:
     """Names the ranks that the others wait for, of which every rank has a report or is silent.
 
     Those that are silent, if any. Else those that are not in a collective while others are. Else those that
@@ -102,10 +104,10 @@ def diagnose(reports: Mapping[int, Report], silent: Mapping[int, Silent], *, now
     shown = [rank for rank in culprits if rank in reports][:_SHOWN]
     shown += [group[0] for group in groups if group[0] not in culprits][:_SHOWN]
     stacks = [f"rank {rank}, every thread\n{reports[rank].stacks}" for rank in shown]
-    return Verdict(error, "\n".join(stacks))
+    return Diagnosis(error, "\n".join(stacks))
 
 
-def cut_off(rank: int, report: Report) -> Verdict:
+def store_lost(rank: int, report: Report) -> Diagnosis:
     """What a rank says that hangs, and can ask no other."""
     error = TrainError(
         f"rank {rank} hangs and can reach no other: in {_phase(report.seen)} "
@@ -114,7 +116,7 @@ def cut_off(rank: int, report: Report) -> Verdict:
         why="its host, mostly that of rank 0, has gone, or the link to it is cut",
         fix="what is said on the other hosts; then fullshard train --resume",
     )
-    return Verdict(error, f"rank {rank}, every thread\n{report.stacks}")
+    return Diagnosis(error, f"rank {rank}, every thread\n{report.stacks}")
 
 
 # Of thousands of ranks, so many are shown with their stacks.
@@ -165,17 +167,17 @@ def _wait(ranks: Sequence[int]) -> str:
     return f"{named_ranks(ranks)} wait{'s' if len(ranks) == 1 else ''}"
 
 
-def _progress(seen: Sighting) -> tuple[int, int]:
-    return seen.step, list(Phase).index(Phase(seen.phase))
+def _progress(seen: Heartbeat) -> tuple[int, int]:
+    return seen.step, list(RunPhase).index(RunPhase(seen.phase))
 
 
-def _phase(seen: Sighting) -> str:
+def _phase(seen: Heartbeat) -> str:
     """`forward of step 4`: the step that it is in, one more than have been finished."""
     in_step = seen.phase in _OF_A_STEP
     return f"{seen.phase} of step {seen.step + 1}" if in_step else f"{seen.phase} after step {seen.step}"
 
 
-_OF_A_STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.OPTIMIZER)
+_OF_A_STEP = (RunPhase.DATA, RunPhase.FORWARD, RunPhase.BACKWARD, RunPhase.REDUCE, RunPhase.OPTIMIZER)
 
 
 def _position(report: Report) -> str:
@@ -185,7 +187,7 @@ def _position(report: Report) -> str:
     return f"in {_phase(seen)} for {seen.unmoved_seconds:.0f} s{waits}, {report.place}{last}"
 
 
-def _silent(silent: Mapping[int, Silent], *, now: float) -> str:
+def _silent(silent: Mapping[int, UnresponsiveRank], *, now: float) -> str:
     first = min(silent)
     others = f" (and {named_ranks(sorted(silent)[1:])})" if len(silent) > 1 else ""
     last = silent[first].last
@@ -193,7 +195,7 @@ def _silent(silent: Mapping[int, Silent], *, now: float) -> str:
     return f"rank {first}{others} does not answer, {where}: {_STATES.get(_kind(silent[first]), _UNKNOWN)}."
 
 
-def _kind(silent: Silent) -> str:
+def _kind(silent: UnresponsiveRank) -> str:
     """The letter of its state, in classes."""
     state = silent.state
     if state is None:
@@ -210,7 +212,7 @@ _STATES = {
 }
 
 
-def _last_seen(silent: Silent, *, now: float) -> str:
+def _last_seen(silent: UnresponsiveRank, *, now: float) -> str:
     last = silent.last
     if last is None:
         return "never heard of"

@@ -3,7 +3,7 @@
 from enum import StrEnum
 
 
-class Phase(StrEnum):
+class RunPhase(StrEnum):
     """What a rank is doing."""
 
     STARTING = "starting"
@@ -19,11 +19,13 @@ class Phase(StrEnum):
     FINISHING = "finishing"
 
 
-SLOW_PHASES = frozenset({Phase.STARTING, Phase.LOADING, Phase.SAVING, Phase.VALIDATING, Phase.FINISHING})
+SLOW_PHASES = frozenset(
+    {RunPhase.STARTING, RunPhase.LOADING, RunPhase.SAVING, RunPhase.VALIDATING, RunPhase.FINISHING}
+)
 """Those that have no usual length."""
 
 
-class Whereabouts:
+class PhaseTracker:
     """The finished steps of this rank, and its phase. While `moves` stays the same, nothing has moved.
 
     `warm`: a step was finished in this process, so nothing is compiled or allocated for the first time.
@@ -31,15 +33,15 @@ class Whereabouts:
 
     def __init__(self) -> None:
         self.step = 0
-        self.phase = Phase.STARTING
-        self.moves = 0
-        self.warm = False
+        self.phase = RunPhase.STARTING
+        self.changes = 0
+        self.has_finished_step = False
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: RunPhase) -> None:
         self.phase = phase
-        self.moves += 1
+        self.changes += 1
 
     def finish_step(self, step: int) -> None:
         self.step = step
-        self.warm = True
-        self.enter(Phase.BETWEEN_STEPS)
+        self.has_finished_step = True
+        self.enter(RunPhase.BETWEEN_STEPS)

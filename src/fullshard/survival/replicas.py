@@ -19,7 +19,7 @@ from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 from fullshard.survival.fingerprint import named_ranks
-from fullshard.survival.phase import Phase, Whereabouts
+from fullshard.survival.phase import PhaseTracker, RunPhase
 
 logger = logging.getLogger("fullshard")
 
@@ -29,7 +29,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 @dataclass
-class _Holders:
+class _ReplicaGroup:
     """The tensors of which the ranks of one group hold the same part, and their checksums."""
 
     ranks: tuple[int, ...]
@@ -39,7 +39,7 @@ class _Holders:
 
 
 @dataclass(frozen=True)
-class _Differs:
+class _Mismatch:
     """What one rank has of the first tensor that differs among `holders`."""
 
     holders: tuple[int, ...]
@@ -69,7 +69,7 @@ class ReplicaCheck:
         tensors: Callable[[], Mapping[str, Tensor]],
         *,
         step: int,
-        where: Whereabouts,
+        where: PhaseTracker,
     ) -> None:
         """Compares parameters and optimizer state, if it is time, over the ranks that hold the same part.
         Collective.
@@ -81,7 +81,7 @@ class ReplicaCheck:
         """
         if self._world_size == 1 or not self._every or step % self._every:
             return
-        where.enter(Phase.REDUCE)
+        where.enter(RunPhase.REDUCE)
         groups = _holders(model, tensors())
         device = next(model.parameters()).device
         found = [one for group in groups for one in _compared(group)]
@@ -91,7 +91,7 @@ class ReplicaCheck:
             return
         everything: list[Any] = [None] * self._world_size
         dist.all_gather_object(everything, found)
-        raise _differ(step, [one for rank in everything for one in cast(list[_Differs], rank)])
+        raise _differ(step, [one for rank in everything for one in cast(list[_Mismatch], rank)])
 
 
 @torch.no_grad()
@@ -110,11 +110,11 @@ def checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def _holders(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[_Holders]:
+def _holders(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[_ReplicaGroup]:
     """The replicated tensors, by who holds the same part. On every rank in the same order."""
     parameters = {f"model.{name}" for name, _ in model.named_parameters()}
     device = next(model.parameters()).device
-    groups: dict[tuple[int, ...], _Holders] = {}
+    groups: dict[tuple[int, ...], _ReplicaGroup] = {}
     for name, tensor in tensors.items():
         if name not in parameters and not name.startswith("optimizer."):
             continue  # buffers and random states are each rank's own
@@ -122,7 +122,7 @@ def _holders(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[_Holders]:
         if group is None:
             continue
         ranks = tuple(dist.get_process_group_ranks(group))
-        holders = groups.setdefault(ranks, _Holders(ranks, group))
+        holders = groups.setdefault(ranks, _ReplicaGroup(ranks, group))
         holders.names.append(name)
         holders.checksums.append(checksum(tensor).to(device))
     return list(groups.values())
@@ -142,7 +142,7 @@ def _replicating_group(tensor: Tensor) -> Any:
     return mesh.get_group(axes[0])
 
 
-def _compared(holders: _Holders) -> list[_Differs]:
+def _compared(holders: _ReplicaGroup) -> list[_Mismatch]:
     """What this rank has of the first tensor that is not the same among `holders`; nothing if all are."""
     own = torch.stack(holders.checksums)
     bounds = torch.cat([own, ~own])  # the least of ~x is ~ the greatest of x
@@ -150,12 +150,12 @@ def _compared(holders: _Holders) -> list[_Differs]:
     least, greatest = bounds[: len(own)], ~bounds[len(own) :]
     differing = cast(list[int], (least != greatest).nonzero().flatten().tolist())
     return [
-        _Differs(holders.ranks, dist.get_rank(), holders.names[index], int(own[index].item()))
+        _Mismatch(holders.ranks, dist.get_rank(), holders.names[index], int(own[index].item()))
         for index in differing[:1]
     ]
 
 
-def _differ(step: int, found: Sequence[_Differs]) -> TrainError:
+def _differ(step: int, found: Sequence[_Mismatch]) -> TrainError:
     """`found`: of every rank whose group differs. Told is one tensor a group, and who holds it otherwise."""
     said: list[str] = []
     for holders in sorted({one.holders for one in found}):

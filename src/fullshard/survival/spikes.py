@@ -12,7 +12,7 @@ from statistics import fmean, pstdev
 
 from fullshard.spec.run import SurvivalSection
 
-FLAT = 1e-3
+MIN_RELATIVE_STD = 1e-3
 """A curve is taken to vary by at least this part of its mean; else on a flat one any rise stood out."""
 
 
@@ -29,7 +29,7 @@ class RecentSteps:
         if section.on_spike == "none" or len(self.losses) < section.spike_window // 2:
             return False
         return any(
-            new > _bound(before, sigma=section.spike_sigma)
+            new > _threshold(before, sigma=section.spike_sigma)
             for new, before in ((loss, self.losses), (norm, self.norms))
         )
 
@@ -41,6 +41,6 @@ class RecentSteps:
             del values[: -section.spike_window]
 
 
-def _bound(before: Sequence[float], *, sigma: float) -> float:
+def _threshold(before: Sequence[float], *, sigma: float) -> float:
     mean = fmean(before)
-    return mean + sigma * max(pstdev(before, mean), FLAT * abs(mean))
+    return mean + sigma * max(pstdev(before, mean), MIN_RELATIVE_STD * abs(mean))

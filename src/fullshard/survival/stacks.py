@@ -35,7 +35,7 @@ def in_collective(thread: int) -> bool:
     return bool(frames) and any(part in frames[0].f_code.co_filename for part in _IN_COLLECTIVES)
 
 
-def place_of(thread: int) -> str:
+def user_frame(thread: int) -> str:
     """`file:line in function`: the innermost frame that is no library's, else the innermost."""
     frames = frames_of(thread)
     libraries = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))

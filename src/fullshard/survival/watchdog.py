@@ -29,18 +29,18 @@ import torch.distributed as dist
 from fullshard.errors import TrainError
 from fullshard.spec.run import SurvivalSection
 from fullshard.survival.diagnosis import (
+    Diagnosis,
+    Heartbeat,
     Report,
-    Sighting,
-    Silent,
-    Verdict,
-    cut_off,
+    UnresponsiveRank,
     diagnose,
     process_state,
+    store_lost,
     this_host,
 )
 from fullshard.survival.fingerprint import default_store
-from fullshard.survival.phase import SLOW_PHASES, Phase, Whereabouts
-from fullshard.survival.stacks import all_stacks, in_collective, last_collective, other_threads, place_of
+from fullshard.survival.phase import SLOW_PHASES, PhaseTracker, RunPhase
+from fullshard.survival.stacks import all_stacks, in_collective, last_collective, other_threads, user_frame
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ _RECEIVERS: list[Callable[[TrainError], object]] = []
 
 
 @contextmanager
-def last_words_to(receiver: Callable[[TrainError], object]) -> Generator[None]:
+def on_watchdog_exit(receiver: Callable[[TrainError], object]) -> Generator[None]:
     """Within it, `receiver` gets the error that a watchdog is about to end this process with."""
     _RECEIVERS.append(receiver)
     try:
@@ -68,7 +68,7 @@ def last_words_to(receiver: Callable[[TrainError], object]) -> Generator[None]:
 
 
 @contextmanager
-def watching(where: Whereabouts, section: SurvivalSection) -> Generator[None]:
+def watching(where: PhaseTracker, section: SurvivalSection) -> Generator[None]:
     """Watches over this thread, which tells in `where` what it does, and over its ranks. All open it alike.
 
     A run that hangs within it ends: what it hangs at on standard error, then TrainError's exit code, or 1
@@ -78,7 +78,7 @@ def watching(where: Whereabouts, section: SurvivalSection) -> Generator[None]:
         yield
         return
     answer_seconds = _within(_STORE * section.watchdog_seconds, _STORE_SECONDS)
-    board = _Board.of_default_group(answer_seconds=answer_seconds)
+    board = _StatusBoard.of_default_group(answer_seconds=answer_seconds)
     watchdog = _Watchdog(where, section, board=board)
     watchdog.start()
     try:
@@ -87,7 +87,7 @@ def watching(where: Whereabouts, section: SurvivalSection) -> Generator[None]:
         watchdog.stop()
 
 
-class _Board:
+class _StatusBoard:
     """What the ranks tell each other, in the group's store. Alone, a rank has none and tells itself.
 
     Whatever it is asked raises RuntimeError once the store has not answered: its client does not recover. It
@@ -103,7 +103,7 @@ class _Board:
         self._thread.start()
 
     @classmethod
-    def of_default_group(cls, *, answer_seconds: float) -> "_Board":
+    def of_default_group(cls, *, answer_seconds: float) -> "_StatusBoard":
         store = default_store()
         if store is None or dist.get_world_size() == 1:
             return cls(dist.HashStore(), rank=0, world_size=1, answer_seconds=answer_seconds)
@@ -118,10 +118,10 @@ class _Board:
         self._acts.put(None)
         self._thread.join(timeout=self._answer_seconds)
 
-    def show(self, seen: Sighting) -> None:
+    def publish(self, seen: Heartbeat) -> None:
         self._do(lambda store: store.set(f"seen/{self.rank}", json.dumps(asdict(seen))))
 
-    def call(self) -> bool:
+    def request_reports(self) -> bool:
         """Asks all ranks for their reports. True if nobody has before."""
         return self._do(lambda store: store.add("called", 1)) == 1
 
@@ -131,12 +131,12 @@ class _Board:
     def report(self, report: Report) -> None:
         self._do(lambda store: store.set(f"report/{self.rank}", json.dumps(asdict(report))))
 
-    def sightings(self) -> dict[int, Sighting]:
-        return {rank: Sighting(**one) for rank, one in self._read("seen").items()}
+    def sightings(self) -> dict[int, Heartbeat]:
+        return {rank: Heartbeat(**one) for rank, one in self._read("seen").items()}
 
     def reports(self) -> dict[int, Report]:
         return {
-            rank: Report(**one | {"seen": Sighting(**one["seen"])})
+            rank: Report(**one | {"seen": Heartbeat(**one["seen"])})
             for rank, one in self._read("report").items()
         }
 
@@ -187,20 +187,20 @@ def _settle(answer: Future[T], act: Callable[[], T]) -> None:
 class _Watchdog:
     """Watches the thread that makes it, from a thread of its own. See [Note: how a hang is told]."""
 
-    def __init__(self, where: Whereabouts, section: SurvivalSection, *, board: _Board) -> None:
+    def __init__(self, where: PhaseTracker, section: SurvivalSection, *, board: _StatusBoard) -> None:
         self._where, self._section, self._board = where, section, board
         self._tick = _within(_TICK * section.watchdog_seconds, _TICK_SECONDS)
         self._grace = _within(_GRACE * section.watchdog_seconds, _GRACE_SECONDS)
         self._trainer = threading.get_ident()
         self._host = this_host()
-        self._moves, self._unmoved, self._looked_at = where.moves, 0.0, time.monotonic()
+        self._moves, self._unmoved, self._looked_at = where.changes, 0.0, time.monotonic()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
 
     def start(self) -> None:
         """Shows this rank once before anything can happen to it: then it was heard of."""
         with suppress(RuntimeError):
-            self._board.show(self._seen())
+            self._board.publish(self._seen())
         self._thread.start()
 
     def stop(self) -> None:
@@ -216,20 +216,20 @@ class _Watchdog:
             called = False
             # Where the store is lost nobody can be asked, but that this rank hangs is seen all the same.
             with suppress(RuntimeError):
-                self._board.show(self._seen())
+                self._board.publish(self._seen())
                 called = self._board.called()
             if called or self._hangs():
                 self._end()
 
     def _count(self) -> None:
-        now, moves = time.monotonic(), self._where.moves
+        now, moves = time.monotonic(), self._where.changes
         # Time in which this process did not run (it was stopped, the machine slept) is nobody's fault in it.
         passed = min(now - self._looked_at, 4 * self._tick)
         self._unmoved = self._unmoved + passed if moves == self._moves else 0.0
         self._moves, self._looked_at = moves, now
 
     def _limit(self) -> float:
-        slow = self._where.phase in SLOW_PHASES or not self._where.warm
+        slow = self._where.phase in SLOW_PHASES or not self._where.has_finished_step
         return self._section.watchdog_seconds * (self._section.watchdog_patience if slow else 1.0)
 
     def _set_timer(self) -> None:
@@ -253,8 +253,8 @@ class _Watchdog:
             )
         return False
 
-    def _seen(self) -> Sighting:
-        return Sighting(
+    def _seen(self) -> Heartbeat:
+        return Heartbeat(
             host=self._host,
             process=os.getpid(),
             step=self._where.step,
@@ -266,12 +266,12 @@ class _Watchdog:
 
     def _report(self) -> Report:
         # Backward runs on threads of autograd's own where there is a GPU.
-        threads = other_threads() if self._where.phase is Phase.BACKWARD else [self._trainer]
+        threads = other_threads() if self._where.phase is RunPhase.BACKWARD else [self._trainer]
         return Report(
             seen=self._seen(),
             # The reduction's sums are read where they lie: on a GPU, that is where a rank waits for it.
-            waits=self._where.phase is Phase.REDUCE or any(in_collective(one) for one in threads),
-            place=place_of(self._trainer),
+            waits=self._where.phase is RunPhase.REDUCE or any(in_collective(one) for one in threads),
+            place=user_frame(self._trainer),
             collective=last_collective(),
             stacks=all_stacks(),
         )
@@ -281,7 +281,7 @@ class _Watchdog:
         own, first = self._report(), True
         with suppress(RuntimeError):
             self._board.report(own)
-            first = self._board.call()
+            first = self._board.request_reports()
         error = None if first else self._awaited_verdict()
         if error is None:
             verdict = self._judge(own)
@@ -298,9 +298,9 @@ class _Watchdog:
         sys.stderr.flush()
         os._exit(error.exit_code)
 
-    def _judge(self, own: Report) -> Verdict:
+    def _judge(self, own: Report) -> Diagnosis:
         """From this rank's own report, and those of the others that come in time."""
-        others, sightings = dict[int, Report](), dict[int, Sighting]()
+        others, sightings = dict[int, Report](), dict[int, Heartbeat]()
         deadline = time.monotonic() + self._grace
         try:
             while len(others) < self._board.world_size and time.monotonic() < deadline:
@@ -308,12 +308,12 @@ class _Watchdog:
                 others = self._board.reports()
             sightings = self._board.sightings()
         except RuntimeError:
-            return cut_off(self._board.rank, own)
+            return store_lost(self._board.rank, own)
         known = {**others, self._board.rank: own}
-        silent: dict[int, Silent] = {}
+        silent: dict[int, UnresponsiveRank] = {}
         for rank in set(range(self._board.world_size)) - known.keys():
             last = sightings.get(rank)
-            silent[rank] = Silent(last, None if last is None else process_state(last))
+            silent[rank] = UnresponsiveRank(last, None if last is None else process_state(last))
         return diagnose(known, silent, now=time.time())
 
     def _awaited_verdict(self) -> TrainError | None:

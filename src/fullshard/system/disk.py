@@ -76,7 +76,7 @@ def forget(path: Path) -> None:
 
 
 @contextmanager
-def created(path: Path) -> Generator[StreamedFile]:
+def create_durable(path: Path) -> Generator[StreamedFile]:
     """A file that must not be there yet, down to the disk when the block ends well."""
     with StreamedFile(path) as file:
         yield file
@@ -84,11 +84,11 @@ def created(path: Path) -> Generator[StreamedFile]:
 
 
 @contextmanager
-def replaced(path: Path) -> Generator[StreamedFile]:
+def replace_atomically(path: Path) -> Generator[StreamedFile]:
     """A file that becomes `path` when the block ends well; until then, or else, `path` is as before."""
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     try:
-        with created(temporary) as file:
+        with create_durable(temporary) as file:
             yield file
         temporary.replace(path)
         flush(path.parent)

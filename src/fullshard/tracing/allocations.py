@@ -14,8 +14,8 @@ from fullshard.sharding.host_copy import Way
 from fullshard.spec.model import Event
 from fullshard.tracing.kernels import (
     GROUPED,
-    Call,
-    Launch,
+    KernelLaunch,
+    OpCall,
     grouped_shape,
     launch_of,
     readable_bytes,
@@ -39,13 +39,13 @@ class Recorded:
     unit: int
     changes: list[tuple[Kind, int]] = field(default_factory=list[tuple[Kind, int]])
     given: int = 0
-    work: list[Launch] = field(default_factory=list[Launch])
-    fused: list[Launch] = field(default_factory=list[Launch])
+    work: list[KernelLaunch] = field(default_factory=list[KernelLaunch])
+    fused: list[KernelLaunch] = field(default_factory=list[KernelLaunch])
     copies: list[tuple[Way, int]] = field(default_factory=list[tuple[Way, int]])
 
 
 @dataclass
-class _Block:
+class _TracedBlock:
     """`serial`: how many were born before it; keys are used again, serials are not."""
 
     size: int
@@ -65,7 +65,7 @@ class _Fusing:
     born: int
     read: dict[int, int] = field(default_factory=dict[int, int])
     written: dict[int, int] = field(default_factory=dict[int, int])
-    last: Launch | None = None
+    last: KernelLaunch | None = None
 
 
 class Allocations(TorchDispatchMode):
@@ -80,7 +80,7 @@ class Allocations(TorchDispatchMode):
         self.kind: Kind = "activations"
         self.recorded = [Recorded("start", -1)]
         self._transients = transients
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[int, _TracedBlock] = {}
         self._born = 0
         self._fusing = _Fusing(0)
 
@@ -89,7 +89,7 @@ class Allocations(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE:  # two of three calls
             return func(*args)
-        call = Call(func, args, kwargs or {})
+        call = OpCall(func, args, kwargs or {})
         # Of grouped matmuls torch knows the shapes in bf16 alone, and of some widths.
         grouped = call.name == GROUPED
         result = args[0].new_empty(grouped_shape(call)) if grouped else func(*args, **call.kwargs)
@@ -129,7 +129,7 @@ class Allocations(TorchDispatchMode):
         """What changed since the phase opened belongs to the act that opened it."""
         self.recorded[-1].given = len(self.recorded[-1].changes)
 
-    def _launched(self, launch: Launch, *, read: Any, written: Any) -> None:
+    def _launched(self, launch: KernelLaunch, *, read: Any, written: Any) -> None:
         self.recorded[-1].work.append(launch)
         if launch.kind != "elementwise":
             self._end_run()
@@ -162,7 +162,7 @@ class Allocations(TorchDispatchMode):
         if key in self._blocks:
             return
         reference = weakref.ref(storage, lambda _reference: self._died(key))
-        self._blocks[key] = _Block(storage.nbytes(), kind, self._born, reference)
+        self._blocks[key] = _TracedBlock(storage.nbytes(), kind, self._born, reference)
         self._born += 1
         self._change(kind, storage.nbytes())
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fullshard.errors import ShardError
-from fullshard.sharding.host_copy import PlainLane, ToldLane
+from fullshard.sharding.host_copy import CpuHostCopy, FakeHostCopy
 from fullshard.sharding.precision import TORCH_DTYPE, cast_buffers
 from fullshard.sharding.recompute import apply_recompute
 from fullshard.sharding.units import Predicate, Unit, find_repeated, find_units
@@ -37,10 +37,10 @@ from fullshard.spec.run import RecomputeSection, Run, Strategy
 from fullshard.tracing.allocations import Recorded
 from fullshard.tracing.cuda_kernels import cuda_kernels
 from fullshard.tracing.kernels import storages_bytes
-from fullshard.tracing.phases import KernelTable, alike, foretold, joined
-from fullshard.tracing.repeated_blocks import Shortened, shorten
+from fullshard.tracing.phases import KernelIndex, extrapolate, merge_recordings, same_structure
+from fullshard.tracing.repeated_blocks import TruncatedModel, truncate_repeated_blocks
 from fullshard.tracing.trace import LossFunction, Tracer
-from fullshard.tracing.transformers_masks import as_untraced
+from fullshard.tracing.transformers_masks import assume_one_document_per_row
 
 # What is traced for a Run that leaves recompute to the planner.
 RECOMPUTES = (
@@ -83,7 +83,7 @@ def describe(
     given = find_units(model, plan.run.sharding.units, predicate=units)
     study = _Study(model, plan, loss=loss, batch=batch, predicate=units, device=device)
     with ExitStack() as stack:
-        stack.enter_context(as_untraced())
+        stack.enter_context(assume_one_document_per_row())
         if device == "cuda":
             stack.enter_context(cuda_kernels())
         if batch is None:
@@ -144,7 +144,7 @@ def _on_one_rank(run: Run, device: DeviceType) -> tuple[Plan, tuple[RecomputeSec
 
 
 @dataclass
-class _Found:
+class _DescribedModel:
     """What was recorded at one size of microbatch: phases, and the same over earlier gradients."""
 
     recording: list[Recorded]
@@ -168,7 +168,7 @@ class _Study:
         self.model, self.plan, self.loss, self.batch = model, plan, loss, batch
         self.predicate = predicate
         self.device: DeviceType = device
-        self.table = KernelTable()
+        self.table = KernelIndex()
         self.buffer_bytes = 0
         self._single_differs: bool | None = None  # not known before the first trace
 
@@ -183,11 +183,13 @@ class _Study:
                 continue
             if self.batch is None or _can_grow(self.batch, plan.microbatch):
                 low, high = record(2), record(3)
-                if alike(low.recording, high.recording) and _periodic(low.recording, shortened.repeats):
+                if same_structure(low.recording, high.recording) and _periodic(
+                    low.recording, shortened.repeats
+                ):
                     traces = [self._trace(low, high, plan=plan, shortened=shortened)]
                     if self._single_differs is not False:
                         single = record(1)
-                        self._single_differs = not foretold(
+                        self._single_differs = not extrapolate(
                             single.recording, low=low.recording, high=high.recording
                         )
                         alone = [self._trace(single, single, plan=plan, shortened=shortened, microbatch=1)]
@@ -200,29 +202,29 @@ class _Study:
 
     def _prepared(
         self, plan: Plan, given: Sequence[Unit], *, short: bool
-    ) -> tuple[Callable[[int], _Found] | None, Shortened]:
+    ) -> tuple[Callable[[int], _DescribedModel] | None, TruncatedModel]:
         """What records a microbatch of a size on a fake twin; None if the twin cannot be shortened."""
         section = plan.run.sharding.units
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
         twin = _fake_twin(self.model, given, plan=plan, fakes=fakes)
         self.buffer_bytes = storages_bytes(twin.buffers())
         found = find_units(twin, section, predicate=self.predicate)
-        shortened = Shortened()
+        shortened = TruncatedModel()
         if short:
             blocks = find_repeated(twin, section, units=found)
-            shortened = shorten(twin, found, blocks=blocks, plan=plan)
+            shortened = truncate_repeated_blocks(twin, found, blocks=blocks, plan=plan)
             if not shortened.repeats:
                 return None, shortened
             found = find_units(twin, section, predicate=self.predicate)
             if [unit.name for unit in found] != [u.name for u in given if u.name not in shortened.left_out]:
                 return None, shortened
-        lane = ToldLane() if self.device == "cuda" else PlainLane()
+        lane = FakeHostCopy() if self.device == "cuda" else CpuHostCopy()
         repeated = find_repeated(twin, section, units=found)
         apply_recompute(repeated, plan.run.recompute, device=self.device, lane=lane)
 
-        def record(microbatch: int) -> _Found:
+        def record(microbatch: int) -> _DescribedModel:
             tracer = Tracer(twin, found, plan=plan, fakes=fakes, transients=self.device == "cuda")
-            if isinstance(lane, ToldLane):
+            if isinstance(lane, FakeHostCopy):
                 lane.tell = lambda way, size: tracer.allocations.copied(way, size)
             batch = _fake_batch(self.batch, plan, microbatch=microbatch, fakes=fakes)
             recording, accumulating = tracer.microbatch(self.loss, batch), list[Recorded]()
@@ -233,12 +235,18 @@ class _Study:
                 accumulating = tracer.microbatch(self.loss, batch)
                 twin.zero_grad(set_to_none=True)
             held = storages_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-            return _Found(recording, accumulating, held)
+            return _DescribedModel(recording, accumulating, held)
 
         return record, shortened
 
     def _trace(
-        self, low: _Found, high: _Found, *, plan: Plan, shortened: Shortened, microbatch: int | None = None
+        self,
+        low: _DescribedModel,
+        high: _DescribedModel,
+        *,
+        plan: Plan,
+        shortened: TruncatedModel,
+        microbatch: int | None = None,
     ) -> Trace:
         first = microbatch or 2
         grows = high.batch_bytes - low.batch_bytes
@@ -246,8 +254,10 @@ class _Study:
             recompute=plan.run.recompute,
             microbatch=microbatch,
             batch_bytes=Line(low.batch_bytes - grows * first, grows),
-            phases=joined(low.recording, high.recording, microbatch=first, table=self.table),
-            accumulating=joined(low.accumulating, high.accumulating, microbatch=first, table=self.table),
+            phases=merge_recordings(low.recording, high.recording, microbatch=first, table=self.table),
+            accumulating=merge_recordings(
+                low.accumulating, high.accumulating, microbatch=first, table=self.table
+            ),
             repeats=shortened.repeats,
         )
 

@@ -21,7 +21,7 @@ GROUPED = "_grouped_mm"
 _NO_WORK = ("empty", "new_empty", "detach", "device", "_local_scalar", "lift", "is_same_size", "alias")
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """An operation and what it is called with."""
 
     func: Any
@@ -38,7 +38,7 @@ class Call(NamedTuple):
         return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """One operation on its shapes. `flops` of causal attention: of the pairs that are not masked."""
 
     kind: KernelKind
@@ -48,7 +48,7 @@ class Launch(NamedTuple):
     causal: bool = False
 
 
-def launch_of(call: Call, result: Any) -> Launch | None:
+def launch_of(call: OpCall, result: Any) -> KernelLaunch | None:
     """What `call` launches; None for views, allocations and questions about a tensor."""
     name = call.name
     if getattr(call.func, "is_view", False) or name.startswith(_NO_WORK) or name == "_unsafe_view":
@@ -62,14 +62,14 @@ def launch_of(call: Call, result: Any) -> Launch | None:
     if name.startswith(_ATTENTION):
         return _attention(call, moved=moved)
     if name == GROUPED:
-        return Launch("matmul", dtype, _grouped_flops(call), moved)
+        return KernelLaunch("matmul", dtype, _grouped_flops(call), moved)
     count = flop_registry.get(call.func.overloadpacket)
     if count is not None:
-        return Launch("matmul", dtype, int(count(*call.args, **call.kwargs, out_val=result)), moved)
-    return Launch("elementwise", dtype, 0, moved)
+        return KernelLaunch("matmul", dtype, int(count(*call.args, **call.kwargs, out_val=result)), moved)
+    return KernelLaunch("elementwise", dtype, 0, moved)
 
 
-def transient_bytes(call: Call) -> int:
+def transient_bytes(call: OpCall) -> int:
     """What the CUDA kernel of `call` allocates for itself and frees when it is done, on top of its results.
 
     Attention backward: the gradient of the queries in fp32, one number a row in fp32, and with fewer
@@ -91,7 +91,7 @@ def transient_bytes(call: Call) -> int:
     return 0
 
 
-def _attention(call: Call, *, moved: int) -> Launch:
+def _attention(call: OpCall, *, moved: int) -> KernelLaunch:
     """Two matmuls in forward, five in backward, over the pairs of positions that are not masked."""
     named = call.named()
     query, key = named["query"], named["key"]
@@ -101,10 +101,10 @@ def _attention(call: Call, *, moved: int) -> Launch:
     backward = call.name.endswith("backward")
     flops = (10 if backward else 4) * batch * heads * pairs * width
     kind: KernelKind = "attention_backward" if backward else "attention"
-    return Launch(kind, _DTYPE.get(query.dtype, "fp32"), flops, moved, causal)
+    return KernelLaunch(kind, _DTYPE.get(query.dtype, "fp32"), flops, moved, causal)
 
 
-def grouped_shape(call: Call) -> tuple[int, ...]:
+def grouped_shape(call: OpCall) -> tuple[int, ...]:
     """What a grouped matmul (the experts of a mixture) returns. A group has some of the rows of one of the
     two, or of what is summed over; where the groups end is a tensor."""
     left, right, ends = (call.named().get(name) for name in ("self", "mat2", "offs"))
@@ -115,7 +115,7 @@ def grouped_shape(call: Call) -> tuple[int, ...]:
     return (groups, rows, columns) if left.ndim == right.ndim else (rows, columns)
 
 
-def _grouped_flops(call: Call) -> int:
+def _grouped_flops(call: OpCall) -> int:
     """Each row that is given meets the matrix of its own group alone."""
     named = call.named()
     left, right = named["self"], named["mat2"]

@@ -11,13 +11,13 @@ from itertools import groupby
 from fullshard.sharding.host_copy import Way
 from fullshard.spec.model import Kernel, Launches, Line, Moment, Phase
 from fullshard.tracing.allocations import KINDS, Kind, Recorded
-from fullshard.tracing.kernels import Launch
+from fullshard.tracing.kernels import KernelLaunch
 
 Recording = Sequence[Recorded]
 _State = tuple[Line, ...]  # by kind
 
 
-class KernelTable:
+class KernelIndex:
     """The kinds of launch seen so far, by what they are."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class KernelTable:
         return tuple(self._index)
 
     def launches(
-        self, low: Sequence[Launch], *, high: Sequence[Launch], microbatch: int
+        self, low: Sequence[KernelLaunch], *, high: Sequence[KernelLaunch], microbatch: int
     ) -> tuple[Launches, ...]:
         """The launches by kind, in order of first use."""
         counts: dict[int, int] = {}
@@ -45,7 +45,9 @@ class KernelTable:
         return tuple(Launches(kernel, times) for kernel, times in counts.items())
 
 
-def joined(low: Recording, high: Recording, *, microbatch: int, table: KernelTable) -> tuple[Phase, ...]:
+def merge_recordings(
+    low: Recording, high: Recording, *, microbatch: int, table: KernelIndex
+) -> tuple[Phase, ...]:
     """The phases of a recording at `microbatch` and one at `microbatch + 1` (or twice the same: fixed)."""
     phases: list[Phase] = []
     state: _State = (Line(),) * len(KINDS)
@@ -68,14 +70,14 @@ def joined(low: Recording, high: Recording, *, microbatch: int, table: KernelTab
     return tuple(phases)
 
 
-def alike(low: Recording, high: Recording) -> bool:
+def same_structure(low: Recording, high: Recording) -> bool:
     """Whether the same happened in both, if to tensors of other sizes."""
     return [_form(one) for one in low] == [_form(one) for one in high]
 
 
-def foretold(smaller: Recording, *, low: Recording, high: Recording) -> bool:
+def extrapolate(smaller: Recording, *, low: Recording, high: Recording) -> bool:
     """Whether the lines through `low` (at 2) and `high` (at 3) tell what `smaller` (at 1) saw."""
-    if not alike(low, smaller):
+    if not same_structure(low, smaller):
         return False
     return all(
         2 * a[1] - b[1] == c[1]

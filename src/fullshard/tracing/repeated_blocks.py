@@ -21,14 +21,16 @@ _COUNTS = ("idx", "index", "number", "layer_id", "block_id", "depth")
 
 
 @dataclass(frozen=True)
-class Shortened:
+class TruncatedModel:
     """`left_out`: names of the units that are gone. `repeats`: what stands for them, in the trace's units."""
 
     left_out: frozenset[str] = frozenset()
     repeats: tuple[Repeat, ...] = ()
 
 
-def shorten(model: nn.Module, units: Sequence[Unit], *, blocks: Sequence[nn.Module], plan: Plan) -> Shortened:
+def truncate_repeated_blocks(
+    model: nn.Module, units: Sequence[Unit], *, blocks: Sequence[nn.Module], plan: Plan
+) -> TruncatedModel:
     """Takes blocks out of the lists that hold them, in place; names of those that stay do not change.
 
     Only blocks that look alike go: the same classes, shapes, settings and unit overrides. Whether they did
@@ -54,7 +56,7 @@ def shorten(model: nn.Module, units: Sequence[Unit], *, blocks: Sequence[nn.Modu
             left_out.update(_units_below(run[at], units))
         for at in dropped:
             del container._modules[keys[at]]  # pyright: ignore[reportPrivateUsage]
-    return Shortened(frozenset(left_out), _repeats(templates, units=units, left_out=left_out))
+    return TruncatedModel(frozenset(left_out), _repeats(templates, units=units, left_out=left_out))
 
 
 def _repeats(

@@ -15,7 +15,7 @@ _MASKS, _ASKS = "transformers.masking_utils", "find_packed_sequence_indices"
 
 
 @contextmanager
-def as_untraced() -> Generator[None]:
+def assume_one_document_per_row() -> Generator[None]:
     """While it is open, models of transformers in this process take rows for one document each."""
     masks: ModuleType | None = sys.modules.get(_MASKS)
     if masks is None or not hasattr(masks, _ASKS):

@@ -46,7 +46,7 @@ def eight_bit_adamw() -> type[torch.optim.Optimizer]:
     return cast(type[torch.optim.Optimizer], AdamW8bit)
 
 
-def in_full(value: Tensor) -> Tensor:
+def dequantize(value: Tensor) -> Tensor:
     """A moment that is kept in few bits, in fp32; any other tensor as it is."""
     local = local_tensor(value)
     if not hasattr(local, "dequantize") or not hasattr(local, "codes"):
@@ -55,7 +55,7 @@ def in_full(value: Tensor) -> Tensor:
     return full if local is value else _as_part_of(cast(DTensor, value), full)
 
 
-def as_kept(
+def quantize_like(
     optimizer: torch.optim.Optimizer, parameter: Tensor, *, state: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The state of `parameter`, whose moments are in fp32, as `optimizer` keeps it."""

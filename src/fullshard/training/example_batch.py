@@ -9,7 +9,7 @@ from fullshard.data import build_data
 from fullshard.models.examples import example_batch
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
-from fullshard.training.loss import loss_of, own_loss
+from fullshard.training.loss import loss_of, model_loss
 
 
 def example(run: Run, model: nn.Module, *, rows: int) -> Any:
@@ -21,7 +21,7 @@ def example(run: Run, model: nn.Module, *, rows: int) -> Any:
         alone = run.train.model_copy(update={"microbatch": rows, "global_batch": rows})
         plan = Plan.from_run(run.model_copy(update={"train": alone}), world_size=1)
         return next(iter(build_data(run).microbatches(0, rank=0, plan=plan)))
-    if loss_of(run, model) is own_loss:
+    if loss_of(run, model) is model_loss:
         return example_batch(model, run, rows=rows)
     if not run.data.document_mask:
         return None

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from fullshard.data.batches import Batches
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
-from fullshard.survival.phase import Phase
+from fullshard.survival.phase import RunPhase
 from fullshard.survival.replicas import ReplicaCheck
 from fullshard.training.loss import Loss, next_token_loss
 from fullshard.training.loss_scale import LossScale
@@ -77,10 +77,10 @@ def train(
     on_spike, in_a_row = plan.run.survival.on_spike, 0
     replicas = ReplicaCheck(plan)
     state.model.train()
-    state.where.step = state.step
+    state.phase.step = state.step
     while state.step < plan.run.train.steps:
         started = time.perf_counter()
-        state.where.enter(Phase.DATA)
+        state.phase.enter(RunPhase.DATA)
         with record_function(_DATA):
             batches = source(state.step + state.data_offset)
         if batches is None:
@@ -90,8 +90,8 @@ def train(
         rate = plan.run.optimizer.learning_rate * factor
         result = run_step(state, plan, microbatches=timed, loss=loss, learning_rate=rate, stop=should_stop())
         state.after_step(tokens=result.count, skipped=result.skipped)
-        replicas.after_step(state.model, state.tensors, step=state.step, where=state.where)
-        state.where.finish_step(state.step)
+        replicas.after_step(state.model, state.tensors, step=state.step, where=state.phase)
+        state.phase.finish_step(state.step)
         in_a_row = in_a_row + 1 if result.skipped else 0
         too_many = in_a_row >= plan.run.train.max_skipped_steps
         yield Step(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fullshard.errors import TrainError
 from fullshard.models.huggingface import is_causal_lm
 from fullshard.models.token_arguments import token_arguments
-from fullshard.spec.dotted import look_up
+from fullshard.spec.dotted import import_object
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.run import Run
 
@@ -26,9 +26,9 @@ def loss_of(run: Run, model: nn.Module) -> Loss:
     """What `run` trains on: the function that `train.loss` names; unset, `next_token_loss`, or `own_loss` for
     a model of transformers that predicts something else. Raises SpecError for a name that names nothing."""
     if run.train.loss is not None:
-        return look_up(run.train.loss, key="train.loss")
+        return import_object(run.train.loss, key="train.loss")
     if isinstance(run.model, HuggingFaceModel) and not is_causal_lm(model):
-        return own_loss
+        return model_loss
     return next_token_loss
 
 
@@ -61,7 +61,7 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
     return total, count
 
 
-def own_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
+def model_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
     """What the model itself computes, `model(**batch).loss`; a sum and its count where the batch has labels.
 
     The model gives a mean over the labels that are not -100 (over all, of labels that are no numbers of
@@ -80,7 +80,7 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
     given = dict(batch)
     labels = given.get("labels")
     if isinstance(labels, Tensor):
-        given["labels"], count = _with_one_valid(labels, shifted=_shifts_labels(model))
+        given["labels"], count = _ensure_valid_label(labels, shifted=_shifts_labels(model))
     else:
         count = None
         if "return_loss" in takes:
@@ -96,7 +96,7 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
     return loss if count is None else (loss * count, count)
 
 
-def _with_one_valid(labels: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor]:
+def _ensure_valid_label(labels: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor]:
     """(labels of which one at least is valid, how many were). The mean over none is not a number, and stays
     so when it is multiplied with the count of 0."""
     if labels.is_floating_point():

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 from torch import Tensor, nn
 
 from fullshard.checkpoint.manifest import SavedTensor
-from fullshard.distributed.agreement import everyone, gathered, rank
+from fullshard.distributed.agreement import gathered, on_all_ranks, rank
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import CheckpointError
 from fullshard.offload.adamw import StreamingAdamW
@@ -22,14 +22,14 @@ logger = logging.getLogger("fullshard")
 
 
 @dataclass(frozen=True)
-class Beside:
+class ResidualState:
     """What a run needs besides what is kept outside: values, and small tensors by name."""
 
     values: dict[str, JsonValue]
     tensors: dict[str, Tensor]
 
 
-class Outside:
+class OffloadedTensors:
     """Of one optimizer. Tensors are named as in a checkpoint: masters `model.<name>`, moments
     `optimizer.<name>.<key>`. `frozen`: checkpoints hold what is frozen, too."""
 
@@ -57,7 +57,7 @@ class Outside:
             found[_saved_name(name, "master")] = self._offloaded.frozen.tensor(name)
         return found
 
-    def portions(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
+    def partitions(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
         """To be filled from a checkpoint, a portion at a time; what it lacks becomes zero."""
         for portion in self._offloaded.refill(frozen=self._frozen):
             receivers: dict[str, Tensor] = {}
@@ -77,13 +77,13 @@ class Outside:
             for source, target in of_other_dtypes:
                 local_tensor(target).copy_(local_tensor(source))
 
-    def keep(self, step: int, beside: Callable[[], Beside]) -> None:
+    def commit_step(self, step: int, beside: Callable[[], ResidualState]) -> None:
         """Makes the state after `step` steps a generation, as soon as it is on its drive: what a run that
         dies goes on from. Nothing for the host's memory."""
         store = self._offloaded.store
         if isinstance(store, DriveStore):
             payload = _packed(beside())
-            self._offloaded.updates.then(lambda: store.commit(step, payload))
+            self._offloaded.updates.submit(lambda: store.commit(step, payload))
 
     def newest_step(self, *, at_least: int) -> int | None:
         """Of the newest generation that is whole on all ranks; None where it is of a step before `at_least`.
@@ -91,7 +91,7 @@ class Outside:
         newest = max(set[int].intersection(*gathered(set(self._resumable()))), default=None)
         return None if newest is None or newest < at_least else newest
 
-    def go_back(self, step: int) -> Beside | None:
+    def restore_step(self, step: int) -> ResidualState | None:
         """Takes the state of the generation of this step, and drops later ones. Collective.
 
         Returns what was kept beside; None where any rank finds that its own is damaged: then it is dropped,
@@ -99,24 +99,24 @@ class Outside:
         """
         store = self._offloaded.store
         assert isinstance(store, DriveStore), "others have no generations"
-        found, lacking = self._resumable()[step], self._offloaded.updates.lacking
+        found, lacking = self._resumable()[step], self._offloaded.updates.unusable
         for later in (one for one in store.generations.whole() if one.step > step):
             store.generations.drop(later)
 
-        def take() -> Beside:
+        def take() -> ResidualState:
             beside = _unpacked(store.generations.payload(found))
             self._offloaded.publish_all(verify=True)
             return beside
 
         file, committed = store.start_from(found.slot)
         try:
-            return everyone(take, doing=f"going on from step {step} in {store.generations.directory}")
+            return on_all_ranks(take, doing=f"going on from step {step} in {store.generations.directory}")
         except CheckpointError as error:
             store.generations.drop(found)
             store.start_from(file, committed=committed)
             if file is not None:
                 self._offloaded.publish_all(verify=False)
-            self._offloaded.updates.lacking = lacking
+            self._offloaded.updates.unusable = lacking
             if rank() == 0:
                 logger.warning("%s", error)
             return None
@@ -144,15 +144,15 @@ def clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.gradients.clear()
 
 
-def _packed(beside: Beside) -> bytes:
+def _packed(beside: ResidualState) -> bytes:
     file = io.BytesIO()
     torch.save({"values": beside.values, "tensors": beside.tensors}, file)
     return file.getvalue()
 
 
-def _unpacked(payload: bytes) -> Beside:
+def _unpacked(payload: bytes) -> ResidualState:
     found = torch.load(io.BytesIO(payload), weights_only=True)
-    return Beside(found["values"], found["tensors"])
+    return ResidualState(found["values"], found["tensors"])
 
 
 def _saved_name(name: str, key: str) -> str:

@@ -33,7 +33,7 @@ from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
 
 
-class InBackward:
+class OptimizerInBackward:
     """Updates the parameters of `model` within its context, in which backward runs; then `finish`.
 
     `factor`: what reduced gradients are multiplied by; None updates nothing, and only measures. `norms`: of
@@ -68,7 +68,7 @@ class InBackward:
         return self
 
     def __enter__(self) -> Self:
-        self._handles = [p.register_post_accumulate_grad_hook(self._take) for p in self._unit_of]
+        self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._unit_of]
         return self
 
     def __exit__(
@@ -80,7 +80,7 @@ class InBackward:
 
     def finish(self) -> None:
         """Updates what backward has left: the last unit, and what the engine does not shard."""
-        self._flush()
+        self._update_unit()
         alone = [p for p in self.model.parameters() if p.grad is not None]
         if alone:
             self._update(alone)
@@ -89,19 +89,19 @@ class InBackward:
             self.optimizer.param_groups[index].update(group | {"params": kept})
 
     @torch.no_grad()
-    def _take(self, parameter: Tensor) -> None:
+    def _on_gradient(self, parameter: Tensor) -> None:
         """The hook: this parameter's reduced gradient is there."""
         unit = self._unit_of[parameter]
         if parameter in self.norms:
             raise _comes_again(self.model, parameter)
         if self._waiting and self._unit_of[self._waiting[0]] != unit:
-            self._flush()
+            self._update_unit()
         self._waiting.append(parameter)
         self._left[unit] -= 1
         if not self._left[unit]:
-            self._flush()
+            self._update_unit()
 
-    def _flush(self) -> None:
+    def _update_unit(self) -> None:
         parameters, self._waiting = self._waiting, []
         if not parameters:
             return

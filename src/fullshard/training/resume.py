@@ -3,10 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-from fullshard.checkpoint import NodeDisks, load
-from fullshard.checkpoint.location import Place, newest_step, place_of
-from fullshard.checkpoint.objects import ObjectPlace
-from fullshard.distributed.agreement import first
+from fullshard.checkpoint import NodeLocalDirectory, load
+from fullshard.checkpoint.location import CheckpointLocation, location_of, newest_step
+from fullshard.checkpoint.objects import ObjectLocation
+from fullshard.distributed.agreement import on_rank_zero
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.plan import Plan
@@ -15,25 +15,27 @@ from fullshard.spec.run import Run
 from fullshard.training.state import TrainState
 from fullshard.weights.files import find_weights
 from fullshard.weights.pretrained import load_pretrained
-from fullshard.weights.read import Loaded
+from fullshard.weights.read import LoadReport
 
 
-def place(directory: str | Path, plan: Plan) -> Place | NodeDisks:
+def checkpoint_location(directory: str | Path, plan: Plan) -> CheckpointLocation | NodeLocalDirectory:
     """The place that the plan's run saves to and loads from."""
     section = plan.run.checkpoint
-    found = place_of(directory, key_file=section.key_file)
+    found = location_of(directory, key_file=section.key_file)
     if section.disks == "node":
-        return NodeDisks(Path(directory), key=found.key)
-    return replace(found, answer_seconds=section.store_seconds) if isinstance(found, ObjectPlace) else found
+        return NodeLocalDirectory(Path(directory), key=found.key)
+    return (
+        replace(found, answer_seconds=section.store_seconds) if isinstance(found, ObjectLocation) else found
+    )
 
 
 def newest_saved(directory: str | Path, plan: Plan) -> int | None:
     """Returns the step of the newest whole checkpoint that this process sees; None where there is none."""
-    found = place(directory, plan)
-    return newest_step(found.own if isinstance(found, NodeDisks) else found)
+    found = checkpoint_location(directory, plan)
+    return newest_step(found.own if isinstance(found, NodeLocalDirectory) else found)
 
 
-def weights_of(run: Run) -> Path | None:
+def pretrained_directory(run: Run) -> Path | None:
     """The directory of the weights that `run` starts from; None where it starts from initialised ones.
 
     Raises CheckpointError where `model.weights` requires some and there are none, SpecError for weights that
@@ -63,7 +65,7 @@ def weights_of(run: Run) -> Path | None:
     return None if found is None else config.parent
 
 
-def start_from(
+def restore(
     state: TrainState, plan: Plan, *, weights: Path | None, saved: str | Path | None, must_resume: bool
 ) -> str | None:
     """Gives `state` its values: those of the newest checkpoint in `saved`, else those of `weights`, else it
@@ -75,17 +77,19 @@ def start_from(
     """
     newest = 0
     if saved is not None:
-        newest = first(lambda: newest_saved(saved, plan), doing=f"looking for a checkpoint in {saved}") or 0
+        newest = (
+            on_rank_zero(lambda: newest_saved(saved, plan), doing=f"looking for a checkpoint in {saved}") or 0
+        )
     alone = plan.run.adapter.saved_alone
 
-    def from_checkpoint(*, missing_ok: bool) -> Loaded | None:
-        if saved is not None and load(state, place(saved, plan), missing_ok=missing_ok):
+    def from_checkpoint(*, missing_ok: bool) -> LoadReport | None:
+        if saved is not None and load(state, checkpoint_location(saved, plan), missing_ok=missing_ok):
             return None
         return load_pretrained(state.model, weights, plan=plan) if weights is not None and not alone else None
 
     read = load_pretrained(state.model, weights, plan=plan) if weights is not None and alone else None
     # The newest step that a tier has kept, unless a checkpoint is newer.
-    outside = state.outside if saved is not None else None
+    outside = state.offloaded if saved is not None else None
     kept = outside is not None and outside.newest_step(at_least=newest) is not None
     is_frozen = not all(parameter.requires_grad for parameter in state.model.parameters())
     if not kept or (is_frozen and not alone):

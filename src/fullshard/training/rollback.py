@@ -6,14 +6,16 @@ it; the spike did not come back (arXiv:2204.02311, section 5.1).
 
 from pathlib import Path
 
-from fullshard.checkpoint import NodeDisks, load
-from fullshard.checkpoint.location import Place
+from fullshard.checkpoint import NodeLocalDirectory, load
+from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 from fullshard.training.state import TrainState
 
 
-def roll_back(state: TrainState, directory: str | Path | Place | NodeDisks, *, plan: Plan) -> bool:
+def roll_back(
+    state: TrainState, directory: str | Path | CheckpointLocation | NodeLocalDirectory, *, plan: Plan
+) -> bool:
     """Loads the newest whole checkpoint of `directory` and moves the data on. Collective.
 
     No batch since that checkpoint is trained on again, nor the `survival.skip_batches` after them; a plain

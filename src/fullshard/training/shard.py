@@ -15,20 +15,20 @@ from torch import nn
 from fullshard.distributed.agreement import gathered, rank
 from fullshard.errors import ForeignOffloadError, OffloadError, ShardError
 from fullshard.offload.adamw import StreamingAdamW
-from fullshard.offload.device_update import OnDevice
+from fullshard.offload.device_update import DeviceUpdate
 from fullshard.offload.directories import rank_directory, remove_empty
 from fullshard.offload.drive import SYSTEM, System
-from fullshard.offload.drive_counters import DriveTraffic
+from fullshard.offload.drive_counters import DriveCounters
 from fullshard.offload.drive_shards import DriveShards
 from fullshard.offload.drive_store import DriveStore
-from fullshard.offload.fsdp_params import computed_in, kept_in
-from fullshard.offload.generation_manifest import Identity, Record, read_world_size
+from fullshard.offload.fsdp_params import compute_dtype, shard_dtype
+from fullshard.offload.generation_manifest import FileRecord, Identity, read_world_size
 from fullshard.offload.generations import Generation, Generations, discard
-from fullshard.offload.gradients import Gradients, OnHost, OnParameters
-from fullshard.offload.malloc import give_back_what_is_freed
+from fullshard.offload.gradients import DeviceGradients, Gradients, HostGradients
+from fullshard.offload.malloc import fix_malloc_thresholds
 from fullshard.offload.rounding import AdamOptions
 from fullshard.offload.state import OffloadedState, Settings, attach, offloaded_of
-from fullshard.offload.store import Record as GroupRecord
+from fullshard.offload.store import GroupLayout as GroupRecord
 from fullshard.sharding import apply
 from fullshard.sharding.materialize import Initialise, device_of
 from fullshard.sharding.units import Predicate
@@ -58,7 +58,7 @@ def shard(
     it, before the model has values.
     """
     if plan.run.offload.on_disk and plan.run.offload.host_bytes and plan.device == "cpu":
-        give_back_what_is_freed()
+        fix_malloc_thresholds()
     keeper = OffloadedState(_settings(plan, system)) if plan.run.offload.takes_optimizer else None
     apply.shard(model, plan, units=units, init=init, methods=methods, values=values, keeper=keeper)
     if keeper is not None:
@@ -101,7 +101,7 @@ def discard_offloaded(plan: Plan, *, unless: bool = False) -> None:
         discard(directory_of(plan, rank=rank()))
 
 
-def let_go(model: nn.Module, *, plan: Plan, finished: bool) -> None:
+def close_offload(model: nn.Module, *, plan: Plan, finished: bool) -> None:
     """At the end of a run, of which nothing is gathered any more: its files are removed if it is `finished`,
     for its checkpoint has all of them, with the directories that are empty then; else they stay for a run
     that goes on."""
@@ -122,8 +122,8 @@ def _remove_empty(plan: Plan) -> None:
 
 
 def _settings(plan: Plan, system: System) -> Settings:
-    section, traffic = plan.run.offload, DriveTraffic()
-    system = traffic.over(system)
+    section, traffic = plan.run.offload, DriveCounters()
+    system = traffic.wrap(system)
     return Settings(
         device=device_of(plan),
         group_parameters=section.group_parameters,
@@ -142,13 +142,13 @@ def _shards(  # signature: what is bound, and what `Settings.shards_on_drive` is
     plan: Plan, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool, system: System
 ) -> DriveShards:
     path = directory_of(plan, rank=rank()) / ("frozen.data" if frozen else "parameters.data")
-    return _opened_by_all(
+    return _open_on_all_ranks(
         lambda: DriveShards(
             engine,
             units,
             path=path,
             device=device_of(plan),
-            dtype_of=kept_in if frozen else computed_in,
+            dtype_of=shard_dtype if frozen else compute_dtype,
             verify=plan.run.offload.paranoid,
             system=system,
         ),
@@ -158,11 +158,11 @@ def _shards(  # signature: what is bound, and what `Settings.shards_on_drive` is
 
 def _on_drive(plan: Plan, groups: Sequence[Group], *, system: System) -> DriveStore:
     moments = _MOMENTS[plan.run.offload.moments]
-    records: list[Record] = []
+    records: list[FileRecord] = []
     end = 0
     for group in groups:
         size = GroupRecord(group, moments=moments).size_bytes
-        records.append(Record(name=str(group.index), offset_bytes=end, length_bytes=size))
+        records.append(FileRecord(name=str(group.index), offset_bytes=end, length_bytes=size))
         end += size
     directory = directory_of(plan, rank=rank())
     told = [(g.dtype, [(s.name, s.begin, s.end, s.offset) for s in g.segments]) for g in groups]
@@ -187,16 +187,16 @@ def _on_drive(plan: Plan, groups: Sequence[Group], *, system: System) -> DriveSt
             discard(directory)
             return Generations.open(directory, records, identity=identity, check=check, system=system)
 
-    generations = _opened_by_all(opened, close=Generations.close)
+    generations = _open_on_all_ranks(opened, close=Generations.close)
     with ExitStack() as unless_whole:
         unless_whole.callback(generations.close)
-        _agree(generations)
+        _keep_common_generation(generations)
         store = DriveStore(groups, generations, moments=moments, pinned=plan.device == "cuda")
         unless_whole.pop_all()
     return store
 
 
-def _opened_by_all(opened: Callable[[], T], *, close: Callable[[T], None]) -> T:
+def _open_on_all_ranks(opened: Callable[[], T], *, close: Callable[[T], None]) -> T:
     """What `opened` gives, once no rank's has failed. Collective.
 
     Raises OffloadError: each rank's own, and the first one's on ranks that have none.
@@ -218,13 +218,13 @@ def _opened_by_all(opened: Callable[[], T], *, close: Callable[[T], None]) -> T:
     return found[0]
 
 
-def _agree(generations: Generations) -> None:
+def _keep_common_generation(generations: Generations) -> None:
     """Leaves at most the newest step that all ranks have undamaged, before the first byte is written: the
     next would take the place of the older one, which may be the one that others have. Collective."""
     while True:
         own = {one.step: one for one in generations.whole()}
         common = max(set[int].intersection(*gathered(set(own))), default=None)
-        if common is None or all(gathered(_is_undamaged(generations, own[common]))):
+        if common is None or all(gathered(_verifies(generations, own[common]))):
             break
         generations.drop(own[common])
     for step, one in own.items():
@@ -232,7 +232,7 @@ def _agree(generations: Generations) -> None:
             generations.drop(one)
 
 
-def _is_undamaged(generations: Generations, one: Generation) -> bool:
+def _verifies(generations: Generations, one: Generation) -> bool:
     try:
         generations.verify(one)
     except OffloadError as error:  # also where the drive cannot read it
@@ -241,12 +241,12 @@ def _is_undamaged(generations: Generations, one: Generation) -> bool:
     return True
 
 
-def _on_device(offloaded: OffloadedState) -> OnDevice:
+def _on_device(offloaded: OffloadedState) -> DeviceUpdate:
     settings = offloaded.settings
-    return OnDevice(offloaded.groups, device=settings.device, moments=settings.moments)
+    return DeviceUpdate(offloaded.groups, device=settings.device, moments=settings.moments)
 
 
 def _gradients(offloaded: OffloadedState) -> Gradients:
     if offloaded.settings.on_gpu:
-        return OnHost(offloaded.engine, pinned=True)
-    return OnParameters({name: parameter for parameter, name in offloaded.names_of.items()})
+        return HostGradients(offloaded.engine, pinned=True)
+    return DeviceGradients({name: parameter for parameter, name in offloaded.names_of.items()})

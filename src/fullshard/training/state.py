@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.manifest import SavedTensor, compare_names
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.offload.adamw import StreamingAdamW
-from fullshard.survival.phase import Whereabouts
+from fullshard.survival.phase import PhaseTracker
 from fullshard.survival.spikes import RecentSteps
-from fullshard.training.adamw8bit import as_kept, in_full
+from fullshard.training.adamw8bit import dequantize, quantize_like
 from fullshard.training.loss_scale import LossScale
-from fullshard.training.offload_checkpoint import Beside, Outside
-from fullshard.training.optimizer_in_backward import InBackward
+from fullshard.training.offload_checkpoint import OffloadedTensors, ResidualState
+from fullshard.training.optimizer_in_backward import OptimizerInBackward
 from fullshard.weights.names import described
 
 
@@ -57,11 +57,11 @@ class TrainState:
         self.rollbacks = 0
         self.best: tuple[float, int] | None = None
         self.recent = RecentSteps()
-        self.where = Whereabouts()
+        self.phase = PhaseTracker()
         self.loss_scale = LossScale()
-        self.in_backward = InBackward(model, optimizer)
+        self.in_backward = OptimizerInBackward(model, optimizer)
         is_outside = isinstance(optimizer, StreamingAdamW)
-        self.outside = Outside(optimizer, frozen=saved == "all") if is_outside else None
+        self.offloaded = OffloadedTensors(optimizer, frozen=saved == "all") if is_outside else None
         self._before_update: list[Callable[[], None]] = []
         optimizer.register_step_pre_hook(lambda *_: self.act_before_update())
         _free_gathered(model)
@@ -73,7 +73,7 @@ class TrainState:
         """`model.<name>`, `optimizer.<name>.<key>`; each rank's random states are `rng.<device>.<rank>`."""
         self.settle()
         tensors = self._model_tensors() | self._optimizer_tensors() | _random_states()
-        return tensors | (self.outside.tensors() if self.outside else {})
+        return tensors | (self.offloaded.tensors() if self.offloaded else {})
 
     def values(self) -> dict[str, JsonValue]:
         """Counts, what spikes are told by, best loss, loss scale, the optimizer's class, tied names; of a
@@ -97,7 +97,7 @@ class TrainState:
             "huggingface": described(self.model),
         }
 
-    def receivers(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+    def load_targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         """Tensors to fill from a checkpoint that holds `saved`; the optimizer's are made for it.
 
         Raises CheckpointError if the model's names, shapes or dtypes are others.
@@ -106,7 +106,7 @@ class TrainState:
         tensors: dict[str, Tensor] = dict(self._model_tensors())
         compare_names(tensors, {name: info for name, info in saved.items() if name.startswith("model.")})
         parameters = dict(self.model.named_parameters())
-        elsewhere = self.outside.names if self.outside else set[str]()  # they come in `portions`
+        elsewhere = self.offloaded.names if self.offloaded else set[str]()  # they come in `portions`
         for name, info in saved.items():
             if name.startswith("optimizer.") and name not in elsewhere:
                 owner, key = _owner_and_key(name)
@@ -117,7 +117,7 @@ class TrainState:
                 tensors[name] = own
         return tensors
 
-    def restored(self, values: Mapping[str, JsonValue], received: Mapping[str, Tensor]) -> None:
+    def load_values(self, values: Mapping[str, JsonValue], received: Mapping[str, Tensor]) -> None:
         """Takes over what `receivers` had filled, and the values beside it.
 
         Raises CheckpointError if another class of optimizer wrote them.
@@ -136,7 +136,7 @@ class TrainState:
         for name, parameter in self.model.named_parameters():
             self.optimizer.state.pop(parameter, None)
             if name in states:
-                self.optimizer.state[parameter] = as_kept(self.optimizer, parameter, state=states[name])
+                self.optimizer.state[parameter] = quantize_like(self.optimizer, parameter, state=states[name])
         _set_random_states(received)
         self.step, self.tokens, self.skipped = (_integer(values[k]) for k in ("step", "tokens", "skipped"))
         # Checkpoints of before these were kept do not have them.
@@ -150,37 +150,37 @@ class TrainState:
             good_steps=_integer(values["loss_scale_good_steps"]),
         )
 
-    def portions(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
+    def partitions(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
         """What is kept outside, which `receivers` does not have."""
-        return self.outside.portions(saved) if self.outside else iter(())
+        return self.offloaded.partitions(saved) if self.offloaded else iter(())
 
     def after_step(self, *, tokens: int, skipped: bool) -> None:
         """Counts it. Where the state is on a drive, a run that dies goes on from here: see `outside`."""
         self.step += 1
         self.tokens += 0 if skipped else tokens
         self.skipped += skipped
-        if self.outside:
-            self.outside.keep(self.step, self._beside)
+        if self.offloaded:
+            self.offloaded.commit_step(self.step, self._beside)
 
     def go_back(self, *, at_least: int) -> bool:
         """Takes the newest step that every rank has kept whole, of those from `at_least` on. What is frozen
         stays as it is. Collective."""
         self.act_before_update()
-        while self.outside and (step := self.outside.newest_step(at_least=at_least)) is not None:
-            beside = self.outside.go_back(step)
+        while self.offloaded and (step := self.offloaded.newest_step(at_least=at_least)) is not None:
+            beside = self.offloaded.restore_step(step)
             if beside is not None:
                 own = self._beside().tensors
                 for name in own.keys() & beside.tensors.keys():
                     if name.startswith("model."):
                         own[name].copy_(beside.tensors[name])
-                self.restored(beside.values, beside.tensors)
+                self.load_values(beside.values, beside.tensors)
                 return True
         return False
 
     def settle(self) -> None:
         """Returns when no update goes on. Raises OffloadError for one that has failed."""
-        if self.outside:
-            self.outside.settle()
+        if self.offloaded:
+            self.offloaded.settle()
 
     def before_update(self, act: Callable[[], None]) -> None:
         """Has `act` called once, before the optimizer's next step, or before a checkpoint is loaded: see
@@ -207,11 +207,11 @@ class TrainState:
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if value is not None:
-                    full = in_full(value) if isinstance(value, Tensor) else torch.tensor(value)
+                    full = dequantize(value) if isinstance(value, Tensor) else torch.tensor(value)
                     tensors[f"optimizer.{name}.{key}"] = full
         return tensors
 
-    def _beside(self) -> Beside:
+    def _beside(self) -> ResidualState:
         """What is not kept outside, without what is frozen: that has its values before."""
         scalars = {
             f"model.{name}": parameter.detach()
@@ -219,7 +219,7 @@ class TrainState:
             if parameter.requires_grad and not isinstance(parameter, DTensor)
         }
         small = _saved_buffers(self.model) | self._optimizer_tensors() | _random_states()
-        return Beside(self.values(), scalars | small)
+        return ResidualState(self.values(), scalars | small)
 
     def _empty_optimizer_tensor(self, parameter: nn.Parameter, *, key: str, info: SavedTensor) -> Tensor:
         if info.shape == tuple(parameter.shape) and parameter.ndim > 0:

@@ -38,7 +38,7 @@ from fullshard.survival.fingerprint import (
     collectives_issued,
     settings_checksum,
 )
-from fullshard.survival.phase import Phase, Whereabouts
+from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.training.loss import Loss
 from fullshard.training.offload_checkpoint import clear_gradients, gradients_of
 from fullshard.training.optimizer_in_backward import local_norms, scale, set_learning_rate
@@ -82,12 +82,12 @@ def run_step(
         return _run_in_backward(
             state, plan, microbatches=microbatches, loss=loss, learning_rate=learning_rate, stop=stop
         )
-    device, survival, where = _device(state.model), plan.run.survival, state.where
+    device, survival, where = _device(state.model), plan.run.survival, state.phase
     issued = collectives_issued(device)
     sums = torch.zeros(4 + WIDTH, dtype=torch.float64, device=device)  # loss, count, squared norm, stop, …
     sums[3] = float(stop)
     nominal = _accumulate(state, plan, microbatches=microbatches, loss=loss, sums=sums)
-    where.enter(Phase.REDUCE)
+    where.enter(RunPhase.REDUCE)
     gradients = gradients_of(state.model, state.optimizer)
     _reduce_unsharded(gradients)
     # Ranges of a profiler's trace: see `fullshard.profiler.trace`.
@@ -98,7 +98,7 @@ def run_step(
     own = _fingerprint(state, plan, learning_rate=learning_rate, issued=issued, device=device)
     state.settle()  # so that behind the all-reduce it has settled on every rank
     loss_sum, count, squared_norm, stops = _summed(sums, own, world_size=plan.world_size)
-    where.enter(Phase.OPTIMIZER)
+    where.enter(RunPhase.OPTIMIZER)
     mean = loss_sum / count if count > 0 else math.nan
     # The engine averages over ranks what is to be summed; see [Note: one denominator].
     unscale = nominal * plan.world_size / (count * state.loss_scale.scale) if count > 0 else math.nan
@@ -126,31 +126,31 @@ def _run_in_backward(
     stop: bool,
 ) -> StepResult:
     """The step with the optimizer in backward. See [Note: what comes before backward] in `in_backward.py`."""
-    device, where, updates = _device(state.model), state.where, state.in_backward
+    device, where, updates = _device(state.model), state.phase, state.in_backward
     issued = collectives_issued(device)
-    (batch,) = _exactly(microbatches, plan.accumulation, where=where)
+    (batch,) = _expect_count(microbatches, plan.accumulation, where=where)
     with record_function("fullshard::compute"):
         total, count, nominal = _forward(state, plan, batch=batch, loss=loss, device=device)
     sums = torch.zeros(4 + WIDTH, dtype=torch.float64, device=device)
     sums[0], sums[1], sums[3] = total.detach(), count, float(stop)
-    where.enter(Phase.REDUCE)
+    where.enter(RunPhase.REDUCE)
     own = _fingerprint(state, plan, learning_rate=learning_rate, issued=issued, device=device)
     loss_sum, counted, _, stops = _summed(sums, own, world_size=plan.world_size)
     finite = math.isfinite(loss_sum) and counted > 0
     unscale = nominal * plan.world_size / counted if counted > 0 else math.nan
     if finite:
         state.act_before_update()
-    where.enter(Phase.BACKWARD)
+    where.enter(RunPhase.BACKWARD)
     with (
         updates.begin(factor=unscale if finite else None, learning_rate=learning_rate),
         record_function("fullshard::compute"),
     ):
         (total * (1 / nominal)).backward()
-    where.enter(Phase.OPTIMIZER)
+    where.enter(RunPhase.OPTIMIZER)
     # Only those are left that the engine leaves alone.
     _reduce_unsharded([p.grad for p in state.model.parameters() if p.grad is not None])
     updates.finish()
-    where.enter(Phase.REDUCE)
+    where.enter(RunPhase.REDUCE)
     measured = [p for p in state.model.parameters() if p in updates.norms]
     sums.zero_()
     sums[2] = _squared_norm(measured, [updates.norms[p] for p in measured], world_size=plan.world_size)
@@ -206,12 +206,12 @@ def _accumulate(
     """Forward and backward of every microbatch; adds up loss and count. Returns the nominal count."""
     engine = state.model if isinstance(state.model, FSDPModule) else None
     nominal = 1
-    for index, batch in enumerate(_exactly(microbatches, plan.accumulation, where=state.where)):
+    for index, batch in enumerate(_expect_count(microbatches, plan.accumulation, where=state.phase)):
         if engine is not None and plan.accumulation > 1:
             _set_sync(engine, plan, last=index == plan.accumulation - 1)
         with record_function("fullshard::compute"):
             total, count, nominal = _forward(state, plan, batch=batch, loss=loss, device=sums.device)
-            state.where.enter(Phase.BACKWARD)
+            state.phase.enter(RunPhase.BACKWARD)
             (total * (state.loss_scale.scale / nominal)).backward()
         sums[0] += total.detach()
         sums[1] += count
@@ -222,7 +222,7 @@ def _forward(
     state: TrainState, plan: Plan, *, batch: Any, loss: Loss, device: torch.device
 ) -> tuple[Tensor, Any, int]:
     """(loss sum, count, nominal count) of a microbatch."""
-    state.where.enter(Phase.FORWARD)
+    state.phase.enter(RunPhase.FORWARD)
     value = loss(state.model, to_device(batch, device))
     total, count = _sum_and_count(value)
     # A sum is over the tokens of the batch; a mean counts as one thing.
@@ -231,21 +231,21 @@ def _forward(
     return total, count, 1 << (own - 1).bit_length()
 
 
-def _exactly(microbatches: Iterable[Any], expected: int, *, where: Whereabouts) -> Iterator[Any]:
+def _expect_count(microbatches: Iterable[Any], expected: int, *, where: PhaseTracker) -> Iterator[Any]:
     """Raises TrainError for more or fewer: ranks that differ would wait for each other forever."""
     count = 0
-    where.enter(Phase.DATA)
+    where.enter(RunPhase.DATA)
     for batch in microbatches:
         if count == expected:
-            raise _wrong_number(f"more than {expected}", expected)
+            raise _count_error(f"more than {expected}", expected)
         yield batch
         count += 1
-        where.enter(Phase.DATA)
+        where.enter(RunPhase.DATA)
     if count < expected:
-        raise _wrong_number(str(count), expected)
+        raise _count_error(str(count), expected)
 
 
-def _wrong_number(got: str, expected: int) -> TrainError:
+def _count_error(got: str, expected: int) -> TrainError:
     return TrainError(
         f"a step takes {expected} microbatches of each rank.",
         got=got,

@@ -15,9 +15,9 @@ from fullshard.checkpoint import storage
 from fullshard.checkpoint.checkpointable import Checkpointable
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.load import with_newest
-from fullshard.checkpoint.location import Place
+from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
-from fullshard.distributed.agreement import alone
+from fullshard.distributed.agreement import locally
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.weight_map import Naming, Part, Shape, WeightMap, whole
@@ -26,7 +26,7 @@ from fullshard.system.targets import require_outside
 from fullshard.weights.files import INDEX, ONE_FILE
 from fullshard.weights.merge_adapters import MergedModel, Merging
 from fullshard.weights.tensor_source import SavedModel, TensorSource
-from fullshard.weights.write import Outgoing
+from fullshard.weights.write import SafetensorsWriter
 
 # What torch's wrappers put into names: compile and recompute anywhere, DDP before all of them.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -36,7 +36,7 @@ logger = logging.getLogger("fullshard")
 
 
 def export(
-    checkpoint: str | Path | Place,
+    checkpoint: str | Path | CheckpointLocation,
     target: str | Path,
     *,
     shard_bytes: int | None = None,
@@ -80,7 +80,7 @@ def export(
 
 
 def export_pretrained(
-    checkpoint: str | Path | Place,
+    checkpoint: str | Path | CheckpointLocation,
     directory: str | Path,
     *,
     naming: Naming,
@@ -111,7 +111,7 @@ def export_pretrained(
         else:
             _write_files(outgoing, target, shard_bytes=shard_bytes)
         for name, data in beside.items():
-            with disk.replaced(target / name) as file:
+            with disk.replace_atomically(target / name) as file:
                 file.write(data)
         logger.info("exported %s to %s (%s)", files, target, format_bytes(outgoing.size_bytes))
 
@@ -119,11 +119,13 @@ def export_pretrained(
 
 
 def _export_newest(
-    checkpoint: str | Path | Place, write: Callable[[Files, Manifest], None], *, target: Path
+    checkpoint: str | Path | CheckpointLocation, write: Callable[[Files, Manifest], None], *, target: Path
 ) -> None:
     with_newest(
         checkpoint,
-        lambda files, manifest: alone(lambda: write(files, manifest), doing=f"exporting {files} to {target}"),
+        lambda files, manifest: locally(
+            lambda: write(files, manifest), doing=f"exporting {files} to {target}"
+        ),
     )
 
 
@@ -170,7 +172,7 @@ def _outgoing(
     merging: Merging | None = None,
     dtype: torch.dtype | None,
     shard_bytes: int | None,
-) -> Outgoing:
+) -> SafetensorsWriter:
     aliases = _aliases(manifest.values) if naming is None else {}
     naming = naming or _as_they_are
     source: TensorSource = SavedModel(storage.opened(files, manifest))
@@ -186,7 +188,9 @@ def _outgoing(
         shapes=names.shapes,
     )
     metadata = {"format": "pt", **aliases}
-    return Outgoing.of(source, back, what=str(files), dtype=dtype, metadata=metadata, shard_bytes=shard_bytes)
+    return SafetensorsWriter.of(
+        source, back, what=str(files), dtype=dtype, metadata=metadata, shard_bytes=shard_bytes
+    )
 
 
 def _of(part: Part, source: str) -> Part:
@@ -203,7 +207,9 @@ def require_size(shard_bytes: int | None) -> None:
         raise SpecError("no file is so small.", got=f"files of at most {shard_bytes} bytes", fix="5GB")
 
 
-def _make_room(outgoing: Outgoing, target: Path, *, is_file: bool, free_bytes: Callable[[Path], int]) -> None:
+def _make_room(
+    outgoing: SafetensorsWriter, target: Path, *, is_file: bool, free_bytes: Callable[[Path], int]
+) -> None:
     directory = target.parent if is_file else target
     disk.make_directory(directory)
     disk.require_space(target, needed_bytes=outgoing.size_bytes, available_bytes=free_bytes(directory))
@@ -221,7 +227,7 @@ def refuse_weights(directory: Path) -> None:
         )
 
 
-def _write_files(outgoing: Outgoing, directory: Path, *, shard_bytes: int) -> None:
+def _write_files(outgoing: SafetensorsWriter, directory: Path, *, shard_bytes: int) -> None:
     index = directory / INDEX
     index.unlink(missing_ok=True)  # of an earlier export: it must not name files of two
     parts = outgoing.files_of(shard_bytes)
@@ -231,7 +237,7 @@ def _write_files(outgoing: Outgoing, directory: Path, *, shard_bytes: int) -> No
         outgoing.write(directory / file, part)
         names |= dict.fromkeys(part, file)
     text = json.dumps({"metadata": {"total_size": outgoing.size_bytes}, "weight_map": names}, indent=1)
-    with disk.replaced(index) as file:
+    with disk.replace_atomically(index) as file:
         file.write(text.encode())
 
 

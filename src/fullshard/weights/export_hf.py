@@ -13,13 +13,13 @@ from typing import Any, Literal, cast
 import torch
 
 from fullshard.checkpoint.load import find
-from fullshard.checkpoint.location import Place
+from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest, SavedTensor
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.models.adapters import is_turned
 from fullshard.models.decoder_names import llama_config, llama_names
 from fullshard.models.huggingface import hf_model
-from fullshard.spec.model_section import Decoder, HuggingFaceModel
+from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.pretrained import locate
 from fullshard.spec.run import Run
 from fullshard.spec.small_files import read_bytes
@@ -54,7 +54,7 @@ logger = logging.getLogger("fullshard")
 
 
 def export_hf(
-    checkpoint: str | Path | Place,
+    checkpoint: str | Path | CheckpointLocation,
     directory: str | Path,
     *,
     dtype: Literal["bf16", "fp32"] | None = None,
@@ -108,14 +108,16 @@ class _Known:
 
 def _as_known(manifest: Manifest, run: Run | None, *, doing: str) -> _Known:
     told = manifest.values.get("huggingface")
-    if told is None and run is not None and isinstance(run.model, Decoder):
+    if told is None and run is not None and isinstance(run.model, DecoderConfig):
         return _Known(llama_config(run.model), llama_names)
     if told is None and run is not None and isinstance(run.model, HuggingFaceModel):
         # Whoever wrote the checkpoint may have switched it on.
         told = described(hf_model(run.model.model_copy(update={"trust_remote_code": False})))
     if not isinstance(told, dict):
         source = (
-            run.model.source if run is not None and not isinstance(run.model, Decoder) else "no run in it"
+            run.model.source
+            if run is not None and not isinstance(run.model, DecoderConfig)
+            else "no run in it"
         )
         raise CheckpointError(
             "only models that transformers knows can be exported for it.",
@@ -154,7 +156,7 @@ def _merging(manifest: Manifest, run: Run | None, *, twin: Any) -> Merging | Non
 
 def turned_modules(manifest: Manifest, run: Run) -> frozenset[str]:
     """The saved names of linear modules that keep their weight as (in, out). Raises what `export_hf` does."""
-    if isinstance(run.model, Decoder):
+    if isinstance(run.model, DecoderConfig):
         return frozenset()
     return _turned(_as_known(manifest, run, doing="exporting adapters").twin)
 

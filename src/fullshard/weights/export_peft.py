@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint.load import find
-from fullshard.checkpoint.location import Place
-from fullshard.distributed.agreement import alone
+from fullshard.checkpoint.location import CheckpointLocation
+from fullshard.distributed.agreement import locally
 from fullshard.errors import CheckpointError
 from fullshard.models.adapters import ADAPTER, lora_config
 from fullshard.spec.model_section import HuggingFaceModel
@@ -22,7 +22,7 @@ _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _WITHIN = "base_model.model."  # where peft's own model holds the one that it adapts
 
 
-def export_peft(checkpoint: str | Path | Place, directory: str | Path) -> None:
+def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Path) -> None:
     """Writes the adapters alone, without the base: `PeftModel.from_pretrained(base, directory)` loads them,
     and the modules that were trained whole beside them.
 
@@ -50,10 +50,10 @@ def export_peft(checkpoint: str | Path | Place, directory: str | Path) -> None:
     export(checkpoint, target / _WEIGHTS, naming=partial(_trained_alone, trained=run.adapter.trained))
 
     def write_config() -> None:
-        with disk.replaced(target / _CONFIG) as file:
+        with disk.replace_atomically(target / _CONFIG) as file:
             file.write(json.dumps(values, indent=2, sort_keys=True).encode())
 
-    alone(write_config, doing=f"exporting {checkpoint} to {target}")
+    locally(write_config, doing=f"exporting {checkpoint} to {target}")
 
 
 def _trained_alone(shapes: Mapping[str, Shape], *, trained: tuple[str, ...]) -> WeightMap:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from fullshard.errors import CheckpointError, MissingExtraError
 from fullshard.models.quiet_import import import_quietly
 from fullshard.models.remote_code import code_beside, without_code
-from fullshard.spec.libraries import Outside
+from fullshard.spec.libraries import ForeignErrors
 from fullshard.spec.pretrained import check_sizes
 from fullshard.spec.weight_map import Part, Shape, WeightMap, by_name, whole
 from fullshard.weights.trace import Traced, UntracedError, source_tensor
@@ -118,7 +118,7 @@ def meta_twin(config: Mapping[str, Any], *, needed_for: str) -> Any:
             fix="the transformers that it was trained with, or a newer one",
         )
 
-    with Outside(refused), torch.device("meta"):
+    with ForeignErrors(refused), torch.device("meta"):
         (architecture,) = config["architectures"]
         known = transformers.AutoConfig.for_model(config["model_type"], **values)
         made = getattr(transformers, architecture)

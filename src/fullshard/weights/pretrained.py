@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import CheckpointError
-from fullshard.offload.state import elsewhere_of, offloaded_of, presented
+from fullshard.offload.state import offloaded_of, offloaded_parameters, shards_for_loading
 from fullshard.sharding.materialize import Initialise, initialise
 from fullshard.spec.plan import Plan
 from fullshard.weights.names import model_names
-from fullshard.weights.read import Loaded, read_pretrained
+from fullshard.weights.read import LoadReport, read_pretrained
 
 logger = logging.getLogger("fullshard")
 
 
 def load_pretrained(
     model: nn.Module, directory: str | Path, *, plan: Plan | None = None, init: Initialise | None = None
-) -> Loaded:
+) -> LoadReport:
     """Fills `model` with the weights of `directory` (or of one safetensors file). Collective.
 
     `model` is sharded (`shard(model, plan, values="unset")`) or plain; every rank reads what its own shards
@@ -33,7 +33,7 @@ def load_pretrained(
     """
     naming = partial(model_names, model)
     outside = offloaded_of(model)
-    elsewhere = elsewhere_of(outside) if outside is not None else set[Tensor]()
+    elsewhere = offloaded_parameters(outside) if outside is not None else set[Tensor]()
     loaded = read_pretrained(model, directory, naming=naming, wanted=lambda one: one not in elsewhere)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     missing = [name for name in loaded.missing if name in parameters]
@@ -45,10 +45,10 @@ def load_pretrained(
         )
     if plan is not None:
         initialise(model, [n for n in missing if parameters[n] not in elsewhere], plan=plan, init=init)
-    for own in presented(outside) if outside is not None and elsewhere else ():
+    for own in shards_for_loading(outside) if outside is not None and elsewhere else ():
         read_pretrained(model, directory, naming=naming, wanted=own.__contains__)
         if plan is not None:
             initialise(model, [name for name in missing if parameters[name] in own], plan=plan, init=init)
-    if loaded.told_missing and (not dist.is_initialized() or dist.get_rank() == 0):
-        logger.warning("%s: %s", directory, loaded.told_missing)
+    if loaded.missing_message and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning("%s: %s", directory, loaded.missing_message)
     return loaded

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.checkpoint.shard_file import local_shard, shard_begin
-from fullshard.distributed.agreement import everyone, first, world_size
+from fullshard.distributed.agreement import on_all_ranks, on_rank_zero, world_size
 from fullshard.errors import CheckpointError
 from fullshard.spec.weight_map import Naming, Shape, WeightMap, by_name
 from fullshard.weights.files import PretrainedFiles, open_weights
@@ -29,7 +29,7 @@ _FLOAT8 = tuple(dtype for name in ("float8_e4m3fn", "float8_e5m2") if (dtype := 
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadReport:
     """What came of reading weights.
 
     `missing`: parameters and buffers that the files did not have, under no name. `surplus`: tensors of the
@@ -60,11 +60,11 @@ class Loaded:
             lines.append(
                 f"{len(self.surplus)} in the files that the model does not have: {_some(self.surplus)}"
             )
-        lines += [self.told_missing] if self.told_missing else []
+        lines += [self.missing_message] if self.missing_message else []
         return "\n".join(lines)
 
     @property
-    def told_missing(self) -> str | None:
+    def missing_message(self) -> str | None:
         """A line for what the files should have had. Adapters (of peft) are meant to be new."""
         missing = [name for name in self.missing if ".lora_" not in name]
         return (
@@ -78,7 +78,7 @@ def read_pretrained(
     *,
     naming: Naming | None = None,
     wanted: Callable[[Tensor], bool] = lambda _tensor: True,
-) -> Loaded:
+) -> LoadReport:
     """Fills `model`, sharded or not, with the weights of `directory` (or of one safetensors file).
     Collective.
 
@@ -91,10 +91,10 @@ def read_pretrained(
     """
     began = time.perf_counter()
     path = Path(directory)
-    files = first(lambda: open_weights(path), doing=f"reading {path}")
-    reading = everyone(lambda: _Reading.of(model, files, naming=naming), doing=f"reading {path}")
-    read_bytes = everyone(lambda: reading.fill(wanted), doing=f"reading {path}")
-    return Loaded(
+    files = on_rank_zero(lambda: open_weights(path), doing=f"reading {path}")
+    reading = on_all_ranks(lambda: _Reading.of(model, files, naming=naming), doing=f"reading {path}")
+    read_bytes = on_all_ranks(lambda: reading.fill(wanted), doing=f"reading {path}")
+    return LoadReport(
         directory=str(path),
         tensors=len(reading.filled),
         missing=reading.missing,

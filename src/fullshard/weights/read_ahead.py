@@ -21,7 +21,7 @@ from torch import Tensor
 from fullshard.errors import DamagedCheckpointError
 from fullshard.system.direct_io import ALIGNMENT, DIRECT
 from fullshard.weights.files import PretrainedFiles
-from fullshard.weights.strided import GAP_BYTES, Move, bounded
+from fullshard.weights.strided import GAP_BYTES, StridedCopy, split
 
 BUFFER_BYTES = 8 << 20
 _THREADS = 2  # that wait for the disk
@@ -36,10 +36,10 @@ class _Read:
     file: str
     begin: int
     end: int
-    moves: list[tuple[int, Move]] = field(default_factory=list[tuple[int, Move]])
+    moves: list[tuple[int, StridedCopy]] = field(default_factory=list[tuple[int, StridedCopy]])
 
 
-def carry_out(moves: Iterable[Move], files: PretrainedFiles, *, cached: bool) -> int:
+def carry_out(moves: Iterable[StridedCopy], files: PretrainedFiles, *, cached: bool) -> int:
     """Fills the targets of `moves` from `files`. Returns the bytes that were read.
 
     `cached`: through the kernel's cache, since others read the same. Memory: four buffers of 8 MiB. Raises
@@ -53,13 +53,13 @@ def carry_out(moves: Iterable[Move], files: PretrainedFiles, *, cached: bool) ->
     return sum(read.end - read.begin for read in reads)
 
 
-def _reads(moves: Iterable[Move], files: PretrainedFiles) -> Iterator[_Read]:
+def _reads(moves: Iterable[StridedCopy], files: PretrainedFiles) -> Iterator[_Read]:
     """What to read, from the first byte of the first file to the last; neighbours together."""
-    placed: list[tuple[str, int, int, Move]] = []
+    placed: list[tuple[str, int, int, StridedCopy]] = []
     for move in moves:
         tensor = files.tensors[move.source]
         itemsize = tensor.dtype.itemsize
-        for piece in bounded(move, most=(BUFFER_BYTES - ALIGNMENT) // itemsize, itemsize=itemsize):
+        for piece in split(move, most=(BUFFER_BYTES - ALIGNMENT) // itemsize, itemsize=itemsize):
             begin = tensor.begin + piece.begin * itemsize
             placed.append((tensor.file, begin, begin + piece.span * itemsize, piece))
     placed.sort(key=lambda one: one[:3])

@@ -12,7 +12,7 @@ GAP_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class StridedCopy:
     """`target` (a view into what is filled) takes elements of `source`: from `begin` on, `strides` apart."""
 
     source: str
@@ -26,7 +26,7 @@ class Move:
         return 1 + sum((n - 1) * s for n, s in zip(self.target.shape, self.strides, strict=True))
 
     @property
-    def is_run(self) -> bool:
+    def is_contiguous(self) -> bool:
         """Whether source and target both lie without gaps, in the same order."""
         wanted = row_major(tuple(self.target.shape))
         agree = all(
@@ -35,17 +35,17 @@ class Move:
         )
         return agree and self.target.is_contiguous()
 
-    def narrowed(self, dim: int, begin: int, *, length: int) -> "Move":
+    def narrowed(self, dim: int, begin: int, *, length: int) -> "StridedCopy":
         """The part of it from `begin` along `dim`."""
         start = self.begin + begin * self.strides[dim]
-        return Move(self.source, start, self.strides, self.target.narrow(dim, begin, length))
+        return StridedCopy(self.source, start, self.strides, self.target.narrow(dim, begin, length))
 
     def take(self, elements: Tensor) -> None:
         """Fills the target from `elements`: `span` of them, from `begin` on; converts them on the way."""
         self.target.copy_(elements.as_strided(self.target.shape, self.strides, elements.storage_offset()))
 
 
-def moves_into(target: Tensor, parts: Sequence[Part], *, offsets: Sequence[int]) -> Iterator[Move]:
+def moves_into(target: Tensor, parts: Sequence[Part], *, offsets: Sequence[int]) -> Iterator[StridedCopy]:
     """What of `parts` belongs into `target`, a box of the tensor that they fill, which begins at
     `offsets`."""
     for part in parts:
@@ -59,10 +59,10 @@ def moves_into(target: Tensor, parts: Sequence[Part], *, offsets: Sequence[int])
             begin += (low - part.at[dim]) * part.strides[dim]
             view = view.narrow(dim, low - offset, high - low)
         if not empty:
-            yield Move(part.source, begin, part.strides, view)
+            yield StridedCopy(part.source, begin, part.strides, view)
 
 
-def bounded(move: Move, *, most: int, itemsize: int) -> Iterator[Move]:
+def split(move: StridedCopy, *, most: int, itemsize: int) -> Iterator[StridedCopy]:
     """`move` in pieces that each span at most `most` elements of the source, and leave out wide gaps in
     it."""
     dims = [dim for dim, size in enumerate(move.target.shape) if size > 1]
@@ -79,4 +79,4 @@ def bounded(move: Move, *, most: int, itemsize: int) -> Iterator[Move]:
     fitting = 1 if far_apart or inner >= most else max(1, (most - inner) // max(stride, 1) + 1)
     for begin in range(0, size, fitting):
         piece = move.narrowed(outer, begin, length=min(fitting, size - begin))
-        yield from bounded(piece, most=most, itemsize=itemsize)
+        yield from split(piece, most=most, itemsize=itemsize)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fullshard.checkpoint.manifest import Manifest, SavedTensor
-from fullshard.checkpoint.shard_file import SUFFIX, Piece
+from fullshard.checkpoint.shard_file import SUFFIX, ShardRecord
 from fullshard.checkpoint.storage import Reader
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.weight_map import Part, row_major
@@ -28,11 +28,11 @@ class TensorSource(Protocol):
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ShardLocation:
     """A piece, and the data file that it is in."""
 
     file: str
-    piece: Piece
+    piece: ShardRecord
 
 
 class SavedModel:
@@ -86,19 +86,19 @@ class SavedModel:
             if low < high:
                 self._read_piece(target[low - begin : high - begin], place, begin=low - start)
 
-    def _read_piece(self, target: Tensor, place: _Place, *, begin: int) -> None:
+    def _read_piece(self, target: Tensor, place: _ShardLocation, *, begin: int) -> None:
         flat = place.piece.model_copy(update={"shape": (math.prod(place.piece.shape),), "index": (0,)})
         with self._reader.opened(place.file) as file:
             self._reader.read_part(file, flat, offsets=(begin,), target=target)
 
 
-def _places(reader: Reader, manifest: Manifest) -> dict[str, list[_Place]]:
+def _places(reader: Reader, manifest: Manifest) -> dict[str, list[_ShardLocation]]:
     """The pieces of each model tensor, in order of their rows; of copies, one."""
-    found: dict[str, dict[tuple[int, ...], _Place]] = {name: {} for name in manifest.model_tensors}
+    found: dict[str, dict[tuple[int, ...], _ShardLocation]] = {name: {} for name in manifest.model_tensors}
     for file in manifest.data_files:
         for piece in reader.table(file).pieces:
             if piece.name in found:
-                found[piece.name].setdefault(piece.index, _Place(file, piece))
+                found[piece.name].setdefault(piece.index, _ShardLocation(file, piece))
     for name, tensor in manifest.model_tensors.items():
         held = sum(math.prod(place.piece.shape) for place in found[name].values())
         if held != math.prod(tensor.shape):

@@ -191,7 +191,7 @@ def _view(tensor: Traced, size: Sequence[int]) -> Traced:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _TracedRun:
     """`length` elements that stand one after the other from `at` in a flat target: `stride` apart in the
     source."""
 
@@ -229,18 +229,18 @@ def _shared(one: Shape, other: Shape) -> int:
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _runs(at: Shape, *, shape: Shape, strides: Shape, sizes: Shape) -> list[_Run]:
+def _runs(at: Shape, *, shape: Shape, strides: Shape, sizes: Shape) -> list[_TracedRun]:
     """A box at `at` in a tensor of `sizes`, flattened."""
-    runs, inner = [_Run(0, 1, 0, 0)], 1
+    runs, inner = [_TracedRun(0, 1, 0, 0)], 1
     for dim in reversed(range(len(sizes))):
         first = runs[0]
         joins = inner == 1 or shape[dim] == 1 or strides[dim] == first.stride * inner
         if len(runs) == 1 and first.length == inner and joins:
             stride = strides[dim] if inner == 1 else first.stride
-            runs = [_Run(at[dim] * inner, shape[dim] * inner, 0, stride)]
+            runs = [_TracedRun(at[dim] * inner, shape[dim] * inner, 0, stride)]
         else:
             runs = [
-                _Run((at[dim] + i) * inner + r.at, r.length, i * strides[dim] + r.begin, r.stride)
+                _TracedRun((at[dim] + i) * inner + r.at, r.length, i * strides[dim] + r.begin, r.stride)
                 for i in range(shape[dim])
                 for r in runs
             ]
@@ -248,7 +248,7 @@ def _runs(at: Shape, *, shape: Shape, strides: Shape, sizes: Shape) -> list[_Run
     return runs
 
 
-def _boxes(run: _Run, sizes: Shape) -> list[Part]:
+def _boxes(run: _TracedRun, sizes: Shape) -> list[Part]:
     """The boxes in a tensor of `sizes` that `run` fills."""
     if not sizes:
         return [Part("", begin=run.begin, strides=(), at=(), shape=())]
@@ -264,7 +264,7 @@ def _boxes(run: _Run, sizes: Shape) -> list[Part]:
             strides = tuple(step * run.stride for step in (inner, *row_major(inner_sizes)))
             found.append(Part("", begin, strides, (row, *(0 for _ in inner_sizes)), (rows, *inner_sizes)))
         else:
-            for box in _boxes(_Run(column, taken, begin, run.stride), inner_sizes):
+            for box in _boxes(_TracedRun(column, taken, begin, run.stride), inner_sizes):
                 found.append(Part("", box.begin, (0, *box.strides), (row, *box.at), (1, *box.shape)))
         at += taken
     return found

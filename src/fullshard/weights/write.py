@@ -15,7 +15,7 @@ from fullshard.errors import CheckpointError
 from fullshard.spec.weight_map import Part, WeightMap
 from fullshard.system import disk
 from fullshard.weights.safetensors_header import DTYPES, encode
-from fullshard.weights.strided import Move, bounded, moves_into
+from fullshard.weights.strided import StridedCopy, moves_into, split
 from fullshard.weights.tensor_source import TensorSource
 
 # What is held of a tensor that is larger: much more than a block of a checkpoint, whose digests are of 16
@@ -26,7 +26,7 @@ logger = logging.getLogger("fullshard")
 
 
 @dataclass(frozen=True)
-class Outgoing:
+class SafetensorsWriter:
     """Tensors as they will stand in files, in that order, and of which elements each is made.
 
     `metadata`: of the files. `what`: where it all comes from, as people are told. `piece_bytes`: what is held
@@ -50,7 +50,7 @@ class Outgoing:
         dtype: torch.dtype | None = None,
         metadata: Mapping[str, str],
         shard_bytes: int | None,
-    ) -> "Outgoing":
+    ) -> "SafetensorsWriter":
         """`dtype`: of all floating-point tensors; None leaves each as it was saved.
 
         Raises CheckpointError for no tensors, and for a dtype that safetensors does not have.
@@ -95,7 +95,7 @@ class Outgoing:
         header = encode({name: self.tensors[name] for name in names}, self.metadata)
         pieces = (piece for name in names for piece in self._pieces(name))
         # One piece is read while the one before is written.
-        with disk.replaced(target) as file, ThreadPoolExecutor(max_workers=1) as thread:
+        with disk.replace_atomically(target) as file, ThreadPoolExecutor(max_workers=1) as thread:
             file.write(header)
             coming = thread.submit(next, pieces, None)
             while (piece := coming.result()) is not None:
@@ -113,15 +113,15 @@ class Outgoing:
             piece = torch.empty((rows, *shape[1:]) if tensor.shape else (), dtype=tensor.torch_dtype)
             offsets = (begin, *(0 for _ in shape[1:])) if tensor.shape else ()
             for move in moves_into(piece, self.parts[name], offsets=offsets):
-                self._carry_out(move)
+                self._write_pieces(move)
             yield piece
 
-    def _carry_out(self, move: Move) -> None:
+    def _write_pieces(self, move: StridedCopy) -> None:
         dtype = self.source.tensors[move.source].torch_dtype
-        if move.is_run and move.target.dtype == dtype:
+        if move.is_contiguous and move.target.dtype == dtype:
             self.source.read_into(move.target.view(-1), move.source, begin=move.begin)
             return
-        for part in bounded(move, most=max(1, self.piece_bytes // dtype.itemsize), itemsize=dtype.itemsize):
+        for part in split(move, most=max(1, self.piece_bytes // dtype.itemsize), itemsize=dtype.itemsize):
             elements = torch.empty(part.span, dtype=dtype)
             self.source.read_into(elements, part.source, begin=part.begin)
             part.take(elements)
