@@ -1,8 +1,12 @@
 # `make train` needs nothing but Python 3.11 or newer. Another interpreter: make train PYTHON=python3.12
+# Another torch, in an environment of its own: make test TORCH=2.15
 
 PYTHON ?= python3
-VENV := .venv
+TORCH ?=
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+  $(if $(TORCH),"torch==$(TORCH).*",--constraint constraints.txt)
 
 .PHONY: train test test-long torture fuzz check format clean
 
@@ -24,7 +28,7 @@ fuzz: $(VENV)/installed-dev
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -q tests/architecture
 
 format: $(VENV)/installed-dev
@@ -32,7 +36,7 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -43,10 +47,10 @@ $(BIN)/python:
 	  echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 
 # Stamps: an environment that is there is used again, and completed when the dependencies change.
-$(VENV)/installed: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+$(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) -e .
 	@touch $@
 
-$(VENV)/installed-dev: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+$(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) -e ".[dev]"
 	@touch $@ $(VENV)/installed

@@ -4,8 +4,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.ranks import Pool, Workers
+
+settings.register_profile("no deadline", deadline=None)  # no test asserts a wall-clock time
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session", autouse=True)

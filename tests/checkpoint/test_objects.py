@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from fullshard.checkpoint import object_store
 from fullshard.checkpoint.background import BackgroundSaver
@@ -45,6 +44,11 @@ from tests.checkpoint.states import (
 )
 from tests.checkpoint.store import Server, served
 from tests.ranks import RankFailed
+
+try:
+    from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader
+except ImportError:  # an older torch has it under a private name, which newer ones deprecate
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 PART_BYTES = 5 << 20
 

@@ -11,7 +11,7 @@ What is kept sharded over fewer ranks after forward (`reshard_after_forward=<int
 the engine has no extension point for that, so such parameters get a subclass of the engine's own.
 
 `_get_fsdp_state`, `_fsdp_param_group`, `_sharded_param_data` and `_local_tensor` are the engine's own names,
-the same in torch 2.11 to 2.13.
+the same in torch 2.11 to 2.15.
 """
 
 from collections.abc import Callable, Iterator

@@ -162,7 +162,7 @@ def _units(model: nn.Module) -> dict[Tensor, int]:
     """Each parameter that the engine reduces the gradient of -> what it is reduced with.
 
     The engine knows its sharded parameters from the first forward on; while they are gathered, the model has
-    others. `_get_fsdp_state` and what follows are the engine's own names, the same in torch 2.11 to 2.13.
+    others. `_get_fsdp_state` and what follows are the engine's own names, the same in torch 2.11 to 2.15.
     """
     found: dict[Tensor, int] = {}
     for module in model.modules():
