@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.cli.planned import described, with_plan
+from fullshard.cli.planned import with_plan
 from fullshard.errors import CheckpointError, PlanError
 from fullshard.launch.request import Request
 from fullshard.planner.search import search
 from fullshard.profiler.detect import detect_hardware
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.training.described import described
 
 SMALL = (
     "model.layers=2",

@@ -102,8 +102,8 @@ def _require_drive(directory: Path) -> None:
 
 def _fitted(found: "Calibration") -> "Calibration":
     """The same, with the hardware under which the whole steps are predicted best."""
-    from fullshard.cli.planned import described
     from fullshard.planner.fitting import Seen, fitted
+    from fullshard.training.described import described
 
     seen = [Seen(described(step.plan, step.plan.device), step.plan, step.seconds) for step in found.steps]
     fit = fitted(found.hardware, seen)

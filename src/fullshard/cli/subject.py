@@ -43,12 +43,15 @@ class Subject:
         return Run.load(self.run_path, overrides=[*self.settings, *overrides])
 
     def described(self, run: "Run", hardware: "Hardware") -> "ModelSpec":
-        """The spec of the model as `run` trains it on `hardware`. Imports torch, and traces the model."""
+        """The spec of the model as `run` trains it on `hardware`. Traces the model where that was not done
+        before."""
         if self.spec is not None:
             return self.spec
-        from fullshard.cli.planned import described
+        from fullshard.launch.garbage import uncollected
+        from fullshard.training.described import described
 
-        return described(run, hardware.device)
+        with uncollected():
+            return described(run, hardware.device)
 
 
 def find_subject(name: str | None) -> Subject:
