@@ -1,5 +1,6 @@
 """Fixtures that every test may ask for."""
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,6 +17,18 @@ settings.load_profile("no deadline")
 def _one_thread() -> None:
     """As a rank has: small tensors gain nothing from more, and threads that wait lose a lot."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Described models are kept for the session, not among the user's own."""
+    before = os.environ.get("FULLSHARD_CACHE")
+    os.environ["FULLSHARD_CACHE"] = str(tmp_path_factory.mktemp("specs"))
+    yield
+    if before is None:
+        del os.environ["FULLSHARD_CACHE"]
+    else:
+        os.environ["FULLSHARD_CACHE"] = before
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,8 @@ import pytest
 from fullshard.errors import CheckpointError, PlanError
 from fullshard.launch.request import Request
 from fullshard.planner.search import search
-from fullshard.planning.for_run import describe_run, plan_run
+from fullshard.planning.describe_run import describe_run
+from fullshard.planning.for_run import plan_run
 from fullshard.profiler.detect import detect_hardware
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run

@@ -103,7 +103,7 @@ def _require_drive(directory: Path) -> None:
 def _fitted(found: "Calibration") -> "Calibration":
     """The same, with the hardware under which the whole steps are predicted best."""
     from fullshard.planner.calibration_fit import StepSample, fitted
-    from fullshard.planning.for_run import describe_run
+    from fullshard.planning.describe_run import describe_run
 
     seen = [
         StepSample(describe_run(step.plan, step.plan.device), step.plan, step.seconds) for step in found.steps

@@ -7,6 +7,7 @@ from fullshard.launch.agent import run_ranks
 from fullshard.launch.environment import from_slurm, under_srun, under_torchelastic, under_torchrun
 from fullshard.launch.rank import perform_here
 from fullshard.launch.request import Request
+from fullshard.profiler.detect import may_have_gpus
 from fullshard.spec.plan import DeviceType, Plan
 
 # See `RunSection.ranks`. Two show that sharding works; more only fight for the cores.
@@ -55,6 +56,8 @@ def own_ranks(request: Request) -> tuple[int, DeviceType]:
 
 
 def _gpus() -> int:
+    if not may_have_gpus():
+        return 0
     import torch  # costs a second, which a run on the CPU need not pay before it is checked
 
     return torch.cuda.device_count()

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from fullshard.launch.request import Request
     from fullshard.spec.hardware import Hardware
-    from fullshard.spec.model import ModelSpec
     from fullshard.spec.plan import DeviceType, Plan
     from fullshard.spec.run import Run
 
@@ -42,17 +41,14 @@ def plan_run(request: "Request") -> "Request":
 
         # What is plainly wrong is found here, before torch is imported (if nothing has asked for it).
         Plan.from_run(request.run, world_size=ranks, device=device)
-    if "torch" not in sys.modules:
-        with gc_frozen_imports():  # the user's own modules come after it
-            import_module("torch._dynamo")  # which fake tensors need
-            import_module("fullshard.tracing.describe")
     section = request.run.checkpoint
     if section.dir is not None or section.key_file is not None:
         from fullshard.checkpoint.location import location_of
 
         # Where nothing can be saved nothing is trained, and this is known before the model is built.
         location_of(section.dir or request.run.run.dir, key_file=section.key_file)
-    with gc_disabled():
+    # What is imported for a model of this package is torch, if anything.
+    with gc_frozen_imports() if _is_checked(request.run) else gc_disabled():
         plan = _planned(request, ranks=ranks, device=device)
     if plan is not None and plan.prediction is not None and not plan.prediction.is_timed:
         _note(
@@ -78,20 +74,14 @@ def _place(request: "Request") -> "tuple[int, DeviceType]":
 
 
 def _planned(request: "Request", *, ranks: int, device: "DeviceType") -> "Plan | None":
-    from fullshard.data.build import tokenizer_vocabulary
     from fullshard.errors import PlanError, SpecError
-    from fullshard.models.build import build_model
-    from fullshard.models.checks import check_positions, check_vocabulary
     from fullshard.planner.offload import with_untimed_drive
     from fullshard.planner.search import no_plan_fits, predict, search
+    from fullshard.planning.describe_run import describe_run
     from fullshard.profiler.detect import detect_hardware
-    from fullshard.training.loss import loss_of
 
     run = _with_precision(request.run, device)
-    model = build_model(run)  # one that is not there is no matter of planning: the ranks would not find it
-    check_positions(model, run)
-    check_vocabulary(model, run, tokens=tokenizer_vocabulary(run.data))
-    loss_of(run, model)
+    model = None if _is_checked(run) else _checked_model(run)
     try:
         # Under torchrun it finds by itself how the ranks lie on nodes.
         hardware = detect_hardware(device, ranks=None if under_torchrun() else ranks)
@@ -123,11 +113,37 @@ def _planned(request: "Request", *, ranks: int, device: "DeviceType") -> "Plan |
     return found.best
 
 
+def _is_checked(run: "Run") -> bool:
+    """Returns whether reading the run has checked it, as its model, data and loss are this package's own."""
+    from fullshard.spec.model_section import DecoderConfig
+
+    outside = run.train.loss or run.data.tokenizer or run.data.source == "python" or run.adapter.rank
+    return isinstance(run.model, DecoderConfig) and not outside
+
+
+def _checked_model(run: "Run") -> "Module":
+    """Returns the run's model. Raises SpecError, DataError or MissingExtraError where the ranks would."""
+    if "torch" not in sys.modules:
+        with gc_frozen_imports():  # the user's own modules come after it
+            import_module("torch._dynamo")  # which fake tensors need
+            import_module("fullshard.tracing.describe")
+    from fullshard.data.build import tokenizer_vocabulary
+    from fullshard.models.build import build_model
+    from fullshard.models.checks import check_positions, check_vocabulary
+    from fullshard.training.loss import loss_of
+
+    model = build_model(run)
+    check_positions(model, run)
+    check_vocabulary(model, run, tokens=tokenizer_vocabulary(run.data))
+    loss_of(run, model)
+    return model
+
+
 def _uses_the_host(run: "Run") -> bool:
     return run.offload.takes_optimizer or run.recompute.mode == "offload"
 
 
-def _without_recompute(run: "Run", hardware: "Hardware", *, model: "Module") -> "Plan | None":
+def _without_recompute(run: "Run", hardware: "Hardware", *, model: "Module | None") -> "Plan | None":
     """The fastest plan, if it is the fastest without regard to memory too; else None.
 
     Recompute buys memory with time, so then no plan with recompute is faster; and tracing the model without
@@ -136,6 +152,7 @@ def _without_recompute(run: "Run", hardware: "Hardware", *, model: "Module") -> 
     if run.recompute.mode != "auto":
         return None
     from fullshard.planner.search import search
+    from fullshard.planning.describe_run import describe_run
 
     plain = run.model_copy(update={"recompute": run.recompute.model_copy(update={"mode": "none"})})
     found = search(describe_run(plain, hardware.device, model=model), hardware, plain)
@@ -153,20 +170,6 @@ def _with_precision(run: "Run", device: "DeviceType") -> "Run":
         bf16 = torch.cuda.is_bf16_supported()
     precision = run.precision.model_copy(update={"mode": "bf16" if bf16 else "fp32"})
     return run.model_copy(update={"precision": precision})
-
-
-def describe_run(plan: "Plan | Run", device: "DeviceType", *, model: "Module | None" = None) -> "ModelSpec":
-    """The run's model (built already: `model`) as it is trained on `device`: on its own loss and batches."""
-    from fullshard.models.build import build_model
-    from fullshard.spec.plan import Plan
-    from fullshard.tracing.describe import describe
-    from fullshard.training.example_batch import example
-    from fullshard.training.loss import loss_of
-
-    run = plan.run if isinstance(plan, Plan) else plan
-    model = model or build_model(run)
-    batch = example(run, model, rows=plan.microbatch if isinstance(plan, Plan) else run.train.microbatch or 1)
-    return describe(model, plan, loss=loss_of(run, model), batch=batch, kernels_for=device)
 
 
 def _note(text: str) -> None:

@@ -43,12 +43,15 @@ class PlanTarget:
         return Run.load(self.run_path, overrides=[*self.settings, *overrides])
 
     def described(self, run: "Run", hardware: "Hardware") -> "ModelSpec":
-        """The spec of the model as `run` trains it on `hardware`. Imports torch, and traces the model."""
+        """The spec of the model as `run` trains it on `hardware`. Traces the model where that was not done
+        before."""
         if self.spec is not None:
             return self.spec
-        from fullshard.planning.for_run import describe_run
+        from fullshard.launch.gc import gc_disabled
+        from fullshard.planning.describe_run import describe_run
 
-        return describe_run(run, hardware.device)
+        with gc_disabled():
+            return describe_run(run, hardware.device)
 
 
 def find_subject(name: str | None) -> PlanTarget:

@@ -27,8 +27,9 @@ print(json.dumps([n, p.name, p.total_memory] if p else [0, "", 0]))
 """
 
 
-# What the drivers of NVIDIA, AMD and WSL show on Linux; without any of them nobody need be asked.
-_DRIVER_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+# What the drivers of NVIDIA (also before its device files are made, and Jetson's), AMD and WSL show on Linux;
+# without any of them nobody need be asked.
+_DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
 
 
 class Gpus(NamedTuple):
@@ -144,8 +145,13 @@ def _same_chip(saved: Hardware, gpus: Gpus) -> bool:
     return saved.device == "cuda" and saved.chip.name == (chip.name if chip is not None else gpus.name)
 
 
+def may_have_gpus() -> bool:
+    """Returns False where no driver of a GPU shows, so that torch need not be imported to count none."""
+    return sys.platform != "linux" or any(Path(path).exists() for path in _DRIVER_FILES)
+
+
 def _gpus() -> Gpus:
-    if sys.platform == "linux" and not any(Path(path).exists() for path in _DRIVER_FILES):
+    if not may_have_gpus():
         return _NO_GPUS
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

@@ -1,0 +1,24 @@
+"""Describes every preset, and writes the specs that the package ships.
+
+    python bench/preset_specs.py
+
+Run it after a change of what `describe` finds, and for a new version of torch. It takes about three seconds
+of processor time for each preset.
+"""
+
+from importlib.metadata import version
+
+from fullshard.planning.describe_run import describe_anew
+from fullshard.planning.preset_specs import FILE, packed
+from fullshard.planning.spec_cache import key_of
+from fullshard.planning.target import find_subject
+from fullshard.spec.presets import PRESETS
+
+specs = {}
+for preset in PRESETS:
+    run = find_subject(preset.name).run(["precision.mode=bf16"])
+    key = key_of(run, "cuda")
+    assert key is not None, "presets can be cached"
+    specs[key.settings] = describe_anew(run, "cuda")
+FILE.write_bytes(packed(specs, torch=version("torch")))
+print(f"{FILE}: {len(specs)} presets, {FILE.stat().st_size:,} bytes")

@@ -1,0 +1,38 @@
+"""describe_run(plan, device): the spec of the model that a run trains, from the cache where it is there."""
+
+from typing import TYPE_CHECKING
+
+from fullshard.planning.spec_cache import find, keep, key_of
+from fullshard.spec.model import ModelSpec
+from fullshard.spec.plan import DeviceType, Plan
+from fullshard.spec.run import Run
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+
+def describe_run(plan: Plan | Run, device: DeviceType, *, model: "Module | None" = None) -> ModelSpec:
+    """Returns the spec of the run's model as it is trained on `device`: on its own loss and batches.
+
+    `model`: the same model, where it is built already. torch is imported only where the spec is neither
+    shipped nor cached (`fullshard.planning.spec_cache`). Raises what building and describing the model raise.
+    """
+    key = key_of(plan, device)
+    spec = find(key)
+    if spec is None:
+        spec = describe_anew(plan, device, model=model)
+        keep(key, spec)
+    return spec
+
+
+def describe_anew(plan: Plan | Run, device: DeviceType, *, model: "Module | None" = None) -> ModelSpec:
+    """Returns what `described` returns, from the model itself."""
+    from fullshard.models.build import build_model
+    from fullshard.tracing.describe import describe
+    from fullshard.training.example_batch import example
+    from fullshard.training.loss import loss_of
+
+    run = plan.run if isinstance(plan, Plan) else plan
+    model = model or build_model(run)
+    batch = example(run, model, rows=plan.microbatch if isinstance(plan, Plan) else run.train.microbatch or 1)
+    return describe(model, plan, loss=loss_of(run, model), batch=batch, kernels_for=device)

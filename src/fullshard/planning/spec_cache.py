@@ -1,0 +1,201 @@
+"""The cache of described models: a ModelSpec that was traced before is read, and torch is not imported.
+
+An entry is a file in `$XDG_CACHE_HOME/fullshard/specs`, or in the directory that FULLSHARD_CACHE names. Its
+name is the digest of its key. Its first line is JSON with the key and the digest of the rest, which is the
+spec as JSON. An entry that does not match its digest or its key is ignored, and replaced by the next `keep`.
+The specs of presets are shipped with the package (`fullshard.planning.preset_specs`).
+"""
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fullshard.errors import SpecError
+from fullshard.planning.preset_specs import shipped_spec
+from fullshard.spec.model import ModelSpec
+from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
+from fullshard.spec.plan import DeviceType, Plan
+from fullshard.spec.pretrained import locate
+from fullshard.spec.run import Run
+from fullshard.spec.small_files import VALUE_BYTES, read_bytes
+from fullshard.spec.value import FrozenModel
+
+VARIABLE = "FULLSHARD_CACHE"
+OFF = "off"
+MOST_BYTES = 64 << 20
+"""The size of the whole cache. The entries that were used longest ago are removed first."""
+
+# Rooms and modules of this package whose code decides what a spec holds; a test holds the list to it.
+SOURCES = ("distributed", "models", "sharding", "tracing", "training", "spec", "errors.py", "quantities.py")
+# Packages that transformers builds other modules with, or cannot build some models without.
+_LIBRARIES = (
+    *("transformers", "peft", "kernels", "timm", "flash-attn", "flash-linear-attention"),
+    *("causal-conv1d", "mamba-ssm"),
+)
+
+
+class SpecKey(FrozenModel):
+    """Everything that a spec depends on.
+
+    settings   the settings of the run or plan that `describe` and the building of the model read, as JSON
+    torch      the version of torch
+    made_by    the versions of other packages, a digest of fullshard's sources, and the kind of processor
+    """
+
+    settings: str
+    torch: str
+    made_by: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """The name of the entry's file."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:32] + ".json"
+
+
+class _Head(FrozenModel):
+    """The first line of an entry."""
+
+    key: SpecKey
+    sha256: str
+
+
+def key_of(plan: Plan | Run, device: DeviceType) -> SpecKey | None:
+    """Returns the key of the spec of `plan` on the kernels of `device`.
+
+    None for models, losses, data and code that come from outside of this package and of transformers: these
+    can change without a trace. Raises SpecError for a config.json that is not there.
+    """
+    run = plan.run if isinstance(plan, Plan) else plan
+    outside = run.train.loss is not None or run.data.source == "python"
+    torch = _version("torch")
+    if outside or torch is None or not isinstance(run.model, DecoderConfig | HuggingFaceModel):
+        return None
+    made_by = {"fullshard": _version("fullshard") or "", "sources": _sources(), "machine": platform.machine()}
+    if isinstance(run.model, HuggingFaceModel) or run.adapter.rank:
+        if isinstance(run.model, HuggingFaceModel) and run.model.trust_remote_code:
+            return None
+        made_by |= {name: _version(name) or "" for name in _LIBRARIES}
+    settings = {
+        "device": device,
+        "model": _model(run.model),
+        "adapter": run.adapter.model_dump(mode="json"),
+        "data": run.data.model_dump(mode="json", include={"sequence_length", "document_mask"}),
+        "microbatch": run.train.microbatch,
+        "units": run.sharding.units.model_dump(mode="json"),
+        "precision": run.precision.model_dump(mode="json"),
+        "recompute": run.recompute.model_dump(mode="json"),
+    }
+    if isinstance(plan, Plan):
+        settings["plan"] = plan.model_dump(mode="json", exclude={"run", "prediction"})
+    text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
+    return SpecKey(settings=text, torch=torch, made_by=made_by)
+
+
+def find(key: SpecKey | None, environment: Mapping[str, str] = os.environ) -> ModelSpec | None:
+    """Returns the spec that was kept under `key`, or shipped; None where there is none that can be read."""
+    if key is None or environment.get(VARIABLE) == OFF:
+        return None
+    shipped = shipped_spec(key.settings, torch=key.torch)
+    directory = cache_directory(environment)
+    if shipped is not None or directory is None:
+        return shipped
+    path = directory / key.name
+    try:
+        first, _, text = read_bytes(path, most_bytes=VALUE_BYTES).partition(b"\n")
+        head = _Head.model_validate_json(first)
+        if head.key != key or head.sha256 != hashlib.sha256(text).hexdigest():
+            return None
+        spec = ModelSpec.model_validate_json(text)
+    except (OSError, ValidationError):
+        return None
+    with suppress(OSError):
+        os.utime(path)  # the entries that were used longest ago are removed first
+    return spec
+
+
+def keep(key: SpecKey | None, spec: ModelSpec, *, environment: Mapping[str, str] = os.environ) -> None:
+    """Writes `spec` under `key`, whole or not at all. A cache that cannot be written to stays as it is."""
+    directory = cache_directory(environment)
+    if key is None or directory is None:
+        return
+    text = spec.model_dump_json().encode()
+    head = _Head(key=key, sha256=hashlib.sha256(text).hexdigest())
+    data = head.model_dump_json().encode() + b"\n" + text
+    if len(data) > VALUE_BYTES:
+        return
+    with suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+        number, part = tempfile.mkstemp(suffix=".part", dir=directory)
+        try:
+            with os.fdopen(number, "wb") as file:
+                file.write(data)
+            os.replace(part, directory / key.name)
+        finally:
+            Path(part).unlink(missing_ok=True)
+        trim(directory)
+
+
+def cache_directory(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Returns the directory of the entries; None where the cache is switched off or has no place."""
+    named = environment.get(VARIABLE, "")
+    if named == OFF:
+        return None
+    root = environment.get("XDG_CACHE_HOME", "")
+    base = root if os.path.isabs(root) else os.path.expanduser("~/.cache")
+    path = os.path.expanduser(named) if named else os.path.join(base, "fullshard", "specs")
+    return Path(path) if os.path.isabs(path) else None
+
+
+def trim(directory: Path, *, most_bytes: int = MOST_BYTES) -> None:
+    """Removes the files that were used longest ago, until the others have at most `most_bytes`."""
+    room = most_bytes
+    found = [(path.stat(), path) for path in directory.iterdir() if path.suffix in (".json", ".part")]
+    for status, path in sorted(found, key=lambda one: -one[0].st_mtime):
+        room -= status.st_size
+        if room < 0:
+            path.unlink(missing_ok=True)
+
+
+def _model(section: DecoderConfig | HuggingFaceModel) -> dict[str, Any]:
+    """Returns what the built model depends on: sizes, or the bytes of a config.json and options over it."""
+    if isinstance(section, DecoderConfig):
+        return section.model_dump(mode="json")
+    path = locate(section.hf)
+    try:
+        config = read_bytes(path, most_bytes=VALUE_BYTES)
+    except OSError as error:
+        raise SpecError(f"{path} cannot be read.", got=error.strerror) from error
+    chosen = section.model_dump(mode="json", include={"architecture", "attention", "options"})
+    return {"config": hashlib.sha256(config).hexdigest(), **chosen}
+
+
+@cache
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def _sources() -> str:
+    """Returns a digest of fullshard's own code that describes: a development checkout has one version."""
+    package = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for source in SOURCES:
+        place = package / source
+        files = [place] if place.suffix else sorted(place.rglob("*.py"))
+        for path in files:
+            digest.update(f"{path.relative_to(package)}\n".encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()

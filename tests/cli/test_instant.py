@@ -1,0 +1,62 @@
+"""What is shipped or was described before is planned without torch, in a new process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fullshard.launch.request import Request
+from fullshard.planning.for_run import plan_run
+from fullshard.planning.preset_specs import FILE, public_version, shipped
+from fullshard.spec.run import Run
+from tests.planning.test_describe_run import gpt2
+
+PLAN = "import sys; from fullshard.cli.main import main; assert not main(sys.argv[1:])"
+TRAIN = """
+import sys
+from fullshard.planning.for_run import plan_run
+from fullshard.launch.request import Request
+from fullshard.spec.run import Run
+print(plan_run(Request(run=Run.load(overrides=sys.argv[1:]))).plan.model_dump_json())
+"""
+MODULES = "\nprint([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+
+
+def printed(code: str, *arguments: str) -> list[str]:
+    """Returns the lines that `code` prints in a process of its own, which all have it import neither."""
+    done = subprocess.run(
+        [sys.executable, "-c", code + MODULES, *arguments], capture_output=True, text=True, check=True
+    )
+    *lines, modules = done.stdout.splitlines()
+    assert modules == "[]", done.stderr
+    return lines
+
+
+@pytest.fixture(autouse=True)
+def no_hardware_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+
+def test_a_preset_is_planned_without_torch() -> None:
+    from importlib.metadata import version
+
+    if not shipped(FILE, torch=public_version(version("torch"))):
+        pytest.skip("shipped for another torch")
+    assert printed(PLAN, "plan", "llama3-8b", "--on", "8xH100")
+
+
+def test_a_config_is_planned_without_torch_the_second_time(tmp_path: Path, capsys) -> None:
+    from fullshard.cli.main import main
+
+    gpt2(tmp_path)
+    arguments = ("plan", str(tmp_path / "config.json"), "--on", "1xH100", "--json")
+    assert main(arguments) == 0
+    assert printed(PLAN, *arguments) == capsys.readouterr().out.splitlines()
+
+
+def test_training_is_planned_without_torch_the_second_time() -> None:
+    settings = ("model.layers=2", "run.device=cpu", "precision.mode=fp32")
+    first = plan_run(Request(run=Run.load(overrides=settings))).plan
+    assert first is not None
+    assert printed(TRAIN, *settings) == [first.model_dump_json()]

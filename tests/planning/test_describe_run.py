@@ -1,0 +1,91 @@
+"""A spec from the cache is the spec that describing the model anew finds."""
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from fullshard.planning.describe_run import describe_anew, describe_run
+from fullshard.planning.preset_specs import FILE, public_version, shipped
+from fullshard.planning.spec_cache import key_of
+from fullshard.planning.target import find_subject
+from fullshard.spec.plan import Plan
+from fullshard.spec.presets import PRESETS
+from fullshard.spec.run import Run
+
+SMALL = (
+    "model.layers=2",
+    "model.d_model=16",
+    "model.heads=2",
+    "model.d_ff=32",
+    "data.sequence_length=16",
+    "train.global_batch=12",
+    "precision.mode=fp32",
+)
+# Settings that are in no key.
+OTHERS = (
+    "train.global_batch=96",
+    "train.steps=7",
+    "train.accumulate_sync=last",
+    "optimizer.name=sgd",
+    "schedule.warmup_steps=1",
+    "sharding.strategy=hybrid_shard",
+    "sharding.shard_degree=1",
+    "prefetch.mode=none",
+    "offload.update=device",
+    "checkpoint.layout=ranks",
+    "survival.on_spike=skip",
+    "log.every=3",
+    "run.dir=elsewhere",
+    "run.seed=4",
+    "run.device=cuda",
+    "run.compile=true",
+    "data.packing=best_fit",
+    "data.validation_fraction=0.2",
+)
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULLSHARD_CACHE", str(tmp_path / "specs"))
+
+
+def gpt2(directory: Path) -> str:
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 32, "vocab_size": 256}
+    path = directory / "config.json"
+    path.write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **sizes}))
+    return f"model.hf={json.dumps(str(path))}"
+
+
+@pytest.mark.parametrize("kind", ["run", "plan", "config"])
+def test_a_cached_spec_equals_a_fresh_one(kind: str, tmp_path: Path) -> None:
+    model = [gpt2(tmp_path), *SMALL[4:]] if kind == "config" else SMALL
+    run = Run.load(overrides=[*model, "recompute.mode=full"])
+    asked = Plan.from_run(run, world_size=2) if kind == "plan" else run
+    fresh, cached = describe_run(asked, "cuda"), describe_run(asked, "cuda")
+    assert fresh is not cached
+    assert cached == fresh
+    assert cached.model_dump_json() == fresh.model_dump_json()
+
+
+def test_settings_that_are_not_in_the_key_do_not_change_the_spec() -> None:
+    plain = Run.load(overrides=[*SMALL, "recompute.mode=none"])
+    other = Run.load(overrides=[*SMALL, "recompute.mode=none", *OTHERS])
+    assert key_of(plain, "cpu") == key_of(other, "cpu")
+    assert describe_anew(plain, "cpu").model_dump_json() == describe_anew(other, "cpu").model_dump_json()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(preset.name, marks=() if preset.name == "qwen2.5-0.5b" else pytest.mark.long)
+        for preset in PRESETS
+    ],
+)
+def test_a_shipped_spec_equals_a_fresh_one(name: str) -> None:
+    if not shipped(FILE, torch=public_version(version("torch"))):
+        pytest.skip("shipped for another torch")
+    run = find_subject(name).run(["precision.mode=bf16"])
+    fresh = describe_anew(run, "cuda")
+    assert describe_run(run, "cuda").model_dump_json() == fresh.model_dump_json(), "bench/preset_specs.py"
