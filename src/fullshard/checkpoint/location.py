@@ -17,6 +17,7 @@ from fullshard.checkpoint.files import Files, LocalFiles, is_remote, write_file
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, step_name, verify
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system import disk
+from fullshard.system.files import open_regular
 
 _STEP = re.compile(r"step-([0-9]{8,})")
 _CUT_URL = re.compile(r"([a-z][a-z0-9+.]+):/([^/].*)")
@@ -118,7 +119,7 @@ class LocalPlace:
     def writing(self) -> Generator[None]:
         disk.make_directory(self.path)
         # The kernel lets it go with the process: a killed save leaves nothing to clean.
-        with (self.path / _LOCK).open("a") as file:
+        with open(self.path / _LOCK, "a", opener=open_regular) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

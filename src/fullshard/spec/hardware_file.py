@@ -7,6 +7,7 @@ from typing import Any
 
 from fullshard.errors import SpecError
 from fullshard.spec.small_files import SETTINGS_BYTES, parse_toml, read_text
+from fullshard.system.files import write_whole
 
 # What stands behind a key, once for all tables. `rates.matmul.bf16` is looked up by `matmul`.
 _COMMENTS = {
@@ -60,11 +61,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 def write_toml(path: Path, data: Mapping[str, Any], *, head: str) -> None:
     """Writes `data` whole or not at all. Raises SpecError if it cannot be written."""
     text = "".join(f"# {line}\n" for line in head.splitlines()) + "\n" + toml_text(data)
-    partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, text)
     except OSError as error:
         raise SpecError(f"{path} cannot be written.", got=error.strerror) from error
 
