@@ -104,13 +104,14 @@ class LocalPlace:
     def steps(self) -> list[tuple[int, Files]]:
         if not self.path.is_dir():
             return []
-        # Only what a save has made: a file or a dangling link with the name of a step is somebody else's.
-        matches = [(_STEP.fullmatch(path.name), path) for path in self.path.iterdir() if path.is_dir()]
+        # Only what a save has made: a file or a link with the name of a step is somebody else's.
+        own = [path for path in self.path.iterdir() if path.is_dir() and not path.is_symlink()]
+        matches = [(_STEP.fullmatch(path.name), path) for path in own]
         found = sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
         return [(step, LocalFiles(path, self.key)) for step, path in found]
 
     def unfinished(self) -> list[str]:
-        return [str(path) for path in sorted(self.path.glob(".tmp-*")) if path.is_dir()]
+        return [str(path) for path in leftovers.directories(self.path, ".tmp-*")]
 
     def rejected(self) -> list[str]:
         return [path.name for path in sorted(self.path.glob(".bad-*"))]

@@ -227,13 +227,24 @@ def verify(checkpoint: Files | str | Path) -> Manifest:
         raise lost_or_denied(error, f"{files} cannot be read.", name="its files") from error
     for name, file in manifest.own_files.items():
         if name not in sizes:
-            raise DamagedCheckpointError(f"{files} is not whole.", got=f"{name}: not a file, or not there")
+            raise DamagedCheckpointError(f"{files} is not whole.", got=f"{name}: {why_unlisted(files, name)}")
         if sizes[name] != file.size_bytes:
             raise DamagedCheckpointError(
                 f"{files} is not whole.",
                 got=f"{name} has {sizes[name]} bytes, its manifest says {file.size_bytes}",
             )
     return manifest
+
+
+def why_unlisted(files: Files, name: str) -> str:
+    """Returns why `name` is not among the regular files of a checkpoint: absent, a link, a directory."""
+    try:
+        with files.open(name):
+            return "no such file"
+    except FileNotFoundError:
+        return "no such file"
+    except OSError as error:
+        return str(error.strerror or error)
 
 
 def read_verified(files: Files, manifest: Manifest, *, name: str) -> bytes:
