@@ -181,6 +181,7 @@ def place_of(directory: str | Path | Place, *, key_file: str | Path | None = Non
     key = None if key_file is None else KeyFile(Path(key_file))
     if key is not None:
         key.require()
+        key.warn_of_readers()
     if not isinstance(directory, str | Path):
         if key != directory.key and key is not None:
             raise CheckpointError(f"{directory} has a key of its own.", got=f"{key.path} besides")

@@ -317,9 +317,11 @@ def _require_signature(text: bytes, data: Mapping[str, Any], *, key: KeyFile, wh
     if not hmac.compare_digest(key.signature(unsigned), told):
         raise CheckpointError(
             f"{where} is not signed with the key of {key.path}.",
-            got="no signature" if data.get("signature") is None else "a signature by another key",
-            why="somebody who does not have the key wrote it or changed it",
-            fix="the key that it was saved with, or no checkpoint.key_file if you trust the directory",
+            got="no signature"
+            if data.get("signature") is None
+            else "a signature that does not fit: another key, or the manifest was changed since",
+            why="only somebody who has the key can have written what it signs",
+            fix="the key that it was saved with, or a checkpoint that this key signed",
         )
 
 

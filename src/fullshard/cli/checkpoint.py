@@ -13,6 +13,7 @@ import typer
 if TYPE_CHECKING:
     from fullshard.checkpoint.files import Files
     from fullshard.checkpoint.location import Place
+    from fullshard.checkpoint.verify import Damage
 
 
 KeyFileOption = Annotated[
@@ -26,7 +27,9 @@ def list_checkpoints(
     as_json: Annotated[bool, typer.Option("--json", help="As a JSON list.")] = False,
     key_file: KeyFileOption = None,
 ) -> None:
-    """List the checkpoints of a run, and which of them are whole."""
+    """List the checkpoints of a run, and which are whole. Exits with 6 if --key-file does not fit all."""
+    from fullshard.errors import CheckpointError
+
     place = _place(directory, key_file)
     rows = [_describe(files) for _, files in reversed(place.steps())]
     rejected = place.rejected()
@@ -38,6 +41,8 @@ def list_checkpoints(
         typer.echo(_table(rows))
     else:
         typer.echo(f"no checkpoint in {place}", err=True)
+    if key_file is not None and any(row["problem"] for row in rows):
+        raise typer.Exit(CheckpointError.exit_code)
 
 
 def verify_checkpoints(
@@ -51,7 +56,6 @@ def verify_checkpoints(
 ) -> None:
     """Read every byte of checkpoints; name what is not as it was saved, and the tensors it touches."""
     from fullshard.checkpoint.manifest import MANIFEST
-    from fullshard.checkpoint.verify import damages
     from fullshard.errors import CheckpointError
 
     place = _place(directory, key_file)
@@ -59,17 +63,30 @@ def verify_checkpoints(
     checkpoints = [one] if MANIFEST in one.sizes() else [files for _, files in reversed(place.steps())]
     if not checkpoints:
         raise CheckpointError(f"no checkpoint in {place}.", fix="the run's directory, such as runs/default")
-    found = {str(files): list(damages(files)) for files in checkpoints}
+    found = {str(files): _verified(files) for files in checkpoints}
     if as_json:
-        typer.echo(json.dumps({name: [asdict(one) for one in many] for name, many in found.items()}))
+        typer.echo(json.dumps({name: [asdict(one) for one in many] for name, (_, many) in found.items()}))
     else:
-        for name, many in found.items():
-            typer.echo(f"{name}  {'DAMAGED' if many else 'whole'}")
+        for name, (status, many) in found.items():
+            typer.echo(f"{name}  {status}")
             for damage in many:
                 touched = _some(damage.tensors)
                 typer.echo(f"  {damage.file}: {damage.what}{f'; touches {touched}' if touched else ''}")
-    if any(found.values()):
+    if any(many for _, many in found.values()):
         raise typer.Exit(CheckpointError.exit_code)
+
+
+def _verified(files: "Files") -> "tuple[str, list[Damage]]":
+    """Returns a word for a checkpoint, and what is wrong with it; raises nothing for one that is refused."""
+    from fullshard.checkpoint.manifest import MANIFEST
+    from fullshard.checkpoint.verify import Damage, damages
+    from fullshard.errors import CheckpointError
+
+    try:
+        found = list(damages(files))
+    except CheckpointError as error:  # another key, another format, no permission
+        return "REFUSED", [Damage(MANIFEST, f"{error.what.removesuffix('.')}: {error.got}", ())]
+    return ("DAMAGED" if found else "whole"), found
 
 
 def diff_checkpoints(

@@ -3,6 +3,7 @@
 import os
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fullshard.launch.environment import from_slurm, quiet_logs, share_cores, under_srun, under_torchrun
@@ -47,11 +48,15 @@ def with_plan(request: "Request") -> "Request":
             import_module("torch._dynamo")  # which fake tensors need
             import_module("fullshard.tracing.describe")
     section = request.run.checkpoint
-    if section.dir is not None or section.key_file is not None:
+    # Where nothing can be saved nothing is trained, and this is known before the model is built.
+    if section.dir is not None:
         from fullshard.checkpoint.location import place_of
 
-        # Where nothing can be saved nothing is trained, and this is known before the model is built.
-        place_of(section.dir or request.run.run.dir, key_file=section.key_file)
+        place_of(section.dir)
+    if section.key_file is not None:
+        from fullshard.checkpoint.digests import KeyFile
+
+        KeyFile(Path(section.key_file)).require()
     with uncollected():
         plan = _planned(request, ranks=ranks, device=device)
     if plan is not None and plan.prediction is not None and not plan.prediction.is_timed:

@@ -72,10 +72,10 @@ def require_outside(path: Path) -> None:
     for depth, directory in enumerate((place, *place.parents)):
         # Checkpoints are flat, so deeper ones are looked at only where their names say what they are.
         near = depth < 2 or _STEP.fullmatch(directory.name)
-        if near and os.path.isdir(directory) and any(directory.glob(_DATA)):
+        if near and os.path.isdir(directory) and (data := next(directory.glob(_DATA), None)):
             raise SpecError(
                 f"{path} cannot be written.",
-                got=f"a path in the checkpoint {directory}",
+                got=f"a path in {directory}, which holds {data.name} and so is taken for a checkpoint",
                 why="a checkpoint with a file too many, or another one, is damaged",
                 fix="a path elsewhere",
             )
