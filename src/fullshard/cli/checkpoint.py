@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fullshard.system.terminal import printable_line
+
 if TYPE_CHECKING:
     from fullshard.checkpoint.files import Files
     from fullshard.checkpoint.location import Place
@@ -34,13 +36,13 @@ def list_checkpoints(
     rows = [_describe(files) for _, files in reversed(place.steps())]
     rejected = place.rejected()
     if rejected:
-        typer.echo(f"set aside as damaged: {', '.join(rejected)}", err=True)
+        typer.echo(printable_line(f"set aside as damaged: {', '.join(rejected)}"), err=True)
     if as_json:
         typer.echo(json.dumps(rows))
     elif rows:
         typer.echo(_table(rows))
     else:
-        typer.echo(f"no checkpoint in {place}", err=True)
+        typer.echo(printable_line(f"no checkpoint in {place}"), err=True)
     if key_file is not None and any(row["problem"] for row in rows):
         raise typer.Exit(CheckpointError.exit_code)
 
@@ -68,10 +70,11 @@ def verify_checkpoints(
         typer.echo(json.dumps({name: [asdict(one) for one in many] for name, (_, many) in found.items()}))
     else:
         for name, (status, many) in found.items():
-            typer.echo(f"{name}  {status}")
+            typer.echo(printable_line(f"{name}  {status}"))
             for damage in many:
                 touched = _some(damage.tensors)
-                typer.echo(f"  {damage.file}: {damage.what}{f'; touches {touched}' if touched else ''}")
+                line = f"  {damage.file}: {damage.what}{f'; touches {touched}' if touched else ''}"
+                typer.echo(printable_line(line))
     if any(many for _, many in found.values()):
         raise typer.Exit(CheckpointError.exit_code)
 
@@ -101,7 +104,7 @@ def diff_checkpoints(
 
     lines = 0
     for line in differences(find(_place(one, key_file))[0], find(_place(other, key_file))[0]):
-        typer.echo(line)
+        typer.echo(printable_line(line))
         lines += 1
     if lines:
         raise typer.Exit(1)
@@ -278,4 +281,4 @@ def _table(rows: list[dict[str, object]]) -> str:
         lines.append(
             f"{name}  {trained:>6} tokens  {row['ranks']:>4} ranks  {strategy:<18}  {size:>11}".rstrip()
         )
-    return "\n".join(lines)
+    return "\n".join(map(printable_line, lines))

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fullshard.system.terminal import printable
+
 if TYPE_CHECKING:
     from fullshard.launch.request import Request
     from fullshard.spec.run import Run
@@ -93,7 +95,7 @@ def _show_measurement(run: "Run", *, since: float, as_json: bool) -> None:
     if not path.exists() or path.stat().st_mtime < since:
         return
     if as_json:
-        typer.echo(path.read_text(encoding="utf-8").rstrip())
+        typer.echo(printable(path.read_text(encoding="utf-8").rstrip()))
         return
     from fullshard.report.table import show_measurement
     from fullshard.spec.measurement import Measurement

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fullshard.launch.environment import from_slurm, quiet_logs, share_cores, under_srun, under_torchrun
 from fullshard.launch.gc import importing, uncollected
+from fullshard.system.terminal import printable
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -176,4 +177,4 @@ def described(plan: "Plan | Run", device: "DeviceType", *, model: "Module | None
 
 def _note(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(f"note: {text}", file=sys.stderr)
+        print(f"note: {printable(text)}", file=sys.stderr)
