@@ -64,8 +64,8 @@ def _text(path: str) -> str:
                 "standard input is too long for a config.", got=f"more than {SETTINGS_BYTES} bytes"
             )
         return data.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text (UTF-8)"
         raise SpecError(f"{path} cannot be read.", got=reason) from error
 
 
