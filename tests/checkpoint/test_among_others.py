@@ -40,6 +40,10 @@ def loop_named_as_a_step(directory: Path) -> None:
     (directory / "step-00000009").symlink_to("step-00000009")
 
 
+def link_to_a_checkpoint(directory: Path) -> None:
+    (directory / "step-00000009").symlink_to(saved(directory / "elsewhere", 9))
+
+
 def fifo_named_as_a_step(directory: Path) -> None:
     os.mkfifo(directory / "step-00000009")
 
@@ -79,6 +83,7 @@ STRAYS = [
     file_named_as_a_step,
     link_named_as_a_step,
     loop_named_as_a_step,
+    link_to_a_checkpoint,
     fifo_named_as_a_step,
     metadata_beside,
     empty_manifest_beside,
@@ -106,6 +111,19 @@ def test_what_is_not_ours_hides_no_checkpoint_and_every_acknowledged_save_is_fou
 def test_strays_alone_are_no_checkpoint(tmp_path, stray):
     stray(tmp_path)
     assert not load(State(0, numbers(0)), tmp_path, missing_ok=True)
+
+
+def test_a_link_to_a_checkpoint_is_one_by_its_own_path_alone_and_is_never_removed(tmp_path):
+    elsewhere = saved(tmp_path / "elsewhere", 9)
+    directory = tmp_path / "checkpoints"
+    saved(directory, 1)
+    (directory / "step-00000009").symlink_to(elsewhere)
+    assert loaded(directory).step == 1
+    assert loaded(directory / "step-00000009").step == 9
+    for step in (10, 11):
+        saved(directory, step, keep=1)
+    assert sorted(one.name for one in directory.iterdir()) == [".lock", "step-00000009", "step-00000011"]
+    assert not list(find_damage(elsewhere))
 
 
 def dangling_link_inside(path: Path) -> None:

@@ -1,5 +1,7 @@
 """With a key, only what somebody who has the key has written is loaded."""
 
+import json
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +17,7 @@ from fullshard.checkpoint.per_node import NodeLocalDirectory, gather
 from fullshard.checkpoint.save import save
 from fullshard.checkpoint.shard_file import ShardFileTable
 from fullshard.checkpoint.verify import find_damage
+from fullshard.cli.main import main
 from fullshard.errors import CheckpointError
 from fullshard.weights.export import export
 from tests.checkpoint.states import State, assert_same, numbers, saved, sharded
@@ -24,6 +27,7 @@ from tests.checkpoint.test_verify import flip
 @pytest.fixture
 def key(tmp_path) -> Path:
     (tmp_path / "key").write_text("a secret of some length\n")
+    (tmp_path / "key").chmod(0o600)
     return tmp_path / "key"
 
 
@@ -52,7 +56,7 @@ def test_another_key_or_none_is_refused_and_no_older_checkpoint_is_taken(tmp_pat
     saved(signed(tmp_path / "checkpoints", key), 1)
     with pytest.raises(CheckpointError, match="is not signed with the key") as raised:
         load_step(signed(tmp_path / "checkpoints", tmp_path / "other"))
-    assert raised.value.got == "a signature by another key"
+    assert "does not fit: another key, or the manifest was changed since" in raised.value.got
     saved(tmp_path / "checkpoints", 2)
     with pytest.raises(CheckpointError, match="step-00000002") as raised:
         load_step(signed(tmp_path / "checkpoints", key))
@@ -103,6 +107,53 @@ def test_a_file_that_cannot_serve_as_a_key_is_refused_before_anything_is_saved(t
     with pytest.raises(CheckpointError, match="key"):
         location_of(tmp_path / "checkpoints", key_file=tmp_path / "key")
     assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [(0o600, ""), (0o640, "chmod 600"), (0o620, "chmod 600"), (0o604, "chmod 600"), (0o602, "may write it")],
+)
+def test_a_key_that_others_may_read_is_warned_of_once_and_one_that_all_may_write_is_refused(
+    tmp_path, caplog, mode: int, said: str
+):
+    (tmp_path / "key").write_text("a secret of some length")
+    (tmp_path / "key").chmod(mode)
+    if mode & 2:
+        with pytest.raises(CheckpointError, match=said):
+            location_of(tmp_path, key_file=tmp_path / "key")
+        return
+    for _ in range(2):
+        location_of(tmp_path, key_file=tmp_path / "key")
+    assert [said in one.message for one in caplog.records] == [True][: bool(said)]
+
+
+def test_a_fifo_that_nobody_writes_is_no_key_and_a_pipe_with_a_key_is_read_once(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(CheckpointError, match="got: 0 bytes"):
+        location_of(tmp_path, key_file=tmp_path / "fifo")
+    reading, writing = os.pipe()
+    os.write(writing, b"a secret of some length")
+    os.close(writing)
+    key = location_of(tmp_path, key_file=f"/dev/fd/{reading}").key
+    assert key is not None
+    assert key.signature(b"") == key.signature(b"")
+    os.close(reading)
+
+
+def test_verify_and_list_name_every_checkpoint_that_is_not_signed_with_the_key(tmp_path, key, capsys):
+    saved(signed(tmp_path / "checkpoints", key), 1)
+    for verb in ("verify", "list"):
+        assert main(["ckpt", verb, str(tmp_path), "--key-file", str(key)]) == 0
+    saved(tmp_path / "checkpoints", 2)
+    saved(signed(tmp_path / "checkpoints", key), 3)
+    capsys.readouterr()
+    assert main(["ckpt", "verify", str(tmp_path), "--key-file", str(key)]) == CheckpointError.exit_code
+    words = [line.split("  ")[1] for line in capsys.readouterr().out.splitlines() if line[0] != " "]
+    assert words == ["whole", "REFUSED", "whole"]
+    assert main(["ckpt", "verify", str(tmp_path), "--json", "--key-file", str(key)]) == 6
+    assert [len(many) for many in json.loads(capsys.readouterr().out).values()] == [0, 1, 0]
+    assert main(["ckpt", "list", str(tmp_path), "--key-file", str(key)]) == CheckpointError.exit_code
+    assert "step-00000002  not whole: no signature" in capsys.readouterr().out
 
 
 def save_on_nodes(directory: Path, key: Path) -> int:

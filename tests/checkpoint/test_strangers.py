@@ -133,7 +133,8 @@ def test_no_link_is_followed_out_of_a_checkpoint(tmp_path, name):
     path = saved(tmp_path / "checkpoints", 2)
     (path / name).rename(tmp_path / name)
     (path / name).symlink_to(tmp_path / name)
-    assert [damage.file for damage in find_damage(path)] == [name]
+    ((file, what),) = [(damage.file, damage.what) for damage in find_damage(path)]
+    assert (file, what.partition(";")[0]) == (name, "a link")
     assert loaded(tmp_path / "checkpoints").step == 1
 
 
@@ -143,6 +144,7 @@ def test_a_fifo_is_refused_and_not_read(tmp_path, name):
     path = saved(tmp_path, 2)
     (path / name).unlink()
     os.mkfifo(path / name)
+    assert [damage.what.partition(";")[0] for damage in find_damage(path)] == ["not a regular file"]
     assert loaded(tmp_path).step == 1
 
 

@@ -86,13 +86,14 @@ class Course:
     every: int = 1
     tier: str = "none"
     settings: tuple[str, ...] = ()
+    fault: Callable[[], None] | None = None  # strikes once, on rank 0, when two saves are acknowledged
     drive: Callable[[], System] | None = None  # what rank 1 reaches it by; of the others it is well
 
 
 def go_on(course: Course) -> int:
     """Starts from what there is and trains to step `until`, saving after every step, or few. Returns where it
     began."""
-    victim = _Victim(course)
+    victim, fault = _Victim(course), course.fault if dist.get_rank() == 0 else None
     state, plan = _begun(course)
     state.phase = victim.where
     restore(state, plan, weights=None, saved=course.directory, must_resume=False)
@@ -112,6 +113,9 @@ def go_on(course: Course) -> int:
         steps = train(state, plan, loss=slowly if course.mode == "live" else mean_square)
         while state.step < course.until:
             victim.look(steps_done=state.step - started_at)
+            if fault is not None and len(lines(course.record, "acknowledged")) >= 2:
+                fault()
+                fault = None
             step = next(steps)
             note(course, "curve", f"{step.index} {step.loss.hex()}")
             _note_commit(course, state)
@@ -262,7 +266,7 @@ def next_start(ranks, course: Course, *, world_size: int = 2) -> str:
     """What the next start does, on a drive that is well: `resumed at step …`, or what it stops with."""
     until = max((int(line.split()[0]) for line in lines(course.record, "curve")), default=0) + 2
     try:
-        well = replace(course, mode="sync", kill=None, drive=None, until=until)
+        well = replace(course, mode="sync", kill=None, fault=None, drive=None, until=until)
         (started_at, *_) = ranks(world_size).run(go_on, well)
     except CheckpointError as error:
         return f"stopped: {error.what}"

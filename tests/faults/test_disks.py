@@ -5,6 +5,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,17 @@ DISK_FAULTS = {
 }
 
 
+def strike(befall: Callable[[Path], None], place: Path) -> None:
+    litter(place / "checkpoints")
+    while True:  # a mount that is being written to cannot turn read-only: again
+        try:
+            befall(place)
+        except Exception:  # noqa: BLE001
+            time.sleep(0.001)
+        else:
+            return
+
+
 def disk_fault(ranks: Callable, directory: Path, *, fault: str, mode: Mode) -> tuple[str, str]:
     """(how the run ended, what the next start did when the disk was well again)."""
     befall, mend, _ = DISK_FAULTS[fault]
@@ -124,26 +136,13 @@ def disk_fault(ranks: Callable, directory: Path, *, fault: str, mode: Mode) -> t
     with small_disk(directory / "disk", size_bytes=4 << 20) as place:
         checkpoints = place / "checkpoints"
 
-        def strike() -> None:
-            while len(lines(record, "acknowledged")) < 2:
-                time.sleep(0.001)
-            litter(checkpoints)
-            while True:  # a mount that is being written to cannot turn read-only: again
-                try:
-                    befall(place)
-                except Exception:  # noqa: BLE001
-                    time.sleep(0.001)
-                else:
-                    return
-
-        thread = threading.Thread(target=strike)
-        thread.start()
+        fault_now = partial(strike, befall, place)
         try:
-            ranks(2).run(go_on, Course(checkpoints, record, mode=mode, until=20, largest_disk=True))
+            course = Course(checkpoints, record, mode=mode, until=20, largest_disk=True, fault=fault_now)
+            ranks(2).run(go_on, course)
             ended = "went on"
         except CheckpointError as error:
             ended = str(error)
-        thread.join()
         acknowledged = last_acknowledged(record)
         mend(place)
         started = next_start(ranks, Course(checkpoints, record))

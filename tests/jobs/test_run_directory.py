@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from fullshard.checkpoint import latest_checkpoint
-from fullshard.errors import CheckpointError
+from fullshard.cli.main import main
+from fullshard.errors import CheckpointError, TrainError
+from fullshard.jobs.run_directory import opened
+from fullshard.jobs.run_lock import require_writable
 from fullshard.jobs.train import run_job
 from fullshard.spec.run import Run
 
@@ -45,3 +48,19 @@ def test_checkpoints_lie_where_the_run_says(ranks, tmp_path, place):
     elsewhere = f"memory://runs/{time.monotonic_ns()}" if place == "store" else str(tmp_path / "elsewhere")
     assert ranks(1).run(train_there_and_go_on, str(tmp_path / "run"), elsewhere) == [[2, 3]]
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_directory_that_cannot_be_made_is_refused_before_ranks_start(tmp_path, capfd):
+    (tmp_path / "file").touch()
+    for place in ("/proc/absent/run", f"{tmp_path}/file/run"):
+        assert main(["train", "--set", f"run.dir={place}"]) == TrainError.exit_code
+        assert f"the run's directory {place} cannot be written" in capfd.readouterr().err
+    require_writable(tmp_path / "runs" / "new")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_a_directory_that_another_run_writes_is_refused_before_ranks_start(tmp_path, capfd, resume):
+    with opened(tmp_path / "run", resume=False):
+        assert main(["train", *resume, "--set", f"run.dir={tmp_path / 'run'}"]) == TrainError.exit_code
+    assert f"TrainError: another run is writing {tmp_path / 'run'}" in capfd.readouterr().err

@@ -76,6 +76,18 @@ def test_a_directory_that_no_run_has_written_is_left_as_it_is(tmp_path: Path, na
     assert contents(tmp_path) == before
 
 
+@pytest.mark.parametrize("name", [".git/HEAD", ".git", "src/model.py", "pyproject.toml", "other/x"])
+def test_a_new_run_is_not_begun_among_other_things(tmp_path: Path, name: str) -> None:
+    root = tmp_path / "mlproject"
+    (root / name).parent.mkdir(parents=True)
+    (root / name).touch()
+    before = contents(tmp_path)
+    assert main(["train", "--set", f"run.dir={root}"]) == SpecError.exit_code
+    with pytest.raises(SpecError, match=f"(?s)other things.*{name.partition('/')[0]}"):
+        require_free(root)
+    assert contents(tmp_path) == before
+
+
 @pytest.mark.parametrize("name", [".git/HEAD", ".git", "src/model.py", "train.py", "run.toml", "other/x"])
 def test_a_run_among_other_things_is_not_renamed(tmp_path: Path, name: str) -> None:
     root = ran_in(tmp_path / "mlproject")
@@ -111,7 +123,11 @@ def test_what_a_run_has_left_is_set_aside_whole(tmp_path: Path, record: str) -> 
 
 def test_a_new_run_may_begin_beside_other_files(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()  # such as a volume that is mounted there
-    (tmp_path / "run.toml").touch()
+    for directory in ("logs", ".ipynb_checkpoints", "offload", "empty"):
+        (tmp_path / directory).mkdir()
+        (tmp_path / directory / "x").touch() if directory != "empty" else None
+    for file in ("run.toml", "slurm-1.out", ".gitkeep", "train.sh"):
+        (tmp_path / file).touch()
     require_free(tmp_path)
     assert set_aside(tmp_path) is None
 

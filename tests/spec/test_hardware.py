@@ -47,7 +47,7 @@ def test_a_saved_file_says_its_units_and_leaves_nothing_beside_it(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("name = ", "is no TOML"),
+        ("name = ", "is not TOML"),
         ("nodse = 2", "nodes"),
         ('name = "x"', "is missing"),
     ],

@@ -126,12 +126,38 @@ def test_an_impossible_value_is_refused_with_its_key_and_the_reason(text, key, w
     assert why in str(raised.value)
 
 
-@pytest.mark.parametrize("content", [b"steps = ", b"\xff\xfe", b"[a]\n[a]"])
-def test_a_file_that_is_no_toml_is_refused_by_name(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"steps = ", "it is not TOML: Invalid value (at line 1, column 9)"),
+        (b"\xff\xfe", "it is not text (UTF-8): byte 0"),
+        (b"[a]\n[a]", "it is not TOML: [a] stands twice (at line 2, column 3)"),
+        (b"[train]\nsteps = 1\nsteps = 2", "it is not TOML: steps stands twice (at line 3, column 10)"),
+        (b"[train]\nsteps = 99999999999999999999", "train.steps is an integer of more than 64 bits"),
+        (b"steps = " + b"9" * 5000, "it has an integer of more than 64 bits"),
+    ],
+)
+def test_a_file_that_is_no_toml_is_refused_by_name_with_what_is_wrong(tmp_path, content, said):
     path = tmp_path / "broken.toml"
     path.write_bytes(content)
-    with pytest.raises(SpecError, match=r"broken\.toml is no TOML"):
+    with pytest.raises(SpecError, match=r"broken\.toml cannot be read") as raised:
         Run.load(path)
+    assert raised.value.got == said
+
+
+def test_a_value_that_set_gave_is_not_blamed_on_the_file(tmp_path):
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 5\n")
+    for override, said in (
+        ("train.steps=nan", "--set train.steps is not valid"),
+        ("train.stpes=3", "--set: unknown key"),
+    ):
+        with pytest.raises(SpecError) as raised:
+            Run.load(tmp_path / "run.toml", overrides=["run.seed=1", override])
+        assert str(raised.value).startswith(said)
+        assert "try:" in str(raised.value)
+    (tmp_path / "run.toml").write_text("[train]\nsteps = nan\n")
+    with pytest.raises(SpecError, match=r"run\.toml: train\.steps is not valid"):
+        Run.load(tmp_path / "run.toml", overrides=["run.seed=1"])
 
 
 def test_a_missing_file_is_refused_with_a_way_to_make_one(tmp_path):

@@ -13,6 +13,7 @@ from typing import BinaryIO, Protocol, cast
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.quantities import format_bytes
 from fullshard.system import disk
+from fullshard.system.files import open_regular
 
 MANIFEST = "manifest.json"
 SMALL_BYTES = 1 << 30
@@ -67,18 +68,6 @@ class _ReadAhead(FileIO):
         return super().readinto(buffer[:_READ_BYTES])  # who asks goes on until it has all
 
 
-def _open_regular(path: str, flags: int) -> int:
-    """Opens a regular file, and nothing else. Raises an OSError for which `is_lost` holds.
-
-    A link may lead out of the checkpoint, a fifo or a device may never end.
-    """
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.ENXIO, "not a regular file", path)
-    return descriptor
-
-
 @dataclass(frozen=True)
 class LocalFiles:
     """A directory on a file system."""
@@ -109,7 +98,7 @@ class LocalFiles:
 
     @contextmanager
     def open(self, name: str) -> Generator[BinaryIO]:
-        with _ReadAhead(self.path / name, opener=_open_regular) as file:
+        with _ReadAhead(self.path / name, opener=open_regular) as file:
             yield cast(BinaryIO, file)
 
     @contextmanager

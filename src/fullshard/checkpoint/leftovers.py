@@ -65,9 +65,9 @@ def collect_leftovers(directory: Path) -> None:
     A `.tmp-` directory whose process may still run is left alone, and named in a warning. Call it with the
     place locked: then one that has no more than begun is nobody's.
     """
-    for path in _directories(directory, ".del-*"):
+    for path in directories(directory, ".del-*"):
         remove(path)
-    for path in _directories(directory, ".tmp-*"):
+    for path in directories(directory, ".tmp-*"):
         try:
             writer = WriterProcess.model_validate_json(LocalFiles(path).read(WRITER))
         except (OSError, ValidationError):
@@ -83,8 +83,8 @@ def collect_leftovers(directory: Path) -> None:
             logger.warning("leaving %s alone: %s may still be writing it", path, who)
 
 
-def _directories(directory: Path, pattern: str) -> list[Path]:
-    """Real ones: a file or a link of such a name is somebody else's."""
+def directories(directory: Path, pattern: str) -> list[Path]:
+    """Returns the directories that match `pattern`: a file or a link of such a name is somebody else's."""
     return [path for path in sorted(directory.glob(pattern)) if path.is_dir() and not path.is_symlink()]
 
 

@@ -17,6 +17,7 @@ from fullshard.checkpoint.files import Files, LocalFiles, is_remote, write_file
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, step_name, verify
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system import disk
+from fullshard.system.files import open_regular
 
 _STEP = re.compile(r"step-([0-9]{8,})")
 _CUT_URL = re.compile(r"([a-z][a-z0-9+.]+):/([^/].*)")
@@ -103,13 +104,14 @@ class LocalLocation:
     def steps(self) -> list[tuple[int, Files]]:
         if not self.path.is_dir():
             return []
-        # Only what a save has made: a file or a dangling link with the name of a step is somebody else's.
-        matches = [(_STEP.fullmatch(path.name), path) for path in self.path.iterdir() if path.is_dir()]
+        # Only what a save has made: a file or a link with the name of a step is somebody else's.
+        own = [path for path in self.path.iterdir() if path.is_dir() and not path.is_symlink()]
+        matches = [(_STEP.fullmatch(path.name), path) for path in own]
         found = sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
         return [(step, LocalFiles(path, self.key)) for step, path in found]
 
     def unfinished(self) -> list[str]:
-        return [str(path) for path in sorted(self.path.glob(".tmp-*")) if path.is_dir()]
+        return [str(path) for path in leftovers.directories(self.path, ".tmp-*")]
 
     def quarantined(self) -> list[str]:
         return [path.name for path in sorted(self.path.glob(".bad-*"))]
@@ -118,7 +120,7 @@ class LocalLocation:
     def writing(self) -> Generator[None]:
         disk.make_directory(self.path)
         # The kernel lets it go with the process: a killed save leaves nothing to clean.
-        with (self.path / _LOCK).open("a") as file:
+        with open(self.path / _LOCK, "a", opener=open_regular) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -181,6 +183,7 @@ def location_of(
     key = None if key_file is None else KeyFile(Path(key_file))
     if key is not None:
         key.require()
+        key.warn_of_readers()
     if not isinstance(directory, str | Path):
         if key != directory.key and key is not None:
             raise CheckpointError(f"{directory} has a key of its own.", got=f"{key.path} besides")

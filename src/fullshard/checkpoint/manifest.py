@@ -227,13 +227,24 @@ def verify(checkpoint: Files | str | Path) -> Manifest:
         raise lost_or_denied(error, f"{files} cannot be read.", name="its files") from error
     for name, file in manifest.own_files.items():
         if name not in sizes:
-            raise DamagedCheckpointError(f"{files} is not whole.", got=f"{name}: not a file, or not there")
+            raise DamagedCheckpointError(f"{files} is not whole.", got=f"{name}: {why_unlisted(files, name)}")
         if sizes[name] != file.size_bytes:
             raise DamagedCheckpointError(
                 f"{files} is not whole.",
                 got=f"{name} has {sizes[name]} bytes, its manifest says {file.size_bytes}",
             )
     return manifest
+
+
+def why_unlisted(files: Files, name: str) -> str:
+    """Returns why `name` is not among the regular files of a checkpoint: absent, a link, a directory."""
+    try:
+        with files.open(name):
+            return "no such file"
+    except FileNotFoundError:
+        return "no such file"
+    except OSError as error:
+        return str(error.strerror or error)
 
 
 def read_verified(files: Files, manifest: Manifest, *, name: str) -> bytes:
@@ -306,9 +317,11 @@ def _require_signature(text: bytes, data: Mapping[str, Any], *, key: KeyFile, wh
     if not hmac.compare_digest(key.signature(unsigned), told):
         raise CheckpointError(
             f"{where} is not signed with the key of {key.path}.",
-            got="no signature" if data.get("signature") is None else "a signature by another key",
-            why="somebody who does not have the key wrote it or changed it",
-            fix="the key that it was saved with, or no checkpoint.key_file if you trust the directory",
+            got="no signature"
+            if data.get("signature") is None
+            else "a signature that does not fit: another key, or the manifest was changed since",
+            why="only somebody who has the key can have written what it signs",
+            fix="the key that it was saved with, or a checkpoint that this key signed",
         )
 
 

@@ -103,7 +103,7 @@ def held_steps(own: LocalLocation) -> list[NodeCheckpoint]:
     """Of everything on one disk whose manifest is there and whose own files are whole."""
     found: list[NodeCheckpoint] = []
     path = own.path
-    for directory in sorted([*path.glob("step-*"), *path.glob(".tmp-*")]):
+    for directory in leftovers.directories(path, "step-*") + leftovers.directories(path, ".tmp-*"):
         if not (directory / MANIFEST).exists():
             continue
         try:

@@ -19,6 +19,7 @@ from fullshard.checkpoint.manifest import (
     lost_or_denied,
     read_manifest,
     read_verified,
+    why_unlisted,
 )
 from fullshard.checkpoint.shard_file import SUFFIX, verify_padding, verify_piece
 from fullshard.distributed.agreement import locally
@@ -43,7 +44,7 @@ def find_damage(checkpoint: Files | str | Path) -> Iterator[Damage]:
     try:
         manifest = read_manifest(files)
     except DamagedCheckpointError as error:
-        yield Damage(MANIFEST, _said(error), ())
+        yield Damage(MANIFEST, _said(error, MANIFEST), ())
         return
     reader, sizes, sound = storage.Reader(files, manifest), files.sizes(), True
     for damage in damaged_files(files, manifest, sizes=sizes):
@@ -120,7 +121,7 @@ def _short(value: JsonValue) -> str:
 def _in_file(reader: storage.Reader, name: str, *, sizes: Mapping[str, int]) -> Iterator[Damage]:
     saved = reader.manifest.files[name]
     if sizes.get(name) != saved.size_bytes:
-        found = f"{sizes[name]} bytes" if name in sizes else "no such file"
+        found = f"{sizes[name]} bytes" if name in sizes else why_unlisted(reader.files, name)
         yield Damage(name, f"{found}; {saved.size_bytes} were saved", _touched(reader, name))
     elif name in reader.manifest.data_files:
         yield from _in_data_file(reader, name)
@@ -132,7 +133,7 @@ def _in_small_file(reader: storage.Reader, name: str) -> Iterator[Damage]:
     try:
         read_verified(reader.files, reader.manifest, name=name)
     except CheckpointError as error:
-        yield Damage(name, _said(error), _touched(reader, name))
+        yield Damage(name, _said(error, name), _touched(reader, name))
 
 
 def _in_index(reader: storage.Reader) -> Iterator[Damage]:
@@ -143,7 +144,7 @@ def _in_index(reader: storage.Reader) -> Iterator[Damage]:
     try:
         places = reader.read_metadata().storage_data
     except CheckpointError as error:
-        yield Damage(SHARDS, _said(error), tuple(manifest.tensors))
+        yield Damage(SHARDS, _said(error, SHARDS), tuple(manifest.tensors))
         return
     own = manifest.data_files
     pieces = {(name, piece.offset): piece for name in own for piece in reader.table(name).pieces}
@@ -169,14 +170,15 @@ def _in_data_file(reader: storage.Reader, name: str) -> Iterator[Damage]:
                     verify_padding(file, piece, begin=begin)
                     verify_piece(file, piece, block_bytes=table.block_bytes, scratch=scratch)
                 except DamagedCheckpointError as error:
-                    yield Damage(name, _said(error), (piece.name,))
+                    yield Damage(name, _said(error, name), (piece.name,))
     except OSError as error:
         told = lost_or_denied(error, f"{reader.files} cannot be read.", name=name)
-        yield Damage(name, _said(told), _touched(reader, name))
+        yield Damage(name, _said(told, name), _touched(reader, name))
 
 
-def _said(error: CheckpointError) -> str:
-    return str(error.got or error.what)
+def _said(error: CheckpointError, name: str) -> str:
+    """Returns what is wrong with the file `name`, which stands before it anyway."""
+    return str(error.got or error.what).removeprefix(f"{name}: ")
 
 
 def _touched(reader: storage.Reader, name: str) -> tuple[str, ...]:

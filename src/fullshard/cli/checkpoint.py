@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fullshard.system.terminal import printable_line
+
 if TYPE_CHECKING:
     from fullshard.checkpoint.files import Files
     from fullshard.checkpoint.location import CheckpointLocation
+    from fullshard.checkpoint.verify import Damage
 
 
 KeyFileOption = Annotated[
@@ -26,18 +29,22 @@ def list_checkpoints(
     as_json: Annotated[bool, typer.Option("--json", help="As a JSON list.")] = False,
     key_file: KeyFileOption = None,
 ) -> None:
-    """List the checkpoints of a run, and which of them are whole."""
+    """List the checkpoints of a run, and which are whole. Exits with 6 if --key-file does not fit all."""
+    from fullshard.errors import CheckpointError
+
     place = _place(directory, key_file)
     rows = [_describe(files) for _, files in reversed(place.steps())]
     rejected = place.quarantined()
     if rejected:
-        typer.echo(f"set aside as damaged: {', '.join(rejected)}", err=True)
+        typer.echo(printable_line(f"set aside as damaged: {', '.join(rejected)}"), err=True)
     if as_json:
         typer.echo(json.dumps(rows))
     elif rows:
         typer.echo(_table(rows))
     else:
-        typer.echo(f"no checkpoint in {place}", err=True)
+        typer.echo(printable_line(f"no checkpoint in {place}"), err=True)
+    if key_file is not None and any(row["problem"] for row in rows):
+        raise typer.Exit(CheckpointError.exit_code)
 
 
 def verify_checkpoints(
@@ -51,7 +58,6 @@ def verify_checkpoints(
 ) -> None:
     """Read every byte of checkpoints; name what is not as it was saved, and the tensors it touches."""
     from fullshard.checkpoint.manifest import MANIFEST
-    from fullshard.checkpoint.verify import find_damage
     from fullshard.errors import CheckpointError
 
     place = _place(directory, key_file)
@@ -59,17 +65,31 @@ def verify_checkpoints(
     checkpoints = [one] if MANIFEST in one.sizes() else [files for _, files in reversed(place.steps())]
     if not checkpoints:
         raise CheckpointError(f"no checkpoint in {place}.", fix="the run's directory, such as runs/default")
-    found = {str(files): list(find_damage(files)) for files in checkpoints}
+    found = {str(files): _verified(files) for files in checkpoints}
     if as_json:
-        typer.echo(json.dumps({name: [asdict(one) for one in many] for name, many in found.items()}))
+        typer.echo(json.dumps({name: [asdict(one) for one in many] for name, (_, many) in found.items()}))
     else:
-        for name, many in found.items():
-            typer.echo(f"{name}  {'DAMAGED' if many else 'whole'}")
+        for name, (status, many) in found.items():
+            typer.echo(printable_line(f"{name}  {status}"))
             for damage in many:
                 touched = _some(damage.tensors)
-                typer.echo(f"  {damage.file}: {damage.what}{f'; touches {touched}' if touched else ''}")
-    if any(found.values()):
+                line = f"  {damage.file}: {damage.what}{f'; touches {touched}' if touched else ''}"
+                typer.echo(printable_line(line))
+    if any(many for _, many in found.values()):
         raise typer.Exit(CheckpointError.exit_code)
+
+
+def _verified(files: "Files") -> "tuple[str, list[Damage]]":
+    """Returns a word for a checkpoint, and what is wrong with it; raises nothing for one that is refused."""
+    from fullshard.checkpoint.manifest import MANIFEST
+    from fullshard.checkpoint.verify import Damage, find_damage
+    from fullshard.errors import CheckpointError
+
+    try:
+        found = list(find_damage(files))
+    except CheckpointError as error:  # another key, another format, no permission
+        return "REFUSED", [Damage(MANIFEST, f"{error.what.removesuffix('.')}: {error.got}", ())]
+    return ("DAMAGED" if found else "whole"), found
 
 
 def diff_checkpoints(
@@ -84,7 +104,7 @@ def diff_checkpoints(
 
     lines = 0
     for line in diff(find(_place(one, key_file))[0], find(_place(other, key_file))[0]):
-        typer.echo(line)
+        typer.echo(printable_line(line))
         lines += 1
     if lines:
         raise typer.Exit(1)
@@ -265,4 +285,4 @@ def _table(rows: list[dict[str, object]]) -> str:
         lines.append(
             f"{name}  {trained:>6} tokens  {row['ranks']:>4} ranks  {strategy:<18}  {size:>11}".rstrip()
         )
-    return "\n".join(lines)
+    return "\n".join(map(printable_line, lines))

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fullshard.system.terminal import printable
+
 if TYPE_CHECKING:
     from fullshard.convert.account import Format
     from fullshard.convert.conversion import Conversion
@@ -43,10 +45,10 @@ def convert(
     name = "standard input" if path == "-" else Path(path).name
     conversion = converted(_text(path), name=name, format=_format(format_name), ranks=ranks)
     if as_json:
-        typer.echo(json.dumps(_as_json(conversion), ensure_ascii=False))
+        typer.echo(printable(json.dumps(_as_json(conversion), ensure_ascii=False)))
         return
     _show(conversion)
-    typer.echo(conversion.run_toml(), nl=False)
+    typer.echo(printable(conversion.run_toml()), nl=False)
 
 
 def _text(path: str) -> str:
@@ -62,8 +64,8 @@ def _text(path: str) -> str:
                 "standard input is too long for a config.", got=f"more than {SETTINGS_BYTES} bytes"
             )
         return data.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text (UTF-8)"
         raise SpecError(f"{path} cannot be read.", got=reason) from error
 
 
@@ -96,7 +98,7 @@ def _show(conversion: "Conversion") -> None:
     rows = [(one.key, _told(one.verdict, one.sets, why=one.why)) for one in conversion.said]
     show_rows(rows, file=sys.stderr)
     for note in conversion.notes:
-        print(f"note: {note}", file=sys.stderr)
+        print(f"note: {printable(note)}", file=sys.stderr)
     counts = ", ".join(f"{conversion.count(one)} {one}" for one in KeyVerdict if conversion.count(one))
     print(f"{conversion.name} ({conversion.format}): {len(conversion.said)} keys: {counts}", file=sys.stderr)
 

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from fullshard.system.terminal import printable_line
+
 
 def prepare_data(
     run_path: Annotated[
@@ -44,7 +46,7 @@ def prepare_data(
 
     show_rows(_rows(summary))
     for told in summary["told"]:  # type: ignore[union-attr]
-        typer.echo(f"left out: {told}", err=True)
+        typer.echo(printable_line(f"left out: {told}"), err=True)
 
 
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

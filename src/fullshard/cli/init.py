@@ -27,7 +27,7 @@ def init(
     from fullshard.errors import SpecError
     from fullshard.system.targets import require_file
 
-    require_file(path, is_kind=lambda _: False, force=force, streams=True)
+    require_file(path, is_kind=None, force=force, streams=True)
     try:
         path.write_text(run_toml(path.name))
     except OSError as error:

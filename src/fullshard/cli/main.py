@@ -10,6 +10,7 @@ import typer
 import fullshard
 from fullshard.cli import bench, calibrate, checkpoint, convert, data, init, plan, report, train, version
 from fullshard.launch.outcome import FailureReport, ProcessOutcome
+from fullshard.system.terminal import escape_logs, printable
 
 HELP = """Train PyTorch models whose parameters, gradients and optimizer state are sharded over ranks.
 
@@ -21,10 +22,11 @@ saved (go on with train --resume), 130 ended by Ctrl-C, 1 an error nobody foresa
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the verb that `argv` (or the command line) names. The exit codes: `fullshard.errors`."""
+    escape_logs()
     with ProcessOutcome() as ending:
         _app()(args=None if argv is None else [*argv], prog_name="fullshard")
     if ending.failure is not None:
-        print(_shown(ending.failure, os.environ.get("RANK")), file=sys.stderr)
+        print(printable(_shown(ending.failure, os.environ.get("RANK"))), file=sys.stderr)
     return ending.exit_code
 
 
@@ -38,7 +40,7 @@ def _app() -> typer.Typer:
     app.command("init")(init.init)
     app.command("convert")(convert.convert)
     app.command("version")(version.version)
-    checkpoints = _group("List and export checkpoints.")
+    checkpoints = _group("List, verify, compare, gather and export checkpoints.")
     checkpoints.command("list")(checkpoint.list_checkpoints)
     checkpoints.command("verify")(checkpoint.verify_checkpoints)
     checkpoints.command("diff")(checkpoint.diff_checkpoints)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fullshard.cli.numbers import positive
+from fullshard.system.terminal import printable
 
 if TYPE_CHECKING:
     from fullshard.planning.result import PlanRequest
@@ -277,4 +278,4 @@ def _write(value: "Plan | ModelSpec", path: Path) -> None:
 def _note(text: str | None) -> None:
     """On standard error: what was not asked, but must be known."""
     if text:
-        print(f"note: {text}", file=sys.stderr)
+        print(f"note: {printable(text)}", file=sys.stderr)

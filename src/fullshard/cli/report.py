@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from fullshard.cli.train import MEASUREMENT_NAME, PLAN_NAME
+from fullshard.system.terminal import printable
 
 if TYPE_CHECKING:
     from fullshard.spec.measurement import Measurement
@@ -44,7 +45,7 @@ def report(
         prediction = run.plan.prediction if run.plan is not None else None
         show_measurement(run.measurement, prediction=prediction)
         if prediction is None:
-            typer.echo(f"note: {run.directory} holds no prediction: {_why(run.plan)}", err=True)
+            typer.echo(printable(f"note: {run.directory} holds no prediction: {_why(run.plan)}"), err=True)
 
 
 def _read(directory: Path) -> _ReportedRun:

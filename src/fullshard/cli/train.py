@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fullshard.system.terminal import printable
+
 if TYPE_CHECKING:
     from fullshard.launch.request import Request
     from fullshard.spec.run import Run
@@ -69,17 +71,22 @@ def _request(
 
 
 def _require_directory(run: "Run", *, resume: bool) -> None:
-    """Raises SpecError for a `run.dir` that is not a run's alone, before anything is planned or started."""
+    """Raises SpecError for a `run.dir` that is not a run's alone, and TrainError for one that cannot be
+    written or that another run is writing, before anything is planned or started."""
     from fullshard.jobs.launch_record import LaunchId
+    from fullshard.jobs.run_lock import require_unlocked, require_writable
     from fullshard.jobs.run_place import LAUNCH, require_free, require_name
     from fullshard.launch.environment import under_srun, under_torchrun
 
     directory = require_name(run.run.dir)
     # Ranks that torchrun or srun has started know only together whether they resume what is there.
-    if resume or under_torchrun() or under_srun():
+    if under_torchrun() or under_srun():
         return
     if LaunchId.from_environment().earlier_attempt(directory / LAUNCH) is None:
-        require_free(directory, offload_path=run.offload.path)
+        if not resume:
+            require_free(directory, offload_path=run.offload.path)
+            require_writable(directory)
+        require_unlocked(directory)
 
 
 def _show_measurement(run: "Run", *, since: float, as_json: bool) -> None:
@@ -88,7 +95,7 @@ def _show_measurement(run: "Run", *, since: float, as_json: bool) -> None:
     if not path.exists() or path.stat().st_mtime < since:
         return
     if as_json:
-        typer.echo(path.read_text(encoding="utf-8").rstrip())
+        typer.echo(printable(path.read_text(encoding="utf-8").rstrip()))
         return
     from fullshard.report.table import show_measurement
     from fullshard.spec.measurement import Measurement

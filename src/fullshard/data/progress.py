@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
+from fullshard.system.terminal import printable
 
 _LINE_SECONDS = 10.0
 
@@ -61,7 +62,7 @@ def _bar(name: str, total_bytes: int, *, file: TextIO) -> Generator[Tokenization
     columns = (TextColumn("{task.fields[name]}"), BarColumn(), TextColumn("{task.fields[text]}"))
     console = Console(file=file, force_terminal=True)
     with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task("", total=max(total_bytes, 1), name=name, text="")
+        task = bar.add_task("", total=max(total_bytes, 1), name=printable(name), text="")
         yield TokenizationProgress(
             name,
             total_bytes=total_bytes,
@@ -82,7 +83,7 @@ def _lines(name: str, total_bytes: int, *, file: TextIO) -> Generator[Tokenizati
 
     def say(text: str) -> None:
         with suppress(OSError):  # the reader may have left
-            print(text, file=file, flush=True)
+            print(printable(text), file=file, flush=True)
 
     shown = TokenizationProgress(name, total_bytes=total_bytes, show=show)
     yield shown

@@ -9,6 +9,7 @@ from typing import Literal, Self
 
 from fullshard.errors import SpecError
 from fullshard.spec.value import FrozenModel
+from fullshard.system.files import write_whole
 
 # What torchrun calls a launch that nobody has named.
 _NAMELESS = ("", "none")
@@ -27,12 +28,7 @@ class LaunchRecord(FrozenModel):
 
     def save(self, path: Path) -> None:
         """Whole or not at all: without it, the directory is not known to be a run's."""
-        part = path.with_suffix(".part")
-        with part.open("w") as file:
-            file.write(self.model_dump_json() + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        write_whole(path, self.model_dump_json() + "\n")
 
     def describe(self, world_size: int, *, step: int, steps: int) -> str:
         """What is said of an attempt over `world_size` ranks that goes on after `step`."""

@@ -5,10 +5,12 @@ import json
 import math
 import os
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from fullshard.errors import SpecError, TrainError
+from fullshard.system.files import open_regular
 
 FILE_NAME = "metrics.jsonl"
 PREVIOUS_FILE_NAME = "metrics.previous.jsonl"
@@ -63,7 +65,7 @@ class MetricsLog:
             if self.path.exists():
                 _set_aside(self.path) if after_step == 0 else _keep_until(self.path, after_step)
             # Unbuffered, so that a line is one write: a crash between two steps loses nothing.
-            self._file = self.path.open("ab", buffering=0)
+            self._file = FileIO(self.path, "ab", opener=open_regular)
         except OSError as error:
             raise SpecError(
                 f"{self.path} cannot be written.", got=error.strerror, fix="run.dir = another directory"
@@ -85,7 +87,7 @@ class MetricsLog:
         self._file.close()
         try:
             _keep_until(self.path, last_step)
-            self._file = self.path.open("ab", buffering=0)
+            self._file = FileIO(self.path, "ab", opener=open_regular)
         except OSError as error:
             raise _write_failed(self.path, str(error.strerror)) from error
 
@@ -107,7 +109,8 @@ def _keep_until(path: Path, last_step: int) -> None:
     """Drops the lines of later steps, and what is no line; the file is replaced in one go, if at all."""
     part = path.with_name(f"{path.name}.part")
     dropped = 0
-    with path.open("rb") as old, part.open("wb") as new:
+    part.unlink(missing_ok=True)
+    with open(path, "rb", opener=open_regular) as old, part.open("xb") as new:
         for line in old:
             step = _step_of(line)
             if step is not None and step <= last_step:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from fullshard.jobs.metrics import StepMetrics
 from fullshard.quantities import format_bytes, format_count, format_seconds
+from fullshard.system.terminal import printable
 
 BAR_WIDTH = 16
 REDRAW_SECONDS = 0.1
@@ -119,7 +120,7 @@ class PlainLines:
 
     def say(self, text: str) -> None:
         with suppress(OSError):  # the reader may have left (a closed pipe): no reason to end a run of days
-            print(text, file=self._file, flush=True)
+            print(printable(text), file=self._file, flush=True)
 
 
 class LiveLine:
@@ -154,7 +155,7 @@ class LiveLine:
             self._write(lambda: self._live.update(self._line(), refresh=True))
 
     def say(self, text: str) -> None:
-        self._write(lambda: self._console.print(text, markup=False, highlight=False))
+        self._write(lambda: self._console.print(printable(text), markup=False, highlight=False))
 
     def _line(self) -> Table:
         width = self._console.width - 1

@@ -1,9 +1,5 @@
 """The directory of a run: its log, checkpoints and measurement, and who may write there."""
 
-import fcntl
-import os
-import socket
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,8 +7,9 @@ from pathlib import Path
 
 from fullshard.checkpoint.location import location_of
 from fullshard.distributed.agreement import locally
-from fullshard.errors import CheckpointError, TrainError
+from fullshard.errors import CheckpointError
 from fullshard.jobs.launch_record import LaunchId, LaunchRecord
+from fullshard.jobs.run_lock import explained, locked, make
 from fullshard.jobs.run_place import (
     CHECKPOINTS,
     EXPORT,
@@ -26,7 +23,7 @@ from fullshard.jobs.run_place import (
 )
 
 # How long a restarted run waits for the lock: a rank that was killed may take a moment to go.
-_PATIENCE_SECONDS, _TURN_SECONDS = 20.0, 0.2
+_PATIENCE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -114,51 +111,16 @@ def opened(
     before = launch.earlier_attempt(directory.launch)
     if not (resume or before):
         require_free(root, offload_path=offload_path)  # a directory that is refused is left as it is
-    try:
-        _made(root)
-        with _lock(root, patience_seconds=_PATIENCE_SECONDS if before else 0.0):
+    with explained(root):
+        make(root)
+        with locked(root, patience_seconds=_PATIENCE_SECONDS if before else 0.0):
             if saved_to and not (resume or before):
                 _require_no_checkpoint(saved_to)
             aside = None if resume or before else set_aside(root, offload_path=offload_path)
-        _made(root)  # the lock went with what was set aside
-        with _lock(root):
+        make(root)  # the lock went with what was set aside
+        with locked(root):
             launch.record().save(directory.launch)
             yield OpenedRun(directory, aside, before)
-    except OSError as error:
-        if error.filename is None or not Path(os.fsdecode(error.filename)).is_relative_to(root):
-            raise
-        raise TrainError(
-            f"the run's directory {root} cannot be written.", got=error.strerror, fix="another run.dir"
-        ) from error
-
-
-@contextmanager
-def _lock(root: Path, *, patience_seconds: float = 0.0) -> Generator[None]:
-    """Holds `<root>/.lock`. The kernel lets it go with the process: a killed run leaves nothing to clean."""
-    deadline = time.monotonic() + patience_seconds
-    with (root / ".lock").open("a+") as file:
-        while not _locked(file.fileno()):
-            if time.monotonic() < deadline:
-                time.sleep(_TURN_SECONDS)
-                continue
-            file.seek(0)
-            raise TrainError(
-                f"another run is writing {root}.",
-                got=file.read().strip() or "a lock that is held",
-                fix="wait for it, or --set run.dir=<another directory>",
-            )
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        yield
-
-
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _require_no_checkpoint(saved_to: str) -> None:
@@ -171,8 +133,3 @@ def _require_no_checkpoint(saved_to: str) -> None:
             got=", ".join(files.name for _, files in steps[:3]),
             fix="--resume to go on with it, or another checkpoint.dir",
         )
-
-
-def _made(root: Path) -> None:
-    """Makes the directory; of a link, the one that it points to."""
-    Path(os.path.realpath(root)).mkdir(parents=True, exist_ok=True)

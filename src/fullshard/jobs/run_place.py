@@ -15,8 +15,9 @@ from fullshard.spec.plan import Plan
 CHECKPOINTS, LAUNCH, PLAN = "checkpoints", "launch.json", "plan.json"
 METRICS, MEASUREMENT, EXPORT = "metrics.jsonl", "measurement.json", "model.safetensors"
 _WRITTEN = {CHECKPOINTS, LAUNCH, PLAN, METRICS, MEASUREMENT, EXPORT}
-# Directories of a run's own; those of trackers among them.
-_DIRECTORIES = {CHECKPOINTS, "tensorboard", "wandb", "mlruns"}
+# Directories of a run's own; those of trackers and schedulers among them.
+_DIRECTORIES = {CHECKPOINTS, "tensorboard", "wandb", "mlruns", "logs"}
+_REPOSITORY = {".git", ".hg", ".svn", "pyproject.toml"}  # of a worktree .git is a file
 # Programs, settings and texts.
 _OF_PEOPLE = {".py", ".ipynb", ".sh", ".sbatch", ".slurm", ".toml", ".yaml", ".yml", ".tex"}
 _ANOTHER = "run.dir = a directory of its own, such as runs/1"
@@ -48,6 +49,7 @@ def require_name(name: str) -> Path:
 def require_free(root: Path, *, offload_path: str = "offload") -> None:
     """Raises SpecError where a new run may neither write into `root` nor set aside what is there."""
     entries = _entries(root)
+    own = _DIRECTORIES | {Path(offload_path).parts[0] if Path(offload_path).parts else ""}
     if not _holds_run(root):
         taken = [one.name for one in entries if one.name in _WRITTEN and not _is_empty(one)]
         if taken:
@@ -57,8 +59,15 @@ def require_free(root: Path, *, offload_path: str = "offload") -> None:
                 why="a run would write over them",
                 fix=f"{_ANOTHER}; or --resume, to go on with checkpoints that are there",
             )
+        others = [one.name for one in entries if _is_not_of_a_new_run(one, own=own)]
+        if others:
+            raise SpecError(
+                f"{root} holds other things than a run.",
+                got=", ".join(others[:5]),
+                why="a run would write its files among them",
+                fix=f"{_ANOTHER}; loose files, logs/ and empty directories may lie there",
+            )
         return
-    own = _DIRECTORIES | {Path(offload_path).parts[0] if Path(offload_path).parts else ""}
     others = [one.name for one in entries if _is_not_a_runs(one, own=own)]
     if others:
         raise SpecError(
@@ -97,9 +106,17 @@ def _holds_run(root: Path) -> bool:
 
 
 def _is_not_a_runs(entry: Path, *, own: set[str]) -> bool:
-    if entry.name == ".git":  # of a worktree it is a file
+    if entry.name in _REPOSITORY:
         return True
     return entry.name not in own if entry.is_dir() else entry.suffix in _OF_PEOPLE
+
+
+def _is_not_of_a_new_run(entry: Path, *, own: set[str]) -> bool:
+    if entry.name in _REPOSITORY:
+        return True
+    return (
+        entry.is_dir() and not entry.name.startswith(".") and entry.name not in own and not _is_empty(entry)
+    )
 
 
 def _is_empty(entry: Path) -> bool:

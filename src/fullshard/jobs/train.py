@@ -45,6 +45,7 @@ from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
 from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.survival.watchdog import watching
+from fullshard.system.files import write_whole
 from fullshard.training.evaluate import generate, validation_loss
 from fullshard.training.loop import Step, train
 from fullshard.training.loss import Loss, loss_of, next_token_loss
@@ -367,7 +368,7 @@ def _finish(job: _TrainJob, *, interrupted: bool) -> None:
     if job.ranks.rank == 0:
         job.directory.note_end(interrupted=interrupted)
     if job.ranks.rank == 0 and job.last is not None:
-        job.plan.save(job.directory.plan)
+        write_whole(job.directory.plan, job.plan.model_dump_json(indent=2) + "\n")
         _measurement(job).save(job.directory.measurement)
         if job.run.checkpoint.export and job.checkpoints.last is not None and not interrupted:
             saved = location_of(job.checkpoints.last, key_file=job.run.checkpoint.key_file)

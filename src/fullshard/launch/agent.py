@@ -21,6 +21,7 @@ from fullshard.launch.outcome import ProcessOutcome
 from fullshard.launch.request import Request
 from fullshard.launch.scratch import private_directory
 from fullshard.launch.signals import Signals
+from fullshard.system.terminal import printable
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
@@ -184,7 +185,7 @@ def ending_path(directory: Path, rank: int) -> Path:
 def _say(text: str) -> None:
     """On standard error, below what a rank was drawing there when it was ended; and the cursor is back."""
     restored = "\r\x1b[?25h" if sys.stderr.isatty() else ""
-    print(f"{restored}{text}", file=sys.stderr, flush=True)
+    print(f"{restored}{printable(text)}", file=sys.stderr, flush=True)
 
 
 def _alive(pid: int) -> bool:

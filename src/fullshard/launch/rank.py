@@ -13,6 +13,7 @@ from fullshard.launch.environment import quiet_logs, share_cores
 from fullshard.launch.gc import gc_frozen_imports
 from fullshard.launch.outcome import ProcessOutcome
 from fullshard.launch.request import Request
+from fullshard.system.terminal import escape_logs
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -21,6 +22,7 @@ def main(argv: Sequence[str]) -> None:
     """Performs the request in DIRECTORY, and leaves word of the ending there."""
     directory, launcher = Path(argv[0]), int(argv[1])
     _end_with(launcher)
+    escape_logs()
     quiet_logs(os.environ)
     share_cores(os.environ)
     path = directory / f"rank-{os.environ['RANK']}.json"

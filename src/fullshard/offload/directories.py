@@ -15,6 +15,7 @@ from pathlib import Path
 from fullshard.errors import OffloadError
 from fullshard.offload.drive import SYSTEM, System, os_error
 from fullshard.quantities import format_bytes
+from fullshard.system.files import open_regular
 
 IDENTITY = "identity.json"
 LOCK = "lock"
@@ -129,7 +130,7 @@ def replace(path: Path, data: bytes, *, system: System) -> None:
 
 def overwrite(path: Path, data: bytes, *, system: System) -> None:
     """The first bytes of a file, in place, down to the drive. What is behind them stays."""
-    descriptor = system.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = system.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         left, offset = memoryview(data), 0
         while left.nbytes:
@@ -156,7 +157,7 @@ def _unusable(directory: Path, error: OSError) -> OffloadError:
 def _lock(directory: Path) -> int:
     began = time.monotonic()
     while True:
-        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = open_regular(directory / LOCK, os.O_RDWR | os.O_CREAT, mode=0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -209,9 +210,11 @@ def _is_the_one(descriptor: int, path: Path) -> bool:
 
 def _is_held(lock: Path) -> bool:
     try:
-        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(lock, os.O_RDONLY)
     except FileNotFoundError:
         return False
+    except OSError:
+        return True  # not a lock of ours: left alone
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

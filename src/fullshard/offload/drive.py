@@ -265,8 +265,9 @@ def allocate(path: Path, size_bytes: int, *, system: System) -> None:
     """
     draft = path.with_name(f".{path.name}.tmp")
     try:
+        draft.unlink(missing_ok=True)  # of a process that was killed
         # Not direct: where the C library allocates by writing single bytes, those are not aligned.
-        descriptor = system.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        descriptor = system.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             _fill(descriptor, size_bytes, system=system)
             system.fdatasync(descriptor)
@@ -292,7 +293,7 @@ def _fill(descriptor: int, size_bytes: int, *, system: System) -> None:
 
 
 def _opened(path: Path, *, system: System) -> int:
-    flags = os.O_RDWR | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         return system.open(path, flags | DIRECT, 0o600)
     except OSError as error:

@@ -22,6 +22,7 @@ from fullshard.offload.directories import IDENTITY, replace
 from fullshard.offload.drive import ALIGNMENT, CHECK_DRIVE, System, rounded_up
 from fullshard.spec.small_files import read_bytes
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
+from fullshard.system.files import open_regular
 
 SLOTS = (0, 1)
 _MOST_BYTES = 256 << 20
@@ -182,7 +183,7 @@ def read_payload(directory: Path, slot: int, *, manifest: GenerationManifest) ->
     path = payload_path(directory, slot)
     if not path.exists():
         raise DamagedOffloadError(f"{path} is missing.")
-    with path.open("rb") as file:
+    with open(path, "rb", opener=open_regular) as file:
         data = file.read(min(manifest.payload_bytes, os.fstat(file.fileno()).st_size))
     if len(data) < manifest.payload_bytes:
         raise DamagedOffloadError(

@@ -3,10 +3,12 @@
 import os
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fullshard.launch.environment import from_slurm, quiet_logs, share_cores, under_srun, under_torchrun
 from fullshard.launch.gc import gc_disabled, gc_frozen_imports
+from fullshard.system.terminal import printable
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -42,12 +44,17 @@ def plan_run(request: "Request") -> "Request":
         # What is plainly wrong is found here, before torch is imported (if nothing has asked for it).
         Plan.from_run(request.run, world_size=ranks, device=device)
     section = request.run.checkpoint
-    if section.dir is not None or section.key_file is not None:
+    # Where nothing can be saved nothing is trained, and this is known before the model is built.
+    if section.dir is not None:
         from fullshard.checkpoint.location import location_of
 
-        # Where nothing can be saved nothing is trained, and this is known before the model is built.
-        location_of(section.dir or request.run.run.dir, key_file=section.key_file)
-    # What is imported for a model of this package is torch, if anything.
+        # A location that nothing can be saved to is reported before the model is built.
+        location_of(section.dir)
+    if section.key_file is not None:
+        from fullshard.checkpoint.digests import KeyFile
+
+        KeyFile(Path(section.key_file)).require()
+    # A model of this package imports torch, if anything.
     with gc_frozen_imports() if _is_checked(request.run) else gc_disabled():
         plan = _planned(request, ranks=ranks, device=device)
     if plan is not None and plan.prediction is not None and not plan.prediction.is_timed:
@@ -174,4 +181,4 @@ def _with_precision(run: "Run", device: "DeviceType") -> "Run":
 
 def _note(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(f"note: {text}", file=sys.stderr)
+        print(f"note: {printable(text)}", file=sys.stderr)

@@ -8,13 +8,15 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
+from fullshard.system.terminal import printable, printable_line
+
 PLAIN_COLUMNS = 100
 
 
 def show_rows(rows: Iterable[tuple[str, str]], *, file: TextIO | None = None) -> None:
     """Prints (label, text) lines; a text that is too long goes on below itself."""
     out: TextIO = file or sys.stdout
-    rows = list(rows)
+    rows = [(printable(label), printable(text)) for label, text in rows]
     console = Console(file=out, highlight=False, soft_wrap=True)
     columns = console.width if out.isatty() else PLAIN_COLUMNS
     width = max((len(label) for label, _ in rows), default=0)
@@ -41,6 +43,7 @@ def show_grid(header: Sequence[str], rows: Sequence[Sequence[str]], *, file: Tex
 
 def grid_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:
     """The lines of that table."""
+    rows = [[printable_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, *rows]:
         cells = [

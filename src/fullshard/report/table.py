@@ -14,6 +14,7 @@ from fullshard.report.comparison import CRUMB_BYTES, compare, show_comparison
 from fullshard.report.plan import TIME_LABELS, traffic_lines
 from fullshard.spec.measurement import Measurement, PeakBytes, StepSeconds
 from fullshard.spec.prediction import Prediction
+from fullshard.system.terminal import printable, printable_line
 
 
 def show_measurement(
@@ -24,7 +25,9 @@ def show_measurement(
     With a `prediction`, bytes and seconds by term stand beside the predicted ones, in a table of their own.
     """
     out: TextIO = file or sys.stdout
-    rows = list(measurement_rows(measurement, prediction=prediction))
+    rows = [
+        (label, printable_line(text)) for label, text in measurement_rows(measurement, prediction=prediction)
+    ]
     if out.isatty():
         table = Table.grid(padding=(0, 2, 0, 0))
         for label, text in rows:
@@ -37,7 +40,8 @@ def show_measurement(
         print(file=out)
         show_comparison(compare(prediction, measurement), file=out)
     if measurement.sample is not None:
-        print(f"\na sample of what it writes\n\n{indent(measurement.sample, '    ')}", file=out)
+        sample = indent(printable(measurement.sample), "    ")
+        print(f"\na sample of what it writes\n\n{sample}", file=out)
 
 
 def measurement_rows(

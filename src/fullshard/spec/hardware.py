@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import Field
 
 from fullshard.errors import SpecError
-from fullshard.spec.hardware_file import read_toml, write_toml
+from fullshard.spec.hardware_file import read_tables, write_toml
 from fullshard.spec.plan import DeviceType
 from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -210,7 +210,7 @@ class Hardware(FrozenModel):
 
         `fullshard.spec.catalog.hardware_on` also takes one that leaves out what the catalog knows.
         """
-        return cls.parse(read_toml(Path(path)), source=str(path))
+        return cls.parse(read_tables(Path(path)), source=str(path))
 
     def save(self, path: str | Path) -> None:
         """Writes TOML that people can edit, and that reads back equal. Raises SpecError if it cannot."""

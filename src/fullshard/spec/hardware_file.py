@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import SpecError
-from fullshard.spec.small_files import SETTINGS_BYTES, parse_toml, read_text
+from fullshard.spec.toml_file import read_toml
+from fullshard.system.files import write_whole
 
 # What stands behind a key, once for all tables. `rates.matmul.bf16` is looked up by `matmul`.
 _COMMENTS = {
@@ -45,26 +46,17 @@ _COMMENTS = {
 }
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The file's tables. Raises SpecError if it cannot be read or is no TOML."""
-    try:
-        return parse_toml(read_text(path, most_bytes=SETTINGS_BYTES))
-    except OSError as error:
-        raise SpecError(
-            f"{path} cannot be read.", got=error.strerror, fix="fullshard calibrate, which writes one"
-        ) from error
-    except ValueError as error:
-        raise SpecError(f"{path} is no TOML.", got=str(error)) from error
+def read_tables(path: Path) -> dict[str, Any]:
+    """Returns the file's tables. Raises SpecError if it cannot be read or is not TOML."""
+    return read_toml(path, fix="fullshard calibrate, which writes one")
 
 
 def write_toml(path: Path, data: Mapping[str, Any], *, head: str) -> None:
     """Writes `data` whole or not at all. Raises SpecError if it cannot be written."""
     text = "".join(f"# {line}\n" for line in head.splitlines()) + "\n" + toml_text(data)
-    partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, text)
     except OSError as error:
         raise SpecError(f"{path} cannot be written.", got=error.strerror) from error
 

@@ -9,7 +9,7 @@ from typing import Any
 from fullshard.errors import SpecError
 from fullshard.spec.catalog import ListedChip, chip_key, find_entry, listed_chips
 from fullshard.spec.hardware import Chip, Hardware, Link
-from fullshard.spec.hardware_file import read_toml
+from fullshard.spec.hardware_file import read_tables
 from fullshard.spec.links import find_link, listed_links
 from fullshard.spec.rates import default_rates, efficiencies
 
@@ -121,7 +121,7 @@ def _laid_out(hardware: Hardware, *, nodes: int, ranks_per_node: int) -> Hardwar
 
 def _from_file(path: Path) -> Hardware:
     """A hardware.toml, with what it leaves out taken from the catalog."""
-    data = read_toml(path)
+    data = read_tables(path)
     if "rates" in data and isinstance(data.get("chip"), Mapping) and isinstance(data.get("within"), Mapping):
         return Hardware.parse(data, source=str(path))
     entry = _entry_of(data.get("chip"), path)

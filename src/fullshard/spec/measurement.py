@@ -1,7 +1,6 @@
 """Measurement: what was seen of a run. With it stands how MFU is counted."""
 
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -11,6 +10,7 @@ from pydantic import BeforeValidator, Field, computed_field, model_validator
 from fullshard.spec.hardware import ComputeDtype
 from fullshard.spec.run import Strategy
 from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from fullshard.system.files import write_whole
 
 
 def _none_if_not_finite(value: Any) -> Any:
@@ -251,6 +251,4 @@ class Measurement(FrozenModel):
 
     def save(self, path: str | Path) -> None:
         """Writes JSON; a reader finds the old file or the new one, whole. Raises OSError."""
-        part = Path(f"{path}.part")
-        part.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        os.replace(part, path)
+        write_whole(Path(path), self.model_dump_json(indent=2) + "\n")

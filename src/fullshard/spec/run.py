@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from tomllib import TOMLDecodeError
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -12,7 +11,8 @@ from fullshard.errors import SpecError
 from fullshard.spec.adapter_section import AdapterSection
 from fullshard.spec.data_section import DataSection
 from fullshard.spec.model_section import DecoderConfig, ModelSection
-from fullshard.spec.small_files import SETTINGS_BYTES, parse_toml, read_text
+from fullshard.spec.small_files import TomlError, parse_toml
+from fullshard.spec.toml_file import read_toml
 from fullshard.spec.value import (
     NUMBER,
     Count,
@@ -415,10 +415,9 @@ class Run(FrozenModel):
 
         Raises SpecError for a file that is absent or no TOML, an unknown key or a value that cannot be.
         """
-        data = _read_toml(Path(path)) if path is not None else {}
-        for override in overrides:
-            _override(data, override)
-        return cls.parse(data, source=str(path) if path is not None else "the run")
+        data = read_toml(Path(path), fix="fullshard init, which writes one") if path is not None else {}
+        names = [_override(data, override) for override in overrides]
+        return cls.parse(data, source=str(path) if path is not None else "the run", overridden=names)
 
     @property
     def tokens_per_step(self) -> int:
@@ -468,26 +467,15 @@ class Run(FrozenModel):
         return self
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return parse_toml(read_text(path, most_bytes=SETTINGS_BYTES))
-    except OSError as error:
-        raise SpecError(
-            f"{path} cannot be read.", got=error.strerror, fix="fullshard init, which writes one"
-        ) from error
-    except ValueError as error:
-        raise SpecError(f"{path} is no TOML.", got=str(error)) from error
-
-
-def _override(data: dict[str, Any], override: str) -> None:
-    """`train.steps=500` into `data`; what is no TOML value (`full_shard`) is taken as a string."""
+def _override(data: dict[str, Any], override: str) -> str:
+    """Puts `train.steps=500` into `data`, and returns `train.steps`. A value that is not TOML is a string."""
     name, separator, text = override.partition("=")
     *path, key = name.strip().split(".")
     if not separator or not path or not key:
         raise SpecError("--set takes section.key=value.", got=override, fix="--set train.steps=500")
     try:
         value = parse_toml(f"value = {text}")["value"]
-    except TOMLDecodeError:
+    except TomlError:
         value = text.strip()
     except ValueError as error:
         raise SpecError(f"--set {name} has no value that a run can have.", got=str(error)) from error
@@ -497,3 +485,4 @@ def _override(data: dict[str, Any], override: str) -> None:
         if not isinstance(section, dict):
             raise SpecError(f"--set {override}: {part!r} is a value, not a section.")
     section[key] = value
+    return name.strip()

@@ -27,7 +27,13 @@ VALUE_BYTES = 32 << 20
 
 DEEPEST = 100
 _LARGEST_INTEGER = 2**63
+# Of tomllib, for a key and for a table: https://github.com/python/cpython/blob/3.13/Lib/tomllib/_parser.py
+_TWICE = re.compile(r"(Cannot overwrite a value|Cannot declare \(.*\) twice)(?: \(at line (\d+),)?")
 _HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class TomlError(ValueError):
+    """A text that is not TOML."""
 
 
 def read_bytes(path: str | Path, *, most_bytes: int) -> bytes:
@@ -53,7 +59,10 @@ def read_bytes(path: str | Path, *, most_bytes: int) -> bytes:
 
 def read_text(path: str | Path, *, most_bytes: int) -> str:
     """Returns the UTF-8 text of a file that `read_bytes` reads. Raises what that raises, and ValueError."""
-    return read_bytes(path, most_bytes=most_bytes).decode()
+    try:
+        return read_bytes(path, most_bytes=most_bytes).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not text (UTF-8): byte {error.start}") from error
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -64,6 +73,10 @@ def parse_json(text: str | bytes) -> Any:
         tree: Any = json.loads(text)
     except RecursionError:
         raise _too_deep() from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # Python's limit on digits
+        raise _too_large("it has") from None
     check_depth(tree, most=len(text))
     if _HALF_OF_A_PAIR.search(text):
         json.dumps(tree, ensure_ascii=False).encode()  # which raises for half of a surrogate pair
@@ -71,12 +84,16 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Returns the tables of the TOML `text`. Raises ValueError for anything else, where it is nested deeper
-    than `DEEPEST`, and for integers of more than 64 bits, which TOML does not have."""
+    """Returns the tables of the TOML `text`. Raises TomlError for anything else; ValueError for tables that
+    are nested deeper than `DEEPEST`, and for integers of more than 64 bits."""
     try:
-        tree = tomllib.loads(text)
+        tree = tomllib.loads(f"{text}\n")  # so that an error at its end has a line, too
     except RecursionError:
         raise _too_deep() from None
+    except tomllib.TOMLDecodeError as error:
+        raise TomlError(f"it is not TOML: {_plainly(str(error), text)}") from error
+    except ValueError:  # Python's limit on digits
+        raise _too_large("it has") from None
     check_depth(tree, most=len(text))
     check_integers(tree)
     return tree
@@ -110,7 +127,21 @@ def check_integers(value: Any, keys: tuple[str, ...] = ()) -> None:
         for inner in cast(list[Any], value):
             check_integers(inner, keys)
     elif isinstance(value, int) and not -_LARGEST_INTEGER <= value < _LARGEST_INTEGER:
-        raise ValueError(f"{'.'.join(keys)} is an integer of more than 64 bits")
+        raise _too_large(f"{'.'.join(keys)} is")
+
+
+def _plainly(message: str, text: str) -> str:
+    """Returns tomllib's message; for a key that stands twice, one that names the key."""
+    twice = _TWICE.match(message)
+    if twice is None:
+        return message
+    line = text.split("\n")[int(twice[2]) - 1] if twice[2] else ""
+    name = line.partition("=")[0].strip() if "=" in line or "[" in line else "a key"
+    return f"{name} stands twice{message[twice.end(1) :]}"
+
+
+def _too_large(what: str) -> ValueError:
+    return ValueError(f"{what} an integer of more than 64 bits")
 
 
 def _too_deep() -> ValueError:

@@ -65,12 +65,15 @@ class FrozenModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
-    def parse(cls, data: Mapping[str, Any], *, source: str) -> Self:
-        """A value from plain data. Raises SpecError that names `source`, the field and what it may be."""
+    def parse(cls, data: Mapping[str, Any], *, source: str, overridden: Sequence[str] = ()) -> Self:
+        """A value from plain data. Raises SpecError that names `source`, the field and what it may be.
+
+        `overridden`: the keys (`train.steps`) that are not from `source`, but from `--set`.
+        """
         try:
             return cls.model_validate(dict(data))
         except ValidationError as error:
-            raise _spec_error(cls, error, source=source) from None
+            raise _spec_error(cls, error, source=source, overridden=overridden) from None
 
     @classmethod
     def read_json(cls, path: str | Path, *, what: str) -> Self:
@@ -89,11 +92,14 @@ class FrozenModel(BaseModel):
             raise SpecError(f"{path} is not {what}.", got=error.strerror) from error
 
 
-def _spec_error(cls: type[BaseModel], error: ValidationError, *, source: str) -> SpecError:
+def _spec_error(
+    cls: type[BaseModel], error: ValidationError, *, source: str, overridden: Sequence[str]
+) -> SpecError:
     # An unknown key comes first: it may be a needed one, misspelled.
     errors = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     first, name = errors[0], _name(cls, errors[0]["loc"])
     same = [one for one in errors if _name(cls, one["loc"]) == name]  # each branch of a union says its own
+    source = "--set" if any(f"{name}.".startswith(f"{key}.") for key in overridden) else source
     more = f" (and {len(errors) - len(same)} more)" if len(errors) > len(same) else ""
     if first["type"] == "extra_forbidden":
         unknown = [[str(part) for part in one["loc"]] for one in errors if one["type"] == first["type"]]
@@ -111,8 +117,11 @@ def _spec_error(cls: type[BaseModel], error: ValidationError, *, source: str) ->
     if all(one["type"] == "literal_error" for one in same):
         names = [text for one in same for text in _QUOTED.findall(one["ctx"]["expected"])]  # type: ignore
         reason, fix = f"it is one of {', '.join(names)}", _nearest(str(first["input"]), names)
+    if first["type"] == "finite_number":
+        fix = "a number that is neither inf nor nan"
+    where = f"--set {name}" if source == "--set" else f"{source}: {name or 'the whole'}"
     return SpecError(
-        f"{source}: {name or 'the whole'} is not valid{more}.",
+        f"{where} is not valid{more}.",
         got=_shown(first["input"]) if name else None,  # the whole says no more than the reason
         why=reason,
         fix=fix,

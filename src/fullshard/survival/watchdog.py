@@ -41,6 +41,7 @@ from fullshard.survival.diagnosis import (
 from fullshard.survival.fingerprint import default_store
 from fullshard.survival.phase import SLOW_PHASES, PhaseTracker, RunPhase
 from fullshard.survival.stacks import all_stacks, in_collective, last_collective, other_threads, user_frame
+from fullshard.system.terminal import printable
 
 T = TypeVar("T")
 
@@ -339,4 +340,4 @@ def _within(value: float, bounds: tuple[float, float]) -> float:
 
 def _say(text: str) -> None:
     with suppress(OSError):  # nobody may listen any more
-        print(f"\n{text}", file=sys.stderr, flush=True)
+        print(f"\n{printable(text)}", file=sys.stderr, flush=True)

@@ -18,11 +18,11 @@ _SIGNS = ("launch.json", "metrics.jsonl")
 _LARGEST_BYTES = 64 << 20
 
 
-def require_file(path: Path, *, is_kind: IsKind, force: bool, streams: bool = False) -> None:
+def require_file(path: Path, *, is_kind: IsKind | None, force: bool, streams: bool = False) -> None:
     """Raises SpecError where a command may not write the file `path`.
 
-    A file that is there is replaced if it `is_kind`: of the kind that the command writes. Any other is
-    replaced only with `force`. `streams`: the command can write to a pipe or a device.
+    A file that is there is replaced if it `is_kind`: of the kind that the command writes (None: no file is).
+    Any other is replaced only with `force`. `streams`: the command can write to a pipe or a device.
     """
     require_outside(path)
     if os.path.isdir(path):
@@ -32,10 +32,10 @@ def require_file(path: Path, *, is_kind: IsKind, force: bool, streams: bool = Fa
         return
     if not is_file:
         raise SpecError(f"{path} cannot be written.", got="a pipe or a device", fix="a file")
-    if not force and not is_kind(path):
+    if not force and not (is_kind is not None and is_kind(path)):
         raise SpecError(
             f"{path} exists already.",
-            got="a file of another kind than would replace it",
+            got=None if is_kind is None else "a file of another kind than would replace it",
             fix="another path, or --force, which replaces it",
         )
 
@@ -72,10 +72,10 @@ def require_outside(path: Path) -> None:
     for depth, directory in enumerate((place, *place.parents)):
         # Checkpoints are flat, so deeper ones are looked at only where their names say what they are.
         near = depth < 2 or _STEP.fullmatch(directory.name)
-        if near and os.path.isdir(directory) and any(directory.glob(_DATA)):
+        if near and os.path.isdir(directory) and (data := next(directory.glob(_DATA), None)):
             raise SpecError(
                 f"{path} cannot be written.",
-                got=f"a path in the checkpoint {directory}",
+                got=f"a path in {directory}, which holds {data.name} and so is taken for a checkpoint",
                 why="a checkpoint with a file too many, or another one, is damaged",
                 fix="a path elsewhere",
             )

@@ -31,7 +31,8 @@ class TrainState:
     source by step goes on exactly where it was, a plain iterable begins anew.
     `iterator`: where a plain iterable stands, so that a `train` that was broken out of goes on there.
     `data_offset`: batches that were stepped over, in `rollbacks`. `best`: the lowest validation loss and its
-    step. `recent`: what spikes are told by. `where`: this rank's place in the step, for the watchdog.
+    step. `recent`: the figures of recent steps, by which a spike is recognised. `where`: this rank's place in
+    the step, for the watchdog.
     `in_backward`: updates unit by unit, where the run asks for it. `outside`: what a tier keeps on the host
     or its drive, if there is one.
     `saved`: whether checkpoints hold the whole model, or of its parameters the trained ones alone; the
@@ -76,7 +77,7 @@ class TrainState:
         return tensors | (self.offloaded.tensors() if self.offloaded else {})
 
     def values(self) -> dict[str, JsonValue]:
-        """Counts, what spikes are told by, best loss, loss scale, the optimizer's class, tied names; of a
+        """Counts, figures of recent steps, best loss, loss scale, the optimizer's class, tied names; of a
         model of transformers its config, for `export_hf`."""
         best_loss, best_step = self.best or (None, None)
         return {

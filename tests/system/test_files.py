@@ -1,0 +1,87 @@
+"""A file of a directory that somebody else has filled is written in that directory, or not at all."""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from fullshard.checkpoint.location import LocalLocation
+from fullshard.errors import FullshardError
+from fullshard.jobs.launch_record import LaunchRecord
+from fullshard.jobs.metrics import MetricsLog
+from fullshard.jobs.run_directory import opened
+from fullshard.jobs.run_lock import require_unlocked
+from fullshard.offload.directories import exclusive, replace
+from fullshard.offload.drive import SYSTEM, DriveFile
+from fullshard.system.files import open_regular, write_whole
+from tests.jobs.test_metrics import metrics
+
+
+def open_run(root: Path) -> None:
+    require_unlocked(root)
+    with opened(root, resume=True):
+        pass
+
+
+def append_metrics(root: Path) -> None:
+    log = MetricsLog(root, after_step=1)
+    log.write(metrics(2))
+    log.rewind(1)
+    log.close()
+
+
+def save_checkpoint(root: Path) -> None:
+    with LocalLocation(root).writing():
+        pass
+
+
+def hold_offload(root: Path) -> None:
+    with exclusive(root):
+        pass
+
+
+WRITERS: list[tuple[str, Callable[[Path], object]]] = [
+    (".lock", open_run),
+    ("launch.json", open_run),
+    ("launch.part", open_run),
+    ("metrics.jsonl", append_metrics),
+    ("metrics.jsonl.part", append_metrics),
+    ("plan.json", lambda root: write_whole(root / "plan.json", "new")),
+    (".lock", save_checkpoint),
+    ("lock", hold_offload),
+    (".identity.json.tmp", lambda root: replace(root / "identity.json", b"new", system=SYSTEM)),
+    (".data.tmp", lambda root: DriveFile.create(root / "data", 4096).close()),
+    ("data", lambda root: DriveFile.open(root / "data", 4096).close()),
+]
+
+
+@pytest.mark.parametrize(("name", "write"), WRITERS)
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_no_file_of_a_run_is_written_through_a_link_and_no_fifo_is_waited_for(
+    tmp_path: Path, name: str, write: Callable[[Path], object], kind: str
+) -> None:
+    (root := tmp_path / "run").mkdir()
+    (root / "checkpoints").mkdir()
+    (target := tmp_path / "precious").write_text("x" * 4096)
+    (root / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    LaunchRecord().save(root / "launch.json")
+    (root / name).unlink(missing_ok=True)
+    (root / name).symlink_to(target) if kind == "link" else os.mkfifo(root / name)
+    with suppress(FullshardError, OSError):
+        write(root)
+    assert target.read_text() == "x" * 4096
+
+
+def test_what_is_not_a_regular_file_is_named_as_what_it_is(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("fifo")
+    for name, said in (
+        ("fifo", "not a regular file"),
+        (".", "not a regular file"),
+        ("link", "a link; links"),
+    ):
+        for flags in (os.O_RDONLY, os.O_WRONLY | os.O_CREAT):
+            with pytest.raises(OSError, match=said):
+                open_regular(tmp_path / name, flags)
