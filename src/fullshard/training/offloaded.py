@@ -60,11 +60,16 @@ def shard(
     """
     if plan.run.offload.on_disk and plan.run.offload.host_bytes and plan.device == "cpu":
         give_back_what_is_freed()
-    keeper = OffloadedState(_settings(plan, system)) if plan.run.offload.takes_optimizer else None
+    keeper = OffloadedState(settings_of(plan, system)) if plan.run.offload.takes_optimizer else None
     apply.shard(model, plan, units=units, init=init, methods=methods, values=values, keeper=keeper)
     if keeper is not None:
-        setattr(model, _KEPT, keeper)
+        keep(model, keeper)
     return model
+
+
+def keep(model: nn.Module, offloaded: OffloadedState) -> None:
+    """Makes `offloaded`, with which `model` was sharded, what `offloaded_of` returns."""
+    setattr(model, _KEPT, offloaded)
 
 
 def offloaded_of(model: nn.Module) -> OffloadedState | None:
@@ -127,7 +132,8 @@ def _remove_empty(plan: Plan) -> None:
     remove_empty(own, up_to=Path(plan.run.run.dir).absolute() if inside else own.parent.parent)
 
 
-def _settings(plan: Plan, system: System) -> Settings:
+def settings_of(plan: Plan, system: System) -> Settings:
+    """Returns where the plan's tier keeps the state, as `OffloadedState` takes it."""
     section, traffic = plan.run.offload, DriveTraffic()
     system = traffic.over(system)
     return Settings(
