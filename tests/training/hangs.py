@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.spec.plan import Plan
+from fullshard.training.last_words import last_words_to
 from fullshard.training.loop import train
 from fullshard.training.loss import Loss
-from fullshard.training.watchdog import last_words_to, watching
+from fullshard.training.watchdog import watching
 from fullshard.training.whereabouts import Phase
 from tests.training.runs import Pairs, mean_square, run_of, sharded
 

@@ -13,6 +13,7 @@ from fullshard.launch.ending import Ending
 from fullshard.launch.environment import quiet_logs, share_cores
 from fullshard.launch.garbage import importing
 from fullshard.launch.request import Request
+from fullshard.training.last_words import last_words_to
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -56,8 +57,6 @@ def perform_here(request: Request) -> int:
 @contextmanager
 def _last_words(path: Path) -> Generator[None]:
     """A watchdog ends the process at once; what it ended it for is told first, for the launcher to show."""
-    with importing():
-        from fullshard.training.watchdog import last_words_to  # torch, after the environment
 
     def tell(error: TrainError) -> None:
         with Ending() as ending:

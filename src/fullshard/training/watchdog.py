@@ -39,6 +39,7 @@ from fullshard.training.diagnosis import (
     this_host,
 )
 from fullshard.training.fingerprint import default_store
+from fullshard.training.last_words import receivers
 from fullshard.training.stacks import all_stacks, in_collective, last_collective, other_threads, place_of
 from fullshard.training.whereabouts import SLOW_PHASES, Phase, Whereabouts
 
@@ -53,18 +54,6 @@ _GRACE_SECONDS = (1.0, 10.0)
 _IN_TURN = 16
 _STORE_SECONDS = (3.0, 10.0)
 _LEAVE_SECONDS = 1.0
-
-_RECEIVERS: list[Callable[[TrainError], object]] = []
-
-
-@contextmanager
-def last_words_to(receiver: Callable[[TrainError], object]) -> Generator[None]:
-    """Within it, `receiver` gets the error that a watchdog is about to end this process with."""
-    _RECEIVERS.append(receiver)
-    try:
-        yield
-    finally:
-        _RECEIVERS.remove(receiver)
 
 
 @contextmanager
@@ -287,12 +276,12 @@ class _Watchdog:
             verdict = self._judge(own)
             error = verdict.error
             # Whoever takes the last words shows them; the stacks are shown here, by one rank for all.
-            _say(verdict.stacks if _RECEIVERS else f"{error}\n\n{verdict.stacks}")
+            _say(verdict.stacks if receivers() else f"{error}\n\n{verdict.stacks}")
             with suppress(RuntimeError):
                 self._board.conclude(error)
                 self._await_readers()
         with suppress(OSError):  # a full disk must not keep a rank that hangs
-            for receiver in _RECEIVERS:
+            for receiver in receivers():
                 receiver(error)
         sys.stdout.flush()
         sys.stderr.flush()
