@@ -162,7 +162,7 @@ def check_whole(store: Store, *, time_: int) -> None:
 @pytest.mark.parametrize("moments", [None, BF16])
 def test_what_was_streamed_is_what_is_there_next_in_memory(moments: torch.dtype | None) -> None:
     @given(PASSES)
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     def check(passes: list[Pass]) -> None:
         run(HostStore(GROUPS, moments=moments, pinned=False), passes)
 
@@ -174,7 +174,7 @@ def test_what_was_streamed_is_what_is_there_next_on_a_drive(
     moments: torch.dtype | None, check: Check
 ) -> None:
     @given(PASSES)
-    @settings(max_examples=10, deadline=None)
+    @settings(max_examples=10)
     def check_passes(passes: list[Pass]) -> None:
         with (
             tempfile.TemporaryDirectory() as directory,

@@ -77,7 +77,7 @@ def offload_of(plan: Plan, hardware: Hardware, shape: Shape) -> OffloadTerms:
     return terms
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_no_tier_needs_more_of_the_device_than_none(data: st.DataObject):
     shape = data.draw(SHAPES)
@@ -97,7 +97,7 @@ def test_no_tier_needs_more_of_the_device_than_none(data: st.DataObject):
     assert parameters <= optimizer
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_a_slower_host_or_drive_is_never_a_shorter_step(data: st.DataObject):
     shape, tier = data.draw(SHAPES), data.draw(st.sampled_from(TIERS[1:]))
@@ -109,7 +109,7 @@ def test_a_slower_host_or_drive_is_never_a_shorter_step(data: st.DataObject):
     assert after >= before * (1 - 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_a_step_is_no_shorter_than_drive_update_and_copies_take(data: st.DataObject):
     """The bound of the design: each of the three has all of its own to do in every step."""
@@ -130,7 +130,7 @@ def test_a_step_is_no_shorter_than_drive_update_and_copies_take(data: st.DataObj
     assert bound <= total
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_skipping_what_repeats_gives_what_walking_gives_with_tiers(data: st.DataObject):
     shape, tier = data.draw(SHAPES), data.draw(st.sampled_from(TIERS[1:]))
@@ -143,7 +143,7 @@ def test_skipping_what_repeats_gives_what_walking_gives_with_tiers(data: st.Data
     assert peak_bytes(decoder_spec(shape), plan).total == peak_bytes(whole, plan).total
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_the_bound_on_memory_holds_with_tiers(data: st.DataObject):
     shape, tier = data.draw(SHAPES), data.draw(st.sampled_from(TIERS[1:]))
@@ -275,7 +275,7 @@ def test_a_host_without_limits_costs_nothing_but_the_devices_own_update():
     assert tier.compute == none.compute
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(st.data())
 def test_the_search_over_tiers_equals_brute_force(data: st.DataObject):
     ranks, device = data.draw(st.sampled_from([1, 4])), data.draw(st.sampled_from(["cuda", "cpu"]))

@@ -59,7 +59,7 @@ class Meter:
         return torch.randn(*shape, generator=self._generator, device=self.device).to(dtype)
 
     def calls_per_second(self, work: Callable[[], object], *, seconds: float) -> float:
-        """The second best of eight windows, or fewer in little time, with all ranks at work; of these the mean.
+        """The second best of eight windows, of fewer in little time, with all ranks at work: their mean.
 
         Windows and not single calls: where more ranks run than there are cores, a call that falls between two
         switches shows a whole core, and a window shows this rank's share of it. Not the mean of them, since

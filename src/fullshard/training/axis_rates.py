@@ -88,7 +88,7 @@ def _collectives(mesh: DeviceMesh) -> dict[str, Collective]:
 
 
 def seconds_of(work: Callable[[], object], *, mesh: DeviceMesh, seconds: float) -> float:
-    """Seconds of one call of `work`: the quickest of a few windows, fewer in little time; the mean of all ranks.
+    """Seconds of one call of `work`: the mean of all ranks' quickest of a few windows.
 
     The quickest, since one late rank holds up all: what else the machine does would show many times over.
 

@@ -12,7 +12,7 @@ from fullshard.errors import DataError
 from fullshard.spec.data_section import SourceFields
 from fullshard.training.data.reading import Corrupt, Kind, Record, Shard, file_shards, records
 
-laws = settings(max_examples=60, deadline=None)
+laws = settings(max_examples=60)
 TEXT = SourceFields()
 
 
