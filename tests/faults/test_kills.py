@@ -19,7 +19,7 @@ from tests.faults.crowd import left_by_saves, litter, reader_beside
 from tests.ranks import RankFailed
 
 VICTIMS = {"one rank": (1,), "the rank that commits": (0,), "all ranks": (0, 1)}
-KILLS_HERE = 5  # of each kind and mode, in `make test`; many more by `make torture`
+KILLS_HERE = 3  # of each kind and mode, in `make test`; many more by `make torture`
 
 
 def kill_again_and_again(ranks: Callable, directory: Path, *, mode: Mode, victims: str, times: int) -> int:

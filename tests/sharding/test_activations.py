@@ -18,7 +18,7 @@ from fullshard.sharding.units import find_repeated, find_units
 from fullshard.spec.run import UnitSection
 from tests.fakes.architectures import WIDTH, Block, loss_of, on_meta, tokens_of
 from tests.fakes.plans import STRATEGIES, plan_of
-from tests.training.test_same_numbers import make_run, train_sharded
+from tests.training.same_numbers import make_run, train_sharded
 
 ROWS = 40  # so that what is saved is larger than any weight
 HALF = 0.5  # of a block's input: more than the mean and the deviation that a norm saves for each row

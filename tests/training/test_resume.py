@@ -18,7 +18,7 @@ from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
 from tests.fakes.data import Rows
 from tests.fakes.models import VOCABULARY
-from tests.training.test_same_numbers import STRATEGIES, build, make_run
+from tests.training.same_numbers import STRATEGIES, build, make_run
 
 STEPS = 10  # of make_run
 
