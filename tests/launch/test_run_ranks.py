@@ -19,7 +19,7 @@ from fullshard.launch.scratch import remove_abandoned
 from tests.launch.sockets import Address, attack, listening
 
 # Far less than the jobs sleep, so that waiting for a rank that should have been ended fails the test.
-TIMEOUT = 60
+TIMEOUT = 200
 # Less than the 30 seconds for which torchelastic by itself waits for ranks that do not heed SIGTERM.
 SOONER_THAN_TORCHELASTIC = 25
 

@@ -168,12 +168,12 @@ class Update:
         for unit in order:
             if not self.made[unit].is_set():
                 with self.shards.hurried(unit):
-                    assert self.made[unit].wait(30)
+                    assert self.made[unit].wait(120)
             assert is_given(self.shards, unit, update=self.number)
 
     def settle(self) -> None:
         with self.shards.hurried(None):
-            self.thread.join(30)
+            self.thread.join(120)
         assert not self.thread.is_alive()
         self.shards.settle()
 
@@ -246,7 +246,7 @@ def test_an_update_that_nobody_gathers_after_goes_on_by_itself(tmp_path: Path) -
     hasty = replace(SYSTEM, wait=lambda changed, seconds: changed.wait(0.01))
     with shards_on(tmp_path, hasty) as shards:
         update = Update(shards, 0)
-        update.thread.join(30)
+        update.thread.join(120)
         assert all(one.is_set() for one in update.made)
         update.gather(FORWARD)
         update.settle()

@@ -298,7 +298,7 @@ def test_what_comes_first_is_read_before_it_is_asked_for(count: int, tmp_path: P
         put(store, groups, time_=1, fresh=True)
         store.commit(1, b"")
         store.read_ahead(groups)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while counted.read_bytes < sum(sizes[index] for index in ahead) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert counted.read_bytes == sum(sizes[index] for index in ahead)

@@ -426,7 +426,7 @@ def test_gathered_parameters_do_not_move(strategy: str, precision: str, ranks: C
     ("model", "strategy", "accumulation", "extra"),
     [
         ("decoder", "full_shard", (2, "last"), ("precision.mode=bf16",)),
-        ("odd_mixture", "shard_grad_op", (2, "each"), ()),
+        pytest.param("odd_mixture", "shard_grad_op", (2, "each"), (), marks=pytest.mark.long),
         ("tied_decoder", "no_shard", (1, "each"), ("recompute.every=2",)),
         pytest.param("odd_tied", "zero1", (2, "last"), (), marks=pytest.mark.long),
         pytest.param("odd", "full_shard", (1, "each"), ("precision.mode=bf16",), marks=pytest.mark.long),

@@ -104,7 +104,8 @@ def allocated(model: nn.Module, plan: Plan, *, vocabulary: int, accumulating: bo
 @pytest.mark.parametrize(
     ("recompute", "precision"),
     [
-        *[("none", "fp32"), ("full", "bf16"), ("every", "bf16"), ("selective", "fp32"), ("offload", "fp32")],
+        *[("none", "fp32"), ("every", "bf16"), ("selective", "fp32"), ("offload", "fp32")],
+        pytest.param("full", "bf16", marks=pytest.mark.long),
         pytest.param("none", "bf16", marks=pytest.mark.long),
         pytest.param("full", "fp32", marks=pytest.mark.long),
         pytest.param("every", "fp32", marks=pytest.mark.long),
@@ -287,7 +288,7 @@ def test_a_few_blocks_tell_what_all_do(recompute, vocabulary):
 
 
 @pytest.mark.parametrize("microbatch", [pytest.param(1, marks=pytest.mark.long), 5])
-@pytest.mark.parametrize("kernels_for", ["cpu", "cuda"])
+@pytest.mark.parametrize("kernels_for", [pytest.param("cpu", marks=pytest.mark.long), "cuda"])
 def test_two_sizes_of_microbatch_tell_all(microbatch, kernels_for):
     plan = plan_of(f"train.global_batch={microbatch}")
     shape = (microbatch, 64)

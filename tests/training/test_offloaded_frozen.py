@@ -164,7 +164,7 @@ def saved_and_loaded(
     return local_bits(state), before, after, advance(state, plan, to=4), advance(other, other_plan, to=4)
 
 
-@pytest.mark.parametrize("tier", [DRIVE, HOST, "none"])
+@pytest.mark.parametrize("tier", [DRIVE, HOST, pytest.param("none", marks=pytest.mark.long)])
 def test_a_checkpoint_brings_the_base_to_wherever_it_is(
     tier: str, ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
