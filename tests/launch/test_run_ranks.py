@@ -125,6 +125,7 @@ def test_a_rank_that_leaves_with_exit_code_0_is_named_and_ends_all(start: Start)
     assert process.returncode == LaunchError.exit_code
 
 
+@pytest.mark.long  # tests/launch/test_ending.py has what is told of it
 def test_an_error_in_user_code_is_shown_with_its_place_and_on_demand_its_traceback(start: Start) -> None:
     process = start("fail_in_user_code", FULLSHARD_TRACEBACK="1")
     _, err = process.communicate(timeout=TIMEOUT)
