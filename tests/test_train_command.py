@@ -27,7 +27,7 @@ TINY = [
 ]
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 def command(directory: Path, *settings: str, resume: bool = False, by: tuple[str, ...] = ()) -> list[str]:
@@ -57,20 +57,20 @@ def interruptible() -> Iterator[None]:
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
-    ("number", "ranks"),
+    ("number", "before", "after", "by"),
     [
-        pytest.param(signal.SIGINT, ("run.ranks=3",), marks=pytest.mark.long),
-        pytest.param(signal.SIGTERM, ("run.ranks=3",), marks=pytest.mark.long),
-        (signal.SIGINT, TORCHRUN),
+        pytest.param(signal.SIGINT, 2, 3, (), marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, 2, 3, (), marks=pytest.mark.long),
+        (signal.SIGINT, 1, 2, TORCHRUN),
     ],
     ids=["SIGINT", "SIGTERM", "SIGINT, then torchrun"],
 )
 def test_a_run_that_is_stopped_goes_on_with_other_ranks_and_another_strategy(
-    number: signal.Signals, ranks: tuple[str, ...], tmp_path: Path
+    number: signal.Signals, before: int, after: int, *, by: tuple[str, ...], tmp_path: Path
 ) -> None:
     """With ranks of its own, and with those that torchrun gives."""
     directory = tmp_path / "run"
-    argv = command(directory, "train.steps=100000", "run.ranks=2", "sharding.strategy=full_shard")
+    argv = command(directory, "train.steps=100000", f"run.ranks={before}", "sharding.strategy=full_shard")
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         wait_for_steps(directory, process, 4)
@@ -84,14 +84,14 @@ def test_a_run_that_is_stopped_goes_on_with_other_ranks_and_another_strategy(
     assert done == list(range(1, len(done) + 1))
 
     last = len(done) + 3
-    by, own = (ranks, ()) if ranks == TORCHRUN else ((), ranks)
+    own = () if by else (f"run.ranks={after}",)
     argv = command(directory, f"train.steps={last}", *own, "sharding.strategy=zero1", resume=True, by=by)
     finished = subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False)
     assert finished.returncode == 0, finished.stderr
     assert "Traceback" not in finished.stderr
     assert steps_logged(directory) == list(range(1, last + 1))
     measurement = Measurement.load(directory / "measurement.json")
-    assert (measurement.first_step, measurement.last_step, measurement.world_size) == (last - 2, last, 3)
+    assert (measurement.first_step, measurement.last_step, measurement.world_size) == (last - 2, last, after)
     assert measurement.checkpoint is not None
     assert Path(measurement.checkpoint).is_dir()
     assert "validation" in finished.stdout

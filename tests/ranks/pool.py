@@ -35,6 +35,7 @@ PRELOADED = [
     "torch.utils.serialization.config",
     "hypothesis",
     "pytest",
+    "tests.ranks.preloaded",
 ]
 
 

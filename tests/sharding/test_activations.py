@@ -439,7 +439,7 @@ def test_training_is_bitwise_that_of_mode_none(
     extra: tuple[str, ...],
     ranks: Callable[..., Any],
 ) -> None:
-    """Parameters, losses and norms of ten steps, with everything moved that may be."""
+    """Parameters, losses and norms of a few steps, with everything moved that may be."""
     extra = (*extra, "recompute.offload_min_fraction=0")
     runs = [
         make_run(

@@ -190,7 +190,10 @@ def of_forward(trace: Trace, unit: int) -> Phase:
     return next(phase for phase in trace.phases if (phase.event, phase.unit) == ("pre_forward", unit))
 
 
-@pytest.mark.parametrize(("every", "moving"), [(1, [1, 2, 3, 4, 5]), (2, [1, 3]), (3, [1])])
+@pytest.mark.parametrize(
+    ("every", "moving"),
+    [(1, [1, 2, 3, 4, 5]), (2, [1, 3]), pytest.param(3, [1], marks=pytest.mark.long)],
+)
 def test_what_moves_to_the_host_is_on_the_gpu_no_more(every: int, moving: list[int]) -> None:
     """Of six blocks, units 1 to 6, every k-th moves but for the last of them."""
     plain = on_gpu("recompute.mode=none")
@@ -268,7 +271,7 @@ def distinct_blocks(*overrides: str) -> tuple[DecoderModel, Plan]:
         pytest.param("none", 16, marks=pytest.mark.long),
         pytest.param("none", 2048, marks=pytest.mark.long),
         pytest.param("every", 16, marks=pytest.mark.long),
-        ("offload", 2048),
+        pytest.param("offload", 2048, marks=pytest.mark.long),
     ],
 )
 def test_a_few_blocks_tell_what_all_do(recompute, vocabulary):

@@ -33,7 +33,7 @@ from fullshard.training.state import TrainState
 from tests.fakes.data import Rows, global_batch
 from tests.fakes.models import VOCABULARY, OddModel
 
-STEPS = 10
+STEPS = 6
 DRAWS = 8
 
 STRATEGIES: dict[str, list[str]] = {
