@@ -1,4 +1,4 @@
-"""What some ranks need, and what takes seconds to import: transformers and torchao, where they are installed."""
+"""What takes seconds to import, and some ranks need: transformers and torchao, where they are installed."""
 
 from importlib.util import find_spec
 
