@@ -20,9 +20,11 @@ from fullshard.sharding.apply import shard
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.training.pretrained import load_pretrained
-from tests.checkpoint.hugging_face import EACH, hugging_face, outcome, whole
+from tests.checkpoint.hugging_face import hugging_face, outcome, whole
 from tests.checkpoint.states import assert_same
+from tests.fakes.architectures_hf import CONFIGS
 from tests.fakes.plans import STRATEGIES, plan_of
+from tests.fakes.sampling import sampled
 
 
 def imported(directory: Path, name: str, *settings: str) -> tuple[Loaded, dict[str, Tensor], Tensor]:
@@ -32,7 +34,7 @@ def imported(directory: Path, name: str, *settings: str) -> tuple[Loaded, dict[s
     return loaded, {n: whole(t) for n, t in model.state_dict().items()}, outcome(model, name)
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", sampled(CONFIGS, here=["llama", "mixtral"]))
 def test_three_ranks_hold_what_from_pretrained_gives(ranks, tmp_path, name):
     model = hugging_face(name, tmp_path, max_shard_size="20KB")
     loaded, tensors, logits = ranks(3).run(imported, tmp_path, name)[0]

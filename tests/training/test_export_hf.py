@@ -21,10 +21,12 @@ from fullshard.training.export_peft import export_peft
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.pretrained import load_pretrained
 from fullshard.training.state import TrainState
-from tests.checkpoint.hugging_face import EACH, hugging_face, outcome, whole
+from tests.checkpoint.hugging_face import hugging_face, outcome, whole
 from tests.checkpoint.states import assert_same
 from tests.checkpoint.states import saved as saved_numbers
+from tests.fakes.architectures_hf import CONFIGS
 from tests.fakes.plans import plan_of
+from tests.fakes.sampling import sampled
 
 
 def saved(directory: Path, name: str, *settings: str) -> dict[str, Tensor]:
@@ -40,7 +42,7 @@ def loaded_by_transformers(directory: Path, like: nn.Module) -> nn.Module:
     return type(like).from_pretrained(directory).eval()
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", sampled(CONFIGS, here=["llama"]))
 def test_save_export_from_pretrained_gives_the_same_tensors_and_logits(ranks, tmp_path, name):
     model = hugging_face(name, tmp_path / "in")
     ranks(3).run(saved, tmp_path, name)

@@ -81,7 +81,7 @@ PRECISIONS = ("fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure")
 
 @pytest.mark.parametrize(
     ("strategy", "precision"),
-    [("full_shard", "fp32"), ("hybrid_shard", "bf16")],
+    [pytest.param("full_shard", "fp32", marks=pytest.mark.long), ("hybrid_shard", "bf16")],
 )
 def test_the_same_ranks_go_on_bitwise(
     strategy: str, precision: str, ranks: Callable[..., Any], tmp_path: Path
