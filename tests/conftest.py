@@ -1,16 +1,22 @@
-"""Fixtures that every test may ask for."""
+"""Fixtures that every test may ask for, and what holds for all of them: one thread, no deadline."""
 
 import os
 from collections.abc import Callable, Iterator
 
+# For the processes that tests start, too: threads of OpenMP that wait for work spin.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.ranks import Pool, Workers
 
-settings.register_profile("no deadline", deadline=None)  # no test asserts a wall-clock time
-settings.load_profile("no deadline")
+# How long an example takes says nothing where others use the machine.
+settings.register_profile(
+    "any machine", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,6 @@
 """`fullshard train` as a person uses it: processes, a signal, --resume."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -28,8 +27,11 @@ TINY = [
 ]
 
 
-def command(directory: Path, *settings: str, resume: bool = False) -> list[str]:
-    argv = [sys.executable, "-m", "fullshard.cli.main", "train", *(["--resume"] if resume else [])]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def command(directory: Path, *settings: str, resume: bool = False, by: tuple[str, ...] = ()) -> list[str]:
+    argv = [sys.executable, *by, "-m", "fullshard.cli.main", "train", *(["--resume"] if resume else [])]
     return [*argv, *(p for s in [*TINY, f"run.dir={directory}", *settings] for p in ("--set", s))]
 
 
@@ -54,17 +56,26 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("number", "before", "after", "by"),
+    [
+        pytest.param(signal.SIGINT, 2, 3, (), marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, 2, 3, (), marks=pytest.mark.long),
+        (signal.SIGINT, 1, 2, TORCHRUN),
+    ],
+    ids=["SIGINT", "SIGTERM", "SIGINT, then torchrun"],
+)
 def test_a_run_that_is_stopped_goes_on_with_other_ranks_and_another_strategy(
-    number: signal.Signals, tmp_path: Path
+    number: signal.Signals, before: int, after: int, *, by: tuple[str, ...], tmp_path: Path
 ) -> None:
+    """With ranks of its own, and with those that torchrun gives."""
     directory = tmp_path / "run"
-    argv = command(directory, "train.steps=100000", "run.ranks=2", "sharding.strategy=full_shard")
+    argv = command(directory, "train.steps=100000", f"run.ranks={before}", "sharding.strategy=full_shard")
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         wait_for_steps(directory, process, 4)
         process.send_signal(number)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=240)
     finally:
         process.kill()  # its ranks end with it
     assert process.returncode == INTERRUPTED_EXIT_CODE, said
@@ -73,32 +84,17 @@ def test_a_run_that_is_stopped_goes_on_with_other_ranks_and_another_strategy(
     assert done == list(range(1, len(done) + 1))
 
     last = len(done) + 3
-    argv = command(directory, f"train.steps={last}", "run.ranks=3", "sharding.strategy=zero1", resume=True)
-    finished = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    own = () if by else (f"run.ranks={after}",)
+    argv = command(directory, f"train.steps={last}", *own, "sharding.strategy=zero1", resume=True, by=by)
+    finished = subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False)
     assert finished.returncode == 0, finished.stderr
     assert "Traceback" not in finished.stderr
     assert steps_logged(directory) == list(range(1, last + 1))
     measurement = Measurement.load(directory / "measurement.json")
-    assert (measurement.first_step, measurement.last_step, measurement.world_size) == (last - 2, last, 3)
+    assert (measurement.first_step, measurement.last_step, measurement.world_size) == (last - 2, last, after)
     assert measurement.checkpoint is not None
     assert Path(measurement.checkpoint).is_dir()
     assert "validation" in finished.stdout
     assert "predicted" in finished.stdout
     assert measurement.checkpoint in finished.stdout
-
-
-def test_torchrun_gives_the_ranks(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    module = command(directory, "train.steps=3")[1:]
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *module]
-    finished = subprocess.run(
-        argv,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert Measurement.load(directory / "measurement.json").world_size == 2
     assert finished.stdout.count("\ncheckpoint") == 1, "one rank tells what happened"

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ class Module:
         """`fullshard.spec.run` -> `spec`; the package itself is ``."""
         return self.name.partition(".")[2].partition(".")[0]
 
-    @property
+    @cached_property
     def imports(self) -> list[Import]:
         return list(_imports(self.tree, at_import=True))
 

@@ -6,7 +6,7 @@ autograd function) says whose it is on its `def` line: `# signature: torch's for
 
 import ast
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
@@ -95,6 +95,45 @@ def undocumented(module: Module) -> list[str]:
     ]
 
 
+def unclear_module(module: Module) -> list[str]:
+    """A name that says nothing, or no docstring to say what the module holds."""
+    found = [f"named {part}" for part in module.name.split(".") if part in NAMES_THAT_SAY_NOTHING]
+    return found if ast.get_docstring(module.tree) else [*found, "no docstring"]
+
+
+def patches(module: Module) -> list[str]:
+    """`unittest.mock`, and monkeypatch's `setattr` and `delattr` on what comes from fullshard.
+
+    A fake goes through a seam: an argument of the constructor or function that uses it.
+    """
+    mocks = [
+        f"{one.line}: {one.module}"
+        for one in module.imports
+        if one.module.split(".")[0] == "mock" or f"{one.module}.{one.name}.".startswith("unittest.mock.")
+    ]
+    own = {(one.name or one.module.split(".")[0]) for one in module.imports if _is_own(one.module)}
+    own |= {
+        node.asname
+        for statement in ast.walk(module.tree)
+        if isinstance(statement, ast.Import | ast.ImportFrom)
+        for node in statement.names
+        if node.asname and _is_own(getattr(statement, "module", None) or node.name)
+    }
+    return mocks + [
+        f"{node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("setattr", "delattr")
+        and node.args
+        and (own & _names(node.args[0]) or _is_own(getattr(node.args[0], "value", None)))
+    ]
+
+
+def _is_own(name: object) -> bool:
+    return isinstance(name, str) and name.split(".")[0] == "fullshard"
+
+
 def _lines(node: Function | ast.ClassDef) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
@@ -124,21 +163,26 @@ def of(text: str) -> Module:
     return Module("fullshard.sample", module.path, text)
 
 
-@pytest.mark.parametrize("module", everything(), ids=lambda module: module.name)
-def test_budgets_hold(module):
-    assert over_budget(module) == []
+def found_in(modules: Iterable[Module], rule: Callable[[Module], list[str]]) -> dict[str, list[str]]:
+    """The findings of a rule by the name of the module they are in."""
+    return {module.name: found for module in modules if (found := rule(module))}
 
 
-@pytest.mark.parametrize("module", package().values(), ids=lambda module: module.name)
-def test_rules_hold(module):
-    rules = (unclear_signatures, broad_handlers, asserts_without_message, effects_at_import)
-    assert {rule.__name__: found for rule in rules if (found := rule(module))} == {}
+def test_budgets_hold():
+    assert found_in(everything(), over_budget) == {}
 
 
-@pytest.mark.parametrize("module", package().values(), ids=lambda module: module.name)
-def test_modules_say_what_they_are(module):
-    assert not NAMES_THAT_SAY_NOTHING & set(module.name.split("."))
-    assert ast.get_docstring(module.tree), "the first line of a module says what it holds"
+@pytest.mark.parametrize(
+    "rule",
+    [unclear_signatures, broad_handlers, asserts_without_message, effects_at_import, unclear_module],
+    ids=lambda rule: rule.__name__,
+)
+def test_rules_hold(rule):
+    assert found_in(package().values(), rule) == {}
+
+
+def test_tests_replace_nothing_of_the_package():
+    assert found_in(everything(), patches) == {}
 
 
 def test_what_the_library_exports_is_documented():
@@ -171,6 +215,14 @@ def test_every_error_stands_in_the_tree():
         (asserts_without_message, "assert 1"),
         (effects_at_import, "import os\nos.chdir('/')"),
         (undocumented, "def f(): ..."),
+        (unclear_module, "x = 1"),
+        (patches, "import unittest.mock"),
+        (patches, "def f():\n    from unittest import mock"),
+        (patches, "from unittest.mock import patch"),
+        (patches, "from fullshard.spec import run\nmonkeypatch.setattr(run, 'LIMIT', 3)"),
+        (patches, "import fullshard.spec.run as it\nmonkeypatch.setattr(it.Run, 'load', 3)"),
+        (patches, "monkeypatch.setattr('fullshard.spec.run.LIMIT', 3)"),
+        (patches, "from fullshard.spec.run import Run\npatch.delattr(Run, 'load')"),
     ],
 )
 def test_each_rule_sees_what_it_is_for(rule, text):
@@ -186,6 +238,8 @@ def test_each_rule_sees_what_it_is_for(rule, text):
         ),
         (unclear_signatures, "def hook(module, inputs, output):  # signature: torch's forward hook\n    ..."),
         (broad_handlers, "try: pass\nexcept OSError: pass"),
+        (unclear_module, "'''What it holds.'''"),
+        (patches, "import tempfile\nmonkeypatch.setattr(tempfile, 'tempdir', 'x')\nsetattr(model, 'x', 1)"),
         (effects_at_import, "app = App()\napp.add(verb)\nif __name__ == '__main__':\n    app()"),
     ],
 )

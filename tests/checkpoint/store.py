@@ -65,7 +65,7 @@ def environment(port: int) -> dict[str, str]:
 
 
 def _await(port: int, process: "subprocess.Popen[Any]") -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
         assert process.poll() is None, "the server ended"
         try:

@@ -361,7 +361,7 @@ assert main(["ckpt", "list", "s3://bucket/run"]) == 6
         env=os.environ | server.environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -58,7 +58,14 @@ def test_one_process_loads_the_bits_it_saved(tmp_path):
 
 @pytest.mark.parametrize(
     ("saving", "loading"),
-    [((2,), (3,)), ((3,), (1,)), ((2, 2), (3,)), ((1,), (2, 2)), ((4,), (2, 1)), ((2,), (2,))],
+    [
+        ((2,), (3,)),
+        ((3,), (1,)),
+        ((2, 2), (3,)),
+        ((1,), (2, 2)),
+        pytest.param((4,), (2, 1), marks=pytest.mark.long),
+        pytest.param((2,), (2,), marks=pytest.mark.long),
+    ],
 )
 def test_any_mesh_loads_what_any_other_saved(ranks, tmp_path, saving, loading):
     world, loading_world = (torch.Size(shape).numel() for shape in (saving, loading))

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,32 +26,19 @@ VERBS = [
     ["ckpt", "export"],
 ]
 HEAVY = ("torch", "numpy", "fullshard.spec.run")
+MOST_MODULES = 400  # of which Python and typer bring most; torch alone has 1,200
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
-def test_help_imports_nothing_heavy(verb: list[str]) -> None:
+def test_help_imports_little_and_nothing_heavy(verb: list[str]) -> None:
     code = f"import sys, fullshard.cli.main as cli; print(cli.main({[*verb, '--help']})); print(*sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240
     )
     *_, exit_code, modules = done.stdout.splitlines()
     assert exit_code == "0"
     assert not set(HEAVY) & set(modules.split())
-
-
-def test_help_takes_less_than_a_third_of_a_second_of_cpu_time() -> None:
-    def cpu_seconds() -> float:
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return used.ru_utime + used.ru_stime
-
-    taken: list[float] = []
-    for _ in range(3):  # the first may still have to compile
-        before = cpu_seconds()
-        subprocess.run(
-            [sys.executable, "-m", "fullshard.cli.main", "--help"], capture_output=True, check=True
-        )
-        taken.append(cpu_seconds() - before)
-    assert min(taken) < 0.3
+    assert len(modules.split()) < MOST_MODULES
 
 
 @pytest.mark.parametrize(
@@ -122,7 +108,7 @@ def test_a_mistake_in_the_run_is_found_before_torch_is_imported() -> None:
     )
     arguments = ["train", "--set", "run.device=cpu", "--set", "run.ranks=5"]
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, timeout=240
     )
     assert done.stdout == "False\n"
     assert done.stderr.startswith("PlanError")

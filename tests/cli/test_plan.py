@@ -35,12 +35,11 @@ def test_planning_from_a_saved_spec_imports_no_torch(spec_path: Path) -> None:
     code = (
         "import sys; from fullshard.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     )
-    for hardware in ("8xH100", "2x8xH100"):
-        arguments = ["plan", str(spec_path), "--on", hardware, "--compare", "--budget", "1B", "--price", "2"]
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, timeout=60
-        )
-        assert done.stdout.splitlines()[-1] == "False", done.stderr
+    arguments = ["plan", str(spec_path), "--on", "2x8xH100", "--compare", "--budget", "1B", "--price", "2"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, timeout=240
+    )
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
 
 
 def test_the_page_fits_a_hundred_columns_and_says_what_it_is_for(

@@ -10,7 +10,7 @@ from fullshard.data.documents import Document, stdlib_documents, text_documents
 from fullshard.data.split import hold_out, pack, shuffle
 from fullshard.errors import DataError
 
-laws = settings(max_examples=50, deadline=None)
+laws = settings(max_examples=50)
 sizes = st.lists(st.integers(1, 5000), min_size=1, max_size=40)
 fractions = st.floats(0, 0.9)
 

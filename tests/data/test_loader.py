@@ -29,7 +29,7 @@ class Numbers:
             yield step, rank, i
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=8), st.integers(0, 3), st.integers(1, 3))
 def test_any_course_of_steps_is_what_it_is_without(steps: list[int], ahead: int, accumulation: int):
     plan, plain = plan_of(2, 1, accumulation), Numbers()

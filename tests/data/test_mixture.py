@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fullshard.data.mixture import LONGEST_PERIOD, interleaved
 
-laws = settings(max_examples=50, deadline=None)
+laws = settings(max_examples=50)
 weights = st.lists(st.integers(1, 50).map(lambda n: n / 10), min_size=1, max_size=5)
 
 

@@ -19,7 +19,7 @@ from fullshard.data.prefetch import prefetch_batches
 from tests.data.samples import plan_of, run_of
 
 S = 7
-laws = settings(max_examples=15, deadline=None)
+laws = settings(max_examples=15)
 packings = st.sampled_from(["concat", "best_fit", "none"])
 divisors_of_12 = st.sampled_from([1, 2, 3, 4, 6, 12])
 Row = tuple[tuple[int, ...], ...]

@@ -19,7 +19,7 @@ from fullshard.data.packing import (
     write_rows,
 )
 
-laws = settings(max_examples=60, deadline=None)
+laws = settings(max_examples=60)
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 capacities = st.integers(1, 20)
 

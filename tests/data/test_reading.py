@@ -12,7 +12,7 @@ from fullshard.data.readers import CorruptRecord, FilePart, Kind, TextRecord, fi
 from fullshard.errors import DataError
 from fullshard.spec.data_section import SourceFields
 
-laws = settings(max_examples=60, deadline=None)
+laws = settings(max_examples=60)
 TEXT = SourceFields()
 
 

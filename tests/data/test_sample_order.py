@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from fullshard.data.order import permute, sample_windows
 
-laws = settings(max_examples=50, deadline=None)
+laws = settings(max_examples=50)
 lengths = st.one_of(st.integers(1, 70), st.integers(71, 2000))
 seeds = st.integers(0, 2**64)
 

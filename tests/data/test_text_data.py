@@ -14,7 +14,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 
 S = 5
-laws = settings(max_examples=50, deadline=None)
+laws = settings(max_examples=50)
 worlds = st.integers(1, 7)
 microbatches = st.integers(1, 4)
 Rows = list[tuple[list[int], list[int]]]

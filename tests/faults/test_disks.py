@@ -24,7 +24,7 @@ from tests.faults.crowd import litter
 from tests.faults.disks import powerless_disk, remount, small_disk
 from tests.ranks import RankFailed
 
-CUTS_HERE = 3
+CUTS_HERE = 2
 
 
 def cut_while_training(

@@ -59,7 +59,7 @@ FAULTS = {
 }
 
 
-QUICK = ("read error", "one write error", "drive full", "other bits", "shards, a write error")
+QUICK = ("read error", "drive full", "other bits", "shards, a write error")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ STARTING = 0.2  # of all kills
 STARTING_SECONDS = 0.2
 KILLS_HERE = 2  # of each tier and mode below, in `make test`; many more by `make torture`
 HERE = [
-    ("optimizer:nvme", "sync", "one rank"),
+    pytest.param("optimizer:nvme", "sync", "one rank", marks=pytest.mark.long),
     ("optimizer:nvme", "async", "all ranks"),
     ("params+optimizer:nvme", "async", "the rank that commits"),
     ("optimizer:cpu", "sync", "one rank"),

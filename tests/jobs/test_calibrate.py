@@ -21,7 +21,7 @@ def calibrate(seconds: float) -> Calibration:
 
 @pytest.fixture(scope="module")
 def found(ranks) -> list[Calibration]:
-    return ranks(2).run(calibrate, 1.0)
+    return ranks(2).run(calibrate, 0.2)
 
 
 def test_every_rank_finds_the_same_rates(found: list[Calibration]):

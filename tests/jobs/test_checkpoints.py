@@ -39,8 +39,14 @@ def saved_while_training(directory: Path, settings: list[str]) -> tuple[list[str
     return said, bool(right) and all(right), failed
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("layout", ["sharded", "ranks"])
+@pytest.mark.parametrize(
+    ("mode", "layout"),
+    [
+        ("sync", "ranks"),
+        ("async", "sharded"),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in (("sync", "sharded"), ("async", "ranks"))),
+    ],
+)
 def test_each_save_holds_the_step_it_was_asked_in(ranks, tmp_path, mode, layout):
     settings = [f"checkpoint.mode={mode}", f"checkpoint.layout={layout}", "checkpoint.keep=0"]
     for said, right, failed in ranks(2).run(saved_while_training, tmp_path, settings):
@@ -49,8 +55,14 @@ def test_each_save_holds_the_step_it_was_asked_in(ranks, tmp_path, mode, layout)
         assert [line.split(":")[0] for line in said] == [f"step {step}" for step in range(1, 7)]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("on_failure", ["continue", "stop"])
+@pytest.mark.parametrize(
+    ("mode", "on_failure"),
+    [
+        ("sync", "stop"),
+        ("async", "continue"),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in (("sync", "continue"), ("async", "stop"))),
+    ],
+)
 def test_a_failure_is_told_and_ends_the_run_if_asked(ranks, tmp_path, mode, on_failure):
     saved(tmp_path, 3)  # of another model, and so it is kept
     settings = [f"checkpoint.mode={mode}", f"checkpoint.on_failure={on_failure}", "checkpoint.keep=0"]

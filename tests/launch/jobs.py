@@ -45,7 +45,7 @@ def describe(run: Run, *, resume: bool, plan: Plan | None, command_started: floa
     leave_note(
         run, f"{rank()} of {os.environ['WORLD_SIZE']}, {threads} threads, {resume=}, steps={run.train.steps}"
     )
-    print(f"print of rank {rank()}")
+    sys.stdout.write(f"print of rank {rank()}\n")  # at once: unbuffered, a print is two writes
 
 
 def fail_on_rank_1(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:

@@ -16,7 +16,7 @@ from tests.checkpoint.states import saved
 DOCS = Path(__file__).parents[2] / "docs" / "restarts.md"
 SCRIPTS = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", DOCS.read_text(), flags=re.DOTALL)
 INTERRUPTED = {"fullshard": 75, "torchrun": 1}  # their exit codes
-TIMEOUT = 60
+TIMEOUT = 200
 
 # SIGTERM ends both after a save, which changes what `fullshard ckpt list` prints.
 TRAINS = """#!/bin/bash

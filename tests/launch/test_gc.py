@@ -17,8 +17,8 @@ def left(name):
     node = Node()
     node.itself, node.name = node, name
 
-from fullshard.launch.gc import importing
-with importing():
+from fullshard.launch.gc import gc_frozen_imports
+with gc_frozen_imports():
     left("within")
 left("after")
 """
@@ -27,7 +27,7 @@ left("after")
 NANOBIND = """
 import sys
 from types import ModuleType
-from fullshard.launch.garbage import importing
+from fullshard.launch.gc import gc_frozen_imports
 
 class Meta(type):
     __module__ = sys.argv[1]
@@ -36,7 +36,7 @@ class Instance:
     def __del__(self):
         print("freed")
 
-with importing():
+with gc_frozen_imports():
     library = sys.modules["library"] = ModuleType("library")
     library.Bound = Meta("Bound", (), {"instance": Instance()})  # a class refers to itself
 del library, Meta
@@ -57,14 +57,14 @@ def test_nothing_is_collected_within_and_again_after_it_whatever_happens() -> No
 
 def test_only_what_comes_after_the_imports_is_searched_at_the_end() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", CYCLE], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", CYCLE], capture_output=True, text=True, check=True, timeout=240
     )
     assert done.stdout == "after\n"
 
 
 def at_exit(metaclass_module: str) -> str:
     command = [sys.executable, "-c", NANOBIND, metaclass_module]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
 
 
 def test_frozen_classes_of_nanobind_are_freed_when_the_process_ends() -> None:

@@ -35,7 +35,7 @@ def test_a_run_whose_rank_was_killed_ends_like_an_undisturbed_one(ranks, tmp_pat
 
     settings = (f"train.steps={STEPS}", "run.restarts=1", "checkpoint.every=4")
     command = [sys.executable, "-m", "tests.launch.command", "killed_once", str(hit), *settings]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
     assert ended.returncode == 0, ended.stderr
     assert losses(hit) == losses(straight)

@@ -19,7 +19,7 @@ from fullshard.launch.scratch import remove_abandoned
 from tests.launch.sockets import Address, attack, listening
 
 # Far less than the jobs sleep, so that waiting for a rank that should have been ended fails the test.
-TIMEOUT = 60
+TIMEOUT = 200
 # Less than the 30 seconds for which torchelastic by itself waits for ranks that do not heed SIGTERM.
 SOONER_THAN_TORCHELASTIC = 25
 
@@ -125,6 +125,7 @@ def test_a_rank_that_leaves_with_exit_code_0_is_named_and_ends_all(start: Start)
     assert process.returncode == LaunchError.exit_code
 
 
+@pytest.mark.long  # tests/launch/test_ending.py has what is told of it
 def test_an_error_in_user_code_is_shown_with_its_place_and_on_demand_its_traceback(start: Start) -> None:
     process = start("fail_in_user_code", FULLSHARD_TRACEBACK="1")
     _, err = process.communicate(timeout=TIMEOUT)

@@ -30,7 +30,7 @@ def killed_at_the_end(process: "subprocess.Popen[bytes]"):
 
 
 def wait_for(path: Path, process: "subprocess.Popen[bytes]") -> str:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not (path.exists() and path.read_text()):
         assert time.monotonic() < deadline, f"no {path}"
         assert process.poll() is None, "it ended"

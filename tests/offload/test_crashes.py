@@ -58,6 +58,9 @@ def test_a_manifest_is_written_when_all_that_it_tells_of_is_down_to_the_drive(di
     assert watched.calls[-2:] == ["fdatasync", "fsync"]  # the manifest, and that it has its name
 
 
+KILLS_HERE = 6  # on each file system
+
+
 @pytest.mark.parametrize("place", [None, "/dev/shm"], ids=["disk", "memory"])
 def test_a_process_that_is_killed_leaves_what_it_has_acknowledged(tmp_path: Path, place) -> None:
     rng, killed_at = random.Random(0), 0
@@ -67,7 +70,7 @@ def test_a_process_that_is_killed_leaves_what_it_has_acknowledged(tmp_path: Path
     directory, notes = base / "run" / "rank-00003", tmp_path / "acknowledged"
     notes.touch()
     try:
-        for _ in range(15):
+        for _ in range(KILLS_HERE):
             before = notes.read_bytes().count(b"\n")
             with killed_at_the_end(running("keep_on", directory, notes)) as process:
                 while notes.read_bytes().count(b"\n") < before + 1:

@@ -160,7 +160,7 @@ HELD = st.lists(st.integers(1, 6000), min_size=1, max_size=6)
 
 
 @given(HELD, st.sampled_from([1, 4096, 20_000]), st.sampled_from([1024, 2048]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_pieces_have_every_element_once_at_its_place(
     sizes: list[int], group_parameters: int, elements: int
 ) -> None:

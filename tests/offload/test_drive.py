@@ -68,7 +68,7 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("place", PLACES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     moves=st.lists(
         st.tuples(st.sampled_from(["read", "write"]), spans | blocks, st.sampled_from([0, 1, 512])),

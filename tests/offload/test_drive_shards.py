@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fullshard.errors import OffloadError
-from fullshard.offload import unit_buffers
 from fullshard.offload.drive import SYSTEM, System
 from fullshard.offload.drive_shards import DriveShards
 from fullshard.offload.gather_source import ShardCopies
@@ -169,12 +168,12 @@ class Update:
         for unit in order:
             if not self.made[unit].is_set():
                 with self.shards.hurried(unit):
-                    assert self.made[unit].wait(30)
+                    assert self.made[unit].wait(120)
             assert is_given(self.shards, unit, update=self.number)
 
     def settle(self) -> None:
         with self.shards.hurried(None):
-            self.thread.join(30)
+            self.thread.join(120)
         assert not self.thread.is_alive()
         self.shards.settle()
 
@@ -197,16 +196,14 @@ def read_by(order: Sequence[int], there: Sequence[int]) -> list[int]:
     return read
 
 
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient(system: System = SYSTEM) -> System:
     """However slow the machine is, nobody is taken to have left."""
-    monkeypatch.setattr(unit_buffers, "HELD_SECONDS", 60.0)
+    return replace(system, wait=lambda changed, seconds: changed.wait(60))
 
 
-@pytest.mark.usefixtures("held")
 def test_an_update_waits_for_gathers_so_that_nothing_it_has_made_is_read(tmp_path: Path) -> None:
     reads = Reads()
-    with shards_on(tmp_path, reads.system) as shards:
+    with shards_on(tmp_path, patient(reads.system)) as shards:
         for number in range(3):
             update = Update(shards, number)
             update.thread.join(A_WHILE_SECONDS)
@@ -217,14 +214,13 @@ def test_an_update_waits_for_gathers_so_that_nothing_it_has_made_is_read(tmp_pat
             assert reads.of == []
 
 
-@pytest.mark.usefixtures("held")
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_what_is_read_is_what_was_used_longest_ago_and_nothing_that_an_update_makes_anew(
     microbatches: int, backwards: bool, tmp_path: Path
 ) -> None:
     reads = Reads()
-    with shards_on(tmp_path, reads.system) as shards:
+    with shards_on(tmp_path, patient(reads.system)) as shards:
         for number in range(3):
             update = Update(shards, number, backwards)
             update.gather(FORWARD)
@@ -238,22 +234,19 @@ def test_what_is_read_is_what_was_used_longest_ago_and_nothing_that_an_update_ma
             reads.of.clear()
 
 
-@pytest.mark.usefixtures("held")
 def test_who_gathers_in_another_order_does_not_wait_for_ever(tmp_path: Path) -> None:
-    with shards_on(tmp_path, SYSTEM) as shards:
+    with shards_on(tmp_path, patient()) as shards:
         for number in range(2):
             update = Update(shards, number)
             update.gather([UNITS - 1, 0, 2, 1, *FORWARD])
             update.settle()
 
 
-def test_an_update_that_nobody_gathers_after_goes_on_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(unit_buffers, "HELD_SECONDS", 0.01)
-    with shards_on(tmp_path, SYSTEM) as shards:
+def test_an_update_that_nobody_gathers_after_goes_on_by_itself(tmp_path: Path) -> None:
+    hasty = replace(SYSTEM, wait=lambda changed, seconds: changed.wait(0.01))
+    with shards_on(tmp_path, hasty) as shards:
         update = Update(shards, 0)
-        update.thread.join(30)
+        update.thread.join(120)
         assert all(one.is_set() for one in update.made)
         update.gather(FORWARD)
         update.settle()

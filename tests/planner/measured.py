@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Iterator
 from fnmatch import fnmatch
-from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -44,13 +43,17 @@ def meta_model(plan: Plan, *, frozen: str = "") -> nn.Module:
 
 
 def described(plan: Plan, *, frozen: str = "") -> ModelSpec:
-    return _described(plan.model_dump_json(), frozen)
+    """Described once for all plans that it holds for: see `describe`."""
+    run = plan.run
+    units = run.sharding.units.model_dump_json()
+    settings = (run.model, run.data, run.precision, run.recompute)
+    key = (plan.device, frozen, units, *(section.model_dump_json() for section in settings))
+    if key not in _DESCRIBED:  # a second each
+        _DESCRIBED[key] = describe(meta_model(plan, frozen=frozen), plan, loss=next_token_loss)
+    return _DESCRIBED[key]
 
 
-@cache  # a second each
-def _described(plan_json: str, frozen: str) -> ModelSpec:
-    plan = Plan.model_validate_json(plan_json)
-    return describe(meta_model(plan, frozen=frozen), plan, loss=next_token_loss)
+_DESCRIBED: dict[tuple[str, ...], ModelSpec] = {}
 
 
 def predicted(plan: Plan, *, frozen: str = "", rank: int = 0) -> MemoryTerms:

@@ -114,7 +114,7 @@ def test_of_longer_copies_each_is_waited_for_as_long_as_it_is_longer():
 
 
 # A step #
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(plans(), st.sampled_from([1e8, 1e9, 1e10, 1e11]), st.floats(0.01, 1))
 def test_a_slower_host_is_never_a_shorter_step(plan: Plan, rate: float, part: float):
     fast, slow, ideal = (StepTimer(spec_of(), gpus(one)).seconds(plan) for one in (rate, rate * part, 1e30))
@@ -124,7 +124,7 @@ def test_a_slower_host_is_never_a_shorter_step(plan: Plan, rate: float, part: fl
     assert fast.total - fast.offload - fast.stragglers == pytest.approx(ideal.total - ideal.stragglers)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(plans(), st.sampled_from([1e8, 1e9, 1e10]))
 def test_a_step_is_no_shorter_than_its_copies_and_its_bound(plan: Plan, rate: float):
     timer = StepTimer(spec_of(), gpus(rate))
@@ -138,7 +138,7 @@ def test_a_step_is_no_shorter_than_its_copies_and_its_bound(plan: Plan, rate: fl
     assert bound <= total
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(plans(), st.sampled_from([1e8, 1e9, 1e10, 1e12]))
 def test_skipping_what_repeats_gives_what_walking_gives(plan: Plan, rate: float):
     whole = spec_of(replace(SHAPE, compressed=False))

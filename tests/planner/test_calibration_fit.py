@@ -31,7 +31,12 @@ def test_steps_that_are_as_predicted_change_nothing():
 
 
 @pytest.mark.parametrize(
-    "factors", [RateFactors(collective=3.0), RateFactors(compute=1.7, memory=1.7), RateFactors(unit=4)]
+    "factors",
+    [
+        RateFactors(collective=3.0),
+        RateFactors(compute=1.7, memory=1.7),
+        pytest.param(RateFactors(unit=4), marks=pytest.mark.long),
+    ],
 )
 def test_steps_of_a_slower_machine_are_found_again(factors):
     hardware = hardware_of(1, RANKS)

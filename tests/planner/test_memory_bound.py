@@ -30,7 +30,7 @@ def bound_of(spec: ModelSpec, plan: Plan) -> int:
     return least_bytes(activation_bound(spec, plan), mesh_bytes(spec, plan), habits=habits)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.data())
 def test_the_bound_is_never_above_the_peak(data: st.DataObject):
     shape, world = data.draw(SHAPES), data.draw(st.sampled_from([1, 2, 8, 12]))

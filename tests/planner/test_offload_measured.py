@@ -22,7 +22,6 @@ from tests.planner.measured import described, measured, meta_model, microbatches
 
 BASE = "*[ndg].*"  # all but the norms
 QUICK = {
-    ("optimizer:cpu", "fp32", "host"),
     ("optimizer:cpu", "bf16", "device"),
     ("params+optimizer:nvme", "bf16", "host"),
 }
@@ -120,7 +119,7 @@ SETTINGS: dict[str, tuple[int, int, str, tuple[str, ...]]] = {
     "alternate": (2, 2, "", ("offload.order=alternate",)),
     "bf16": (2, 2, "", ("precision.mode=bf16", "offload.moments=bf16")),
 }
-QUICK_SETTINGS = {"one group", "accumulated", "alternate", "frozen base"}
+QUICK_SETTINGS = {"one group", "accumulated", "frozen base"}
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,7 @@ def test_a_drive_moves_what_is_planned(ranks, setting: str, tmp_path: Path):
     plan = plan_of(
         count,
         "offload.tier=params+optimizer:nvme",
-        "model.layers=7",
+        "model.layers=6",
         "offload.group_parameters=300000",
         *overrides,
         f"run.dir={tmp_path}",

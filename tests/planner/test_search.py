@@ -47,14 +47,14 @@ def brute_force(
     ]
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(st.data())
 def test_the_search_equals_brute_force(data: st.DataObject):
     assert_the_search_equals_brute_force(data)
 
 
 @pytest.mark.long
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20)
 @given(st.data())
 def test_the_search_equals_brute_force_many_times(data: st.DataObject):
     assert_the_search_equals_brute_force(data)
@@ -183,7 +183,7 @@ def test_a_spec_of_another_sequence_is_refused():
         search(decoder_spec(other), hardware_of(1, 8), run_for(SMALL, "train.global_batch=8"))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15)
 @given(st.data())
 def test_more_ranks_never_hold_more_shards_each(data: st.DataObject):
     """Up to padding: dim 0 of a parameter is padded to a multiple of the ranks."""

@@ -62,7 +62,7 @@ def hardwares(draw: st.DrawFn) -> Hardware:
     return hardware.model_copy(update={"rates": rates, "overlap": overlap, "device": device})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_skipping_what_repeats_gives_what_walking_through_it_gives(data: st.DataObject):
     shape, hardware = data.draw(SHAPES), data.draw(hardwares())
@@ -72,7 +72,7 @@ def test_skipping_what_repeats_gives_what_walking_through_it_gives(data: st.Data
     assert skipped == StepTimer(whole, hardware, skips=False).seconds(plan)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20)
 @given(st.data())
 def test_less_bandwidth_is_never_a_shorter_step(data: st.DataObject):
     shape, hardware = data.draw(SHAPES), data.draw(hardwares())
@@ -100,7 +100,7 @@ def slowed(hardware: Hardware, name: str, part: float) -> object:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_no_step_is_below_its_bound(data: st.DataObject):
     shape, hardware = data.draw(SHAPES), data.draw(hardwares())

@@ -73,7 +73,7 @@ def test_activations_are_divided(degree: int):
     assert split.activations == pytest.approx(one.activations / degree, rel=1e-6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_each_rank_computes_its_part_at_no_better_a_rate(data: st.DataObject):
     """Launches are smaller, and there are as many of them."""
@@ -104,7 +104,7 @@ def test_a_block_sends_four_times_forward_and_four_backward(mode: str, of_a_bloc
     assert told == pytest.approx(times * sum(once) / 2 * plan.accumulation, rel=1e-6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_less_bandwidth_is_never_a_shorter_step(data: st.DataObject):
     shape = data.draw(SHAPES)
@@ -115,7 +115,7 @@ def test_less_bandwidth_is_never_a_shorter_step(data: st.DataObject):
     assert after >= before * (1 - 1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_bounds_and_skipping_hold(data: st.DataObject):
     shape = data.draw(SHAPES)

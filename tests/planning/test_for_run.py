@@ -122,7 +122,11 @@ def test_a_tier_on_a_drive_that_nobody_measured_is_planned_without_its_time(
     assert "try: fullshard calibrate --drive" in said
 
 
-@pytest.mark.parametrize("tier", ["optimizer:cpu", "optimizer:nvme", "params+optimizer:nvme"])
+@pytest.mark.parametrize(
+    "tier",
+    [pytest.param("optimizer:cpu", marks=pytest.mark.long), "optimizer:nvme"]
+    + [pytest.param("params+optimizer:nvme", marks=pytest.mark.long)],
+)
 def test_a_limit_of_the_host_holds_also_where_nothing_was_calibrated(tier: str) -> None:
     with pytest.raises(PlanError, match="no plan fits 1000 B of host memory per rank"):
         # One recompute mode: each is traced by itself.

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,21 @@ PRELOADED = [
     "torch.distributed.tensor.debug",  # which every call uses, and which brings torch._dynamo
     "fullshard.checkpoint.background",
     "fullshard.training.loop",
+    "fullshard.training.shard",
     "fullshard.training.optimizer",
+    "safetensors.torch",
+    "torch.utils.serialization.config",
     "hypothesis",
     "pytest",
+    "tests.ranks.preloaded",
 ]
+
+
+def warm() -> BaseContext:
+    """Returns what starts processes from the one server, which has imported what most of them need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 class RankFailed(Exception):
@@ -56,8 +68,7 @@ class Workers:
     """The processes behind every pool of a session."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
+        self._context = warm()
         self._workers: list[_Worker] = []
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._calls = itertools.count()

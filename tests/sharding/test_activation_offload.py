@@ -18,7 +18,7 @@ from fullshard.sharding.units import find_repeated, find_units
 from fullshard.spec.run import UnitSection
 from tests.fakes.architectures import WIDTH, Block, loss_of, on_meta, tokens_of
 from tests.fakes.plans import STRATEGIES, plan_of
-from tests.training.test_same_numbers import make_run, train_sharded
+from tests.training.same_numbers import make_run, train_sharded
 
 ROWS = 40  # so that what is saved is larger than any weight
 HALF = 0.5  # of a block's input: more than the mean and the deviation that a norm saves for each row
@@ -428,7 +428,7 @@ def test_gathered_parameters_do_not_move(strategy: str, precision: str, ranks: C
     ("model", "strategy", "accumulation", "extra"),
     [
         ("decoder", "full_shard", (2, "last"), ("precision.mode=bf16",)),
-        ("odd_mixture", "shard_grad_op", (2, "each"), ()),
+        pytest.param("odd_mixture", "shard_grad_op", (2, "each"), (), marks=pytest.mark.long),
         ("tied_decoder", "no_shard", (1, "each"), ("recompute.every=2",)),
         pytest.param("odd_tied", "zero1", (2, "last"), (), marks=pytest.mark.long),
         pytest.param("odd", "full_shard", (1, "each"), ("precision.mode=bf16",), marks=pytest.mark.long),
@@ -441,7 +441,7 @@ def test_training_is_bitwise_that_of_mode_none(
     extra: tuple[str, ...],
     ranks: Callable[..., Any],
 ) -> None:
-    """Parameters, losses and norms of ten steps, with everything moved that may be."""
+    """Parameters, losses and norms of a few steps, with everything moved that may be."""
     extra = (*extra, "recompute.offload_min_fraction=0")
     runs = [
         make_run(

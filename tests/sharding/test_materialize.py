@@ -18,6 +18,7 @@ from fullshard.sharding.materialize import materialize, parameters_on_meta
 from fullshard.sharding.rank0_values import MissingWeightsWarning
 from tests.fakes.architectures import WIDTH, Block, Encoder, on_meta, tokens_of, whole
 from tests.fakes.plans import STRATEGIES, plan_of
+from tests.fakes.sampling import sampled
 
 SIZE = ("sharding.units.policy=size", "sharding.units.min_parameters=60")
 
@@ -63,12 +64,14 @@ def check_values(name: str, ranks: Callable[..., Any], world_size: int, *setting
             assert torch.equal(values[key], parameter), key
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", sampled([1, 2, 3, 4], here=[1, 3]))
 def test_values_are_the_same_on_any_number_of_ranks(world_size: int, ranks: Callable[..., Any]) -> None:
     check_values("drawing", ranks, world_size)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", sampled(STRATEGIES, here=["no_shard", "full_shard", "hybrid_shard", "hpz"])
+)
 def test_values_are_the_same_in_any_strategy(strategy: str, ranks: Callable[..., Any]) -> None:
     check_values("drawing", ranks, 4, *STRATEGIES[strategy])
 
@@ -309,12 +312,12 @@ def test_ranks_with_other_models_are_refused_before_they_hang(
     kind: str, message: str, ranks: Callable[..., Any]
 ) -> None:
     with pytest.raises(ShardError, match=message):
-        ranks(2, timeout_seconds=20).run(other_models, kind)
+        ranks(2).run(other_models, kind)
 
 
 def test_weights_on_another_rank_alone_are_refused(ranks: Callable[..., Any]) -> None:
     with pytest.raises(ShardError, match="rank 1 holds weights that rank 0 does not"):
-        ranks(2, timeout_seconds=20).run(given_values, "rank 1")
+        ranks(2).run(given_values, "rank 1")
 
 
 # Buffers #

@@ -239,7 +239,7 @@ def trees(draw: st.DrawFn) -> nn.Module:
     return root
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50)
 @given(model=trees(), chosen=st.sets(st.integers(0, 20)), minimum=st.integers(1, 12))
 def test_every_parameter_is_in_exactly_one_unit_of_any_tree(
     model: nn.Module, chosen: set[int], minimum: int

@@ -27,7 +27,7 @@ def test_a_saved_file_reads_back_equal(text: str, tmp_path: Path):
     figure=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
     name=st.text(st.characters(exclude_categories=["Cs"])),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_any_number_and_any_text_survive_a_file(
     figure: float, name: str, tmp_path_factory: pytest.TempPathFactory
 ):

@@ -51,8 +51,9 @@ def written(path: Path, *, parts: list[int], shift: int = 0) -> bytes:
         [BLOCK_BYTES - 4096, BLOCK_BYTES + 4096, 5],
     ],
 )
-@pytest.mark.parametrize("shift", [0, 1, 64, 4095])
-@pytest.mark.parametrize("place", ["disk", "memory"])
+@pytest.mark.parametrize(
+    ("shift", "place"), [(0, "disk"), (1, "disk"), (64, "disk"), (4095, "disk"), (1, "memory")]
+)
 def test_the_bytes_are_those_written(tmp_path: Path, parts: list[int], shift: int, place: str) -> None:
     memory = Path("/dev/shm")
     if place == "memory" and not memory.is_dir():

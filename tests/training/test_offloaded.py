@@ -162,7 +162,9 @@ FEW_STEPS = "train.steps=5"
 @pytest.mark.parametrize("n", SAMPLE)
 def test_a_run_is_bit_for_bit_that_without_a_tier(n: int, ranks: Callable[..., Any], tmp_path: Any) -> None:
     cases = [replace(case, settings=(*case.settings, FEW_STEPS)) for case in SAMPLE[n]]
-    assert ranks(n).run(differences, cases, TIERS, str(tmp_path)) == [[]] * n
+    for i, case in enumerate(cases):  # each tier with a part of them; with all in the full cross
+        tiers = TIERS[i % 2 :: 2]
+        assert ranks(n).run(differences, [case], tiers, f"{tmp_path}/{i}") == [[]] * n
 
 
 PRECISIONS = ("fp32", "bf16", "bf16_pure", "bf16_reduce")

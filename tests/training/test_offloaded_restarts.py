@@ -105,8 +105,10 @@ def flip(path: Path, at: int) -> None:
 # A run that dies
 
 
-@pytest.mark.parametrize("settled", [True, False])
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(
+    ("n", "settled"),
+    [(1, True), (3, False), *(pytest.param(*one, marks=pytest.mark.long) for one in ((1, False), (3, True)))],
+)
 def test_a_run_that_dies_goes_on_from_a_step_that_all_ranks_have(
     n: int, settled: bool, ranks: Callable[..., Any], tmp_path: Path
 ) -> None:

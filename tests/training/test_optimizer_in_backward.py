@@ -76,9 +76,9 @@ class Twice(OddModel):
 HYBRID = ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2")
 UNSHARDED = 'sharding.units.overrides=[{match="layers.1", strategy="no_shard"}]'
 SAME = [
-    (1, Tied, ()),
+    pytest.param(1, Tied, (), marks=pytest.mark.long),
     (2, Mixed, ("sharding.strategy=no_shard", "optimizer.name=sgd", "optimizer.momentum=0.5")),
-    (3, Mixed, ("precision.mode=bf16", "recompute.mode=full")),
+    pytest.param(3, Mixed, ("precision.mode=bf16", "recompute.mode=full"), marks=pytest.mark.long),
     (3, Mixed, (UNSHARDED, "optimizer.name=torch.optim.NAdam")),
     (2, Twice, ()),
     (4, Tied, (*HYBRID, "precision.mode=bf16_reduce", "prefetch.mode=explicit", "survival.fingerprint=all")),

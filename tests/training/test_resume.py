@@ -18,9 +18,9 @@ from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
 from tests.fakes.data import Rows
 from tests.fakes.models import VOCABULARY
-from tests.training.test_same_numbers import STRATEGIES, build, make_run
+from tests.training.same_numbers import STRATEGIES, build, make_run
 
-STEPS = 10  # of make_run
+STEPS = 8
 
 
 def train_part(
@@ -28,7 +28,9 @@ def train_part(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Goes on from the newest checkpoint, if there is one, to step `until`; saves. Losses, whole weights."""
     world_size = dist.get_world_size()
-    run = make_run(model=model_name, ranks=world_size, strategy=strategy, extra=extra)
+    run = make_run(
+        model=model_name, ranks=world_size, strategy=strategy, extra=[f"train.steps={STEPS}", *extra]
+    )
     plan = Plan.from_run(run, world_size=world_size)
     torch.manual_seed(123 + until)  # what stood in the generator before must not matter
     model = shard(build(model_name, run), plan)
@@ -79,7 +81,7 @@ PRECISIONS = ("fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure")
 
 @pytest.mark.parametrize(
     ("strategy", "precision"),
-    [("full_shard", "fp32"), ("hybrid_shard", "bf16")],
+    [pytest.param("full_shard", "fp32", marks=pytest.mark.long), ("hybrid_shard", "bf16")],
 )
 def test_the_same_ranks_go_on_bitwise(
     strategy: str, precision: str, ranks: Callable[..., Any], tmp_path: Path

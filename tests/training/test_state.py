@@ -89,7 +89,7 @@ def resumed(*overrides: str) -> tuple[dict[str, Any], dict[str, Any], bool]:
         (4, ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2")),
         (2, ("optimizer.options={fused=false, amsgrad=true}",)),
         (2, ("optimizer.name=sgd", "optimizer.momentum=0.9")),
-        (2, ("optimizer.name=sgd",)),
+        pytest.param(2, ("optimizer.name=sgd",), marks=pytest.mark.long),
         (2, ("optimizer.name=torch.optim.ASGD",)),
         (2, ("precision.mode=bf16_pure",)),
         (2, ("precision.mode=fp16", "precision.loss_scale_window=2")),

@@ -6,6 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.checkpoint.states import assert_same
+from tests.checkpoint.states import saved as saved_numbers
+from tests.fakes.architectures_hf import CONFIGS
+from tests.fakes.plans import plan_of
+from tests.fakes.sampling import sampled
+from tests.weights.hugging_face import hugging_face, outcome, whole
 from torch import Tensor, nn
 
 from fullshard.checkpoint.manifest import read_manifest
@@ -40,7 +46,7 @@ def loaded_by_transformers(directory: Path, like: nn.Module) -> nn.Module:
     return type(like).from_pretrained(directory).eval()
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", sampled(CONFIGS, here=["llama"]))
 def test_save_export_from_pretrained_gives_the_same_tensors_and_logits(ranks, tmp_path, name):
     model = hugging_face(name, tmp_path / "in")
     ranks(3).run(saved, tmp_path, name)

@@ -8,6 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from tests.checkpoint.states import assert_same
+from tests.fakes.architectures_hf import CONFIGS
+from tests.fakes.plans import STRATEGIES, plan_of
+from tests.fakes.sampling import sampled
+from tests.weights.hugging_face import hugging_face, outcome, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -32,7 +37,7 @@ def imported(directory: Path, name: str, *settings: str) -> tuple[LoadReport, di
     return loaded, {n: whole(t) for n, t in model.state_dict().items()}, outcome(model, name)
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", sampled(CONFIGS, here=["llama", "mixtral"]))
 def test_three_ranks_hold_what_from_pretrained_gives(ranks, tmp_path, name):
     model = hugging_face(name, tmp_path, max_shard_size="20KB")
     loaded, tensors, logits = ranks(3).run(imported, tmp_path, name)[0]

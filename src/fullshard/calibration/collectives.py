@@ -18,7 +18,7 @@ _SIZES = {
     "cpu": tuple(2**power for power in (12, 14, 16, 18, 20, 22, 24)),
     "cuda": tuple(2**power for power in (16, 18, 20, 22, 24, 26, 28)),
 }
-_WINDOWS, _LEAST_CALLS, _MOST_CALLS = 24, 1, 2000
+_WINDOWS, _LEAST_WINDOWS, _MOST_CALLS = 24, 2, 2000
 _LEAST_SIZES = 5
 _UNITS, _WIDTH, _ACTS = 12, 16, 3  # of `measure_unit`; acts: gathered in forward, in backward, reduced
 
@@ -88,7 +88,7 @@ def _collectives(mesh: DeviceMesh) -> dict[str, Collective]:
 
 
 def seconds_of(work: Callable[[], object], *, mesh: DeviceMesh, seconds: float) -> float:
-    """Seconds of one call of `work`: the quickest of a few windows, the mean of all ranks.
+    """Seconds of one call of `work`: the mean of all ranks' quickest of a few windows.
 
     The quickest, since one late rank holds up all: what else the machine does would show many times over.
 
@@ -96,9 +96,9 @@ def seconds_of(work: Callable[[], object], *, mesh: DeviceMesh, seconds: float) 
     """
     work()
     estimate = _over_ranks(_window(work, 2, mesh=mesh), dist.ReduceOp.MAX)
-    calls = int(seconds / _WINDOWS / max(estimate, 1e-9))
-    calls = min(max(calls, _LEAST_CALLS), _MOST_CALLS)
-    taken = min(_window(work, calls, mesh=mesh) for _ in range(_WINDOWS))
+    fit = int(seconds / max(estimate, 1e-9))
+    windows, calls = max(min(fit, _WINDOWS), _LEAST_WINDOWS), max(min(fit // _WINDOWS, _MOST_CALLS), 1)
+    taken = min(_window(work, calls, mesh=mesh) for _ in range(windows))
     return _over_ranks(taken, dist.ReduceOp.SUM) / dist.get_world_size()
 
 

@@ -32,7 +32,8 @@ _ELEMENTS = {
 }
 _COPY_BYTES = 64 * 1024**2
 _HOST_PARAMETERS, _HOST_UPDATES = 1 << 24, 4  # 256 MiB, far beyond any cache
-_WINDOWS = 8
+_LEAST_PARAMETERS = 1 << 18
+_WINDOWS, _LEAST_WINDOWS = 8, 2
 _ISSUED = 64  # operations of one chain in `measure_launch`
 
 
@@ -58,17 +59,18 @@ class Meter:
         return torch.randn(*shape, generator=self._generator, device=self.device).to(dtype)
 
     def calls_per_second(self, work: Callable[[], object], *, seconds: float) -> float:
-        """The second best of eight windows, each with all ranks at work; of all ranks the mean.
+        """The second best of eight windows, of fewer in little time, with all ranks at work: their mean.
 
         Windows and not single calls: where more ranks run than there are cores, a call that falls between two
         switches shows a whole core, and a window shows this rank's share of it. Not the mean of them, since
         what else the machine does only takes away; not the best, which may be such a fall.
         """
         work()  # the first call of a shape chooses a kernel
-        once = self._seconds(work, 2) / 2
-        calls = max(1, round(seconds / _WINDOWS / max(once, 1e-7)))
+        once = mean_over_ranks(self._seconds(work, 2) / 2)
+        fit = round(seconds / max(once, 1e-7))
+        windows, calls = max(min(fit, _WINDOWS), _LEAST_WINDOWS), max(round(fit / _WINDOWS), 1)
         rates: list[float] = []
-        for _ in range(_WINDOWS):
+        for _ in range(windows):
             mean_over_ranks(0.0)  # nobody starts before all are there
             rates.append(calls / self._seconds(work, calls))
         return mean_over_ranks(sorted(rates)[-2])
@@ -229,17 +231,21 @@ def measure_host_copies(meter: Meter, *, seconds: float) -> float | None:
     return _rounded(2 * _COPY_BYTES * meter.calls_per_second(work, seconds=seconds))
 
 
-def measure_host_adam() -> float:
-    """Parameters that the host's fused AdamW updates in a second for one rank, while all ranks' do."""
-    parameter = torch.randn(_HOST_PARAMETERS).requires_grad_()
-    parameter.grad = torch.randn(_HOST_PARAMETERS)
+def measure_host_adam(*, seconds: float) -> float:
+    """Parameters that the host's fused AdamW updates in a second for one rank, while all ranks' do.
+
+    In less than a second fewer of them are updated, which may then lie in a cache.
+    """
+    count = max(_LEAST_PARAMETERS, int(_HOST_PARAMETERS * min(seconds, 1.0)))
+    parameter = torch.randn(count).requires_grad_()
+    parameter.grad = torch.randn(count)
     optimizer = torch.optim.AdamW([parameter], fused=True)
     optimizer.step()  # makes its state
     mean_over_ranks(0.0)
     started = time.perf_counter()
     for _ in range(_HOST_UPDATES):
         optimizer.step()
-    return _rounded(mean_over_ranks(_HOST_PARAMETERS * _HOST_UPDATES / (time.perf_counter() - started)))
+    return _rounded(mean_over_ranks(count * _HOST_UPDATES / (time.perf_counter() - started)))
 
 
 def measure_context(device: torch.device) -> int:

@@ -23,7 +23,7 @@ from fullshard.spec.run import Run
 
 # Which part of the time each measurement gets.
 _MATMUL, _ATTENTION, _MEMORY, _OPTIMIZER, _LAUNCH, _UNIT, _COPIES, _LINKS = 12, 10, 6, 5, 3, 4, 3, 15
-_STEPS = 42
+_STEPS, _HOST_ADAM = 42, 4
 
 
 def run_calibration(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
@@ -57,7 +57,7 @@ def measure(ranks: Ranks, *, seconds: float, drive: Path) -> Calibration:
         "context_bytes": int(meters.mean_over_ranks(context)),
         "host_bytes_per_second": meters.measure_host_copies(meter, seconds=_COPIES * share),
         "disk_bytes_per_second": measure_drive(drive, pieces=max(1, min(16, round(seconds / 2)))),
-        "adam_per_second": meters.measure_host_adam(),
+        "adam_per_second": meters.measure_host_adam(seconds=_HOST_ADAM * share),
         "source": f"fullshard calibrate, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
         **links,
     }

@@ -14,6 +14,7 @@ from fullshard.launch.gc import gc_frozen_imports
 from fullshard.launch.outcome import ProcessOutcome
 from fullshard.launch.request import Request
 from fullshard.system.terminal import escape_logs
+from fullshard.system.last_words import on_watchdog_exit
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -58,8 +59,6 @@ def perform_here(request: Request) -> int:
 @contextmanager
 def _last_words(path: Path) -> Generator[None]:
     """A watchdog ends the process at once; what it ended it for is told first, for the launcher to show."""
-    with gc_frozen_imports():
-        from fullshard.survival.watchdog import on_watchdog_exit  # torch, after the environment
 
     def tell(error: TrainError) -> None:
         with ProcessOutcome() as ending:

@@ -72,7 +72,7 @@ class DriveShards:
             path.unlink()
         self._file = DriveFile.create(path, size, system=system)
         count = min(UNIT_BUFFERS, len(self._units)) or 1
-        self._buffers = UnitBuffers(count, largest, pinned=device.type == "cuda")
+        self._buffers = UnitBuffers(count, largest, pinned=device.type == "cuda", wait=system.wait)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-shards-read")
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-shards-write")
         self._following = Following()

@@ -46,12 +46,17 @@ class Buffer:
 
 
 Transfer = Callable[[Buffer, int], Future[None]]  # of this unit
+Wait = Callable[[threading.Condition, float], bool]
 
 
 class UnitBuffers:
-    """`count` of them, of `size_bytes`: see [Note: units in memory]. One thread makes, another gathers."""
+    """`count` of them, of `size_bytes`: see [Note: units in memory]. One thread makes, another gathers.
 
-    def __init__(self, count: int, size_bytes: int, *, pinned: bool) -> None:
+    `wait`: waits for a condition for at most this many seconds, and returns whether it was notified.
+    """
+
+    def __init__(self, count: int, size_bytes: int, *, pinned: bool, wait: Wait) -> None:
+        self._wait = wait
         self._all = [
             Buffer(allocate_host(size_bytes, pinned=pinned)) for _ in range(count)
         ]  # the last used last
@@ -102,7 +107,7 @@ class UnitBuffers:
             while (buffer := self._of(unit) or self._spare(made_too=not self._is_held)) is None or (
                 buffer.is_busy
             ):
-                if not self._changed.wait(HELD_SECONDS):
+                if not self._wait(self._changed, HELD_SECONDS):
                     self._holds = False
             if buffer.missing:
                 return buffer, False

@@ -42,6 +42,7 @@ from fullshard.survival.fingerprint import default_store
 from fullshard.survival.phase import SLOW_PHASES, PhaseTracker, RunPhase
 from fullshard.survival.stacks import all_stacks, in_collective, last_collective, other_threads, user_frame
 from fullshard.system.terminal import printable
+from fullshard.system.last_words import receivers
 
 T = TypeVar("T")
 
@@ -54,18 +55,6 @@ _GRACE_SECONDS = (1.0, 10.0)
 _IN_TURN = 16
 _STORE_SECONDS = (3.0, 10.0)
 _LEAVE_SECONDS = 1.0
-
-_RECEIVERS: list[Callable[[TrainError], object]] = []
-
-
-@contextmanager
-def on_watchdog_exit(receiver: Callable[[TrainError], object]) -> Generator[None]:
-    """Within it, `receiver` gets the error that a watchdog is about to end this process with."""
-    _RECEIVERS.append(receiver)
-    try:
-        yield
-    finally:
-        _RECEIVERS.remove(receiver)
 
 
 @contextmanager
@@ -288,12 +277,12 @@ class _Watchdog:
             verdict = self._judge(own)
             error = verdict.error
             # Whoever takes the last words shows them; the stacks are shown here, by one rank for all.
-            _say(verdict.stacks if _RECEIVERS else f"{error}\n\n{verdict.stacks}")
+            _say(verdict.stacks if receivers() else f"{error}\n\n{verdict.stacks}")
             with suppress(RuntimeError):
                 self._board.conclude(error)
                 self._await_readers()
         with suppress(OSError):  # a full disk must not keep a rank that hangs
-            for receiver in _RECEIVERS:
+            for receiver in receivers():
                 receiver(error)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -59,7 +59,7 @@ def shard(
     """
     if plan.run.offload.on_disk and plan.run.offload.host_bytes and plan.device == "cpu":
         fix_malloc_thresholds()
-    keeper = OffloadedState(_settings(plan, system)) if plan.run.offload.takes_optimizer else None
+    keeper = OffloadedState(settings_of(plan, system)) if plan.run.offload.takes_optimizer else None
     apply.shard(model, plan, units=units, init=init, methods=methods, values=values, keeper=keeper)
     if keeper is not None:
         attach(model, keeper)
@@ -121,7 +121,8 @@ def _remove_empty(plan: Plan) -> None:
     remove_empty(own, up_to=Path(plan.run.run.dir).absolute() if inside else own.parent.parent)
 
 
-def _settings(plan: Plan, system: System) -> Settings:
+def settings_of(plan: Plan, system: System) -> Settings:
+    """Returns where the plan's tier keeps the state, as `OffloadedState` takes it."""
     section, traffic = plan.run.offload, DriveCounters()
     system = traffic.wrap(system)
     return Settings(

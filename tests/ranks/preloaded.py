@@ -1,0 +1,10 @@
+"""What takes seconds to import, and some ranks need: transformers and torchao, where they are installed."""
+
+from importlib.util import find_spec
+
+from fullshard.models.quiet_import import import_quietly
+
+if find_spec("transformers") is not None:
+    import_quietly("transformers.models.llama.modeling_llama")
+if find_spec("torchao") is not None:
+    import_quietly("torchao.optim")
