@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {"weights", "survival"} | LOWER | SHARED,
     "calibration": {"training", "weights", "survival"} | LOWER | SHARED,
     "jobs": {"calibration", "training", "weights", "survival"} | LOWER | SHARED,
-    "launch": {"survival"} | SHARED,
+    "launch": {"survival", "profiler"} | SHARED,
     "dryrun": {"tracing", "sharding", "models"} | SHARED,
     "planning": {"launch", "dryrun", "tracing", "training", "planner", "report", "convert"} | LOWER | SHARED,
     "cli": {"planning", "launch", "jobs", "weights", "dryrun", "planner", "report", "convert", ""}

@@ -16,13 +16,13 @@ from fullshard.errors import DataError
 WRITES_AND_DIES = """
 import os, signal, sys
 from pathlib import Path
-from fullshard.data.cache import built
+from fullshard.data.cache import get_or_build
 
 def build(draft):
     (draft / "half").write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
 
-built(Path(sys.argv[1]), "entry", build=build)
+get_or_build(Path(sys.argv[1]), "entry", build=build)
 """
 
 

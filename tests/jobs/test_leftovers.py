@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fakes.sampling import sampled
-from tests.jobs.test_train import TINY
-from tests.training.runs import run_of
 
 from fullshard.checkpoint.location import newest_step
 from fullshard.errors import CheckpointError
@@ -23,6 +20,7 @@ from fullshard.offload.saved_state import find_saved_state
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.shard import directory_of
+from tests.fakes.sampling import sampled
 from tests.jobs.test_train import TINY
 from tests.training.runs import run_of
 

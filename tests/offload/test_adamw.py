@@ -54,7 +54,7 @@ class InMemory:
         for name in self.names:
             release(name)
 
-    living = tensors
+    live_tensors = tensors
 
     def refill(self, *, keep: bool) -> Iterator[dict[str, dict[str, Tensor]]]:
         for name in self.names:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what is residen
 PROGRAM = """
 import ctypes, re, sys
 from pathlib import Path
-from fullshard.offload.malloc import give_back_what_is_freed
+from fullshard.offload.malloc import fix_malloc_thresholds
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -28,7 +28,7 @@ def taken(size):
     return block
 
 if sys.argv[1] == "fixed":
-    assert give_back_what_is_freed()
+    assert fix_malloc_thresholds()
 before = resident()
 for block in [taken(16 << 20) for _ in range(4)]:
     libc.free(block)

@@ -89,14 +89,14 @@ def test_without_prefetch_nothing_is_gathered_ahead():
 
 def test_one_reduce_scatter_is_waited_for_before_the_next_gradients_are_packed():
     """Computed at 3, packed at 4, sent until 14; the second, computed at 7, is packed at 15."""
-    free = replace(UNIT, gather=0, again=0, copy_out=0)
+    free = replace(UNIT, gather=0, backward_gather=0, copy_out=0)
     streams = played(free, *backward(1, 0), ("end_backward", -1), computing=3)
     assert streams.compute == 15 + 10
     assert streams.waited_reduce_scatter == (14 - 7) + (25 - 15)
 
 
 def test_an_all_reduce_passes_beside_the_next_reduce_scatter_unless_it_shares_its_wires():
-    free = replace(UNIT, gather=0, again=0, copy_out=0, is_replicated=True, all_reduce=10)
+    free = replace(UNIT, gather=0, backward_gather=0, copy_out=0, is_replicated=True, all_reduce=10)
     apart = played(free, *backward(1, 0), ("end_backward", -1), computing=3)
     assert apart.compute == 25 + 10
     same = played(replace(free, shares_wires=True), *backward(1, 0), ("end_backward", -1), computing=3)

@@ -35,11 +35,11 @@ class LateLane:
         self._jobs: list[Callable[[], None]] = []
         self._done = 0
 
-    def leave(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
+    def to_host(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
         hosts = [torch.full_like(flat, torch.nan) for flat in flats]
         return self._issued("leave", hosts, [(weakref.ref(a), b) for a, b in zip(flats, hosts, strict=True)])
 
-    def fetch(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
+    def to_device(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
         flats = [torch.full_like(host, torch.nan, device=device) for host in hosts]
         return self._issued("fetch", flats, [(weakref.ref(a), b) for a, b in zip(flats, hosts, strict=True)])
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
-from fullshard.survival import fingerprint
 from fullshard.survival.fingerprint import WIDTH, Fingerprint, disagreement, named_ranks
 from fullshard.training.loop import train
 from tests.training.runs import Pairs, mean_square, run_of, sharded

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tests.ranks.pool import warm
-from tests.training.runs import Pairs, mean_square, run_of, sharded
 from torch import Tensor, nn
 
 from fullshard.spec.plan import Plan
@@ -20,6 +18,7 @@ from fullshard.survival.watchdog import watching
 from fullshard.system.last_words import on_watchdog_exit
 from fullshard.training.loop import train
 from fullshard.training.loss import Loss
+from tests.ranks.pool import warm
 from tests.training.runs import Pairs, mean_square, run_of, sharded
 
 FOREVER = 600

@@ -18,7 +18,7 @@ from fullshard.checkpoint import load, save
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import CheckpointError, DamagedOffloadError, OffloadError
 from fullshard.offload.drive import SYSTEM
-from fullshard.offload.state import OffloadedState
+from fullshard.offload.state import OffloadedState, attach, offloaded_of
 from fullshard.profiler.memory import live_bytes
 from fullshard.sharding import apply
 from fullshard.spec.groups import PAGE_BYTES
@@ -27,9 +27,7 @@ from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.resume import restore
 from fullshard.training.shard import close_offload, settings_of, shard
-from fullshard.offload.state import attach, offloaded_of
 from fullshard.training.state import TrainState
-from fullshard.weights import pretrained
 from fullshard.weights.pretrained import load_pretrained
 from tests.training.runs import WIDTH, Pairs, Regression, local_bits, mean_square, meta, run_of, same_bits
 

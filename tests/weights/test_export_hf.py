@@ -6,12 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.checkpoint.states import assert_same
-from tests.checkpoint.states import saved as saved_numbers
-from tests.fakes.architectures_hf import CONFIGS
-from tests.fakes.plans import plan_of
-from tests.fakes.sampling import sampled
-from tests.weights.hugging_face import hugging_face, outcome, whole
 from torch import Tensor, nn
 
 from fullshard.checkpoint.manifest import read_manifest
@@ -29,8 +23,10 @@ from fullshard.weights.export_peft import export_peft
 from fullshard.weights.pretrained import load_pretrained
 from tests.checkpoint.states import assert_same
 from tests.checkpoint.states import saved as saved_numbers
+from tests.fakes.architectures_hf import CONFIGS
 from tests.fakes.plans import plan_of
-from tests.weights.hugging_face import EACH, hugging_face, outcome, whole
+from tests.fakes.sampling import sampled
+from tests.weights.hugging_face import hugging_face, outcome, whole
 
 
 def saved(directory: Path, name: str, *settings: str) -> dict[str, Tensor]:

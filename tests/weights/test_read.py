@@ -8,11 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from tests.checkpoint.states import assert_same
-from tests.fakes.architectures_hf import CONFIGS
-from tests.fakes.plans import STRATEGIES, plan_of
-from tests.fakes.sampling import sampled
-from tests.weights.hugging_face import hugging_face, outcome, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -26,8 +21,10 @@ from fullshard.weights.files import open_weights
 from fullshard.weights.pretrained import load_pretrained
 from fullshard.weights.read import LoadReport, read_pretrained
 from tests.checkpoint.states import assert_same
+from tests.fakes.architectures_hf import CONFIGS
 from tests.fakes.plans import STRATEGIES, plan_of
-from tests.weights.hugging_face import EACH, hugging_face, outcome, whole
+from tests.fakes.sampling import sampled
+from tests.weights.hugging_face import hugging_face, outcome, whole
 
 
 def imported(directory: Path, name: str, *settings: str) -> tuple[LoadReport, dict[str, Tensor], Tensor]:

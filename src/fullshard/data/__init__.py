@@ -19,7 +19,7 @@ _HOMES = {
     "Batches": "batches",
     "Data": "batches",
     "build_data": "build",
-    "made_ahead": "prefetch",
+    "prefetch_batches": "prefetch",
     "TextData": "text",
 }
 

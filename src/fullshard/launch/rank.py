@@ -13,8 +13,8 @@ from fullshard.launch.environment import quiet_logs, share_cores
 from fullshard.launch.gc import gc_frozen_imports
 from fullshard.launch.outcome import ProcessOutcome
 from fullshard.launch.request import Request
-from fullshard.system.terminal import escape_logs
 from fullshard.system.last_words import on_watchdog_exit
+from fullshard.system.terminal import escape_logs
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -16,12 +16,21 @@ from fullshard.planner.offload_streams import InBuffers
 from fullshard.planner.streams import Streams
 
 NEVER = 1 << 62
-REDUCE_CLOCKS = ("reduce", "all_reduce", "input_free", "host_out", "leaving", "left", "adding", "moving")
+REDUCE_CLOCKS = (
+    "reduce",
+    "all_reduce",
+    "reduce_input_free",
+    "host_out",
+    "last_gradient_out",
+    "previous_gradient_out",
+    "host_sum",
+    "activation_copy",
+)
 GATHER_CLOCKS = (
     "copy_in",
     "gather",
     "network",
-    "apart",
+    "hpz_network",
     "copied_out",
     "disk",
     "updating",

@@ -121,8 +121,7 @@ class StepTimer:
         units = self.units(plan, trace)
         again = self._recomputed(plan, trace)
         if units.norm is None and not moves(trace.phases):
-            streams = self._simulated(plan, trace, units=units)
-            return self._terms(plan, streams, units=units, recompute=again)
+            return self._terms(plan, self._simulated(plan, trace, units=units), units=units, recompute=again)
         slow = self._simulated(plan, trace, units=units)
         fast = units._replace(costs=tuple(map(without_host, units.costs)), norm=None, ahead=0)
         streams = self._simulated(plan, trace, units=fast, moves_nothing=True)

@@ -127,8 +127,8 @@ def _score(trace: Trace, microbatch: int, *, units: int, reach: int, accumulatin
                 copy = copies - 1 - number if backward else number
                 beat = beat._replace(unit=_place(beat.unit, copy, repeats=trace.repeats, shown=shown))
                 if index == run.end - 1:
-                    beat = beat._replace(skips=skips, end=_plus(beat.end, growth, times=skips))
-                beats.append(beat._replace(opens=index == run.start and skips > 0))
+                    beat = beat._replace(skipped_periods=skips, end=_plus(beat.end, growth, times=skips))
+                beats.append(beat._replace(starts_period=index == run.start and skips > 0))
             shift = _plus(shift, growth, times=skips + (number < copies - 1))
         at = run.end
     return MemoryTrace(tuple(beats), _spec_units(trace.repeats, shown, units=units))

@@ -36,7 +36,10 @@ MOST_BYTES = 64 << 20
 """The size of the whole cache. The entries that were used longest ago are removed first."""
 
 # Rooms and modules of this package whose code decides what a spec holds; a test holds the list to it.
-SOURCES = ("distributed", "models", "sharding", "tracing", "training", "spec", "errors.py", "quantities.py")
+SOURCES = (
+    *("data", "distributed", "models", "planning", "sharding", "spec", "system", "tracing", "training"),
+    *("errors.py", "quantities.py"),
+)
 # Packages that transformers builds other modules with, or cannot build some models without.
 _LIBRARIES = (
     *("transformers", "peft", "kernels", "timm", "flash-attn", "flash-linear-attention"),

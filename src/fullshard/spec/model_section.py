@@ -84,11 +84,11 @@ def _kind(data: Any) -> str:
         return type(data).__name__
     keys: Mapping[str, Any] = data if isinstance(data, Mapping) else {}
     named = {"hf": "HuggingFaceModel", "python": "PythonModel"}
-    return next((kind for key, kind in named.items() if key in keys), "Decoder")
+    return next((kind for key, kind in named.items() if key in keys), "DecoderConfig")
 
 
 ModelSection = Annotated[
-    Annotated[DecoderConfig, Tag("Decoder")]
+    Annotated[DecoderConfig, Tag("DecoderConfig")]
     | Annotated[HuggingFaceModel, Tag("HuggingFaceModel")]
     | Annotated[PythonModel, Tag("PythonModel")],
     Discriminator(_kind),

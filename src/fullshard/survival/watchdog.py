@@ -41,8 +41,8 @@ from fullshard.survival.diagnosis import (
 from fullshard.survival.fingerprint import default_store
 from fullshard.survival.phase import SLOW_PHASES, PhaseTracker, RunPhase
 from fullshard.survival.stacks import all_stacks, in_collective, last_collective, other_threads, user_frame
-from fullshard.system.terminal import printable
 from fullshard.system.last_words import receivers
+from fullshard.system.terminal import printable
 
 T = TypeVar("T")
 
