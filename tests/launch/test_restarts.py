@@ -1,8 +1,8 @@
 """A whole run of which a rank is killed: what another attempt makes of what the first one left."""
 
+import contextlib
 import json
-import subprocess
-import sys
+import os
 import time
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from fullshard.jobs.train import run_job
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from tests.launch.jobs import SMALL
+from tests.ranks.command import Command
 
 STEPS = 12
 
@@ -34,13 +35,14 @@ def test_a_run_whose_rank_was_killed_ends_like_an_undisturbed_one(ranks, tmp_pat
     LaunchRecord(jobs=("another",), world_size=2).save(hit / "launch.json")
 
     settings = (f"train.steps={STEPS}", "run.restarts=1", "checkpoint.every=4")
-    command = [sys.executable, "-m", "tests.launch.command", "killed_once", str(hit), *settings]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    command = Command("tests.launch.command", ["killed_once", str(hit), *settings], environment=os.environ)
+    with contextlib.closing(command):
+        _, err = command.communicate(timeout=280)
 
-    assert ended.returncode == 0, ended.stderr
+    assert command.returncode == 0, err
     assert losses(hit) == losses(straight)
-    assert "rank 0: " not in ended.stderr, "which lost its peer"
-    told = ended.stderr[ended.stderr.index("rank 1 was killed by SIGKILL") :]
+    assert "rank 0: " not in err, "which lost its peer"
+    told = err[err.index("rank 1 was killed by SIGKILL") :]
     assert "restart 1 of 1" in told
     assert "restarted on 2 ranks: goes on after step 4 of 12" in told
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("hit.")] == ["hit.1"]

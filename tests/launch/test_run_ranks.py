@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,35 +17,38 @@ from fullshard.errors import INTERRUPTED_EXIT_CODE, DataError, LaunchError
 from fullshard.launch.outcome import CTRL_C_EXIT_CODE
 from fullshard.launch.scratch import remove_abandoned
 from tests.launch.sockets import Address, attack, listening
+from tests.ranks.command import Command
 
 # Far less than the jobs sleep, so that waiting for a rank that should have been ended fails the test.
 TIMEOUT = 200
 # Less than the 30 seconds for which torchelastic by itself waits for ranks that do not heed SIGTERM.
 SOONER_THAN_TORCHELASTIC = 25
 
-Start = Callable[..., "subprocess.Popen[str]"]
+Process = Command | subprocess.Popen[str]
+Start = Callable[..., Process]
 
 
 @contextmanager
 def starting(directory: Path) -> Iterator[Start]:
     """`start(job)`: two ranks that do `job`, whose notes lie in `directory`."""
-    started: list[subprocess.Popen[str]] = []
+    with ExitStack() as started:
 
-    def start_one(job: str, *, by: tuple[str, ...] = (), **environment: str) -> "subprocess.Popen[str]":
-        command = [sys.executable, *by, "-m", "tests.launch.command", job, str(directory)]
-        clean = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        clean["TMPDIR"] = str(directory)  # a launcher that is killed leaves its directory behind
-        process = subprocess.Popen(
-            command, env=clean | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        started.append(process)
-        return process
+        def start_one(job: str, *, by: tuple[str, ...] = (), **environment: str) -> Process:
+            clean = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+            clean["TMPDIR"] = str(directory)  # a launcher that is killed leaves its directory behind
+            own, module = [job, str(directory)], "tests.launch.command"
+            if not by:
+                process = Command(module, own, environment=clean | environment)
+                started.callback(process.close)
+                return process
+            argv = [sys.executable, *by, "-m", module, *own]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            popen = subprocess.Popen(argv, env=clean | environment, text=True, **pipes)
+            started.enter_context(popen)  # closes the pipes
+            started.callback(popen.kill)
+            return popen
 
-    yield start_one
-    for process in started:
-        process.kill()
-        with process:  # closes the pipes; a rank that was left behind may still hold their other end
-            pass
+        yield start_one
 
 
 @pytest.fixture

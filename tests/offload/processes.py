@@ -8,6 +8,8 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.ranks.command import Command
+
 
 def running(verb: str, directory: Path, note: Path) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
@@ -27,6 +29,16 @@ def killed_at_the_end(process: "subprocess.Popen[bytes]"):
         process.wait()
         if process.stdin is not None:
             process.stdin.close()
+
+
+@contextmanager
+def keeping_on(verb: str, directory: Path, note: Path):
+    """The same in a process that is quick to start, for a writer that only a kill ends."""
+    command = Command("tests.offload.writer", [verb, str(directory), str(note)], environment=os.environ)
+    try:
+        yield command
+    finally:
+        command.close()
 
 
 def wait_for(path: Path, process: "subprocess.Popen[bytes]") -> str:

@@ -14,7 +14,7 @@ from fullshard.errors import DamagedOffloadError, OffloadError
 from fullshard.offload.directories import rank_directory
 from fullshard.offload.generation_manifest import FileRecord
 from tests.faults.disks import powerless_disk
-from tests.offload.processes import killed_at_the_end, running
+from tests.offload.processes import keeping_on
 from tests.offload.systems import Cut, PowerCut, Watched, failing
 from tests.offload.writer import IDENTITY, holds, opened, payload, put, usable
 
@@ -72,7 +72,7 @@ def test_a_process_that_is_killed_leaves_what_it_has_acknowledged(tmp_path: Path
     try:
         for _ in range(KILLS_HERE):
             before = notes.read_bytes().count(b"\n")
-            with killed_at_the_end(running("keep_on", directory, notes)) as process:
+            with keeping_on("keep_on", directory, notes) as process:
                 while notes.read_bytes().count(b"\n") < before + 1:
                     assert process.poll() is None, "it ended"
                     time.sleep(0.002)
@@ -95,7 +95,7 @@ def test_power_that_is_cut_leaves_what_was_acknowledged(tmp_path: Path, verb: st
         directory = disk.mounted_at / "run" / "rank-00003"
         for _ in range(4):
             before = notes.read_bytes().count(b"\n")
-            with killed_at_the_end(running(verb, directory, notes)) as process:
+            with keeping_on(verb, directory, notes) as process:
                 while notes.read_bytes().count(b"\n") < before + 2:
                     assert process.poll() is None, "it ended"
                     time.sleep(0.002)
