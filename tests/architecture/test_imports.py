@@ -1,11 +1,12 @@
 """Who may import whom, no cycles, and no torch where the command line must answer in a blink.
 
-    cli -> launch -> training -> sharding | offload | checkpoint | profiler | models -> spec -> foundation
-    cli -> dryrun -> sharding, models                                                -> spec
-    cli -> planner | report                                                          -> spec
-    foundation: quantities | targets -> errors
+    cli -> planning -> launch | dryrun | training | planner | report | convert
+    cli -> jobs -> calibration -> training -> weights -> offload | checkpoint | models | sharding
+                                  training -> survival | data | profiler
+    dryrun -> tracing -> sharding
+    every room with torch -> distributed -> spec -> system -> quantities -> errors
 
-A room may import anything further right on its line; rooms separated by a bar never import each other.
+A room may import anything further right. Rooms separated by a bar do not import each other.
 """
 
 import graphlib
