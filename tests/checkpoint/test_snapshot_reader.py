@@ -1,4 +1,4 @@
-"""Of shards that training goes on with, the numbers of one moment are read, however far the reader is."""
+"""Of shards that training continues with, the numbers of one moment are read, however far the reader is."""
 
 import threading
 from collections.abc import Callable

@@ -168,7 +168,7 @@ def test_corrupt_records_are_left_out_and_counted_if_asked(tmp_path: Path):
     store = store_of(tmp_path, source="jsonl", paths=(f"{tmp_path}/a.jsonl",), on_error="skip")
     assert [bytes(tokens) for tokens in documents(store)] == [b"good\0", b"too\0"]
     assert store.skipped == 3
-    assert [told.split(": ")[0].rpartition(" ")[2] for told in store.told] == ["2", "3", "4"]
+    assert [told.split(": ")[0].rpartition(" ")[2] for told in store.skip_messages] == ["2", "3", "4"]
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_a_run_says_why_it_does_not_use_what_the_drive_holds(
     if found is not None:
         said = unusable_message(plan, found, step=5) or ""
         assert said.startswith(f"{directory} holds step 8 of 4 ranks (")
-        assert said.endswith(f"which is not used, for {why}: the run goes on from the checkpoint of step 5")
+        assert said.endswith(f"which is not used, for {why}: the run resumes from the checkpoint of step 5")
         assert (unusable_message(plan, found, step=0) or "").endswith("the run begins anew")
         assert unusable_message(plan, found, step=8) is None, "the checkpoint is as new"
     assert find_unusable_state(plan, saved=None, must_resume=False) is None, "a new run goes on from nothing"
@@ -135,7 +135,7 @@ def test_leftovers_are_named_without_a_tier_too(place: str, tmp_path: Path) -> N
     own = leave(directory_of(without, rank=0).parent, steps=[8], world_size=4)
     (line,) = leftover_messages(without, aside=None)
     assert line.startswith(f"{own} holds ")
-    assert list(leftover_messages(without, aside=None, told=own)) == []
+    assert list(leftover_messages(without, aside=None, reported=own)) == []
     # With the tier it is this run's, but for those of ranks that it does not have.
     with_tier = plan_of(root, "optimizer:nvme", ranks=2, path=path)
     lines = sorted(leftover_messages(with_tier, aside=None))

@@ -44,5 +44,5 @@ def test_a_run_whose_rank_was_killed_ends_like_an_undisturbed_one(ranks, tmp_pat
     assert "rank 0: " not in err, "which lost its peer"
     told = err[err.index("rank 1 was killed by SIGKILL") :]
     assert "restart 1 of 1" in told
-    assert "restarted on 2 ranks: goes on after step 4 of 12" in told
+    assert "restarted on 2 ranks: resumes after step 4 of 12" in told
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("hit.")] == ["hit.1"]

@@ -232,7 +232,7 @@ def generated(methods: tuple[str, ...]) -> tuple[Tensor, Tensor]:
     plain = materialize(Speaking(), seed=0)
     model = shard(Speaking(), plan_of(dist.get_world_size()), methods=methods)
     first = model.generate(tokens_of(0))
-    loss_of(model, tokens_of(1)).backward()  # and training goes on
+    loss_of(model, tokens_of(1)).backward()  # and training continues
     torch.testing.assert_close(model.generate(tokens_of(0)), first)
     return first, plain.generate(tokens_of(0))
 

@@ -213,7 +213,7 @@ def test_the_model_is_put_into_training_mode(ranks: Any) -> None:
 
 
 def after_a_validation() -> tuple[bool, bool]:
-    """Forwards between steps leave units gathered; training goes on with what was updated."""
+    """Forwards between steps leave units gathered; training continues with what was updated."""
     bits = []
     for validates in (False, True):
         state, plan = sharded(run_of("sharding.strategy=shard_grad_op", "train.microbatch=3"))

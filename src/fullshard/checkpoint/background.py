@@ -1,4 +1,4 @@
-"""Saving while training goes on: a thread writes the state, or a copy of it.
+"""Saving while training continues: a thread writes the state, or a copy of it.
 
 [Note: staged before the update] Forward and backward change no parameter and no optimizer state, so these
 are copied while they run. What must not happen is an update before the copy is done: it would tear the

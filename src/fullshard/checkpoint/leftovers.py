@@ -79,7 +79,7 @@ def collect_leftovers(directory: Path) -> None:
             logger.info("removing %s: nothing was written there", path)
             remove(path)
         else:
-            who = f"process {writer.pid} on {writer.host}" if writer else "a process that cannot be told"
+            who = f"process {writer.pid} on {writer.host}" if writer else "an unknown process"
             logger.warning("leaving %s alone: %s may still be writing it", path, who)
 
 

@@ -301,9 +301,9 @@ def _undamaged_json(text: bytes, where: str) -> dict[str, Any]:
         raise DamagedCheckpointError(f"{where} is damaged.", got=f"{MANIFEST}, no JSON: {error}") from error
     if not isinstance(data, dict):
         raise DamagedCheckpointError(f"{where} is damaged.", got="no JSON object")
-    told = str(cast(dict[str, Any], data).get("digest"))
+    stated = str(cast(dict[str, Any], data).get("digest"))
     if (
-        data.get("format") != 1 and digest(_exchanged(text, before=told, after=_NO_DIGEST)) != told
+        data.get("format") != 1 and digest(_exchanged(text, before=stated, after=_NO_DIGEST)) != stated
     ):  # 1 had none
         raise DamagedCheckpointError(f"{where} is damaged.", got="its own digest is another")
     return cast(dict[str, Any], data)
@@ -311,10 +311,10 @@ def _undamaged_json(text: bytes, where: str) -> dict[str, Any]:
 
 def _require_signature(text: bytes, data: Mapping[str, Any], *, key: KeyFile, where: str) -> None:
     """An older checkpoint is not taken instead: that an unsigned one is there is for the user to know."""
-    told = str(data.get("signature"))
+    stated = str(data.get("signature"))
     unsigned = _exchanged(text, before=str(data.get("digest")), after=_NO_DIGEST)
-    unsigned = _exchanged(unsigned, before=told, after=_NO_SIGNATURE)
-    if not hmac.compare_digest(key.signature(unsigned), told):
+    unsigned = _exchanged(unsigned, before=stated, after=_NO_SIGNATURE)
+    if not hmac.compare_digest(key.signature(unsigned), stated):
         raise CheckpointError(
             f"{where} is not signed with the key of {key.path}.",
             got="no signature"

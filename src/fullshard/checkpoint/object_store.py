@@ -138,10 +138,10 @@ class Store:
         For stores other than S3.
         """
         entry: Mapping[str, Any] = self.ask(url, "info", self._path(url), options={"refresh": True})
-        told = {str(entry.get(key)).strip('"').lower() for key in ("etag", "ETag")}
+        reported = {str(entry.get(key)).strip('"').lower() for key in ("etag", "ETag")}
         with suppress(ValueError):  # no base64
-            told.add(base64.b64decode(str(entry.get("md5Hash", ""))).hex())
-        return told
+            reported.add(base64.b64decode(str(entry.get("md5Hash", ""))).hex())
+        return reported
 
     def remove(self, urls: Sequence[str]) -> None:
         if urls:
@@ -284,28 +284,30 @@ def _foreign() -> list[type[Exception]]:
 def _as_os_error(error: BaseException, url: str) -> OSError:
     code, said = _code(error), _said(error)
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    told: OSError
+    reported: OSError
     if code == "NoSuchBucket":
-        told = ExplainedError(errno.ENXIO, "no such bucket", place=url, fix="make the bucket, or another URL")
+        reported = ExplainedError(
+            errno.ENXIO, "no such bucket", place=url, fix="make the bucket, or another URL"
+        )
     elif code in ("PreconditionFailed", "412") or isinstance(error, FileExistsError):
-        told = FileExistsError(errno.EEXIST, "it exists already", url)
+        reported = FileExistsError(errno.EEXIST, "it exists already", url)
     elif isinstance(error, FileNotFoundError):
-        told = FileNotFoundError(errno.ENOENT, "no such object", url)
+        reported = FileNotFoundError(errno.ENOENT, "no such object", url)
     elif kinds & _NO_CREDENTIALS:
         fix = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role of the machine"
-        told = ExplainedError(
+        reported = ExplainedError(
             errno.EACCES, "no credentials", place=url, why="the store asks for some", fix=fix
         )
     elif isinstance(error, PermissionError):
         why, fix = "these credentials may not do that", "the bucket's policy, or other credentials"
-        told = ExplainedError(errno.EACCES, f"access denied: {said}", place=url, why=why, fix=fix)
+        reported = ExplainedError(errno.EACCES, f"access denied: {said}", place=url, why=why, fix=fix)
     elif code in _ALTERED:
-        told = AlteredError(f"{code}: {said}", place=url)
+        reported = AlteredError(f"{code}: {said}", place=url)
     elif kinds & _UNREACHED:
-        told = _silence(said, url)
+        reported = _silence(said, url)
     else:  # not EIO, which would say that the bytes are gone
-        told = ExplainedError(_REMOTE, f"{code or type(error).__name__}: {said}", place=url)
-    return told
+        reported = ExplainedError(_REMOTE, f"{code or type(error).__name__}: {said}", place=url)
+    return reported
 
 
 def _silence(said: str, url: str) -> ExplainedError:

@@ -196,7 +196,7 @@ def _require_stored(draft: ObjectFiles, manifest: Manifest) -> None:
                 f"{draft}/{name} was not stored.",
                 got=f"{sizes[name]} bytes" if name in sizes else "no such object",
                 why=f"{file.size_bytes} bytes were sent, and the store said that it had them",
-                fix="save again; another store, if that goes on",
+                fix="save again; another store, if that continues",
             )
 
 

@@ -316,7 +316,7 @@ def _require_numbers(mine: Snapshot) -> None:
             raise CheckpointError(
                 f"{name} is not saved.",
                 got="NaN in it",
-                why="a run that goes on from it would be lost",
+                why="a run that resumes from it would be lost",
                 fix="an older checkpoint, and a look at the steps before",
             )
 

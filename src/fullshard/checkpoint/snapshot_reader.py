@@ -44,7 +44,7 @@ class FrozenShards:
 
 
 class LiveShards:
-    """Shards that training goes on with. See [Note: copied before they change].
+    """Shards that training continues with. See [Note: copied before they change].
 
     `copied(name, shard)` makes a copy. One thread reads, and one settles. They are written from where they
     lie, with no copy on the way, which would take the processor that training wants.

@@ -159,7 +159,7 @@ def _in_data_file(reader: storage.Reader, name: str) -> Iterator[Damage]:
     try:
         table = reader.table(name)
     except CheckpointError:
-        return  # the table is damaged, and is told so where its own turn comes
+        return  # the table is damaged, and is explained so where its own turn comes
     scratch = memoryview(bytearray(max(table.block_bytes, 1)))
     try:
         with reader.files.open(name) as file:
@@ -172,8 +172,8 @@ def _in_data_file(reader: storage.Reader, name: str) -> Iterator[Damage]:
                 except DamagedCheckpointError as error:
                     yield Damage(name, _said(error, name), (piece.name,))
     except OSError as error:
-        told = lost_or_denied(error, f"{reader.files} cannot be read.", name=name)
-        yield Damage(name, _said(told, name), _touched(reader, name))
+        explained = lost_or_denied(error, f"{reader.files} cannot be read.", name=name)
+        yield Damage(name, _said(explained, name), _touched(reader, name))
 
 
 def _said(error: CheckpointError, name: str) -> str:

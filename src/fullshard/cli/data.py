@@ -45,8 +45,8 @@ def prepare_data(
     from fullshard.report.grid import show_rows
 
     show_rows(_rows(summary))
-    for told in summary["told"]:  # type: ignore[union-attr]
-        typer.echo(printable_line(f"left out: {told}"), err=True)
+    for skip_message in summary["skip_messages"]:  # type: ignore[union-attr]
+        typer.echo(printable_line(f"left out: {skip_message}"), err=True)
 
 
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

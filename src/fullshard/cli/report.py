@@ -65,7 +65,7 @@ def _read(directory: Path) -> _ReportedRun:
             why="a run writes it when it ends, or is stopped by Ctrl-C or SIGTERM"
             if started
             else "this is not the directory of a run",
-            fix="wait for its end, or go on with it: fullshard train --resume"
+            fix="wait for its end, or resume it: fullshard train --resume"
             if started
             else "the directory that run.dir names, such as runs/default",
         )

@@ -27,7 +27,7 @@ def train(
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Over what the file says; may be repeated."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run's directory.")
+        bool, typer.Option("--resume", help="Resume from the newest checkpoint in the run's directory.")
     ] = False,
     plan_path: Annotated[
         Path | None, typer.Option("--plan", metavar="PLAN.json", help="A saved plan, which carries its run.")

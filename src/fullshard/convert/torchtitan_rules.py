@@ -130,7 +130,7 @@ RULES: dict[str, Rule] = {
     "checkpoint.load_step": Unsupported("--resume takes the newest", (-1,)),
     "checkpoint.exclude_from_loading": Unsupported("a checkpoint is loaded whole", ([], None)),
     "checkpoint.enable_first_step_checkpoint": NotNeeded(
-        "a save is tried when it is due, and told if it fails"
+        "a save is tried when it is due, and reported if it fails"
     ),
     "activation_checkpoint.mode": NotNeeded("recompute.mode"),
     "activation_checkpoint.selective_ac_option": NotNeeded("recompute.every, recompute.save_matmuls"),

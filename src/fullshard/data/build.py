@@ -127,7 +127,7 @@ def _pool(stream: Stream, run: Run, *, root: Path, alive: Heartbeat, seed: int |
         return {"tokens": tokens, "longest": longest}
 
     entry = get_or_build(root, f"layout-{key_of(facts)}", build=lay_out, alive=alive)
-    told = manifest_of(entry)
+    written = manifest_of(entry)
     training, held_out = (
         open_rows(
             entry,
@@ -135,12 +135,12 @@ def _pool(stream: Stream, run: Run, *, root: Path, alive: Heartbeat, seed: int |
             packing=packing,
             sequence_length=length,
             masked=section.document_mask,
-            tokens=told["tokens"][part],
+            tokens=written["tokens"][part],
         )
         for part in ("training", "held-out")
     )
     pool = ShufflePool(stream, training, held_out, seed)
-    _check(pool, section, tokens=told["tokens"], longest=told["longest"])
+    _check(pool, section, tokens=written["tokens"], longest=written["longest"])
     return pool
 
 

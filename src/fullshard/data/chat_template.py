@@ -110,7 +110,7 @@ class ChatTemplate:
             if not (text.startswith(behind) and behind.startswith(before)):
                 raise NotWrittenOutError(
                     f"message {i + 1} changes how the chat template writes out those before it, so what the "
-                    "assistant says cannot be told; a template with {% generation %} tells it"
+                    "assistant says cannot be found; a template with {% generation %} marks it"
                 )
             spans.append((len(before), len(behind)))
         return spans

@@ -125,7 +125,7 @@ class PackedData:
             "source": " + ".join(store.name for store in stores),
             "documents": self.documents,
             "records left out": self.skipped,
-            "told": [text for store in stores for text in store.told],
+            "skip_messages": [text for store in stores for text in store.skip_messages],
             "training tokens": self.train_tokens,
             "training sequences": sum(pool.training.count for pool in self.pools),
             "packing": self.packing,

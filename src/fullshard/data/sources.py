@@ -75,10 +75,10 @@ def stores_of(
     entry = get_or_build(root, f"tokens-{key_of(facts)}", build=work.build, alive=alive)
     store = open_entry(entry, name=found.name)
     if not store.documents:
-        told = "; ".join(store.told)
+        skipped = "; ".join(store.skip_messages)
         raise DataError(
             f"there is no document in {found.name}.",
-            got=f"{store.skipped} records left out: {told}" if store.skipped else "files without a record",
+            got=f"{store.skipped} records left out: {skipped}" if store.skipped else "files without a record",
             fix="data with documents, or another data.records",
         )
     return [store]
@@ -150,7 +150,7 @@ class _TokenizeJob:
             "documents": len(offsets) - 1,
             "tokens": int(offsets[-1]),
             "skipped": sum(one.skipped for one in made),
-            "told": [text for one in made for text in one.skip_messages][:5],
+            "skip_messages": [text for one in made for text in one.skip_messages][:5],
         }
 
     def _tell(self, made: TaskResult, shown: TokenizationProgress) -> None:

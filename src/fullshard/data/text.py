@@ -105,7 +105,7 @@ class TextData:
             "source": self.source,
             "documents": self.documents,
             "records left out": 0,
-            "told": list[str](),
+            "skip_messages": list[str](),
             "training tokens": self.train_tokens,
             "training sequences": self.train_tokens // length,
             "packing": "concat",

@@ -30,7 +30,7 @@ class TokenStore:
     trained: Integers | None
     vocabulary: int
     skipped: int = 0
-    told: tuple[str, ...] = ()
+    skip_messages: tuple[str, ...] = ()
 
     @property
     def documents(self) -> int:
@@ -54,7 +54,7 @@ def open_entry(entry: Path, *, name: str) -> TokenStore:
         trained=mapped(entry / TRAINED, "uint8") if masked else None,
         vocabulary=facts["vocabulary"],
         skipped=facts["skipped"],
-        told=tuple(facts["told"]),
+        skip_messages=tuple(facts["skip_messages"]),
     )
 
 

@@ -27,7 +27,7 @@ from fullshard.errors import DataError, FullshardError
 from fullshard.spec.data_section import SourceFields
 
 _BATCH_CHARACTERS = 1 << 20
-_TOLD = 5  # how many of the records left out are told one by one
+_TOLD = 5  # how many of the records left out are reply one by one
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ class _Workers:
             for one in self._started:  # those still at work when this process is interrupted
                 one.kill()
                 one.wait()
-                with suppress(OSError), one:  # closes the pipes; what was still to be told goes nowhere
+                with suppress(OSError), one:  # closes the pipes; what was still to be reply goes nowhere
                     pass
         if self._failed is not None:
             raise self._failed
@@ -311,10 +311,10 @@ def main() -> None:
     recipe = TokenizeSettings(**given)
     worker: Tokenizing | None = None
     for line in sys.stdin:
-        told = json.loads(line)
+        reply = json.loads(line)
         try:
             worker = worker or Tokenizing(recipe)
-            made = worker.run([FilePart(**shard) for shard in told["task"]], Path(told["path"]))
+            made = worker.run([FilePart(**shard) for shard in reply["task"]], Path(reply["path"]))
             answer: dict[str, Any] = {"made": asdict(made)}
         except FullshardError as error:
             parts = {"what": error.what, "got": error.got, "why": error.why, "fix": error.fix}

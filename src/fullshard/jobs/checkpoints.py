@@ -16,7 +16,7 @@ from fullshard.training.state import TrainState
 class Checkpoints:
     """Saves into `directory`, and tells of it through `say`. Collective: all ranks call alike.
 
-    A save that fails is told, and training goes on, unless `checkpoint.on_failure` is `stop`: then `failed`
+    A save that fails is told, and training continues, unless `checkpoint.on_failure` is `stop`: then `failed`
     is set, on each rank when it learns of it. `last`: the newest checkpoint that was written.
     """
 
@@ -108,6 +108,6 @@ class Checkpoints:
 
     def _not_written(self, error: CheckpointError, *, step: int) -> None:
         stops = self._plan.run.checkpoint.on_failure == "stop"
-        self._say(f"step {step}: NOT SAVED; {'the run ends' if stops else 'training goes on'}\n{error}")
+        self._say(f"step {step}: NOT SAVED; {'the run ends' if stops else 'training continues'}\n{error}")
         if stops:
             self.failed = error

@@ -37,7 +37,7 @@ class LaunchRecord(FrozenModel):
             ranks += f" ({self.world_size} before)"
         if step == 0:
             return f"restarted on {ranks}: nothing was saved, so it begins anew at step 1 of {steps}"
-        return f"restarted on {ranks}: goes on after step {step} of {steps}"
+        return f"restarted on {ranks}: resumes after step {step} of {steps}"
 
     @classmethod
     def load(cls, path: Path) -> Self | None:

@@ -43,14 +43,14 @@ def unusable_message(plan: Plan, found: SavedRunState, *, step: int) -> str | No
     """What is said of it by a run that goes on after `step`; None where that is no earlier one."""
     if found.step <= step:
         return None
-    on = f"goes on from the checkpoint of step {step}" if step else "begins anew"
+    on = f"resumes from the checkpoint of step {step}" if step else "begins anew"
     return (
         f"{found.directory} holds {_described(found)}, which is not used, for {_reason(plan, found)}: "
         f"the run {on}"
     )
 
 
-def leftover_messages(plan: Plan, *, aside: Path | None, told: Path | None = None) -> Iterator[str]:
+def leftover_messages(plan: Plan, *, aside: Path | None, reported: Path | None = None) -> Iterator[str]:
     """What runs that are over have left on the drive, line by line, also where the plan has no tier there.
 
     `aside`: where an earlier one was moved. `told`: a directory of which more is said. Nothing on ranks but
@@ -63,7 +63,7 @@ def leftover_messages(plan: Plan, *, aside: Path | None, told: Path | None = Non
     for place in [*places, own.parent]:
         alive = own.name if plan.run.offload.on_disk and place == own.parent else None
         for left, size in leftovers(place, alive_run_id=alive, alive_ranks=plan.world_size):
-            if left != told:
+            if left != reported:
                 yield f"{left} holds {format_bytes(size)} of optimizer state of a run that is over"
 
 

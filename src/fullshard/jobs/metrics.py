@@ -138,6 +138,6 @@ def _write_failed(path: Path, got: str) -> TrainError:
     return TrainError(
         f"{path} cannot be written any more.",
         got=got,
-        why="a run whose figures are lost would go on unseen",
+        why="a run whose figures are lost would continue unseen",
         fix="free the disk, then fullshard train --resume",
     )

@@ -103,7 +103,7 @@ def opened(
     there = directory.launch.exists() if kept else Path(directory.checkpoints).is_dir()
     if resume and not saved_to and not there:
         raise CheckpointError(
-            f"{root} holds no run to go on with.",
+            f"{root} holds no run to resume.",
             got="--resume",
             fix="leave --resume out, or set run.dir to the directory of the run",
         )
@@ -131,5 +131,5 @@ def _require_no_checkpoint(saved_to: str) -> None:
         raise CheckpointError(
             f"{saved_to} holds the checkpoints of another run.",
             got=", ".join(files.name for _, files in steps[:3]),
-            fix="--resume to go on with it, or another checkpoint.dir",
+            fix="--resume to resume it, or another checkpoint.dir",
         )

@@ -92,7 +92,7 @@ class RunLog:
         try:
             act()
         except TrainError as error:
-            self.message(f"{error}\n  the run goes on without it; metrics.jsonl has everything")
+            self.message(f"{error}\n  the run continues without it; metrics.jsonl has everything")
             return False
         return True
 

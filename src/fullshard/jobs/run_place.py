@@ -57,7 +57,7 @@ def require_free(root: Path, *, offload_path: str = "offload") -> None:
                 f"{root} holds {', '.join(taken)}, and is not the directory of a run.",
                 got=f"neither a {LAUNCH} nor a {PLAN} that a run has written",
                 why="a run would write over them",
-                fix=f"{_ANOTHER}; or --resume, to go on with checkpoints that are there",
+                fix=f"{_ANOTHER}; or --resume, to continue from the checkpoints that are there",
             )
         others = [one.name for one in entries if _is_not_of_a_new_run(one, own=own)]
         if others:
@@ -74,7 +74,7 @@ def require_free(root: Path, *, offload_path: str = "offload") -> None:
             f"{root} holds an earlier run, and more.",
             got=", ".join(others[:5]),
             why="the earlier run is set aside by renaming the directory, and these would move with it",
-            fix=f"{_ANOTHER}; --resume, to go on with the earlier run; or move these elsewhere",
+            fix=f"{_ANOTHER}; --resume, to continue the earlier run; or move these elsewhere",
         )
 
 

@@ -191,12 +191,12 @@ def _earlier_run_messages(
     """What is told of earlier runs by one that goes on after `step`."""
     if found.previous_run:
         yield f"an earlier run in {found.directory.root} is kept as {found.previous_run}"
-    told = unusable_message(plan, left, step=step) if left is not None else None
+    unused_state = unusable_message(plan, left, step=step) if left is not None else None
     yield from leftover_messages(
-        plan, aside=found.previous_run, told=left.directory if left and told else None
+        plan, aside=found.previous_run, reported=left.directory if left and unused_state else None
     )
-    if told is not None:
-        yield told
+    if unused_state is not None:
+        yield unused_state
 
 
 def _model(run: Run, data: Data) -> tuple[nn.Module, Loss]:
@@ -361,7 +361,7 @@ def _finish(job: _TrainJob, *, interrupted: bool) -> None:
     job.state.phase.enter(RunPhase.FINISHING)
     if interrupted:
         job.log.message(
-            f"stopped by a signal after step {job.state.step}; the same command with --resume goes on"
+            f"stopped by a signal after step {job.state.step}; the same command with --resume continues it"
         )
     elif job.last is not None:
         job.sample = _sample(job)
@@ -382,7 +382,7 @@ def _sample(job: _TrainJob) -> str | None:
     if not count:
         return None
     if job.loss is not next_token_loss and not (isinstance(model, DecoderModel) or is_causal_lm(model)):
-        job.log.message("no sample: nothing says that the model goes on with a text")
+        job.log.message("no sample: nothing says that the model continues a text")
         return None
     prompt = job.data.encode(SAMPLE_PROMPT)
     if not prompt:

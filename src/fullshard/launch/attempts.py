@@ -55,7 +55,7 @@ class Attempts:
         if self.done == self.restarts or not restart_helps(failure):
             return RestartDecision((text, *self._no_restart()), failure.exit_code)
         if interrupted_by is not None:
-            said = f"{interrupted_by.name}: not restarted; the next start goes on from the newest checkpoint"
+            said = f"{interrupted_by.name}: not restarted; the next start resumes from the newest checkpoint"
             return RestartDecision((text, said), INTERRUPTED_EXIT_CODE)
         self.done += 1
         said = f"restart {self.done} of {self.restarts}, from the newest whole checkpoint of this run"

@@ -78,7 +78,7 @@ def _killed(rank: int, number: int) -> LaunchError:
             f"rank {rank} was killed by {name}.",
             why="mostly the kernel, or a container's limit, because memory ran out (dmesg says so)",
             fix='fewer ranks on this machine, a smaller train.microbatch, or recompute.mode = "full"; '
-            "--resume goes on from the newest whole step (of a checkpoint, or on the drive of an nvme tier)",
+            "--resume starts at the newest whole step (of a checkpoint, or on the drive of an nvme tier)",
         )
     if number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
         return LaunchError(

@@ -39,17 +39,19 @@ def llama_config(decoder: DecoderConfig) -> dict[str, Any]:
 
     Raises CheckpointError for what a Llama does not have.
     """
-    told = decoder.model_dump()
+    dumped = decoder.model_dump()
     other = [
-        name for name in told if name not in _SIZES and told[name] != DecoderConfig.model_fields[name].default
+        name
+        for name in dumped
+        if name not in _SIZES and dumped[name] != DecoderConfig.model_fields[name].default
     ]
     if other:
         raise CheckpointError(
             "the decoder cannot be exported for transformers.",
-            got=", ".join(f"model.{name} = {told[name]!r}" for name in other),
+            got=", ".join(f"model.{name} = {dumped[name]!r}" for name in other),
             why="a Llama, which it is written as, has no such thing",
         )
-    sizes = {_SIZES[name]: value for name, value in told.items() if name in _SIZES}
+    sizes = {_SIZES[name]: value for name, value in dumped.items() if name in _SIZES}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -51,7 +51,7 @@ _REASONS: dict[int, tuple[str, str]] = {
     errno.ENAMETOOLONG: ("the file system has no names so long", "a shorter offload.path"),
     errno.ESTALE: ("the network file system lost it", "offload.path = a directory on a local drive"),
 }
-_START_AGAIN = "--resume, which leaves out what is damaged, and goes on from the newest step that is whole"
+_START_AGAIN = "--resume, which leaves out what is damaged, and resumes from the newest step that is whole"
 _UNREADABLE = (errno.EIO, errno.ENODATA)  # linux/block: errors of a transfer, and of the medium
 
 

@@ -205,7 +205,7 @@ def other_bytes(path: Path, what: str) -> DamagedOffloadError:
 
 
 def _unsealed(text: bytes, path: Path) -> bytes:
-    body, _, told = text.removesuffix(b"\n").rpartition(b"\n")
+    body, _, stated = text.removesuffix(b"\n").rpartition(b"\n")
     if text != body + b"\n" + digest(body).encode() + b"\n":
-        raise DamagedOffloadError(f"{path} is damaged.", got=f"its own digest is another ({told[:40]!r})")
+        raise DamagedOffloadError(f"{path} is damaged.", got=f"its own digest is another ({stated[:40]!r})")
     return body

@@ -95,7 +95,7 @@ class UpdateThread:
             "the optimizer's state could not be updated.",
             got=f"{error.what.removesuffix('.')}:{got}" if got else error.what,
             why=f"{why} what is left of it in memory belongs to no step".strip(),
-            fix=f"{fix}start again with --resume: it goes on from the newest whole state",
+            fix=f"{fix}start again with --resume: it resumes from the newest whole state",
         ) from error
 
 

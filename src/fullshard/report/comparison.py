@@ -114,14 +114,14 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
 def _memory(prediction: Prediction, peak: PeakBytes) -> Iterable[Compared]:
     on_cuda = peak.allocated is not None
     same = [name for name in _SAME_BYTES if not (on_cuda and name in _NOT_TOLD_BY_CUDA)]
-    told = prediction.memory.terms()
+    predicted = prediction.memory.terms()
     total = peak.total if peak.allocated is None else peak.allocated
     seen = {name: getattr(peak, name) for name in same}
     for name in same:
-        yield Compared(term=name, predicted=told[name], measured=seen[name])
+        yield Compared(term=name, predicted=predicted[name], measured=seen[name])
     yield Compared(
         term="rest",
-        predicted=prediction.memory.total - sum(told[name] for name in same),
+        predicted=prediction.memory.total - sum(predicted[name] for name in same),
         measured=total - sum(seen.values()),
     )
     yield Compared(term="total", predicted=prediction.memory.total, measured=total)
@@ -132,39 +132,41 @@ def _memory(prediction: Prediction, peak: PeakBytes) -> Iterable[Compared]:
 
 
 def _drive(prediction: Prediction, measurement: Measurement) -> Iterable[Compared]:
-    told, moved = prediction.offload, measurement.drive
-    if told is not None and moved is not None and told.disk_bytes:
-        yield Compared(term="read", predicted=told.disk_read_bytes, measured=moved.read)
-        yield Compared(term="written", predicted=told.disk_written_bytes, measured=moved.written)
+    predicted, moved = prediction.offload, measurement.drive
+    if predicted is not None and moved is not None and predicted.disk_bytes:
+        yield Compared(term="read", predicted=predicted.disk_read_bytes, measured=moved.read)
+        yield Compared(term="written", predicted=predicted.disk_written_bytes, measured=moved.written)
 
 
 def _step(prediction: Prediction, measurement: Measurement) -> Iterable[Compared]:
-    told, step = prediction.time, measurement.step_seconds
+    predicted, step = prediction.time, measurement.step_seconds
     if step is not None:
         yield Compared(
             term="compute",
-            predicted=told.compute + told.recompute + told.contention,
+            predicted=predicted.compute + predicted.recompute + predicted.contention,
             measured=step.compute + step.other,
         )
         seen: Mapping[str, float] = step.terms()
         for name in _SAME_SECONDS:
-            yield Compared(term=name, predicted=told.terms()[name], measured=seen[name])
-        update = told.optimizer + (told.offload if prediction.offload is not None else 0.0)
+            yield Compared(term=name, predicted=predicted.terms()[name], measured=seen[name])
+        update = predicted.optimizer + (predicted.offload if prediction.offload is not None else 0.0)
         known = update if prediction.is_timed else None
         yield Compared(term="optimizer", predicted=known, measured=seen["optimizer"])
         yield Compared(term="data", measured=step.data)
-        yield Compared(term="stragglers", predicted=told.stragglers)
+        yield Compared(term="stragglers", predicted=predicted.stragglers)
     seconds = measurement.pace.step_seconds
     if seconds is not None:
-        yield Compared(term="total", predicted=told.total if prediction.is_timed else None, measured=seconds)
+        yield Compared(
+            term="total", predicted=predicted.total if prediction.is_timed else None, measured=seconds
+        )
 
 
 def _speed(prediction: Prediction, measurement: Measurement) -> Iterable[Compared]:
     rate = measurement.tokens_per_second
     timed = prediction.is_timed
     if rate is not None:
-        told = prediction.tokens_per_second if timed else None
-        yield Compared(term="tokens_per_second", predicted=told, measured=rate)
+        predicted = prediction.tokens_per_second if timed else None
+        yield Compared(term="tokens_per_second", predicted=predicted, measured=rate)
     if measurement.mfu is not None and prediction.mfu is not None:
         yield Compared(term="mfu", predicted=prediction.mfu if timed else None, measured=measurement.mfu)
 

@@ -236,11 +236,11 @@ def _dry_run(parts: Mapping[str, int], prediction: Prediction) -> Iterator[tuple
     terms = prediction.memory.terms()
     predicted = {name: terms.get(name, 0) for name in parts}
     predicted["rest"] = prediction.memory.total - sum(predicted.values())
-    counted, told = sum(parts.values()), prediction.memory.total
+    counted, total = sum(parts.values()), prediction.memory.total
     yield (
         "dry run",
-        f"{format_bytes(counted)} of tensors at the peak; predicted {format_bytes(told)}"
-        + (f" ({100 * (told / counted - 1):+.1f} %)" if counted else ""),
+        f"{format_bytes(counted)} of tensors at the peak; predicted {format_bytes(total)}"
+        + (f" ({100 * (total / counted - 1):+.1f} %)" if counted else ""),
     )
     for name, count in parts.items():
         if count or predicted[name]:

@@ -443,7 +443,7 @@ class Run(FrozenModel):
             ),
             f'survival.on_spike = "{self.survival.on_spike}"': (
                 self.survival.on_spike != "none",
-                "a step is told to stand out after backward",
+                "a step is flagged as a spike after backward",
             ),
             f'offload.tier = "{self.offload.tier}"': (
                 self.offload.takes_optimizer,

@@ -205,7 +205,7 @@ def _kind(silent: UnresponsiveRank) -> str:
 
 _UNKNOWN = "its host or the link to it is gone, or its process is"
 _STATES = {
-    "T": "its process is stopped (by SIGSTOP or a debugger; kill -CONT lets it go on)",
+    "T": "its process is stopped (by SIGSTOP or a debugger; kill -CONT resumes it)",
     "D": "its process waits in the kernel, for a disk, a network file system or a driver",
     "": "its process is gone",
     "R": "its process runs, but no Python in it does: native code holds the interpreter, or spins",

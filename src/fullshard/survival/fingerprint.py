@@ -81,14 +81,14 @@ def check_same(own: Fingerprint, totals: Sequence[float], *, world_size: int) ->
     raise disagreement(_told(own, world_size), own=own, world_size=world_size)
 
 
-def disagreement(told: Mapping[int, Fingerprint], *, own: Fingerprint, world_size: int) -> TrainError:
+def disagreement(reported: Mapping[int, Fingerprint], *, own: Fingerprint, world_size: int) -> TrainError:
     """What is to be said about ranks of which `told` are known. What most say is taken for right."""
     names = [field.name for field in fields(Fingerprint)]
-    differing = [name for name in names if len({getattr(one, name) for one in told.values()}) > 1]
+    differing = [name for name in names if len({getattr(one, name) for one in reported.values()}) > 1]
     shown = differing or ["step", "collectives"]
     groups: dict[str, list[int]] = {}
     for rank in range(world_size):
-        one = told.get(rank)
+        one = reported.get(rank)
         text = "in another collective" if one is None else ", ".join(_shown(one, name) for name in shown)
         groups.setdefault(text, []).append(rank)
     # The fewest first: they are the ones to look at.
@@ -140,15 +140,15 @@ def _shown(one: Fingerprint, name: str) -> str:
 
 def _told(own: Fingerprint, world_size: int) -> dict[int, Fingerprint]:
     """Every rank's fingerprint, as far as it says it in time."""
-    store, told = default_store(), {dist.get_rank(): own}
+    store, reported = default_store(), {dist.get_rank(): own}
     if store is None:
-        return told
+        return reported
     store = dist.PrefixStore("fullshard/fingerprint", store)
     store.set(str(dist.get_rank()), ",".join(str(number) for number in astuple(own)))
     keys = [str(rank) for rank in range(world_size)]
     with suppress(RuntimeError):  # not all say it in time; those that did are read below
         store.wait(keys, timedelta(seconds=_ANSWER_SECONDS))
     for rank, key in enumerate(keys):
-        if rank not in told and store.check([key]):
-            told[rank] = Fingerprint(*(int(number) for number in store.get(key).decode().split(",")))
-    return told
+        if rank not in reported and store.check([key]):
+            reported[rank] = Fingerprint(*(int(number) for number in store.get(key).decode().split(",")))
+    return reported

@@ -172,5 +172,5 @@ def _differ(step: int, found: Sequence[_Mismatch]) -> TrainError:
         got="; ".join(said),
         why="replicas take the same updates, so a device, its memory or a link has given wrong numbers, or "
         "code of the run changes parameters on some ranks only",
-        fix="go on from a checkpoint of before it, without the machine of that rank",
+        fix="resume from a checkpoint before it, without the machine of that rank",
     )

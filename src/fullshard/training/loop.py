@@ -139,13 +139,13 @@ def _microbatches(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any
     if state.iterator is None:
         state.iterator = iter(cast(Iterable[Any], state.data))
 
-    told = False
+    warned = False
 
     def next_ones(_step: int) -> list[Any] | None:
-        nonlocal told
+        nonlocal warned
         own = list(itertools.islice(cast(Iterator[Any], state.iterator), plan.accumulation))
-        if own and not told:
-            told = True
+        if own and not warned:
+            warned = True
             _warn_of_another_size(own[0], plan)
         # Ranks whose iterables differ in length would wait for each other forever: agree before the step.
         full = torch.tensor([len(own) == plan.accumulation], dtype=torch.uint8, device=plan.device)

@@ -166,12 +166,12 @@ def _on_drive(plan: Plan, groups: Sequence[Group], *, system: System) -> DriveSt
         records.append(FileRecord(name=str(group.index), offset_bytes=end, length_bytes=size))
         end += size
     directory = directory_of(plan, rank=rank())
-    told = [(g.dtype, [(s.name, s.begin, s.end, s.offset) for s in g.segments]) for g in groups]
+    layouts = [(g.dtype, [(s.name, s.begin, s.end, s.offset) for s in g.segments]) for g in groups]
     identity = Identity(
         run_id=directory.parent.name,
         rank=rank(),
         world_size=plan.world_size,
-        layout=hashlib.sha256(json.dumps([plan.run.offload.moments, told]).encode()).hexdigest()[:32],
+        layout=hashlib.sha256(json.dumps([plan.run.offload.moments, layouts]).encode()).hexdigest()[:32],
     )
     check = "always" if plan.run.offload.paranoid else "asked"
 

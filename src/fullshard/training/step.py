@@ -169,8 +169,8 @@ def _updated_with(norm: float, *, step: int) -> TrainError:
         f"the gradient of step {step} is not finite, and the parameters were updated with it.",
         got=f"gradient norm {norm}, optimizer.in_backward = true",
         why="each unit is updated before the next one's gradient is there, so the step cannot be left out",
-        fix="go on from the last checkpoint (--resume) with optimizer.in_backward = false, which leaves such "
-        "steps out, or with a lower optimizer.learning_rate",
+        fix="resume from the last checkpoint (--resume) with optimizer.in_backward = false, which skips such "
+        "steps, or with a lower optimizer.learning_rate",
     )
 
 

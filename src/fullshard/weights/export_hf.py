@@ -107,13 +107,13 @@ class _Known:
 
 
 def _as_known(manifest: Manifest, run: Run | None, *, doing: str) -> _Known:
-    told = manifest.values.get("huggingface")
-    if told is None and run is not None and isinstance(run.model, DecoderConfig):
+    recorded = manifest.values.get("huggingface")
+    if recorded is None and run is not None and isinstance(run.model, DecoderConfig):
         return _Known(llama_config(run.model), llama_names)
-    if told is None and run is not None and isinstance(run.model, HuggingFaceModel):
+    if recorded is None and run is not None and isinstance(run.model, HuggingFaceModel):
         # Whoever wrote the checkpoint may have switched it on.
-        told = described(hf_model(run.model.model_copy(update={"trust_remote_code": False})))
-    if not isinstance(told, dict):
+        recorded = described(hf_model(run.model.model_copy(update={"trust_remote_code": False})))
+    if not isinstance(recorded, dict):
         source = (
             run.model.source
             if run is not None and not isinstance(run.model, DecoderConfig)
@@ -124,13 +124,13 @@ def _as_known(manifest: Manifest, run: Run | None, *, doing: str) -> _Known:
             got=source,
             fix="--format safetensors, which writes the tensors by their own names",
         )
-    twin = meta_twin(cast(dict[str, Any], told), needed_for=doing)
+    twin = meta_twin(cast(dict[str, Any], recorded), needed_for=doing)
     config: dict[str, Any] = json.loads(twin.config.to_json_string())
     generation: bytes | None = None
     if getattr(twin, "generation_config", None) is not None and twin.can_generate():
         generation = twin.generation_config.to_json_string().encode()
     return _Known(
-        {**config, "architectures": told["architectures"]}, partial(file_names, twin), generation, twin
+        {**config, "architectures": recorded["architectures"]}, partial(file_names, twin), generation, twin
     )
 
 

@@ -52,10 +52,10 @@ def _indexed(index: Path) -> dict[str, FileTensor]:
         data: Any = parse_json(read_bytes(index, most_bytes=_INDEX_BYTES))
     except ValueError as error:
         raise DamagedCheckpointError(f"{index} is no JSON.", got=str(error)) from error
-    told: Any = cast(dict[str, Any], data).get("weight_map") if isinstance(data, dict) else None
-    if not isinstance(told, dict):
+    weight_map: Any = cast(dict[str, Any], data).get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(weight_map, dict):
         raise DamagedCheckpointError(f"{index} names no files.", got="no weight_map in it")
-    names = cast(dict[str, Any], told)
+    names = cast(dict[str, Any], weight_map)
     inside: dict[str, dict[str, FileTensor]] = {}
     for file in sorted({str(file) for file in names.values()}):
         path = index.parent / file

@@ -104,16 +104,16 @@ def read_header(path: Path) -> dict[str, FileTensor]:
 
 
 def _tensor(path: Path, name: str, *, one: Any, begin: int) -> FileTensor:
-    told: dict[str, Any] = one if isinstance(one, dict) else {}
-    shape, offsets = _counts(told.get("shape")), _counts(told.get("data_offsets"))
+    stated: dict[str, Any] = one if isinstance(one, dict) else {}
+    shape, offsets = _counts(stated.get("shape")), _counts(stated.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2:
         raise _damaged(path, f"{name}: {str(one)[:200]}")
-    if not isinstance(told.get("dtype"), str) or told["dtype"] not in _BY_NAME:
-        raise _damaged(path, f"{name}: dtype {told.get('dtype')!r}, which this fullshard does not know")
-    tensor = FileTensor(path.name, begin + offsets[0], tuple(shape), _BY_NAME[told["dtype"]])
+    if not isinstance(stated.get("dtype"), str) or stated["dtype"] not in _BY_NAME:
+        raise _damaged(path, f"{name}: dtype {stated.get('dtype')!r}, which this fullshard does not know")
+    tensor = FileTensor(path.name, begin + offsets[0], tuple(shape), _BY_NAME[stated["dtype"]])
     if offsets[1] - offsets[0] != tensor.size_bytes:
         raise _damaged(
-            path, f"{name}: {offsets[1] - offsets[0]} bytes for {told['dtype']} {list(tensor.shape)}"
+            path, f"{name}: {offsets[1] - offsets[0]} bytes for {stated['dtype']} {list(tensor.shape)}"
         )
     return tensor
 
