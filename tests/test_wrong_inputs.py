@@ -183,7 +183,7 @@ ON_A_RANK = [
         ("'tail'", "try:"),
         ('sharding.units.overrides=[{match="tail", strategy="no_shard"}]',),
     ),
-    Wrong("nothing to resume", 6, ("no run to go on with", "try:"), argv=("--resume",)),
+    Wrong("nothing to resume", 6, ("no run to resume", "try:"), argv=("--resume",)),
     Wrong("file for a directory", 2, ("run's directory", "try:"), ("run.dir=file",), file="precious"),
     Wrong("tracker that is not installed", 2, ("fullshard[mlflow]",), ('log.trackers=["mlflow"]',)),
 ]
