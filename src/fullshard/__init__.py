@@ -1,4 +1,4 @@
-"""fullshard: sharded training for PyTorch models that no longer fit one accelerator.
+"""fullshard: sharded training for PyTorch models that no longer fit on one accelerator.
 
     run = fullshard.Run.load("run.toml")
     with fullshard.process_group() as ranks:
@@ -9,7 +9,7 @@
         for step in fullshard.train(state, plan):
             ...
 
-Names are imported when they are first used: `import fullshard` alone does not import torch.
+Names are imported on first use: `import fullshard` alone does not import torch.
 """
 
 import importlib

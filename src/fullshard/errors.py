@@ -1,20 +1,20 @@
-"""The exceptions of fullshard: one tree, and an exit code for each branch.
+"""The exceptions of fullshard: one tree, with one exit code for each branch.
 
 FullshardError          1   never raised itself
-├── SpecError           2   a run.toml, a plan or an argument that says something impossible
-├── MissingExtraError   2   an optional dependency that was asked for is not installed
+├── SpecError           2   a run.toml, a plan or an argument is invalid
+├── MissingExtraError   2   an optional dependency that is needed is not installed
 ├── PlanError           3   the run is well-formed, but no layout of it exists on these ranks
 ├── ShardError          4   the module cannot be sharded as planned
-├── DataError           5   data that is unreadable, empty or too short
-├── CheckpointError     6   a checkpoint that is absent, broken, of another model, or cannot be written
-│   └── DamagedCheckpointError    one whose files are not what was saved; an older one may be whole
-├── LaunchError         7   ranks that could not be started, or died
-├── TrainError          8   a run that stopped itself (non-finite losses, a missing loss)
-└── OffloadError        9   state on a drive that cannot be kept there: full, failing, held by another process
-    ├── DamagedOffloadError       a file of it is not what was written; the next start does without it
-    └── ForeignOffloadError       what lies there is of another run, or of other ranks or shapes
+├── DataError           5   data is unreadable, empty or too short
+├── CheckpointError     6   a checkpoint is missing, broken, of another model, or cannot be written
+│   └── DamagedCheckpointError    its files are not as they were saved; an older one may be whole
+├── LaunchError         7   ranks could not be started, or died
+├── TrainError          8   a run stopped itself (non-finite losses, a missing loss)
+└── OffloadError        9   the drive cannot keep state: full, failing, in use by another process
+    ├── DamagedOffloadError       a file is not as it was written; the next start discards it
+    └── ForeignOffloadError       the files are of another run, or of other ranks or shapes
 
-Exit code 75 (`EX_TEMPFAIL`: try again later) is no error: the run was interrupted, and saved itself.
+Exit code 75 (`EX_TEMPFAIL`: try again later) is not an error: the run was interrupted, and saved itself.
 """
 
 from typing import ClassVar
@@ -23,9 +23,14 @@ INTERRUPTED_EXIT_CODE = 75
 
 
 class FullshardError(Exception):
-    """Says what went wrong, what was got, why it cannot be, and what to try.
+    """An error with its reason and a fix.
 
-    `str(error)` is the whole message, one labelled line each; a line that has nothing to say is left out.
+    what: what went wrong
+    got: the offending value
+    why: the reason
+    fix: what to try
+
+    `str(error)` is the whole message, one labelled line each; lines without content are left out.
     """
 
     exit_code: ClassVar[int] = 1
@@ -46,7 +51,11 @@ class SpecError(FullshardError):
 
 
 class MissingExtraError(FullshardError):
-    """`extra` is the name in `pip install "fullshard[extra]"`; `package` is what could not be imported."""
+    """An optional dependency that is not installed.
+
+    extra: its name in `pip install "fullshard[extra]"`
+    package: the package that could not be imported
+    """
 
     exit_code = 2
 
@@ -76,7 +85,7 @@ class CheckpointError(FullshardError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Files are missing, cut off, unreadable, or hold other bytes than their digests say."""
+    """A checkpoint whose files are missing, truncated, unreadable, or do not match their digests."""
 
 
 class LaunchError(FullshardError):
@@ -92,11 +101,11 @@ class OffloadError(FullshardError):
 
 
 class DamagedOffloadError(OffloadError):
-    """A file is missing, cut off, cannot be read, or holds other bytes than were written.
+    """A file that is missing, truncated, unreadable, or does not hold the bytes that were written.
 
-    The one OffloadError after which another attempt helps: a start drops what is damaged.
+    It is the only OffloadError after which another attempt helps: the next start discards the damaged file.
     """
 
 
 class ForeignOffloadError(OffloadError):
-    """Files of another run, another world size or another layout: never read, and never silently replaced."""
+    """Files of another run, world size or layout: they are never read, and never silently replaced."""

@@ -1,4 +1,4 @@
-"""Bytes, FLOP, seconds and tokens as people write and read them."""
+"""Bytes, FLOP, seconds and tokens in human-readable form."""
 
 import re
 
@@ -13,7 +13,7 @@ _BYTES = _COUNT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*")
 
 
 def format_bytes(count: float) -> str:
-    """`3221225472` -> `3.00 GiB`."""
+    """Returns a readable size: `3221225472` -> `3.00 GiB`."""
     sign, count = ("-", -count) if count < 0 else ("", count)
     power = 0
     while count >= (1023.995 if power else 1023.5) and power < len(_BINARY) - 1:
@@ -22,7 +22,7 @@ def format_bytes(count: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """`"1.5 GiB"`, `"80GB"`, `"4096"` -> bytes. Raises SpecError for anything else."""
+    """Returns the bytes of `"1.5 GiB"`, `"80GB"` or `"4096"`. Raises SpecError for any other text."""
     match = _BYTES.fullmatch(text)
     factors = {unit.lower(): factor for unit, factor in _BYTE_FACTORS.items()} | {"": 1}
     if match is None or match[2].lower() not in factors:
@@ -33,7 +33,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_count(count: float) -> str:
-    """`12_345_678` -> `12.3M`; for parameters, tokens, FLOP."""
+    """Returns a readable count of parameters, tokens or FLOP: `12_345_678` -> `12.3M`."""
     sign, count = ("-", -count) if count < 0 else ("", count)
     power = 0
     while count >= 999.5 and power < len(_DECIMAL) - 1:
@@ -45,7 +45,9 @@ def format_count(count: float) -> str:
 
 
 def parse_count(text: str) -> int:
-    """`"15T"`, `"4M"`, `"1.5B"` (a billion), `"65_536"` -> a count. Raises SpecError for anything else."""
+    """Returns the count of `"15T"`, `"4M"`, `"1.5B"` (a billion) or `"65_536"`. Raises SpecError for other
+    text.
+    """
     match = _COUNT.fullmatch(text.replace("_", "").replace(",", ""))
     factors = {unit.lower(): 1000**i for i, unit in enumerate(_DECIMAL)} | {"b": 1000**3}
     if match is None or match[2].lower() not in factors:
@@ -60,7 +62,7 @@ def _bounded(count: float, text: str) -> float:
 
 
 def format_seconds(seconds: float) -> str:
-    """`0.0123` -> `12.3 ms`, `93` -> `1 min 33 s`, `7200` -> `2 h 00 min`."""
+    """Returns a readable time: `0.0123` -> `12.3 ms`, `93` -> `1 min 33 s`, `7200` -> `2 h 00 min`."""
     if round(seconds, 4) < 1:
         return f"{seconds * 1000:.1f} ms"
     if round(seconds, 1) < 60:
@@ -73,7 +75,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def _finite(digits: str, text: str) -> float:
-    """Raises SpecError for more digits than any quantity has."""
+    """Returns the number. Raises SpecError if it is larger than any quantity can be."""
     number = float(digits)
     if number > 1e30:
         raise SpecError("the number is too large.", got=f"{text[:40]}…" if len(text) > 40 else text)

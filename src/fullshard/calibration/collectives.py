@@ -1,4 +1,4 @@
-"""Collectives over one mesh axis, as the engine does them, and the engine's own time at a unit's hooks."""
+"""Collectives over one mesh axis, as FSDP2 calls them, and FSDP2's own time in a unit's hooks."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,15 +20,15 @@ _SIZES = {
 }
 _WINDOWS, _LEAST_WINDOWS, _MOST_CALLS = 24, 2, 2000
 _LEAST_SIZES = 5
-_UNITS, _WIDTH, _ACTS = 12, 16, 3  # of `measure_unit`; acts: gathered in forward, in backward, reduced
+_UNITS, _WIDTH, _ACTS = 12, 16, 3  # of `measure_unit`; acts: two unshards, one reduction
 
 Collective = Callable[[Tensor], object]
 
 
 def measure_link(mesh: DeviceMesh, *, name: str, seconds: float) -> tuple[Link, dict[str, float]]:
-    """The link that joins the ranks of `mesh` (one axis), and for each collective how far its fit is off.
+    """Returns the link between the ranks of `mesh` (one axis), and the error of the fit for each collective.
 
-    On CPU meshes these are fullshard's own collectives; on CUDA NCCL's.
+    On CPU meshes these are fullshard's own collectives; on CUDA, NCCL's.
     """
     kinds = _collectives(mesh)
     fits: dict[str, tuple[CollectiveRate, float]] = {}
@@ -40,7 +40,7 @@ def measure_link(mesh: DeviceMesh, *, name: str, seconds: float) -> tuple[Link, 
             took = seconds_of(lambda c=collective, t=whole: c(t), mesh=mesh, seconds=window)
             samples.append(Sample(whole.numel() * 4, took))
             if len(samples) >= _LEAST_SIZES and _WINDOWS * took > window:
-                break  # the next one, four times as large, would take far more than its part
+                break  # the next size, four times as large, would far exceed its share
         fits[kind] = fit_collective(samples, ranks=mesh.size())
     best = max(rate.bytes_per_second for rate, _ in fits.values())
     link = Link(
@@ -55,10 +55,10 @@ def measure_link(mesh: DeviceMesh, *, name: str, seconds: float) -> tuple[Link, 
 
 
 def _collectives(mesh: DeviceMesh) -> dict[str, Collective]:
-    """What the engine calls, each on a whole tensor of which this rank's chunk is a part."""
+    """Returns the collectives that FSDP2 calls, each on a whole tensor that contains this rank's chunk."""
     group, own, ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
     gather, scatter = DirectAllGather(), DirectReduceScatter()
-    # torch 2.13 gave both a new name, and deprecates the old one.
+    # torch 2.13 renamed both, and deprecates the old names.
     functions = vars(dist)
     nccl_gather = functions.get("all_gather_single") or functions["all_gather_into_tensor"]
     nccl_scatter = functions.get("reduce_scatter_single") or functions["reduce_scatter_tensor"]
@@ -88,11 +88,10 @@ def _collectives(mesh: DeviceMesh) -> dict[str, Collective]:
 
 
 def seconds_of(work: Callable[[], object], *, mesh: DeviceMesh, seconds: float) -> float:
-    """Seconds of one call of `work`: the mean of all ranks' quickest of a few windows.
+    """Returns the seconds of one call of `work`: the mean over all ranks of the fastest of a few windows.
 
-    The quickest, since one late rank holds up all: what else the machine does would show many times over.
-
-    Every rank calls it as often as the slowest has time for, or some would wait for calls that never come.
+    The fastest, because one late rank delays all, which would multiply any other load on the machine. Every
+    rank makes as many calls as the slowest has time for; otherwise some would wait for calls that never come.
     """
     work()
     estimate = _over_ranks(_window(work, 2, mesh=mesh), dist.ReduceOp.MAX)
@@ -119,10 +118,10 @@ def _over_ranks(value: float, op: dist.ReduceOp.RedOpType) -> float:
 
 
 def measure_unit(mesh: DeviceMesh, *, seconds: float) -> float:
-    """Host seconds of one act of the engine on a unit: gathering it in forward or backward, reducing.
+    """Returns the host seconds of one FSDP2 action on a unit: unshard in forward or backward, or reduction.
 
-    A chain of tiny sharded linear layers against the same not sharded, forward and backward, over its units
-    and these acts. The engine does all its work, but for the collectives: these would be most of it.
+    Compares a chain of tiny sharded linear layers with an unsharded one, forward and backward, and divides by
+    units and actions. FSDP2 does all its work except the collectives, which would dominate.
     """
     plain = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_UNITS)))
     plain.to(mesh.device_type)
@@ -141,37 +140,37 @@ def measure_unit(mesh: DeviceMesh, *, seconds: float) -> float:
 
 
 def silence(unit: FSDPModule) -> None:
-    """Takes the collectives out of a unit's hooks, to time the rest. What it computes then is worthless."""
+    """Removes the collectives from a unit's hooks, to time the rest. Its results are then meaningless."""
     unit.set_custom_all_gather(cast(Any, _SilentAllGather()))
     unit.set_custom_reduce_scatter(cast(Any, _SilentReduceScatter()))
 
 
 class _SilentAllGather:
-    """Takes the place of an all-gather, and sends nothing: only the own chunk is in the result."""
+    """Stand-in for an all-gather that sends nothing: the result contains only this rank's own chunk."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(*size, dtype=dtype, device=device)
 
-    def __call__(  # the engine's signature
+    def __call__(  # FSDP2's signature
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> None:
         return None
 
 
 class _SilentReduceScatter:
-    """Takes the place of a reduce-scatter, and sends nothing: the result is the own part of the input."""
+    """Stand-in for a reduce-scatter that sends nothing: the result is the first part of the input."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(  # the engine's signature
+    def __call__(  # FSDP2's signature
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         output_tensor.copy_(input_tensor.narrow(0, 0, output_tensor.numel()))
 
 
 def measure_contention(mesh: DeviceMesh, *, seconds: float) -> float:
-    """How much longer a large matmul takes on CUDA while all-gathers run beside it, as a part of its time."""
+    """Returns the slowdown of a large matmul on CUDA while all-gathers run, as a fraction of its time."""
     a = torch.randn(4096, 4096, device=mesh.device_type, dtype=torch.bfloat16)
     whole, side = torch.ones(2**24, device=mesh.device_type), torch.cuda.Stream()
     gather = _collectives(mesh)["all_gather"]
@@ -180,7 +179,7 @@ def measure_contention(mesh: DeviceMesh, *, seconds: float) -> float:
     matmuls = max(1, round(4 * each / alone))
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with torch.cuda.stream(side):
-        for _ in range(12):  # longer than the matmuls, also where these slow them down
+        for _ in range(12):  # longer than the matmuls, even if those are slowed down
             gather(whole)
     start.record()
     for _ in range(matmuls):

@@ -1,4 +1,4 @@
-"""What one rank computes, copies and writes in a second, measured while all ranks do the same."""
+"""Rates of one rank's computing, copying and writing, measured while all ranks do the same."""
 
 import os
 import time
@@ -38,7 +38,12 @@ _ISSUED = 64  # operations of one chain in `measure_launch`
 
 
 class Task(NamedTuple):
-    """What is timed: one call of `work` does `amount` FLOP or bytes, in launches of `size` each."""
+    """A piece of work to time.
+
+    work: the call
+    size: FLOP or bytes of one launch in it
+    amount: FLOP or bytes of one call
+    """
 
     work: Callable[[], object]
     size: float
@@ -46,7 +51,7 @@ class Task(NamedTuple):
 
 
 class Meter:
-    """Times tasks on one device, on all ranks at once; every rank gets the mean of all."""
+    """Times tasks on one device, on all ranks at once. Every rank gets the mean of all."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -55,15 +60,16 @@ class Meter:
         self._generator = torch.Generator(device).manual_seed(0)
 
     def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Normal numbers: on GPUs, data that is all alike takes less power, and so less time."""
+        """Returns normally distributed numbers: on GPUs, constant data takes less power, and so less time."""
         return torch.randn(*shape, generator=self._generator, device=self.device).to(dtype)
 
     def calls_per_second(self, work: Callable[[], object], *, seconds: float) -> float:
-        """The second best of eight windows, of fewer in little time, with all ranks at work: their mean.
+        """Returns the calls per second: the mean over ranks of each rank's second fastest window.
 
-        Windows and not single calls: where more ranks run than there are cores, a call that falls between two
-        switches shows a whole core, and a window shows this rank's share of it. Not the mean of them, since
-        what else the machine does only takes away; not the best, which may be such a fall.
+        There are eight windows, or fewer in little time, with all ranks at work. Windows, not single calls:
+        with more ranks than cores, a call that falls between two context switches shows a whole core, while a
+        window shows this rank's share of it. Not their mean, because other load on the machine only slows
+        them down. Not the fastest, which may be such an outlier.
         """
         work()  # the first call of a shape chooses a kernel
         once = mean_over_ranks(self._seconds(work, 2) / 2)
@@ -71,7 +77,7 @@ class Meter:
         windows, calls = max(min(fit, _WINDOWS), _LEAST_WINDOWS), max(round(fit / _WINDOWS), 1)
         rates: list[float] = []
         for _ in range(windows):
-            mean_over_ranks(0.0)  # nobody starts before all are there
+            mean_over_ranks(0.0)  # a barrier: all ranks start together
             rates.append(calls / self._seconds(work, calls))
         return mean_over_ranks(sorted(rates)[-2])
 
@@ -82,8 +88,11 @@ class Meter:
         return max(self.on.seconds(start, self.on.mark()), 1e-9)
 
     def curve(self, tasks: Sequence[Callable[[], Task]], *, seconds: float) -> Curve:
-        """The rate of each task, in about `seconds` together. Tasks of rising size; the larger are left out
-        where one call takes more than its part."""
+        """Returns the rate of each task, measured in about `seconds` in total.
+
+        Tasks come in increasing size. The larger ones are skipped once a call takes more than its share of
+        the time.
+        """
         window, points = seconds / len(tasks), list[Point]()
         for make in tasks:
             task = make()
@@ -95,7 +104,10 @@ class Meter:
 
 
 def mean_over_ranks(value: float) -> float:
-    """Collective where there is a process group. Over the CPU's backend, which every group has."""
+    """Returns the mean over ranks. Collective if there is a process group.
+
+    Uses a CPU tensor, because every group has a CPU backend.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     total = torch.tensor(value, dtype=torch.float64)
@@ -104,7 +116,7 @@ def mean_over_ranks(value: float) -> float:
 
 
 def measured_dtypes(device: torch.device) -> tuple[ComputeDtype, ...]:
-    """What matmuls are measured in on this device."""
+    """Returns the dtypes in which matmuls are measured on this device."""
     if device.type != "cuda":
         return ("fp32", "bf16")  # fp16 is emulated, and some 50 times slower than fp32
     tensor_cores = torch.cuda.get_device_capability(device) >= (8, 0) or torch.version.hip is not None
@@ -112,7 +124,7 @@ def measured_dtypes(device: torch.device) -> tuple[ComputeDtype, ...]:
 
 
 def measure_matmul(meter: Meter, dtype: ComputeDtype, *, seconds: float) -> Curve:
-    """FLOP/s of the three matmuls of a linear layer of n × n on 2n tokens: 4 n³ FLOP each."""
+    """Returns the FLOP/s of the three matmuls of an n × n linear layer on 2n tokens: 4 n³ FLOP each."""
 
     def task(n: int) -> Task:
         x, w, g = (meter.random(rows, n, dtype=_TORCH_DTYPES[dtype]) for rows in (2 * n, n, 2 * n))
@@ -129,10 +141,10 @@ def measure_matmul(meter: Meter, dtype: ComputeDtype, *, seconds: float) -> Curv
 
 
 def measure_attention(meter: Meter, dtype: ComputeDtype, *, seconds: float) -> tuple[Curve, Curve]:
-    """FLOP/s of causal attention, forward and backward.
+    """Returns the FLOP/s of causal attention, forward and backward.
 
-    Counted are the pairs of positions that are computed, S (S + 1) / 2 of a head: forward two matmuls
-    (4 · head size FLOP a pair), backward five.
+    Only the pairs of positions that are computed count, S (S + 1) / 2 per head: two matmuls in forward (4 ·
+    head size FLOP per pair), five in backward.
     """
     heads, size = _HEADS[meter.kind], _HEAD_DIM[meter.kind]
 
@@ -166,9 +178,9 @@ def measure_attention(meter: Meter, dtype: ComputeDtype, *, seconds: float) -> t
 
 
 def measure_memory(meter: Meter, *, seconds: float) -> Curve:
-    """Bytes/s, read and written, of elementwise work.
+    """Returns the bytes/s, read and written, of elementwise work.
 
-    A product (12 bytes an element) and a SiLU (8), each into memory that is allocated for it, as in a model.
+    This is a product (12 bytes per element) and a SiLU (8), each into newly allocated memory, as in a model.
     """
 
     def task(n: int) -> Task:
@@ -184,7 +196,10 @@ def measure_memory(meter: Meter, *, seconds: float) -> Curve:
 
 
 def measure_optimizer(meter: Meter, *, seconds: float) -> Curve:
-    """Bytes/s of fused AdamW in fp32: reads four tensors of the parameter's size, and writes three."""
+    """Returns the bytes/s of fused AdamW in fp32.
+
+    It reads four tensors of the parameter's size, and writes three.
+    """
 
     def task(n: int) -> Task:
         parameter = meter.random(n).requires_grad_()
@@ -196,8 +211,11 @@ def measure_optimizer(meter: Meter, *, seconds: float) -> Curve:
 
 
 def measure_launch(meter: Meter, *, seconds: float) -> float:
-    """Host seconds of one operation, forward and backward averaged: of a chain of small products through
-    autograd, over 2 operations a link. On the CPU what the operation itself takes is taken off."""
+    """Returns the host seconds of one operation, averaged over forward and backward.
+
+    Measured on a chain of small products through autograd, with 2 operations per link. On the CPU, the time
+    of the operation itself is subtracted.
+    """
     start, factor = meter.random(64).requires_grad_(), meter.random(64)
 
     def through_autograd() -> None:
@@ -218,7 +236,10 @@ def measure_launch(meter: Meter, *, seconds: float) -> float:
 
 
 def measure_host_copies(meter: Meter, *, seconds: float) -> float | None:
-    """Bytes/s from pinned host memory to the device and back, the mean of both; None on the CPU."""
+    """Returns the bytes/s between pinned host memory and the device, as the mean of both directions.
+
+    Returns None on the CPU.
+    """
     if meter.kind == "cpu":
         return None
     there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=meter.device)
@@ -232,15 +253,15 @@ def measure_host_copies(meter: Meter, *, seconds: float) -> float | None:
 
 
 def measure_host_adam(*, seconds: float) -> float:
-    """Parameters that the host's fused AdamW updates in a second for one rank, while all ranks' do.
+    """Returns the parameters that the host's fused AdamW updates per second for one rank, while all ranks do.
 
-    In less than a second fewer of them are updated, which may then lie in a cache.
+    With less than a second, fewer parameters are updated, which may then fit in a cache.
     """
     count = max(_LEAST_PARAMETERS, int(_HOST_PARAMETERS * min(seconds, 1.0)))
     parameter = torch.randn(count).requires_grad_()
     parameter.grad = torch.randn(count)
     optimizer = torch.optim.AdamW([parameter], fused=True)
-    optimizer.step()  # makes its state
+    optimizer.step()  # creates its state
     mean_over_ranks(0.0)
     started = time.perf_counter()
     for _ in range(_HOST_UPDATES):
@@ -249,9 +270,9 @@ def measure_host_adam(*, seconds: float) -> float:
 
 
 def measure_context(device: torch.device) -> int:
-    """Bytes that this process takes beside torch's allocator: of the device's memory, or of the host's.
+    """Returns the bytes that this process takes besides torch's allocator, of device or host memory.
 
-    On CUDA all that is in use and not the allocator's, so no other process should run on the device.
+    On CUDA this is all memory in use outside the allocator, so no other process should run on the device.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -265,7 +286,7 @@ def measure_context(device: torch.device) -> int:
 
 @contextmanager
 def _arithmetic(dtype: ComputeDtype) -> Generator[None]:
-    """Within it, fp32 matmuls on CUDA are done in `dtype`."""
+    """Runs fp32 matmuls on CUDA in `dtype` inside the block."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
@@ -276,7 +297,10 @@ def _arithmetic(dtype: ComputeDtype) -> Generator[None]:
 
 
 def _each(make: Callable[[int], Task], sizes: Sequence[int]) -> list[Callable[[], Task]]:
-    """A task for each size, made when its turn comes: all at once would not fit."""
+    """Returns a factory per size, so that each task is created only when needed.
+
+    All tasks at once would not fit in memory.
+    """
 
     def later(size: int) -> Callable[[], Task]:
         return lambda: make(size)
@@ -285,5 +309,5 @@ def _each(make: Callable[[int], Task], sizes: Sequence[int]) -> list[Callable[[]
 
 
 def _rounded(rate: float) -> float:
-    """To four digits, which is more than a clock can tell."""
+    """Rounds to four digits, more than the clock's precision."""
     return float(f"{rate:.4g}")

@@ -1,4 +1,4 @@
-"""How fast a drive is as a tier uses it: read and written at once, past the page cache, by all ranks."""
+"""Speed of a drive as offload uses it: simultaneous reads and writes past the page cache, by all ranks."""
 
 import tempfile
 import time
@@ -17,10 +17,11 @@ _PIECE_BYTES = 16 << 20
 
 
 def measure_drive(directory: Path, *, pieces: int = 16) -> float | None:
-    """Bytes/s, read and written together, of one rank while all do; None where any cannot write there.
+    """Returns the bytes/s, read plus written, of one rank while all work, or None if any cannot write there.
 
-    Two files of so many `pieces` of 16 MiB a rank: each is read while the other is written and flushed.
-    Collective.
+    pieces: size of each of the two files per rank, in pieces of 16 MiB
+
+    Each file is read while the other is written and flushed. Collective.
     """
     rate = 0.0
     with ExitStack() as open_files:
@@ -28,7 +29,7 @@ def measure_drive(directory: Path, *, pieces: int = 16) -> float | None:
             files = filled_files(directory, open_files, pieces=pieces)
         except (OSError, OffloadError):
             files = None
-        mean_over_ranks(0.0)  # all begin together
+        mean_over_ranks(0.0)  # all ranks begin together
         if files is not None:
             with suppress(OffloadError):
                 rate = _rate(*files)
@@ -38,9 +39,9 @@ def measure_drive(directory: Path, *, pieces: int = 16) -> float | None:
 
 
 def filled_files(directory: Path, open_files: ExitStack, *, pieces: int) -> tuple[DriveFile, DriveFile]:
-    """Two open files of random numbers: a drive may be quicker with zeros, and reads nothing where none are.
+    """Returns two open files of random numbers: zeros may be faster, and holes are not read at all.
 
-    They have no names any more, so that a process that is killed leaves nothing on the drive.
+    They are unlinked, so a killed process leaves nothing on the drive.
     """
     with tempfile.TemporaryDirectory(prefix="fullshard-calibrate-", dir=directory) as name:
         one, other = (

@@ -1,4 +1,4 @@
-"""Fits a collective's seconds by latency and bandwidth."""
+"""Fits a collective's seconds with latency and bandwidth."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,22 +7,26 @@ from fullshard.spec.hardware import CollectiveRate, Point
 
 
 class Sample(NamedTuple):
-    """One collective of `whole_bytes` (unsharded) took so many seconds."""
+    """One measured collective.
+
+    whole_bytes: unsharded size
+    seconds: duration
+    """
 
     whole_bytes: int
     seconds: float
 
 
 def fit_collective(samples: Sequence[Sample], *, ranks: int) -> tuple[CollectiveRate, float]:
-    """The rate of a collective, and the largest relative error of its straight line on `samples`.
+    """Returns the rate of a collective, and the largest relative error of its linear fit on `samples`.
 
     With x = B (n - 1) / n bytes received, least squares on the relative error of latency + x / rate:
 
         minimise  sum ((a + b x) / t - 1)^2,   a >= 0, b > 0
 
-    One number of ranks cannot tell the latency of a collective from that of its hops: all of it is counted as
-    hops, so that more ranks are never told less than they take. The samples themselves are kept as the curve,
-    each no later than the larger ones: what else the machine did only adds.
+    A single number of ranks cannot separate the latency of a collective from that of its hops. All of it
+    counts as hops, so that the time of more ranks is never underestimated. The samples themselves are kept as
+    the curve, each at most as long as the larger ones, because other load on the machine only adds time.
     """
     assert samples, "nothing was measured"
     assert ranks > 1, "one rank has no collective"
@@ -42,7 +46,7 @@ def fit_collective(samples: Sequence[Sample], *, ranks: int) -> tuple[Collective
 
 
 def _line(xs: Sequence[float], ts: Sequence[float]) -> tuple[float, float]:
-    """(a, b) of a + b x, weighted with 1 / t^2."""
+    """Returns (a, b) of a + b x, fitted with weights 1 / t^2."""
     weights = [1 / t**2 for t in ts]
     s, sx = sum(weights), sum(w * x for w, x in zip(weights, xs, strict=True))
     sxx = sum(w * x * x for w, x in zip(weights, xs, strict=True))

@@ -1,4 +1,7 @@
-"""Whole steps of small decoders, which what was measured alone is held against. See `planner.fitting`."""
+"""Whole steps of small decoders, which check the rates measured in isolation.
+
+See `planner.calibration_fit`.
+"""
 
 import gc
 import statistics
@@ -32,7 +35,7 @@ _SIZES = {
         "broad": "d_model=3072 layers=5 heads=24 kv_heads=8 d_ff=8192 vocabulary=65536",
     },
 }
-# (size, tokens of a sequence on the CPU, sequences at once, microbatches a step, what else)
+# (size, tokens per sequence on the CPU, sequences per microbatch, microbatches per step, other settings)
 _SAMPLES: tuple[tuple[str, int, int, int, str], ...] = (
     ("narrow", 64, 1, 1, "sharding.strategy=full_shard"),
     ("narrow", 96, 6, 1, "sharding.strategy=no_shard"),
@@ -48,14 +51,14 @@ _SAMPLES: tuple[tuple[str, int, int, int, str], ...] = (
     ("broad", 256, 2, 1, "sharding.strategy=full_shard"),
 )
 _LONGER_ON_GPUS = 8
-_LEAST_SECONDS = 1.0  # of a sample
+_LEAST_SECONDS = 1.0  # per sample
 
 
 def measure_steps(ranks: Ranks, *, seconds: float) -> tuple[MeasuredStep, ...]:
-    """The median seconds of a few steps of each sample, in about `seconds`. Collective.
+    """Returns the median seconds of a few steps of each sample, measured in about `seconds`. Collective.
 
-    They are gone through twice, so that a machine that is slower for a while is so for part of them all; in
-    less time, fewer of them, and once.
+    The samples run in two rounds, so that a temporary slowdown of the machine affects only part of each
+    sample. In less time, there are fewer samples and one round.
     """
     kind: Literal["cpu", "cuda"] = "cuda" if ranks.device.type == "cuda" else "cpu"
     count = max(1, min(len(_SAMPLES), int(seconds / _LEAST_SECONDS)))
@@ -89,7 +92,10 @@ def _plan(kind: Literal["cpu", "cuda"], at: int, *, world_size: int) -> Plan:
 
 
 def _timed(plan: Plan, ranks: Ranks, *, seconds: float) -> Sequence[float]:
-    """Of each step the mean over ranks, which wait for each other; as many as fit, two at least."""
+    """Returns the seconds of each step, as the mean over ranks, which wait for each other.
+
+    Runs as many steps as fit in `seconds`, at least two.
+    """
     with torch.device("meta"):
         model = DecoderModel(plan.run.decoder)
     state = TrainState(shard(model, plan), build_optimizer(model, plan))
@@ -106,7 +112,7 @@ def _timed(plan: Plan, ranks: Ranks, *, seconds: float) -> Sequence[float]:
         return time.perf_counter() - started
 
     begun = time.perf_counter()
-    first, second = step(), step()  # what the first allocates, later ones use again
+    first, second = step(), step()  # later steps reuse the memory that the first allocates
     del first
     left = torch.tensor([seconds - (time.perf_counter() - begun), second], dtype=torch.float64)
     dist.all_reduce(left)

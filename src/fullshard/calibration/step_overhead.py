@@ -1,4 +1,4 @@
-"""Host time of a training step outside of model and engine: reading the loss, clipping, the schedule."""
+"""Host time of a training step outside model and FSDP2: reading the loss, clipping, the schedule."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
 
-# So small that computing is next to nothing, and with the parameters of a few blocks.
+# A tiny model whose computing takes almost no time, with the parameters of a few blocks.
 _RUN = (
     "model.vocabulary=16",
     "model.d_model=16",
@@ -33,20 +33,20 @@ _RUN = (
 
 
 class _SameBatch:
-    """A source of microbatches (`data.Batches`) that costs nothing."""
+    """A source of microbatches (`data.Batches`) without any cost."""
 
     def __init__(self, length: int) -> None:
         self.batch = {name: torch.zeros(1, length, dtype=torch.long) for name in ("tokens", "labels")}
 
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
-        """The same one for every step and rank."""
+        """Returns the same microbatch for every step and rank."""
         return iter([self.batch] * plan.accumulation)
 
 
 def measure_step(mesh: DeviceMesh, *, seconds: float) -> float:
-    """Seconds of a step of `train` less its forward and backward, on a tiny model. Collective.
+    """Returns the seconds of a step of `train` minus its forward and backward, on a tiny model. Collective.
 
-    The collectives of the norm and of the loss, and the update of so few parameters, are part of it.
+    This includes the collectives of the norm and of the loss, and the update of a few parameters.
     """
     run = Run.load(overrides=[*_RUN, f"train.global_batch={mesh.size()}"])
     plan = Plan.from_run(run, world_size=mesh.size(), device="cuda" if mesh.device_type == "cuda" else "cpu")

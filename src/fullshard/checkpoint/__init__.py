@@ -1,4 +1,4 @@
-"""Checkpoints: sharded, verified, whole or absent, loadable at any number of ranks."""
+"""Sharded, verified checkpoints: each is complete or absent, and loads at any number of ranks."""
 
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.checkpointable import Checkpointable

@@ -1,20 +1,22 @@
-"""Saving while training continues: a thread writes the state, or a copy of it.
+"""Saving during training: a thread writes the state, or a copy of it.
 
-[Note: staged before the update] Forward and backward change no parameter and no optimizer state, so these
-are copied while they run. What must not happen is an update before the copy is done: it would tear the
-snapshot in silence. So the copy is waited for in a hook that the optimizer itself calls before each step.
+[Note: staged before the update] Forward and backward change no parameter and no optimizer state, so these are
+copied while they run. An update before the copy is done would silently tear the snapshot. So the optimizer
+itself calls a hook before each step, and the hook waits for the copy.
 
-[Note: written from where it lies] A copy costs the processor as much as the rest of the save, and training
-misses it. Where the save before was written when the update came, this one is expected to be, too: shards in
-host memory are then not copied, unless the update comes first ([Note: copied before they change]). To a
-file system alone: what a shard waits for on its way to an object store, the update would wait for.
+[Note: written from where it lies] A copy costs as much processor time as the rest of the save, and training
+misses that time. If the previous save was written before the next update came, this one is expected to be,
+too. Shards in host memory are then not copied, unless the update comes first
+([Note: copied before they change]). This applies to file systems only: with an object store, the update would
+have to wait for the network.
 
-[Note: not copied at all] State on a drive is read when it is written (`fullshard.offload.lazy_tensor`): to
-copy it would take the memory that it is there to save. The next update leaves it as it is, for it writes
-another generation; the one after that would write over it, and waits for the save.
+[Note: not copied at all] State on a drive is read as it is written to the checkpoint
+(`fullshard.offload.lazy_tensor`): a copy would take the memory that the drive saves. The next update leaves
+this state as it is, because it writes another generation. The update after that would overwrite it, and waits
+for the save.
 
-[Note: a group of its own] The thread's collectives run while training's do, in no order among them. On one
-group they would be taken for each other, so the thread has a gloo group of its own.
+[Note: a group of its own] The thread's collectives run concurrently with training's, in no order among them.
+On one group they would be mistaken for each other, so the thread has its own gloo group.
 """
 
 import logging
@@ -53,16 +55,23 @@ logger = logging.getLogger("fullshard")
 
 
 class Updated(Protocol):
-    """A state that can say when it is about to change. `TrainState` is one."""
+    """A state that can report when it is about to change. `TrainState` is one."""
 
     def before_update(self, act: Callable[[], None]) -> None:
-        """Has `act` called once, before the next update of parameters or optimizer state."""
+        """Calls `act` once, before the next update of parameters or optimizer state."""
         ...
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """What became of one save: the checkpoint, or the error. `stalled_seconds`: how long training waited."""
+    """Result of one save.
+
+    step: step of the state that was saved
+    path: the checkpoint, or None if the save failed
+    error: the error, or None
+    seconds: duration of the save
+    stalled_seconds: time that training waited
+    """
 
     step: int
     path: Path | str | None
@@ -72,19 +81,19 @@ class SaveResult:
 
 
 class BackgroundSaver:
-    """Saves in the background, one at a time; the context ends when the last save is through.
+    """Saves in the background, one checkpoint at a time. Leaving the context waits for the last save.
 
-    Collective: every rank makes one, and calls `save` alike. Holds a copy of this rank's shards in host
-    memory (pinned, for those of a GPU), allocated by the first save and used again by others. See
-    [Note: written from where it lies] for those that need none. What changes parameters or optimizer state
-    besides the optimizer's step and `load` comes after `wait`.
+    Collective: every rank creates one, and calls `save` alike. It holds a copy of this rank's shards in host
+    memory, pinned if they are on a GPU. The first save allocates the copy, and later saves reuse it;
+    [Note: written from where it lies] says which shards need none. Call `wait` before changing parameters or
+    optimizer state in any way other than the optimizer's step and `load`.
 
         with BackgroundSaver("checkpoints", keep=2) as saver:
             for step in train(state, plan):
                 if step.index % 100 == 0:
                     saver.save(state)
 
-    `directory`, `keep`, `keep_every`, `layout`, `plan`, `read_back`: as for `save`.
+    The arguments are those of `save`.
     """
 
     def __init__(
@@ -119,19 +128,21 @@ class BackgroundSaver:
 
     @property
     def staged_bytes(self) -> int:
-        """Host memory that the copies take."""
+        """Host memory that the copies take, in bytes."""
         return self._staging.bytes
 
     @property
     def done(self) -> bool:
-        """Whether no save is running on this rank; others may still have theirs to end."""
+        """True if no save is running on this rank; other ranks may still be saving."""
         return self._running is None or self._running.done()
 
     def save(self, state: Checkpointable) -> None:
-        """Begins to save `state`; waits for a save that still runs, and for the copy where `state` cannot say
-        when it will change. See [Note: staged before the update].
+        """Starts to save `state`.
 
-        Raises CheckpointError where the state cannot be saved at all. What fails later is in `outcomes`.
+        First waits for a save that is still running. If `state` cannot report when it will change, also waits
+        for the copy. See [Note: staged before the update].
+
+        Raises CheckpointError if the state cannot be saved at all. Later failures are reported by `outcomes`.
         """
         started = time.perf_counter()
         self.wait()
@@ -157,14 +168,14 @@ class BackgroundSaver:
             self._settle(settled)
 
     def outcomes(self) -> list[SaveResult]:
-        """What has come to an end since the last call."""
+        """Returns the results of the saves that finished since the last call."""
         if self._running is not None and self.done:
             self._take(self._running)
         ended, self._outcomes = self._outcomes, []
         return ended
 
     def wait(self) -> None:
-        """Returns when no save is running."""
+        """Waits until no save is running."""
         if self._running is not None:
             self._take(self._running)
 
@@ -211,7 +222,7 @@ class BackgroundSaver:
 
 
 class _SaveTiming:
-    """Whether a save is through before the next update: as the last one was that both are known of."""
+    """Predicts, from the last completed measurement, whether a save ends before the next update."""
 
     def __init__(self) -> None:
         self.is_ahead = False
@@ -220,7 +231,7 @@ class _SaveTiming:
         self._end: float | None = None
 
     def begin(self) -> None:
-        """A save begins, and none is running."""
+        """Starts timing a save. No other save may be running."""
         if self._update is not None and self._end is not None:
             self.is_ahead = self._update > _MARGIN * self._end
         self._began, self._update, self._end = time.perf_counter(), None, None
@@ -234,7 +245,7 @@ class _SaveTiming:
 
 
 class _StagingBuffers:
-    """This rank's shards while they are saved, and copies of them in buffers that are used again."""
+    """This rank's shards during a save, and reusable buffers for their copies."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -248,8 +259,12 @@ class _StagingBuffers:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def begin(self, mine: Snapshot, *, live: bool) -> Snapshot:
-        """The snapshot to be: small plain tensors (buffers, random states), which forward changes, are copied
-        now; shards are copied by `fill`, or, where all are in host memory and `live`, by `settle`."""
+        """Returns the snapshot to save, whose shards are still to be copied.
+
+        Small plain tensors (buffers, random states), which forward changes, are copied now. Shards are copied
+        by `fill`. If `live`, and all of them are in host memory, they are copied by `settle` instead, as far
+        as they are not written by then.
+        """
         shards = {n: local_shard(t) for n, t in mine.tensors.items() if isinstance(t, DTensor)}
         self._sources = {name: shard for name, shard in shards.items() if not shard.is_meta}
         self.leaves_some = len(self._sources) < len(shards)
@@ -280,23 +295,24 @@ class _StagingBuffers:
         return buffer.copy_(source, non_blocking=source.is_cuda)
 
     def settle(self) -> None:
-        """What the device does from here on comes after the copies; shards in host memory may change."""
+        """Makes later work on the device wait for the copies, and copies unwritten live shards."""
         if self._live is not None:
             self._live.copy_unwritten()
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def arrived(self) -> None:
-        """Returns when the copies are on the host."""
+        """Waits until the copies are on the host."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 def _buffer_for(source: Tensor) -> Tensor:
-    """Host memory for a copy: pinned for one of a GPU; else, if it is large, a mapping of its own.
+    """Returns host memory for a copy: pinned for a GPU tensor, else a mapping of its own for a large one.
 
-    `malloc` would keep it for the thread that asked: gigabytes after a few saves, that nobody else can use.
-    Both begin at a page, so they are written without another copy: [Note: past the page cache].
+    `malloc` would keep large memory for the thread that asked: after a few saves, gigabytes that no other
+    thread can use. Both kinds begin at a page, so they are written without another copy:
+    [Note: past the page cache].
     """
     if source.is_cuda or source.nbytes < LARGE_BYTES:
         return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
@@ -304,7 +320,7 @@ def _buffer_for(source: Tensor) -> Tensor:
 
 
 def _as_shard_of(tensor: Tensor, buffer: Tensor) -> Tensor:
-    """`buffer` in the place of a DTensor's local shard."""
+    """Returns a DTensor like `tensor` whose local shard is `buffer`."""
     whole = cast(DTensor, tensor)
     return DTensor.from_local(
         buffer,
@@ -317,6 +333,9 @@ def _as_shard_of(tensor: Tensor, buffer: Tensor) -> Tensor:
 
 
 def _step_back() -> None:
-    """This thread after those that compute: what they leave is enough for a disk. On Linux a thread's own."""
+    """Lowers the priority of this thread, so that threads that compute come first; a disk needs little time.
+
+    On Linux the priority belongs to the thread, not to the process.
+    """
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -1,11 +1,12 @@
-"""Digests of a checkpoint's bytes: against chance; with a key, against malice too.
+"""Digests of a checkpoint's bytes, against accidental damage and, with a key, against tampering.
 
-A digest of 32 hexadecimal digits is XXH3 of 128 bits (https://xxhash.com): quick, and anybody can make other
-bytes that have it. One of 64 digits is BLAKE2b of 256 bits (RFC 7693), which is written where there is a key.
+A digest of 32 hexadecimal digits is XXH3 of 128 bits (https://xxhash.com). It is fast, but other bytes with
+the same digest can be constructed. A digest of 64 digits is BLAKE2b of 256 bits (RFC 7693), which is used if
+there is a key.
 
 [Note: one signature] With a key the manifest carries an HMAC-SHA256 (RFC 2104) of itself. The manifest holds
-the digests of all small files, and among these are the tables that hold the digests of all other bytes. So
-bytes that are verified down from a signed manifest were written by somebody who had the key.
+the digests of all small files. Some of these are the tables that hold the digests of all other bytes. So
+bytes that are verified, starting from a signed manifest, were written by somebody who had the key.
 """
 
 import errno
@@ -26,14 +27,14 @@ from fullshard.errors import CheckpointError
 _XXH3_DIGITS = 32
 _LEAST_KEY_BYTES, _MOST_KEY_BYTES = 16, 4096
 _MAKE_KEY = "(umask 077; head -c 32 /dev/urandom | base64 > run.key)"
-# The group may write where every user has a group of his own (umask 002), so that is no reason to refuse.
+# Group write access is accepted: with umask 002 every user has a group of their own.
 _BY_OTHERS = stat.S_IRGRP | stat.S_IWGRP | stat.S_IROTH
 
 logger = logging.getLogger("fullshard")
 
 
 class Hash(Protocol):
-    """A digest that is being made, as those of hashlib."""
+    """A digest under construction, with the interface of hashlib."""
 
     def update(self, data: bytes | bytearray | memoryview, /) -> None: ...
 
@@ -41,24 +42,24 @@ class Hash(Protocol):
 
 
 def new_hash(*, strong: bool = False) -> Hash:
-    """Returns the digest of no bytes yet: BLAKE2b if `strong`, else XXH3."""
+    """Returns an empty digest: BLAKE2b if `strong`, else XXH3."""
     return hashlib.blake2b(digest_size=32) if strong else xxhash.xxh3_128()
 
 
 def hash_like(digest: str) -> Hash:
-    """Returns the digest of no bytes yet, of the kind that `digest` is."""
+    """Returns an empty digest of the same kind as `digest`."""
     return new_hash(strong=len(digest) != _XXH3_DIGITS)
 
 
 def digest(data: bytes | bytearray | memoryview, *, strong: bool = False) -> str:
-    """Returns 32 hexadecimal digits; 64 if `strong`."""
+    """Returns the digest of `data` as 32 hexadecimal digits, or 64 if `strong`."""
     found = new_hash(strong=strong)
     found.update(data)
     return found.hexdigest()
 
 
 def matches(data: bytes, digest: str | None) -> bool:
-    """Returns whether `digest` is that of `data`."""
+    """Returns whether `digest` is the digest of `data`; False for None."""
     if digest is None:
         return False
     found = hash_like(digest)
@@ -68,24 +69,27 @@ def matches(data: bytes, digest: str | None) -> bool:
 
 @dataclass(frozen=True)
 class KeyFile:
-    """A file with a secret key, by which checkpoints are signed. See [Note: one signature].
+    """A file with a secret key that signs checkpoints. See [Note: one signature].
 
-    Its bytes are the key, without white space at the end: 16 to 4096. It is read where it is needed, so that
-    no key is kept in memory or sent to another rank; except that of a pipe, which can be read only once.
+    The key is the file's bytes without trailing white space: 16 to 4096 bytes. The file is read whenever the
+    key is needed, so that no key is kept in memory or sent to another rank. Only the key of a pipe is kept,
+    since a pipe can be read only once.
     """
 
     path: Path
 
     def signature(self, data: bytes) -> str:
-        """Returns 64 hexadecimal digits. Raises CheckpointError where the file cannot serve as a key."""
+        """Returns the signature of `data` as 64 hexadecimal digits. Raises CheckpointError if the file cannot
+        serve as a key.
+        """
         return hmac.new(self._key(), data, "sha256").hexdigest()
 
     def require(self) -> None:
-        """Raises CheckpointError where the file cannot serve as a key, or others may write it."""
+        """Raises CheckpointError if the file cannot serve as a key, or if every user may write it."""
         self._key()
 
     def warn_of_readers(self) -> None:
-        """Logs a warning, once in a process and on rank 0 alone, if other users may read the key."""
+        """Logs a warning if other users may read the key: once per process, and on rank 0 alone."""
         if os.environ.get("RANK", "0") == "0" and (mode := _mode(self.path)) & _BY_OTHERS:
             _warn_once(f"{self.path}: other users may read the key (mode {mode:04o}); chmod 600 {self.path}")
 
@@ -122,7 +126,7 @@ def _read(path: Path) -> bytes:
 
 
 def _read_again(path: Path) -> bytes:
-    """Returns the bytes of a key file. A fifo without a writer is empty; one with a writer is waited for."""
+    """Returns the bytes of a key file. Waits for the writer of a fifo; a fifo without a writer is empty."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         mode = os.fstat(file.fileno()).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
@@ -135,7 +139,9 @@ _read_once = cache(_read_again)
 
 
 def _mode(path: Path) -> int:
-    """Returns the permissions of a regular file; 0 for a pipe, which only the processes at its ends reach."""
+    """Returns the permissions of a regular file, or 0 for a pipe, which only the processes at its ends can
+    reach.
+    """
     mode = path.stat().st_mode
     return stat.S_IMODE(mode) if stat.S_ISREG(mode) else 0
 

@@ -1,4 +1,4 @@
-"""The files of one checkpoint, wherever they lie."""
+"""Files of one checkpoint, on any kind of storage."""
 
 import errno
 import os
@@ -17,55 +17,56 @@ from fullshard.system.files import open_regular
 
 MANIFEST = "manifest.json"
 SMALL_BYTES = 1 << 30
-"""What a file that describes others has at most: of ten thousand ranks, some hundred megabytes."""
+"""Largest size of a file that describes others: some hundred megabytes for ten thousand ranks."""
 
 _READ_BYTES, _AHEAD_BYTES = 1 << 20, 16 << 20
 
 
 class Files(Protocol):
-    """The files of one checkpoint, whole or being written. Every method may raise OSError.
+    """Files of one checkpoint, complete or being written. Every method may raise OSError.
 
-    A value that can be sent to other ranks (pickled). `str()` is what people are shown and can give back.
+    A picklable value, so that it can be sent to other ranks. `str()` gives a form that users see and can pass
+    back.
     """
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """Last part of the path."""
         ...
 
     @property
     def key(self) -> KeyFile | None:
-        """The key that the checkpoint is signed with, or has to be."""
+        """Key that the checkpoint is or must be signed with, or None."""
         ...
 
     def sizes(self) -> dict[str, int]:
-        """File name -> bytes; empty where there is nothing. Lists regular files alone."""
+        """Returns the size in bytes of each regular file by name, or an empty dict if there are none."""
         ...
 
     def read(self, name: str) -> bytes:
-        """All of a small file."""
+        """Returns the bytes of a small file."""
         ...
 
     def open(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """A file to read from: `seek` and `readinto`."""
+        """Opens a file for reading, with `seek` and `readinto`."""
         ...
 
     def create(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """A file that must not be there yet; it is down to the disk when the block ends well."""
+        """Opens a new file, which must not exist yet; it is on the disk once the block ends without error."""
         ...
 
 
 class _ReadAhead(FileIO):
-    """A file that is read in large parts, one after the other: meanwhile the disk fetches the next.
+    """A file read sequentially in large parts, while the disk fetches the next ones.
 
-    Unbuffered, since what reads asks for whole blocks.
+    It is unbuffered, because its readers ask for whole blocks.
     """
 
     def readinto(self, buffer: memoryview) -> int | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if hasattr(os, "posix_fadvise"):  # not on macOS
             behind = self.tell() + buffer.nbytes
             os.posix_fadvise(self.fileno(), behind, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-        return super().readinto(buffer[:_READ_BYTES])  # who asks goes on until it has all
+        return super().readinto(buffer[:_READ_BYTES])  # callers read until they have all bytes
 
 
 @dataclass(frozen=True)
@@ -110,19 +111,20 @@ class LocalFiles:
 
 
 def write_file(files: Files, name: str, *, data: bytes) -> None:
-    """Writes a new file, down to the disk."""
+    """Writes a new file, flushed to the disk."""
     with files.create(name) as file:
         file.write(data)
 
 
 def is_remote(directory: str) -> bool:
-    """Whether it is a URL, of anything but the local file system."""
+    """Returns whether `directory` is a URL of something other than the local file system."""
     return "://" in directory and not directory.startswith("file://")
 
 
 def is_lost(error: OSError) -> bool:
-    """Whether the bytes are gone for good: the disk says so, or something else is there, such as a link.
+    """Returns whether an error means that the bytes are gone for good.
 
-    A file that one rank cannot find, others may.
+    The disk reports so, or something other than a file is in their place, such as a link. A missing file is
+    not lost: other ranks may find it.
     """
     return error.errno in (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.ELOOP, errno.EISDIR, errno.ENXIO)

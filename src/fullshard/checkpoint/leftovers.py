@@ -1,4 +1,4 @@
-"""Which directories may go, and which process still writes one."""
+"""Leftovers of saves: the process that writes a directory, and the removal of abandoned directories."""
 
 import logging
 import os
@@ -19,9 +19,9 @@ logger = logging.getLogger("fullshard")
 
 
 class WriterProcess(FrozenModel):
-    """Which process writes a checkpoint: enough to tell, on the same machine, whether it still runs.
+    """Identity of the process that writes a checkpoint, by which its machine can check whether it still runs.
 
-    A pid means something only under the kernel (`boot`) and in the pid namespace where it was given.
+    A pid is valid only under one kernel (`boot`) and in one pid namespace.
     """
 
     host: str
@@ -40,7 +40,7 @@ class WriterProcess(FrozenModel):
         )
 
     def is_dead(self) -> bool:
-        """True where it certainly is; False also where that cannot be known from here."""
+        """Returns True if the process is certainly dead; False also if that cannot be known from here."""
         if self != WriterProcess.this().model_copy(update={"pid": self.pid}):
             return False
         try:
@@ -53,17 +53,17 @@ class WriterProcess(FrozenModel):
 
 
 def remove(path: Path) -> None:
-    """Removes a directory of ours, as far as it can; what stays is named in a warning."""
+    """Removes a directory of fullshard's as far as possible, and warns if some of it remains."""
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
         logger.warning("%s could not be removed", path)
 
 
 def collect_leftovers(directory: Path) -> None:
-    """Removes what is left of saves whose process is dead, and of removals that were broken off.
+    """Removes the leftovers of saves whose process is dead, and of interrupted removals.
 
-    A `.tmp-` directory whose process may still run is left alone, and named in a warning. Call it with the
-    place locked: then one that has no more than begun is nobody's.
+    A `.tmp-` directory whose process may still run is kept, with a warning. Call this function with the
+    location locked, so that a directory in which nothing was written yet belongs to no running save.
     """
     for path in directories(directory, ".del-*"):
         remove(path)
@@ -84,17 +84,19 @@ def collect_leftovers(directory: Path) -> None:
 
 
 def directories(directory: Path, pattern: str) -> list[Path]:
-    """Returns the directories that match `pattern`: a file or a link of such a name is somebody else's."""
+    """Returns the directories that match `pattern`, except links and files of such names, which are not
+    fullshard's.
+    """
     return [path for path in sorted(directory.glob(pattern)) if path.is_dir() and not path.is_symlink()]
 
 
 def _is_bare(path: Path) -> bool:
-    """Whether its process was ended before it had said who it is, and so before it wrote any shard."""
+    """Returns whether the writer died before it recorded its identity, and so before it wrote any shard."""
     return {one.name for one in path.iterdir()} <= {WRITER}
 
 
 def set_aside(path: Path) -> Path:
-    """Renames what looks like a checkpoint and is none, so that its name is free. It is never removed."""
+    """Renames a broken checkpoint so that its name is free, and returns its new path. It is never removed."""
     aside = path.with_name(f".bad-{path.name}-{secrets.token_hex(4)}")
     path.rename(aside)
     return aside

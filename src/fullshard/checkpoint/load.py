@@ -1,8 +1,9 @@
-"""Loading: the newest whole checkpoint, at any number of ranks, in any strategy; verified as it is read.
+"""Loading of the newest complete checkpoint, at any number of ranks and in any strategy, verified as it is
+read.
 
 [Note: a reader beside a writer] A run that keeps few checkpoints may remove one that another process, such as
-an evaluation, is reading. It has committed a newer one before. So when a read fails and the checkpoint is no
-longer there, the reader looks again and takes the newest.
+an evaluation, is reading. It has committed a newer one before. So when a read fails and the checkpoint no
+longer exists, the reader looks again and takes the newest.
 """
 
 import itertools
@@ -32,7 +33,7 @@ from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 T = TypeVar("T")
 
-_TRIES = 10  # to read a checkpoint before it is removed
+_TRIES = 10  # attempts to read a checkpoint before it is removed
 
 logger = logging.getLogger("fullshard")
 
@@ -43,16 +44,16 @@ def load(
     *,
     missing_ok: bool = False,
 ) -> bool:
-    """Loads the newest whole checkpoint of `directory` into `state`; True where there was one.
+    """Loads the newest complete checkpoint of `directory` into `state`, and returns True if there was one.
 
     Collective: every rank calls it, and rank 0 chooses for all. `directory` may also be one checkpoint. Every
-    rank reads only what its own shards need, whatever the ranks and the sharding that saved it, and holds
-    every block against its digest. A checkpoint that turns out damaged is renamed to `.bad-…`, with a
-    warning, and the next older whole one is taken.
+    rank reads only the bytes that its own shards need, whichever ranks and sharding saved them, and checks
+    every block against its digest. A checkpoint that turns out damaged is renamed to `.bad-…` with a warning,
+    and the next older complete one is taken.
 
-    Raises CheckpointError where there is none, unless `missing_ok` (then False); where there are some and
-    none is whole, in any case; and where it is of another model. What `state` holds after an error is
-    undefined.
+    Raises CheckpointError if there is no checkpoint, unless `missing_ok` (then returns False); if there are
+    checkpoints but none is complete, in any case; and if the checkpoint is of another model. After an error
+    the content of `state` is undefined.
     """
     if isinstance(directory, NodeLocalDirectory):
         return _load_from_nodes(state, directory, missing_ok=missing_ok)
@@ -77,7 +78,7 @@ def load(
                 _require_tries_left(attempt, place)
                 continue  # see [Note: a reader beside a writer]
             if not isinstance(error, DamagedCheckpointError) or files.name == place.as_checkpoint().name:
-                raise  # nothing else will do, or this very one was asked for
+                raise  # no other checkpoint helps, or this one was requested by name
             refused[files.name] = f"{files.name}: {error.got or error.what}"
             aside = on_rank_zero(lambda files=files: _set_aside(place, files), doing=f"setting {files} aside")
             if rank() == 0:
@@ -102,7 +103,7 @@ def _require_tries_left(attempt: int, place: CheckpointLocation) -> None:
 def _is_gone(place: CheckpointLocation, files: Files, *, manifest: Manifest) -> bool:
     """Returns whether a checkpoint that was found in `place` has been removed or replaced since."""
     if files.name == place.as_checkpoint().name:
-        return False  # this very one was asked for
+        return False  # this one was requested by name
     try:
         return not is_listed(place, files) or read_manifest(files) != manifest
     except CheckpointError:
@@ -110,7 +111,7 @@ def _is_gone(place: CheckpointLocation, files: Files, *, manifest: Manifest) -> 
 
 
 def _load_from_nodes(state: Checkpointable, disks: NodeLocalDirectory, *, missing_ok: bool) -> bool:
-    """The newest step that every node has; see `nodes`."""
+    """Loads the newest step that every node has; see `per_node`."""
     seat = per_node.find_seat(disks.path)
     refused: list[str] = []
     for step, _ in per_node.finish_commits(disks, seat):
@@ -143,14 +144,16 @@ def _load_from_nodes(state: Checkpointable, disks: NodeLocalDirectory, *, missin
 
 
 def find(directory: str | Path | CheckpointLocation) -> tuple[Files, Manifest]:
-    """`directory` itself where it is a checkpoint, else its newest whole one; CheckpointError for none."""
+    """Returns `directory` itself if it is a checkpoint, else its newest complete one; raises CheckpointError
+    if none.
+    """
     found = _find(location_of(directory), missing_ok=False, refused={})
     assert found is not None, "missing_ok is False"
     return found
 
 
 def with_newest(directory: str | Path | CheckpointLocation, act: Callable[[Files, Manifest], T]) -> T:
-    """Returns `act` of the checkpoint that `find` returns. See [Note: a reader beside a writer]."""
+    """Calls `act` with the checkpoint that `find` returns. See [Note: a reader beside a writer]."""
     place = location_of(directory)
     for attempt in itertools.count(1):
         files, manifest = find(place)
@@ -181,14 +184,14 @@ def _load(state: Checkpointable, files: Files, *, manifest: Manifest) -> None:
 def _set_aside(place: CheckpointLocation, files: Files) -> str:
     try:
         return f"renamed to {place.set_aside(files)}"
-    except OSError as error:  # a place that is only read from
+    except OSError as error:  # a read-only location
         return f"it could not be renamed ({error.strerror})"
 
 
 def _find(
     place: CheckpointLocation, *, missing_ok: bool, refused: Mapping[str, str]
 ) -> tuple[Files, Manifest] | None:
-    # A directory that holds steps is not a checkpoint itself, whatever else lies in it.
+    # A directory that holds steps is not a checkpoint itself, whatever other files it holds.
     if place.exists() and not place.steps() and _is_checkpoint(place.as_checkpoint(), strays_ok=missing_ok):
         return place.as_checkpoint(), verify(place.as_checkpoint())
     for files, manifest in valid_checkpoints(place):
@@ -213,10 +216,10 @@ def _find(
 
 
 def _is_checkpoint(files: Files, *, strays_ok: bool) -> bool:
-    """Returns whether `files` are those of one checkpoint, perhaps a damaged one.
+    """Returns whether `files` are those of one checkpoint, possibly a damaged one.
 
     strays_ok: whether damaged files under a checkpoint's names, without any shard beside them, may be taken
-        for somebody else's.
+        for unrelated files
     """
     names = files.sizes()
     if MANIFEST not in names and METADATA not in names:
@@ -230,6 +233,6 @@ def _is_checkpoint(files: Files, *, strays_ok: bool) -> bool:
 
 def _receivers(state: Checkpointable, manifest: Manifest) -> dict[str, Tensor]:
     receivers = state.load_targets(manifest.tensors)
-    # DCP would fill another dtype in silence.
+    # DCP would silently fill tensors of another dtype.
     compare_names(receivers, {name: manifest.tensors[name] for name in receivers if name in manifest.tensors})
     return receivers

@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run lie, and how one becomes visible there: by one act, or not at all."""
+"""Locations of a run's checkpoints, where each one becomes visible atomically or not at all."""
 
 import fcntl
 import logging
@@ -27,64 +27,71 @@ logger = logging.getLogger("fullshard")
 
 
 class CheckpointLocation(Protocol):
-    """A directory of checkpoints. Any method may raise OSError; only rank 0 calls what changes something."""
+    """A directory of checkpoints. Any method may raise OSError; only rank 0 calls methods that change
+    something.
+    """
 
     @property
     def key(self) -> KeyFile | None:
-        """The key that its checkpoints are signed with."""
+        """Key that its checkpoints are signed with, or None."""
         ...
 
     def __str__(self) -> str: ...
 
     def exists(self) -> bool:
-        """Whether there is such a directory."""
+        """Returns whether the directory exists."""
         ...
 
     def as_checkpoint(self) -> Files:
-        """The place itself, taken for one checkpoint."""
+        """Returns the location itself as the files of one checkpoint."""
         ...
 
     def steps(self) -> list[tuple[int, Files]]:
-        """(step, files) of everything that is named as a checkpoint is, the highest step first."""
+        """Returns (step, files) of every entry named like a checkpoint, highest step first."""
         ...
 
     def unfinished(self) -> list[str]:
-        """What saves that were broken off, or still go on, have left."""
+        """Returns the names of drafts left by saves that were interrupted or are still running."""
         ...
 
     def quarantined(self) -> list[str]:
-        """What `set_aside` has put there."""
+        """Returns the names of broken checkpoints that `set_aside` renamed."""
         ...
 
     def writing(self) -> AbstractContextManager[None]:
-        """While it is open, no other process writes here. Raises CheckpointError where one does."""
+        """Keeps other processes from writing here while it is open. Raises CheckpointError if one already
+        does.
+        """
         ...
 
     def begin(self, step: int, *, needed_bytes: int) -> Files:
-        """A place for the files of a step, seen by nobody. Raises CheckpointError where space is short."""
+        """Returns a draft for the files of a step, invisible to readers. Raises CheckpointError if space is
+        short.
+        """
         ...
 
     def commit(self, draft: Files, manifest: Manifest) -> Files:
-        """Writes the manifest, and makes the draft the checkpoint of its step, for good."""
+        """Writes the manifest, and permanently makes the draft the checkpoint of its step."""
         ...
 
     def discard(self, draft: Files) -> None:
-        """Removes what `begin` gave, as far as it can."""
+        """Removes a draft that `begin` returned, as far as possible."""
         ...
 
     def set_aside(self, checkpoint: Files) -> str:
-        """Takes what looks like a checkpoint and is none out of sight. It is never removed. Returns its new
-        name."""
+        """Renames a broken checkpoint so that it is not loaded, and returns the new name. It is never
+        removed.
+        """
         ...
 
     def remove(self, checkpoint: Files) -> None:
-        """Removes a checkpoint, in such an order that no half of one is ever taken for a whole."""
+        """Removes a checkpoint, in such an order that no remaining part is ever taken for a complete one."""
         ...
 
 
 @dataclass(frozen=True)
 class LocalLocation:
-    """A directory of a file system. A draft is a directory beside, and one rename commits it."""
+    """A directory of a file system. A draft is a directory in it, and one rename commits it."""
 
     path: Path
     free_bytes: Callable[[Path], int] = disk.free_bytes
@@ -104,7 +111,7 @@ class LocalLocation:
     def steps(self) -> list[tuple[int, Files]]:
         if not self.path.is_dir():
             return []
-        # Only what a save has made: a file or a link with the name of a step is somebody else's.
+        # Saves create directories only: a file or a link with the name of a step is not fullshard's.
         own = [path for path in self.path.iterdir() if path.is_dir() and not path.is_symlink()]
         matches = [(_STEP.fullmatch(path.name), path) for path in own]
         found = sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
@@ -119,7 +126,7 @@ class LocalLocation:
     @contextmanager
     def writing(self) -> Generator[None]:
         disk.make_directory(self.path)
-        # The kernel lets it go with the process: a killed save leaves nothing to clean.
+        # The kernel releases the lock when the process ends, so a killed save leaves no lock behind.
         with open(self.path / _LOCK, "a", opener=open_regular) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -173,11 +180,13 @@ class LocalLocation:
 def location_of(
     directory: str | Path | CheckpointLocation, *, key_file: str | Path | None = None
 ) -> CheckpointLocation:
-    """Returns the place that a path or a URL names.
+    """Returns the location that a path or a URL names.
 
-    `key_file`: checkpoints that are saved there are signed with its key, and only signed ones are loaded; see
-    `digests.KeyFile`. Raises MissingExtraError for a URL whose package is not installed; CheckpointError for
-    a URL without a bucket or of an unknown kind, for a path that was a URL before `Path` took one of its
+    key_file: signs the checkpoints that are saved there, and restricts loading to signed ones; see
+        `digests.KeyFile`
+
+    Raises MissingExtraError for a URL whose package is not installed. Raises CheckpointError for a URL
+    without a bucket or of an unknown kind, for a path that was a URL before `Path` removed one of its
     slashes, and for a file that cannot serve as a key.
     """
     key = None if key_file is None else KeyFile(Path(key_file))
@@ -206,17 +215,17 @@ def location_of(
 
 
 def valid_checkpoints(place: CheckpointLocation) -> Iterator[tuple[Files, Manifest]]:
-    """The checkpoints of `place` that are whole, the highest step first, looked at one by one.
+    """Yields the complete checkpoints of `place`, highest step first, and checks each as it is reached.
 
-    What is not is passed over, with a warning; so is what a broken-off save left behind. Raises
-    CheckpointError for one that may well be whole but cannot be read: an older one is no substitute.
+    Skips broken checkpoints and leftovers of interrupted saves, with a warning. Raises CheckpointError for a
+    checkpoint that may be complete but cannot be read: an older one is no substitute for it.
     """
     if not place.exists():
         return
     for name in place.unfinished():
         logger.warning("passing over %s: a save that was not finished", name)
     seen: set[str] = set()
-    # Listed anew each time: a run that saves there may have removed one and added another.
+    # List again each time: a run that saves there may have removed one checkpoint and added another.
     while unseen := [files for _, files in place.steps() if files.name not in seen]:
         files = unseen[0]
         seen.add(files.name)
@@ -238,25 +247,27 @@ def is_listed(place: CheckpointLocation, files: Files) -> bool:
 
 
 def latest_checkpoint(directory: str | Path | CheckpointLocation) -> Path | str | None:
-    """The checkpoint of the highest step that is whole, or None."""
+    """Returns the complete checkpoint of the highest step, or None."""
     return next((location(files) for files, _ in valid_checkpoints(location_of(directory))), None)
 
 
 def newest_step(directory: str | Path | CheckpointLocation) -> int | None:
-    """The step of the checkpoint that `newest` finds."""
+    """Returns the step of the checkpoint that `latest_checkpoint` finds, or None."""
     return next((manifest.step for _, manifest in valid_checkpoints(location_of(directory))), None)
 
 
 def location(files: Files) -> Path | str:
-    """What a caller is given to find a checkpoint again."""
+    """Returns the path or URL by which a caller can find a checkpoint again."""
     return files.path if isinstance(files, LocalFiles) else str(files)
 
 
 def prune(place: CheckpointLocation, *, keep: int, keep_every: int, step: int) -> None:
-    """Removes whole checkpoints older than `step`, so that `keep` are left with it; 0 keeps all.
+    """Removes complete checkpoints older than `step`, so that `keep` remain, including the one of `step`.
 
-    Steps that `keep_every` divides are kept besides, 0 is none. What fails is a warning: the new checkpoint
-    stands.
+    keep: number of checkpoints to keep; 0 keeps all
+    keep_every: steps that it divides are kept in addition; 0 for none
+
+    A failure is only logged as a warning, because the new checkpoint is committed.
     """
     if not keep:
         return

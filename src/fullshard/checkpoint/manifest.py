@@ -1,14 +1,14 @@
-"""The manifest: what a checkpoint holds, and so whether it is whole. Written last, read first.
+"""The manifest: the content of a checkpoint, by which it is known to be complete. Written last, read first.
 
     checkpoints/step-00000300/    __0_0.distcp  __1_0.distcp … .metadata    as DCP writes them
                                   shards.json                              where each shard is: `shard_index`
-                                  __0_0.distcp.pieces …                    digests: see `pieces`
+                                  __0_0.distcp.pieces …                    digests: see `shard_file`
                                   writer.json                              which process made it
                                   manifest.json                            the Manifest below
 
-A directory is a checkpoint when its manifest is there, is what was written, and every file has the size that
-the manifest gives. Its bytes are verified by their digests: of small files here, of data files in their
-tables. There is no `latest` file: the newest checkpoint is the highest step that is whole.
+A directory is a checkpoint if its manifest exists and is undamaged, and every file has the size that the
+manifest gives. Its bytes are verified by their digests: the manifest has those of small files, tables have
+those of data files. There is no `latest` file: the newest checkpoint is the complete one of the highest step.
 """
 
 import hmac
@@ -48,7 +48,11 @@ _Size = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
 class SavedTensor(FrozenModel):
-    """Shape of the whole tensor (not of a shard), and dtype as torch spells it: `float32`, `bfloat16` …"""
+    """Shape and dtype of a saved tensor.
+
+    shape: shape of the whole tensor, not of a shard
+    dtype: name as torch spells it: `float32`, `bfloat16` …
+    """
 
     shape: tuple[_Size, ...]
     dtype: str
@@ -59,7 +63,7 @@ class SavedTensor(FrozenModel):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Raises CheckpointError where the installed torch has no such dtype."""
+        """The torch.dtype. Raises CheckpointError if the installed torch does not have it."""
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise CheckpointError(
@@ -80,8 +84,9 @@ class SavedTensor(FrozenModel):
 class SavedFile(FrozenModel):
     """A file of a checkpoint, as it was when the checkpoint was committed.
 
-    `digest`: of the whole file; None for a data file, whose table has one for every block of it. `node`: on
-    which node's disk it lies (see `nodes`); None for every one.
+    size_bytes: size of the file
+    digest: digest of the whole file; None for a data file, whose table has one per block
+    node: the node whose disk holds it (see `per_node`); None for every node
     """
 
     size_bytes: _Size
@@ -90,14 +95,26 @@ class SavedFile(FrozenModel):
 
 
 class Manifest(FrozenModel):
-    """What a checkpoint holds. `files` names every file but the manifest itself.
+    """Content of a checkpoint.
 
-    `layout`: `sharded` is DCP's, which any number of ranks loads; `ranks` is one file for each rank's own
-    shards, which the same ranks load. `plan` is the Plan (and in it the Run) that the state was trained with,
-    as JSON, where it was given. `attempt`: below what prefix an object store has the files, and to which save
-    the parts on the disks of several nodes belong; else None. `nodes`: on how many disks it lies; `node`: of
-    which one this manifest is. `signature`: by the key of a KeyFile, with zeros where it and the digest are;
-    None without a key. `digest`: of the manifest's own bytes, with zeros where it stands.
+    format: version of this format
+    step: finished steps
+    values: small values of the state
+    layout: `sharded` is DCP's, which any number of ranks loads; `ranks` has one file of shards per rank,
+        which only the same ranks load
+    tensors: saved tensors, by name
+    files: every file except the manifest itself
+    world_size: number of ranks that saved it
+    torch_version: version of torch that saved it
+    fullshard_version: version of fullshard that saved it
+    plan: the Plan of the training (and in it the Run) as JSON, or None if none was given
+    attempt: the save to which the files belong: their prefix in an object store, or an id shared by the parts
+        on several nodes' disks; else None
+    nodes: number of disks that hold the checkpoint
+    node: index of the disk that holds this manifest
+    signature: signature by the key of a KeyFile, computed with zeros in place of itself and the digest; None
+        without a key
+    digest: digest of the manifest's own bytes, computed with zeros in its place
     """
 
     format: Literal[2] = FORMAT
@@ -126,22 +143,22 @@ class Manifest(FrozenModel):
 
     @property
     def model_tensors(self) -> dict[str, SavedTensor]:
-        """The tensors of the model, without the optimizer's and the random states; names as they stand."""
+        """Tensors of the model by their full names, without those of the optimizer and the random states."""
         return {name: tensor for name, tensor in self.tensors.items() if name.startswith(MODEL_PREFIX)}
 
     @property
     def own_files(self) -> dict[str, SavedFile]:
-        """Those that lie beside this manifest: all, unless nodes have disks of their own."""
+        """Files that lie beside this manifest: all of them, unless nodes have their own disks."""
         return {name: file for name, file in self.files.items() if file.node in (None, self.node)}
 
     @property
     def data_files(self) -> list[str]:
-        """Of these, the files that have a table of pieces."""
+        """Data files among `own_files`: those with a table of pieces."""
         return [name for name in self.all_data_files if name in self.own_files]
 
     @property
     def all_data_files(self) -> list[str]:
-        """The files that have a table of pieces, on all disks."""
+        """Data files on all disks: those with a table of pieces."""
         return [name for name in self.files if f"{name}{SUFFIX}" in self.files]
 
     @property
@@ -150,7 +167,7 @@ class Manifest(FrozenModel):
 
     @property
     def run(self) -> Run | None:
-        """The run that saved it; None where none was noted. Raises CheckpointError if it cannot be read."""
+        """The Run that saved it, or None if none was recorded. Raises CheckpointError if it is unreadable."""
         if self.plan is None:
             return None
         try:
@@ -163,7 +180,7 @@ class Manifest(FrozenModel):
             ) from error
 
     def encoded(self, key: KeyFile | None = None) -> bytes:
-        """The manifest's file, with its own digest, signed if there is a key."""
+        """Returns the bytes of the manifest's file, with its own digest, and signed if there is a key."""
         unsigned = {"digest": _NO_DIGEST, "signature": None if key is None else _NO_SIGNATURE}
         text = self.model_copy(update=unsigned).model_dump_json(indent=1).encode() + b"\n"
         if key is not None:
@@ -172,11 +189,11 @@ class Manifest(FrozenModel):
 
 
 def read_manifest(checkpoint: Files | str | Path) -> Manifest:
-    """The manifest of a checkpoint, once its own digest was right; `verify` also looks at the files.
+    """Returns the manifest of a checkpoint, after checking its own digest; `verify` also checks the files.
 
-    Raises DamagedCheckpointError where there is none, where it is not the one that was written, and where the
-    directory is named as another step; CheckpointError where this fullshard cannot read it, and where it is
-    not signed with the key of `checkpoint`.
+    Raises DamagedCheckpointError if there is no manifest, if it is damaged, or if the directory is named
+    after another step. Raises CheckpointError if this fullshard cannot read it, or if it is not signed with
+    the key of `checkpoint`.
     """
     files = files_of(checkpoint)
     try:
@@ -214,10 +231,10 @@ def read_manifest(checkpoint: Files | str | Path) -> Manifest:
 
 
 def verify(checkpoint: Files | str | Path) -> Manifest:
-    """The manifest of a checkpoint, once every file that it names has the size that it gives.
+    """Returns the manifest of a checkpoint, after checking that every file it names has the size it gives.
 
-    Cheap, and so no proof of the bytes: for these see `verify`. Raises DamagedCheckpointError that names the
-    first file that has not.
+    The check is cheap and reads no data; `verify.find_damage` checks all bytes. Raises DamagedCheckpointError
+    that names the first missing file or wrong size.
     """
     files = files_of(checkpoint)
     manifest = read_manifest(files)
@@ -248,7 +265,7 @@ def why_unlisted(files: Files, name: str) -> str:
 
 
 def read_verified(files: Files, manifest: Manifest, *, name: str) -> bytes:
-    """A small file of a checkpoint. Raises DamagedCheckpointError where it is not what was saved."""
+    """Returns a small file of a checkpoint. Raises DamagedCheckpointError if its bytes were changed."""
     try:
         data = files.read(name)
     except OSError as error:
@@ -261,24 +278,26 @@ def read_verified(files: Files, manifest: Manifest, *, name: str) -> bytes:
 
 
 def write_small(draft: Files, name: str, *, data: bytes) -> SavedFile:
-    """Writes a small file, and returns what the manifest holds of it."""
+    """Writes a small file, and returns its entry for the manifest."""
     write_file(draft, name, data=data)
     return describe_small(draft, data)
 
 
 def describe_small(draft: Files, data: bytes) -> SavedFile:
-    """Returns what the manifest holds of a small file of `draft`."""
+    """Returns the manifest's entry for a small file of `draft`."""
     return SavedFile(size_bytes=len(data), digest=digest(data, strong=draft.key is not None))
 
 
 def lost_or_denied(error: OSError, what: str, *, name: str) -> CheckpointError:
-    """Whether an older checkpoint may do, or nothing will be read at all until somebody acts."""
+    """Returns a DamagedCheckpointError if bytes are lost, so that an older checkpoint may do, else a
+    CheckpointError.
+    """
     kind = DamagedCheckpointError if is_lost(error) else CheckpointError
     return kind(what, got=f"{name}: {error.strerror or error}")
 
 
 def files_of(checkpoint: Files | str | Path) -> Files:
-    """The files of a checkpoint that is given by its path or URL."""
+    """Returns the files of a checkpoint, given its path or URL."""
     if isinstance(checkpoint, str) and is_remote(checkpoint):
         from fullshard.checkpoint.object_files import ObjectFiles
 
@@ -289,12 +308,16 @@ def files_of(checkpoint: Files | str | Path) -> Files:
 
 
 def step_name(step: int) -> str:
-    """`step-00000300`: what the checkpoint of a step is called."""
+    """Returns the name of a step's checkpoint: `step-00000300`."""
     return f"step-{step:08d}"
 
 
 def _undamaged_json(text: bytes, where: str) -> dict[str, Any]:
-    """Held against the bytes, not what they are parsed to: another version may write a number else."""
+    """Returns the JSON object of a manifest, after checking its digest.
+
+    The digest is of the bytes, not of the parsed values, because another version may format a number
+    differently.
+    """
     try:
         data: Any = parse_json(text)
     except ValueError as error:
@@ -310,7 +333,10 @@ def _undamaged_json(text: bytes, where: str) -> dict[str, Any]:
 
 
 def _require_signature(text: bytes, data: Mapping[str, Any], *, key: KeyFile, where: str) -> None:
-    """An older checkpoint is not taken instead: that an unsigned one is there is for the user to know."""
+    """Raises CheckpointError if the manifest is not signed with `key`.
+
+    No older checkpoint is taken instead: the user has to know that an unsigned one is there.
+    """
     stated = str(data.get("signature"))
     unsigned = _exchanged(text, before=str(data.get("digest")), after=_NO_DIGEST)
     unsigned = _exchanged(unsigned, before=stated, after=_NO_SIGNATURE)
@@ -326,7 +352,7 @@ def _require_signature(text: bytes, data: Mapping[str, Any], *, key: KeyFile, wh
 
 
 def _exchanged(text: bytes, *, before: str, after: str) -> bytes:
-    """Returns `text` with `after` for the last JSON string that is `before`."""
+    """Returns `text` with the last JSON string that equals `before` replaced by `after`."""
     head, found, tail = text.rpartition(f'"{before}"'.encode())
     return head + f'"{after}"'.encode() + tail if found else text
 

@@ -1,4 +1,4 @@
-"""The files of one checkpoint on object storage. See `objects` for what lies where."""
+"""Files of one checkpoint on object storage. See `objects` for the layout."""
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,16 +12,19 @@ from fullshard.checkpoint.object_store import ANSWER_SECONDS, Listing, RangeRead
 from fullshard.checkpoint.object_upload import upload
 from fullshard.spec.small_files import parse_json
 
-# S3 takes 10,000 parts: so a file of one rank may have 625 GiB.
+# S3 accepts 10,000 parts, so a file of one rank may have up to 625 GiB.
 PART_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class ObjectFiles:
-    """A checkpoint below the prefix `url`, or one `attempt` to save it.
+    """Files of a checkpoint below the prefix `url`, or of one attempt to save it.
 
-    `part_bytes`: what is sent at once. While a file is written, one such part is in memory.
-    `answer_seconds`: see `Store`.
+    url: prefix of the step
+    attempt: name of the attempt; None for the committed checkpoint
+    part_bytes: bytes sent per request; one such part is in memory while a file is written
+    answer_seconds: see `Store`
+    key: see `Files`
     """
 
     url: str
@@ -65,16 +68,21 @@ class ObjectFiles:
 
     @cached_property
     def _prefix(self) -> str:
-        """Where the files lie: below the attempt that the manifest names, or beside it, if they were copied
-        from a file system."""
+        """Prefix of the files: that of the attempt that the manifest names.
+
+        It is `url` itself if the files were copied from a file system and lie beside the manifest.
+        """
         attempt = self.attempt or attempt_of(self.read(MANIFEST))
         below = self.attempt is not None or attempt in self.store.listing(self.url).prefixes
         return f"{self.url}/{attempt}" if below else self.url
 
 
 def attempt_of(manifest: bytes) -> str | None:
-    """What attempt a manifest names; none, where its files lie beside it. One that is damaged names what
-    cannot be there, and is refused by whoever reads it."""
+    """Returns the attempt that a manifest names, or None if the files lie beside it.
+
+    Returns "unknown" for a damaged manifest: no such attempt exists, and reading the manifest reports the
+    damage.
+    """
     try:
         data: Any = parse_json(manifest)
         attempt: Any = data.get("attempt")
@@ -84,5 +92,5 @@ def attempt_of(manifest: bytes) -> str | None:
 
 
 def sizes_of(listing: Listing) -> dict[str, int]:
-    """Name -> bytes of the objects of a listing."""
+    """Returns the size in bytes of each object of a listing, by name."""
     return {name: one.size_bytes for name, one in listing.objects.items()}

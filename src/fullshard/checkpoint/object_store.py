@@ -1,4 +1,4 @@
-"""What is asked of an object store, and its errors in the words of the operating system. Through fsspec.
+"""Requests to an object store, through fsspec, with errors as those of the operating system.
 
     s3://bucket/run        pip install "fullshard[s3]"
     gs://…, abfs://…       whatever fsspec knows, once its package is installed
@@ -6,10 +6,10 @@
 Credentials and endpoint are the backend's own; for S3 those of the AWS command line (`AWS_PROFILE`,
 `AWS_ENDPOINT_URL`, …). A request whose connection breaks is tried up to five times.
 
-[Note: an answer in time] A store may accept a connection and never answer, or never read what it is sent.
-A backend's timeouts do not bound that: s3fs and botocore repeat each other's tries, 25 of 15 s for every
-request, and a body that nobody reads has no timeout at all. So every request has a deadline here, all tries
-together.
+[Note: an answer in time] A store may accept a connection and never answer, or never read what it is sent. A
+backend's timeouts do not bound that: s3fs and botocore repeat each other's tries, 25 of 15 s for every
+request, and sending a body that nobody reads has no timeout at all. So every request has a deadline here,
+which covers all its tries.
 """
 
 import base64
@@ -51,7 +51,7 @@ _CHANGED_AT = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 
 class AlteredError(ExplainedError):
-    """Raised where the store has, or has received, other bytes than were sent."""
+    """Raised if the store holds or has received other bytes than were sent."""
 
     def __init__(self, said: str, *, place: str) -> None:
         super().__init__(
@@ -65,7 +65,11 @@ class AlteredError(ExplainedError):
 
 @dataclass(frozen=True)
 class Stored:
-    """An object as a listing shows it. `changed`: by the clock of the store; None where it does not tell."""
+    """An object as a listing shows it.
+
+    size_bytes: size of the object
+    changed: last change by the clock of the store, or None if the store does not report it
+    """
 
     size_bytes: int
     changed: datetime | None
@@ -73,7 +77,11 @@ class Stored:
 
 @dataclass(frozen=True)
 class Listing:
-    """What lies directly below a prefix: objects, and the prefixes that hold more."""
+    """Content directly below a prefix.
+
+    objects: objects, by name
+    prefixes: prefixes that contain more
+    """
 
     objects: Mapping[str, Stored]
     prefixes: tuple[str, ...]
@@ -83,19 +91,22 @@ class Listing:
 class Store:
     """Requests to the store that a URL names. Every method may raise OSError.
 
-    `answer_seconds`: how long a request may take, all tries together; one that carries bytes may take a
-    second longer for every MiB. See [Note: an answer in time].
+    url: prefix in the bucket
+    answer_seconds: deadline of a request, over all its tries; one that carries bytes gets a second more per
+        MiB. See [Note: an answer in time].
     """
 
     url: str
     answer_seconds: float = ANSWER_SECONDS
 
     def require(self) -> None:
-        """Raises MissingExtraError where its package is not installed, CheckpointError for no such URL."""
+        """Raises MissingExtraError if the backend's package is not installed, and CheckpointError for an
+        unusable URL.
+        """
         assert self._system is not None, "fsspec gives a file system, or raises"
 
     def listing(self, url: str) -> Listing:
-        """Empty where there is nothing. Never from a cache."""
+        """Returns the listing of a prefix, never from a cache; it is empty if nothing is there."""
         path = self._path(url)
         try:
             entries = self.ask(url, "ls", path, options={"detail": True, "refresh": True})
@@ -110,7 +121,7 @@ class Store:
         return Listing(objects, tuple(name for name in sorted(below) if name not in objects))
 
     def get(self, url: str, *, begin: int | None = None, end: int | None = None) -> bytes:
-        """An object, or those of its bytes."""
+        """Returns an object, or its bytes from `begin` to `end`."""
         moved_bytes = (end or 0) - (begin or 0)
         options = {"start": begin, "end": end}
         return self.ask(url, "cat_file", self._path(url), options=options, moved_bytes=moved_bytes)
@@ -119,23 +130,26 @@ class Store:
         return int(self.ask(url, "info", self._path(url), options={"refresh": True})["size"])
 
     def put_new(self, url: str, *, data: bytes) -> None:
-        """One request that makes a small object, which is then read back. Raises FileExistsError where it
-        exists: if-none-match, where the store knows that; else it is looked for first. Raises AlteredError
-        where it is other than `data`; it stays there."""
+        """Creates a small object in one request, then reads it back.
+
+        Raises FileExistsError if the object exists. The store checks this itself if it supports
+        if-none-match; otherwise its existence is checked first. Raises AlteredError if the object differs
+        from `data`; the object is not removed.
+        """
         options = {"mode": "create"}
         self.ask(url, "pipe_file", self._path(url), data, options=options, moved_bytes=len(data))
         if self.get(url) != data:
             raise AlteredError("it is other than was sent", place=url)
 
     def opened(self, url: str, *, part_bytes: int) -> Any:
-        """A file of fsspec's to write an object with, which `object_upload` looks after."""
+        """Opens a file of fsspec's for writing an object; `object_upload` finishes or discards it."""
         with asking(url):
             return self._system.open(self._path(url), "wb", block_size=part_bytes)
 
     def md5s(self, url: str) -> set[str]:
-        """The MD5 of an object in hexadecimal digits, where the store reports it; else anything else.
+        """Returns a set that includes the MD5 of an object in hexadecimal digits, if the store reports it.
 
-        For stores other than S3.
+        Other entries may be anything else that the store reports. For stores other than S3.
         """
         entry: Mapping[str, Any] = self.ask(url, "info", self._path(url), options={"refresh": True})
         reported = {str(entry.get(key)).strip('"').lower() for key in ("etag", "ETag")}
@@ -148,7 +162,7 @@ class Store:
             self.ask(self.url, "rm", [self._path(url) for url in urls])
 
     def abort_uploads(self, url: str) -> None:
-        """Drops what broken-off uploads below `url` have left: S3 keeps, hides and charges their parts."""
+        """Drops interrupted uploads below `url`: S3 keeps their parts invisibly, and charges for them."""
         if not self.is_s3:
             return
         bucket, prefix = self.bucket_and_key(url)
@@ -164,8 +178,11 @@ class Store:
         options: Mapping[str, Any] | None = None,
         moved_bytes: int = 0,
     ) -> Any:
-        """Calls the method `act` of fsspec's file system. `url` is the object that errors name, `moved_bytes`
-        the bytes that the request sends or receives. See [Note: an answer in time]."""
+        """Calls the method `act` of fsspec's file system. See [Note: an answer in time].
+
+        url: the object that errors name
+        moved_bytes: bytes that the request sends or receives
+        """
         system, asyn = self._system, importlib.import_module("fsspec.asyn")
         seconds = self.answer_seconds + max(0, moved_bytes) / _BYTES_PER_SECOND
         with asking(url):
@@ -179,7 +196,7 @@ class Store:
 
     @property
     def bucket(self) -> str:
-        """Its URL."""
+        """URL of the bucket."""
         protocol, _, rest = self.url.partition("://")
         return f"{protocol}://{rest.partition('/')[0]}"
 
@@ -188,7 +205,7 @@ class Store:
         return hasattr(self._system, "call_s3")
 
     def bucket_and_key(self, url: str) -> tuple[str, str]:
-        """Where S3 has the object `url`."""
+        """Returns the bucket and the key of the object `url` on S3."""
         bucket, key, _ = self._system.split_path(self._path(url))
         return bucket, key
 
@@ -201,14 +218,14 @@ class Store:
 
 
 def require_bucket(url: str) -> None:
-    """Raises CheckpointError for a URL that says which kind of store it is, and not where in it."""
+    """Raises CheckpointError for a URL that names a kind of store but no bucket."""
     protocol, _, rest = url.partition("://")
     if not rest.strip("/") or (protocol in _BUCKETED and rest.startswith("/")):
         raise CheckpointError(f"{url} names no bucket.", fix=f"{protocol}://bucket/run")
 
 
 class RangeReader:
-    """An object, read by ranges. What follows a small range comes with it, for the next."""
+    """An object read by ranges. A small range is fetched with the bytes that follow, for the next read."""
 
     _AHEAD_BYTES = 1 << 20
 
@@ -225,7 +242,7 @@ class RangeReader:
         return self._position
 
     def readinto(self, target: memoryview) -> int:
-        """Bytes that were read: none only at the end, but fewer than there is room for at any time."""
+        """Returns the number of bytes read: 0 only at the end; it may be fewer than `target` has room for."""
         wanted = max(0, min(target.nbytes, self._size - self._position))
         at = self._position - self._begin
         if wanted and not 0 <= at < self._held.nbytes:
@@ -240,8 +257,11 @@ class RangeReader:
 
 @functools.lru_cache(maxsize=8)
 def _system(url: str, process: int) -> Any:  # fsspec has no types
-    """fsspec's file system for a bucket. One for all threads: fsspec itself would make one for each, and keep
-    them all. Not for a forked process."""
+    """Returns fsspec's file system for a bucket, one per process.
+
+    All threads share it, because fsspec itself would create one per thread and keep them all. A forked
+    process needs its own.
+    """
     try:
         core = importlib.import_module("fsspec.core")
         system = core.url_to_fs(url, use_listings_cache=False)[0]
@@ -259,8 +279,11 @@ def _system(url: str, process: int) -> Any:  # fsspec has no types
 
 
 def _leave_verifying_to_us(config: dict[str, str]) -> None:
-    """Has S3's library not hold what it reads to the checksum that the store has of it: it raises an error
-    that is not of damage. Our own digests cover all that is read."""
+    """Stops botocore from checking the bytes it reads against the store's checksum.
+
+    It would raise an error that does not indicate damage. All bytes read are covered by fullshard's own
+    digests.
+    """
     own = "response_checksum_validation"
     if own in importlib.import_module("botocore.config").Config.OPTION_DEFAULTS:  # botocore 1.36
         config.setdefault(own, "when_required")
@@ -268,7 +291,7 @@ def _leave_verifying_to_us(config: dict[str, str]) -> None:
 
 @contextmanager
 def asking(url: str) -> Generator[None]:
-    """Raises whatever the backend raises as an OSError that says what and where."""
+    """Converts any exception of the backend to an OSError that names the problem and the object."""
     try:
         yield
     except ExplainedError:
@@ -322,7 +345,7 @@ def _silence(said: str, url: str) -> ExplainedError:
 
 
 def _code(error: BaseException | None) -> str | None:
-    """What an S3 server called the error."""
+    """Returns the code that an S3 server gave the error, or None."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):

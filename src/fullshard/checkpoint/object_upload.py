@@ -1,14 +1,15 @@
-"""An object on its way to a store: sent in parts, and there only once the store has what was sent.
+"""Uploads to an object store: sent in parts, and visible only once the store has all that was sent.
 
 [Note: confirmed, or read back] A bit may flip between our memory and the store's disk, and a store that does
-not look acknowledges it. So every part's MD5 is compared with what the store reports of the bytes that it
-received. S3 answers each part with an ETag, which is their MD5. It is another where the store encrypts with
-keys (SSE-KMS, SSE-C): there the CRC-32 has to be echoed, which S3 does only once it has compared it. A part
-whose report differs is sent again. For other stores than S3 it is the MD5 of the whole object, from their
-listing (`md5Hash` of Google's, an ETag).
+not check acknowledges it. So every part's MD5 is compared with the store's report of the bytes that it
+received. S3 answers each part with an ETag, which is their MD5. The ETag is different if the store encrypts
+with keys (SSE-KMS, SSE-C): then the store has to echo the CRC-32, which S3 does only after comparing it. A
+part whose report differs is sent again. For stores other than S3, the MD5 is that of the whole object, from
+their listing (`md5Hash` of Google's, an ETag).
 
-A report that stays another is not taken for damage, since some stores have ETags of their own making, nor
-for none. Such an object is read back, and its bytes decide. That doubles the traffic, but only there.
+A report that differs every time, or is missing, does not count as damage, since some stores compute ETags in
+their own way. Such an object is read back, and its bytes decide. That doubles the traffic, but only for such
+stores.
 """
 
 import base64
@@ -32,11 +33,11 @@ logger = logging.getLogger("fullshard")
 
 @contextmanager
 def upload(store: Store, url: str, *, part_bytes: int) -> Generator[BinaryIO]:
-    """An object to write to. It is there once the block has ended well, and only then, with the bytes that
+    """Opens an object for writing. It exists only after the block ends without error, with the bytes that
     were written.
 
-    Holds a part in memory. The last part, and what makes one object of them, are sent at the end:
-    that fails as loudly as a write does.
+    Holds one part in memory. The last part, and the request that joins the parts, are sent at the end of the
+    block, which can therefore raise like a write.
     """
     kind = _ToS3 if store.is_s3 else _ToAny
     sending: _Upload = kind(store, url, part_bytes=part_bytes)
@@ -47,32 +48,32 @@ def upload(store: Store, url: str, *, part_bytes: int) -> Generator[BinaryIO]:
         ended = True
     finally:
         if not ended:
-            with suppress(OSError):  # what went wrong before is the error to show
+            with suppress(OSError):  # the earlier error is the one to show
                 sending.give_up()
 
 
 class _Upload(Protocol):
-    """Bytes in order into an object. Every method may raise OSError."""
+    """Writes bytes in order into an object. Every method may raise OSError."""
 
     def write(self, data: bytes | bytearray | memoryview) -> int: ...
 
     def finish(self) -> None:
-        """Sends what is left. Raises AlteredError where the store then has other bytes."""
+        """Sends the remaining bytes. Raises AlteredError if the store then has other bytes."""
         ...
 
     def give_up(self) -> None:
-        """Has the store drop what it was sent."""
+        """Asks the store to drop the bytes that it was sent."""
         ...
 
 
 class _ToS3:
-    """Through S3's own requests: one for an object smaller than a part."""
+    """Uploads through S3's own requests; an object smaller than a part takes only one."""
 
     def __init__(self, store: Store, url: str, *, part_bytes: int) -> None:
         self._store, self._url, self._part_bytes = store, url, part_bytes
         self._bucket, self._key = store.bucket_and_key(url)
-        self._held = io.BytesIO()  # a file, since aiohttp warns of large bytes
-        self._id: str | None = None  # the store's, of an upload in parts
+        self._held = io.BytesIO()  # a file object, because aiohttp warns about large bytes objects
+        self._id: str | None = None  # the store's id of a multipart upload
         self._parts: list[dict[str, Any]] = []
         self._digests: list[tuple[int, str]] = []  # bytes and MD5 of each part
         self._is_confirmed = self._is_answered = True
@@ -101,7 +102,7 @@ class _ToS3:
             _require_same(self._store, self._url, parts=self._digests)
 
     def give_up(self) -> None:
-        # A store that has just not answered would be waited for once more. A later save drops the parts.
+        # Skipped if the store has just timed out: it would time out again. A later save drops the parts.
         if self._id is not None and self._is_answered:
             self._ask("abort_multipart_upload", {"UploadId": self._id})
 
@@ -114,7 +115,7 @@ class _ToS3:
         self._parts.append({"PartNumber": number, **known})
 
     def _send(self, request: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Sends what is held, again while the store reports other bytes. Returns the last answer."""
+        """Sends the held bytes, again while the store reports other bytes. Returns the last answer."""
         body, self._held = self._held, io.BytesIO()
         data = body.getbuffer()
         answer: Mapping[str, Any] | None = None
@@ -148,7 +149,7 @@ class _ToS3:
 
 
 class _ToAny:
-    """Through a file of fsspec's."""
+    """Uploads through a file of fsspec's."""
 
     def __init__(self, store: Store, url: str, *, part_bytes: int) -> None:
         self._store, self._url = store, url
@@ -173,10 +174,12 @@ class _ToAny:
             _require_same(self._store, self._url, parts=[(self._size_bytes, md5)])
 
     def give_up(self) -> None:
-        """fsspec would send the rest when the file is collected, and make a whole object of a half."""
+        """Discards the file. Otherwise fsspec would send the rest on collection, and make an object of a part
+        of the bytes.
+        """
         with suppress(OSError), asking(self._url):
             self._file.discard()
-        if hasattr(self._file, "blocksize"):  # fsspec's own: closed, it sends nothing
+        if hasattr(self._file, "blocksize"):  # fsspec's own file, which sends nothing once closed
             self._file.closed = True
 
 
@@ -185,7 +188,7 @@ def _md5(data: memoryview) -> str:
 
 
 def _crc32(data: memoryview) -> str:
-    """As S3 writes it."""
+    """Returns the CRC-32 of `data`, encoded as S3 writes it."""
     return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
 
 
@@ -194,7 +197,7 @@ def _is_checksum(name: str) -> bool:
 
 
 def _is_received(answer: Mapping[str, Any], data: memoryview, *, md5: str) -> bool:
-    """Whether S3's answer to `data` proves that they arrived. See [Note: confirmed, or read back]."""
+    """Returns whether S3's answer to `data` proves that it arrived. See [Note: confirmed, or read back]."""
     if str(answer.get("ETag")).strip('"') == md5:
         return True
     with_keys = "aws:kms" in str(answer.get("ServerSideEncryption")) or "SSECustomerAlgorithm" in answer
@@ -202,7 +205,10 @@ def _is_received(answer: Mapping[str, Any], data: memoryview, *, md5: str) -> bo
 
 
 def _require_same(store: Store, url: str, *, parts: Sequence[tuple[int, str]]) -> None:
-    """Reads an object back. `parts`: bytes and MD5 of each. Raises AlteredError where one is another."""
+    """Reads an object back. Raises AlteredError if a part differs.
+
+    parts: bytes and MD5 of each part
+    """
     begin = 0
     for size_bytes, md5 in parts:
         end, found = begin + size_bytes, hashlib.md5(usedforsecurity=False)
@@ -215,7 +221,7 @@ def _require_same(store: Store, url: str, *, parts: Sequence[tuple[int, str]]) -
 
 @functools.cache
 def _warn_of_no_report(bucket: str) -> None:
-    """Warns once for each bucket."""
+    """Warns once per bucket that its objects are read back."""
     logger.warning(
         "%s reports no checksum that can be compared with what was sent: each object is read back", bucket
     )

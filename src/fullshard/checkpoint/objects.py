@@ -1,15 +1,15 @@
-"""Checkpoints on object storage, where nothing can be renamed: the manifest, put last, is the commit.
+"""Checkpoints on object storage, where nothing can be renamed: putting the manifest, last, is the commit.
 
     s3://bucket/run/step-00000300/manifest.json              the commit record, which names one attempt
                                   1f0c9a2b44d0e713/…         an attempt's files, as on a file system
                                   bad-1f0c9a2b44d0e713-….json   a manifest that was set aside
 
-[Note: one put commits] Every attempt to save a step writes below a prefix of its own, so that two never mix
-and none overwrites another. A manifest is put under the one name that all of them share, on the condition
-that nothing is there (if-none-match), after the store has listed every file in its size. So of two writers
-one commits, and a save that everybody thought dead cannot replace what was saved since. That is also why
-there is no lease: it would have to be renewed while shards are written, and a writer that was stopped for
-longer than it holds would go on regardless. It could only spare the second writer its work.
+[Note: one put commits] Every attempt to save a step writes below its own prefix, so that two attempts never
+mix and none overwrites another. All attempts share the name of the manifest. It is put on the condition that
+no manifest exists (if-none-match), after the store has listed every file with its size. So of two writers one
+commits, and a save believed dead cannot replace a later one. This also makes a lease unnecessary: a lease
+would have to be renewed while shards are written, and a writer that was stopped for longer than its lease
+would continue regardless. A lease could only spare the second writer its work.
 """
 
 import logging
@@ -30,7 +30,7 @@ from fullshard.checkpoint.object_store import ANSWER_SECONDS, TRIES, AlteredErro
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.small_files import parse_json
 
-# No object of an attempt came for so long: nobody writes it any more.
+# An attempt without a new object for this long is considered dead.
 _DEAD_AFTER = timedelta(days=1)
 _REJECT = "bad-"
 
@@ -39,10 +39,12 @@ logger = logging.getLogger("fullshard")
 
 @dataclass(frozen=True)
 class ObjectLocation:
-    """The checkpoints below the prefix `url`. See [Note: one put commits].
+    """Checkpoints below the prefix `url`. See [Note: one put commits].
 
-    `part_bytes`: of a file that is written, what is sent at once; S3 wants 5 MiB or more. `answer_seconds`:
-    see `Store`.
+    url: prefix of the steps
+    part_bytes: bytes sent per request while a file is written; S3 requires 5 MiB or more
+    answer_seconds: see `Store`
+    key: signs the checkpoints
     """
 
     url: str
@@ -54,7 +56,7 @@ class ObjectLocation:
         return self.url
 
     def require_backend(self) -> None:
-        """Raises MissingExtraError where what asks the store is not installed."""
+        """Raises MissingExtraError if the package that accesses the store is not installed."""
         self._store.require()
 
     def exists(self) -> bool:
@@ -65,7 +67,7 @@ class ObjectLocation:
         return ObjectFiles(self.url, None, self.part_bytes, self.answer_seconds, self.key)
 
     def steps(self) -> list[tuple[int, Files]]:
-        """Those with a manifest: what was not committed is no checkpoint, nor looks like one."""
+        """Returns the steps that have a manifest: an uncommitted attempt does not look like a checkpoint."""
         found = _listings(self._store)
         return [(step, self._at(step)) for step, below in found.items() if MANIFEST in below.objects]
 
@@ -78,7 +80,7 @@ class ObjectLocation:
 
     @contextmanager
     def writing(self) -> Generator[None]:
-        """Refuses nobody. See [Note: one put commits]."""
+        """Does nothing: other writers are not refused. See [Note: one put commits]."""
         yield
 
     def begin(self, step: int, *, needed_bytes: int) -> Files:
@@ -89,7 +91,7 @@ class ObjectLocation:
         try:
             store.put_new(f"{draft}/{WRITER}", data=writer)
         except FileExistsError:
-            pass  # as it should be
+            pass  # the expected answer
         else:
             logger.warning(
                 "%s does not refuse to replace an object (if-none-match): of two jobs that save there at the "
@@ -100,7 +102,9 @@ class ObjectLocation:
         return draft
 
     def commit(self, draft: Files, manifest: Manifest) -> Files:
-        """See [Note: one put commits]. Raises CheckpointError where another attempt has saved the step."""
+        """Puts the manifest. Raises CheckpointError if another attempt has saved the step. See
+        [Note: one put commits].
+        """
         draft = _own(draft)
         _require_stored(draft, manifest)
         signed = manifest.model_copy(update={"attempt": draft.attempt}).encoded(draft.key)
@@ -108,7 +112,9 @@ class ObjectLocation:
         return self._at(manifest.step)
 
     def discard(self, draft: Files) -> None:
-        """A draft stays where its manifest may be there, though the answer to that was lost."""
+        """Removes a draft, unless its manifest is there. It may be there even if the answer to its put was
+        lost.
+        """
         draft = _own(draft)
         try:
             if _committed(draft) != draft.attempt:
@@ -117,7 +123,7 @@ class ObjectLocation:
             logger.warning("%s could not be removed: %s", draft, error)
 
     def set_aside(self, checkpoint: Files) -> str:
-        """Moves the manifest alone: the files stay where they are."""
+        """Renames the manifest only; the files stay in place."""
         store, url = self._store, _own(checkpoint).url
         text = store.get(f"{url}/{MANIFEST}")
         aside = f"{url}/{_REJECT}{attempt_of(text)}-{secrets.token_hex(4)}.json"
@@ -127,7 +133,7 @@ class ObjectLocation:
         return aside
 
     def remove(self, checkpoint: Files) -> None:
-        """The manifest first: what is left of a removal that was broken off is a save that never ended."""
+        """Removes the manifest first, so that an interrupted removal looks like an unfinished save."""
         files = _own(checkpoint)
         store, url = self._store, files.url
         attempt, below = _committed(files), store.listing(url)
@@ -152,7 +158,7 @@ def _own(files: Files) -> ObjectFiles:
 
 
 def _listings(store: Store) -> dict[int, Listing]:
-    """What lies below every step, the highest step first."""
+    """Returns the listing of every step, highest step first."""
     steps = sorted(int(n.removeprefix("step-")) for n in store.listing(store.url).prefixes if _is_step(n))
     return {step: store.listing(f"{store.url}/{step_name(step)}") for step in reversed(steps)}
 
@@ -167,21 +173,21 @@ def _rejects(below: Listing) -> list[str]:
 
 
 def _uncommitted(store: Store) -> list[ObjectFiles]:
-    """Attempts that no manifest names, nor one that was set aside."""
+    """Returns the attempts that no manifest names, neither the current one nor one that was set aside."""
     found: list[ObjectFiles] = []
     for step, below in _listings(store).items():
         at = ObjectFiles(f"{store.url}/{step_name(step)}", answer_seconds=store.answer_seconds)
         named: set[str | None] = {name.split("-")[1] for name in _rejects(below)}
         if below.prefixes and MANIFEST in below.objects:
             named.add(_committed(at))
-        # A manifest that names none of them may be a damaged one: its files are not for us to remove.
+        # If a manifest names an unknown attempt, it may be damaged, and any of these may be its files.
         if named <= set(below.prefixes):
             found += [replace(at, attempt=attempt) for attempt in below.prefixes if attempt not in named]
     return found
 
 
 def _committed(files: ObjectFiles) -> str | None:
-    """The attempt that the manifest of a step names; None where there is none."""
+    """Returns the attempt that the manifest of a step names, or None if there is no manifest."""
     try:
         return attempt_of(files.store.get(f"{files.url}/{MANIFEST}"))
     except FileNotFoundError:
@@ -211,11 +217,11 @@ def _put_manifest(draft: ObjectFiles, *, data: bytes) -> None:
         try:
             there = store.get(target)
         except FileNotFoundError:
-            continue  # it met with another, which did not come to be either
+            continue  # it collided with another put, which also failed
         if there == data:
             return None  # it was stored, and the answer was lost
         if isinstance(failed, AlteredError) and _is_damaged(draft):
-            store.remove([target])  # ours, for nothing was there before
+            store.remove([target])  # ours, because nothing was there before
             continue
         raise CheckpointError(
             f"another job has saved {draft.url} meanwhile.",
@@ -228,7 +234,7 @@ def _put_manifest(draft: ObjectFiles, *, data: bytes) -> None:
 
 
 def _is_damaged(draft: ObjectFiles) -> bool:
-    """Whether the manifest of a step is not as anybody meant it."""
+    """Returns whether the manifest of a step is damaged."""
     try:
         read_manifest(replace(draft, attempt=None))
     except DamagedCheckpointError:
@@ -237,7 +243,7 @@ def _is_damaged(draft: ObjectFiles) -> bool:
 
 
 def _remove_attempt(draft: ObjectFiles) -> None:
-    """What tells whose it was goes last."""
+    """Removes an attempt; the file that identifies its writer goes last."""
     store = draft.store
     store.abort_uploads(str(draft))
     names = set(store.listing(str(draft)).objects)
@@ -246,14 +252,17 @@ def _remove_attempt(draft: ObjectFiles) -> None:
 
 
 def _collect_leftovers(store: Store, *, own: ObjectFiles) -> None:
-    """Removes attempts whose process is dead, or that are older than any save takes; never what a manifest
-    names. What fails is a warning."""
+    """Removes attempts whose process is dead or that are older than any save takes, but none that a manifest
+    names.
+
+    A failure is only logged as a warning.
+    """
     try:
         now = store.listing(str(own)).objects[WRITER]
         for draft in _uncommitted(store):
             if str(draft) == str(own):
                 continue
-            # Looked up again: it may have committed, and ended, since the first look.
+            # Looked up again: it may have committed, and ended, since the first listing.
             if is_abandoned(draft, now) and str(draft) in map(str, _uncommitted(store)):
                 logger.info("removing %s: nobody writes it any more", draft)
                 _remove_attempt(draft)
@@ -264,8 +273,10 @@ def _collect_leftovers(store: Store, *, own: ObjectFiles) -> None:
 
 
 def is_abandoned(draft: ObjectFiles, now: Stored) -> bool:
-    """Whether nobody writes it any more, for certain. `now`: an object that was put a moment ago, for the
-    clock of the store."""
+    """Returns whether certainly no process writes the attempt any more.
+
+    now: an object that was just put, which gives the current time by the clock of the store
+    """
     times = [one.changed for one in draft.store.listing(str(draft)).objects.values()]
     known = [time for time in times if time is not None]
     if now.changed and known and len(known) == len(times) and now.changed - max(known) > _DEAD_AFTER:

@@ -1,13 +1,14 @@
-"""Checkpoints on disks that nodes do not share: each keeps what its ranks write, and all commit together.
+"""Checkpoints on disks that nodes do not share: each disk holds what its node's ranks write, and all commit
+together.
 
-[Note: prepared, then committed] Every node writes its files and its manifest into a draft and flushes them;
-only when all have done so does any rename its draft. So where one node has the step, every node has it,
-committed or prepared, and whoever starts next renames the rest. A step that is not on all its nodes was never
-acknowledged.
+[Note: prepared, then committed] Every node writes its files and its manifest into a draft and flushes them.
+Only when all nodes have done so does any of them rename its draft. So if one node has the step, every node
+has it, committed or prepared, and the next start renames the remaining drafts. A step that is not on all its
+nodes was never acknowledged.
 
-[Note: every copy] DCP writes a shard of which there are copies once. On disks of their own, a rank could then
-not read its own state back. So here each rank writes all that it holds, and reads its own copy first. On the
-same nodes a step is loaded in place, by each rank from its own disk; for others it is gathered (`gather`).
+[Note: every copy] DCP writes a replicated shard only once. With a disk per node, a rank could then not read
+its own state back. So here each rank writes all of its shards, and reads its own copies first. The same nodes
+load a step in place, each rank from its own disk. For other nodes it is gathered first (`gather`).
 """
 
 import logging
@@ -42,7 +43,7 @@ logger = logging.getLogger("fullshard")
 
 @dataclass(frozen=True)
 class NodeLocalDirectory:
-    """A directory that has the same path on every node, and lies on a disk of each."""
+    """A directory with the same path on every node, each on the node's own disk."""
 
     path: Path
     key: KeyFile | None = None
@@ -52,13 +53,18 @@ class NodeLocalDirectory:
 
     @property
     def own(self) -> LocalLocation:
-        """The disk of this node."""
+        """Location on this node's disk."""
         return LocalLocation(self.path, key=self.key)
 
 
 @dataclass(frozen=True)
 class NodeRank:
-    """Where a rank writes: disk `node` of `nodes`. The rank that `leads` does what is done once a disk."""
+    """Disk that a rank writes to.
+
+    node: index of the disk
+    nodes: number of disks
+    is_leader: whether this rank does the work that is done once per disk
+    """
 
     node: int
     nodes: int
@@ -66,9 +72,9 @@ class NodeRank:
 
 
 def find_seat(path: Path, *, group: Group = None) -> NodeRank:
-    """Which ranks share a disk, found out by what each sees of the others. Collective.
+    """Finds out which ranks share a disk, by the files that each sees of the others. Collective.
 
-    A rank leads that sees no file of a lower one.
+    The lowest rank on each disk is its leader.
     """
     token = on_rank_zero(lambda: secrets.token_hex(4), doing="choosing a token", group=group)
 
@@ -90,7 +96,14 @@ def find_seat(path: Path, *, group: Group = None) -> NodeRank:
 
 @dataclass(frozen=True)
 class NodeCheckpoint:
-    """A step as one disk has it: committed, or prepared in a draft."""
+    """A step on one disk: committed, or prepared in a draft.
+
+    step: finished steps
+    attempt: the save that the files belong to
+    node: index of the disk
+    nodes: number of disks that hold the step
+    name: name of its directory
+    """
 
     step: int
     attempt: str
@@ -100,7 +113,7 @@ class NodeCheckpoint:
 
 
 def held_steps(own: LocalLocation) -> list[NodeCheckpoint]:
-    """Of everything on one disk whose manifest is there and whose own files are whole."""
+    """Returns the steps, committed or not, that have a manifest on this disk and complete files."""
     found: list[NodeCheckpoint] = []
     path = own.path
     for directory in leftovers.directories(path, "step-*") + leftovers.directories(path, ".tmp-*"):
@@ -119,7 +132,7 @@ def held_steps(own: LocalLocation) -> list[NodeCheckpoint]:
 
 
 def complete(held: Sequence[NodeCheckpoint]) -> list[tuple[int, str]]:
-    """(step, attempt) of what is on all its disks, the highest step first."""
+    """Returns (step, attempt) of each step that is on all its disks, highest step first."""
     where: dict[tuple[int, str, int], set[int]] = {}
     for one in held:
         where.setdefault((one.step, one.attempt, one.nodes), set()).add(one.node)
@@ -129,7 +142,7 @@ def complete(held: Sequence[NodeCheckpoint]) -> list[tuple[int, str]]:
 def finish_commits(
     disks: NodeLocalDirectory, seat: NodeRank, *, group: Group = None
 ) -> list[tuple[int, str]]:
-    """Commits on every disk what all have prepared; returns what is complete. Collective.
+    """Commits on every disk the steps that all nodes prepared; returns the complete ones. Collective.
 
     See [Note: prepared, then committed].
     """
@@ -163,7 +176,10 @@ def begin(
     held: ExitStack,
     group: Group = None,
 ) -> LocalFiles:
-    """An empty draft on every disk; nobody else writes there until `held` ends. Collective."""
+    """Returns an empty draft on this rank's disk. Collective.
+
+    Until `held` closes, no other process may write there.
+    """
     place = disks.own
 
     def lead() -> str | None:
@@ -190,8 +206,11 @@ def commit(
     read_back: bool = False,
     group: Group = None,
 ) -> Path:
-    """Prepares on every disk, then commits. Collective. `index`: of the shards, which every disk gets.
-    `read_back`: both are verified as they lie on the disk, before any is committed."""
+    """Prepares the step on every disk, then commits it. Collective.
+
+    index: index of the shards, which every disk gets
+    read_back: whether manifest and index are verified on the disk before any disk commits
+    """
     doing = f"committing {draft}"
     target = draft.path.with_name(step_name(manifest.step))
 
@@ -217,7 +236,7 @@ def commit(
 
 
 def discard(draft: LocalFiles, seat: NodeRank) -> None:
-    """Removes a draft from every disk. Every rank calls it; no rank waits for another."""
+    """Removes the draft from every disk. Every rank calls it; no rank waits for another."""
     if seat.is_leader:
         leftovers.remove(draft.path)
 
@@ -225,9 +244,11 @@ def discard(draft: LocalFiles, seat: NodeRank) -> None:
 def gather(sources: Sequence[Path], target: Path, *, key_file: Path | None = None) -> Path:
     """Copies the newest step that is on all its nodes into `target`, as a checkpoint on one disk.
 
-    `sources`: the nodes' directories of checkpoints, in any order. `key_file`: see `place_of`. Every byte is
-    verified first. Returns where it is. Raises CheckpointError where no step is complete, and for what is
-    damaged.
+    sources: the nodes' directories of checkpoints, in any order
+    key_file: see `location_of`
+
+    Every byte is verified first. Returns the path of the copy. Raises CheckpointError if no step is complete,
+    or if a byte is damaged.
     """
     key = None if key_file is None else KeyFile(key_file)
     disks = [LocalLocation(source, key=key) for source in sources]

@@ -1,6 +1,7 @@
-"""The layout `ranks`: each rank's own shards in its own file, as they lie in memory.
+"""The layout `ranks`: one file per rank, which holds the rank's own shards as they lie in memory.
 
-Nothing is planned and nothing exchanged, so it is the quickest; only the same ranks, sharded alike, load it.
+It is the fastest layout, because nothing is planned or exchanged. Only the same ranks, sharded alike, can
+load it.
 """
 
 from collections.abc import Mapping
@@ -17,14 +18,14 @@ from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 
 def write(tensors: Mapping[str, Tensor], draft: Files, *, held: ShardReader) -> dict[str, SavedFile]:
-    """Writes this rank's shards, read through `held`; returns its files."""
+    """Writes this rank's shards, read through `held`, and returns its files."""
     shards = ((name, (), local_shard(tensor)) for name, tensor in tensors.items())
     _, written = storage.write_shards(draft, _data_file(rank()), shards=shards, held=held)
     return written
 
 
 def require_same_ranks(files: Files, manifest: Manifest) -> None:
-    """Raises CheckpointError where other ranks than these saved it."""
+    """Raises CheckpointError unless as many ranks saved the checkpoint as are loading it."""
     if manifest.world_size != world_size():
         raise CheckpointError(
             f"{files} can only be loaded by the ranks that saved it.",

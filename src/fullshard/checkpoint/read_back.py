@@ -1,6 +1,6 @@
-"""Reading back what a save has written, before it is acknowledged: a disk may keep other bytes.
+"""Verification of a save's bytes before it is acknowledged, since a disk may store other bytes.
 
-It reads from the disk, not from the memory of the system, as far as the system lets go of what it holds.
+The bytes are read from the disk, as far as the system drops them from its page cache on request.
 """
 
 from fullshard.checkpoint.files import Files, LocalFiles
@@ -11,8 +11,10 @@ from fullshard.system import disk
 
 
 def require_written(draft: Files, manifest: Manifest) -> None:
-    """Reads every byte of the files that `manifest` names. Raises CheckpointError for the first file whose
-    bytes are others than were written."""
+    """Reads every byte of the files that `manifest` names.
+
+    Raises CheckpointError for the first file whose bytes differ from those written.
+    """
     for name in manifest.own_files:
         _forget(draft, name)
     for damage in damaged_files(draft, manifest, sizes=draft.sizes()):
@@ -20,7 +22,7 @@ def require_written(draft: Files, manifest: Manifest) -> None:
 
 
 def require_manifest(files: Files) -> None:
-    """Reads the manifest of a checkpoint. Raises CheckpointError where it is other than was written."""
+    """Reads the manifest of a checkpoint. Raises CheckpointError if it differs from the one written."""
     _forget(files, MANIFEST)
     try:
         read_manifest(files)

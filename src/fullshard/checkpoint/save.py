@@ -1,6 +1,6 @@
-"""Saving: a checkpoint appears whole or not at all.
+"""Saving: a checkpoint becomes visible complete or not at all.
 
-See `manifest` for what lies on the disk, and `place` for how it becomes visible there.
+See `manifest` for the files on the disk, and `location` for how a checkpoint becomes visible.
 """
 
 import hashlib
@@ -49,10 +49,10 @@ from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES
 
 Layout: TypeAlias = Literal["sharded", "ranks"]
 
-# What stands around the bytes of a tensor: a zip archive (1.1 KiB to 1.9 KiB on torch 2.13) and its table.
+# Upper bound of the overhead per shard: a zip archive (1.1 KiB to 1.9 KiB on torch 2.13) and its table.
 _ENVELOPE_BYTES = 2560
 
-_SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # fp8 has no sum
+_SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # torch cannot sum fp8
 
 _VALUES: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
 
@@ -71,18 +71,23 @@ def save(
 ) -> Path | str:
     """Saves `state` as `directory/step-00000123` and returns that path. Collective: every rank calls it.
 
-    Every rank writes its own shards, and the digests of their bytes, into a temporary directory beside; the
-    manifest comes last, everything is flushed to the disk, and only then it is renamed. When any rank fails,
-    all raise CheckpointError that names the first, the temporary directory is removed, and what was there
-    before is untouched.
+    Every rank writes its own shards, and the digests of their bytes, into a temporary directory beside the
+    final one. The manifest is written last, everything is flushed to the disk, and only then is the directory
+    renamed. If any rank fails, all ranks raise a CheckpointError that names the first failed rank. The
+    temporary directory is then removed, and older checkpoints are untouched.
 
-    `keep`: after that, only the newest `keep` whole checkpoints stay, and those whose step `keep_every`
-    divides (0: none); `keep` 0 keeps all. `layout`: see `Manifest`. `plan` is noted in the manifest.
-    `read_back`: every byte is read again and verified before the save is acknowledged, by the rank that wrote
-    it; a save that turns out damaged fails. A step
-    that is there already, whole and of the same model, is not written again; of another model it is refused;
-    a broken one is renamed to `.bad-…`. While one process saves to a directory, another is refused.
-    `NodeDisks(directory)`: on disks that nodes do not share; see `nodes`.
+    If the step already exists, complete and of the same model, it is not written again. If it holds another
+    model, the save is refused. If it is broken, it is renamed to `.bad-…`. While one process saves to a
+    directory, other processes are refused.
+
+    directory: location of the checkpoints; `NodeLocalDirectory(path)` for disks that nodes do not share, see
+        `per_node`
+    keep: number of newest complete checkpoints to keep after the save; 0 keeps all
+    keep_every: steps that it divides are kept in addition; 0 for none
+    layout: see `Manifest`
+    plan: recorded in the manifest
+    read_back: whether each rank reads its bytes again and verifies them before the save is acknowledged; a
+        damaged save fails
     """
     place = directory if isinstance(directory, NodeLocalDirectory) else location_of(directory)
     saving = Saver(place, keep=keep, keep_every=keep_every, layout=layout, plan=plan, read_back=read_back)
@@ -92,8 +97,11 @@ def save(
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state to save, as this rank holds it: nothing may change its tensors until they are written, unless
-    `held` knows of it, which all numbers are read through."""
+    """A state to save, as this rank holds it.
+
+    Its tensors must not change until they are written, unless `held` handles the change: all reads go through
+    it.
+    """
 
     step: int
     values: dict[str, JsonValue]
@@ -103,7 +111,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Saver:
-    """How and where snapshots are saved. See `save` for the fields."""
+    """Destination and settings of saves. See `save` for the fields."""
 
     place: CheckpointLocation | NodeLocalDirectory
     keep: int = 0
@@ -120,7 +128,9 @@ class Saver:
                 )
 
     def run(self, mine: Snapshot, *, group: Group = None) -> Path | str:
-        """Writes and commits. Collective, over `group`: the default one, for None. Raises as `save` does."""
+        """Writes and commits a snapshot. Collective over `group`, by default the default one. Raises as
+        `save`.
+        """
         doing = f"saving step {mine.step} to {self.place}"
         on_all_ranks(lambda: _require_numbers(mine), doing=doing, group=group)
         needed_bytes = _agreed_bytes(mine, group)
@@ -184,7 +194,10 @@ class Saver:
     def _begin(
         self, held: ExitStack, mine: Snapshot, *, place: CheckpointLocation, needed_bytes: int
     ) -> Files | Path | str:
-        """On rank 0: an empty draft, which nobody else may make until `held` ends; or where the step lies."""
+        """Returns, on rank 0, an empty draft, or the path of the step if it is already saved.
+
+        `place.writing()` stays open until `held` closes.
+        """
         held.enter_context(place.writing())
         there = next((files for step, files in place.steps() if step == mine.step), None)
         if there is not None and self._is_whole(there, mine, place=place):
@@ -192,7 +205,9 @@ class Saver:
         return place.begin(mine.step, needed_bytes=needed_bytes)
 
     def _is_whole(self, there: Files, mine: Snapshot, *, place: CheckpointLocation) -> bool:
-        """True where `there` is this step, whole. A broken one is set aside; another model is refused."""
+        """Returns whether `there` is complete. Renames a broken one; raises CheckpointError for another
+        model.
+        """
         try:
             manifest = verify(there)
         except DamagedCheckpointError as error:
@@ -205,7 +220,10 @@ class Saver:
     def _write(
         self, mine: Snapshot, draft: Files, *, doing: str, group: Group, node: int | None = None
     ) -> tuple[dict[str, SavedFile], dict[str, SavedTensor]]:
-        """Every rank's shards; returns the files and tensors of all. `node`: this rank's disk, of several."""
+        """Writes the shards of every rank; returns the files and tensors of all ranks.
+
+        node: index of this rank's disk if there are several, else None
+        """
         on_all_ranks(lambda: _check_shared_directory(draft), doing=doing, group=group)
         metadata: Metadata | None = None
         if self.layout == "ranks":
@@ -237,7 +255,7 @@ class Saver:
     def _commit(
         self, mine: Snapshot, draft: Files, *, files: dict[str, SavedFile], tensors: dict[str, SavedTensor]
     ) -> Path | str:
-        """On rank 0: the manifest, and what makes it a checkpoint."""
+        """Writes the manifest and commits the checkpoint. Runs on rank 0."""
         assert not isinstance(self.place, NodeLocalDirectory), "they commit together"
         writer = draft.read(WRITER)
         files[WRITER] = describe_small(draft, writer)
@@ -280,7 +298,7 @@ class Saver:
 
 
 def take_snapshot(state: Checkpointable) -> Snapshot:
-    """What `state` holds now, checked to be something that can be saved. Its tensors are the state's own."""
+    """Returns the current content of `state`, checked to be savable. Its tensors are the state's own."""
     tensors = state.tensors()
     for name, tensor in tensors.items():
         problem = _unsavable(tensor)
@@ -300,15 +318,15 @@ def take_snapshot(state: Checkpointable) -> Snapshot:
 
 
 def _require_numbers(mine: Snapshot) -> None:
-    """Raises CheckpointError for a model that holds NaN: it would push out the last useful checkpoint.
+    """Raises CheckpointError if the model holds NaN: saving it would push out the last useful checkpoint.
 
-    Infinities pass: masks are made of them.
+    Infinities are accepted, since masks are made of them.
     """
     shards = {n: local_shard(t) for n, t in mine.tensors.items() if n.startswith(MODEL_PREFIX)}
     shards = {n: t for n, t in shards.items() if t.dtype in _SUMMED and t.numel()}
     sums: dict[str, Tensor] = {}
     for name, shard in shards.items():
-        # A sum is the quickest look at all elements: it is NaN where one is, or where infinities cancel out.
+        # A sum is the quickest check of all elements: it is NaN if one is, or if infinities cancel out.
         with mine.held.read(name, shard, last=False) as numbers:
             sums[name] = numbers.sum()
     for name, total in sums.items():
@@ -329,7 +347,7 @@ def _holds_nan(mine: Snapshot, name: str, *, shard: Tensor) -> bool:
 def _unsavable(tensor: object) -> str | None:
     if not isinstance(tensor, Tensor):
         return f"{type(tensor).__name__}, not a tensor"
-    # A subclass may be one that reads its numbers when it is copied to the CPU.
+    # A subclass may read its numbers only when it is copied to the CPU.
     if tensor.is_meta and type(local_shard(tensor)) in (Tensor, nn.Parameter):
         return "a tensor on the meta device, which holds no numbers"
     if tensor.layout is not torch.strided:
@@ -340,7 +358,10 @@ def _unsavable(tensor: object) -> str | None:
 
 
 def _agreed_bytes(mine: Snapshot, group: Group) -> int:
-    """About how many bytes all ranks will write. Raises CheckpointError where ranks hold different states."""
+    """Returns the approximate number of bytes that all ranks write.
+
+    Raises CheckpointError if ranks hold different states.
+    """
     text = json.dumps(mine.values, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     facts = gathered((mine.step, digest, sum(map(_share_bytes, mine.tensors.values()))), group=group)
@@ -359,7 +380,9 @@ def _agreed_bytes(mine: Snapshot, group: Group) -> int:
 
 
 def _share_bytes(tensor: Tensor) -> float:
-    """This rank's share of the bytes that are written: of n copies, one is. Plain tensors count as copies."""
+    """Returns this rank's share of the bytes to write: 1/n of a tensor with n copies. Plain tensors are
+    copies.
+    """
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         copies = math.prod(mesh.size(i) for i, one in enumerate(tensor.placements) if one.is_replicate())
@@ -368,7 +391,7 @@ def _share_bytes(tensor: Tensor) -> float:
 
 
 def _written_bytes(shard: Tensor) -> int:
-    """What a shard takes in a data file and its table, at most."""
+    """Returns the most bytes that a shard takes in a data file and its table."""
     padding = ALIGNMENT if shard.nbytes >= LARGE_BYTES else 0
     return shard.nbytes + _ENVELOPE_BYTES + padding
 
@@ -400,14 +423,14 @@ def _check_shared_directory(draft: Files) -> None:
 
 
 def _all_names(mine: Snapshot, group: Group) -> dict[str, SavedTensor]:
-    """Every tensor of any rank: mostly all hold the same, and little is sent."""
+    """Returns the tensors of all ranks. Ranks other than 0 send only those that rank 0 lacks."""
     common = on_rank_zero(lambda: sorted(mine.tensors), doing="gathering names", group=group)
     own = {n: SavedTensor.of(t) for n, t in mine.tensors.items() if rank() == 0 or n not in set(common)}
     return {name: one for part in gathered(own, group=group) for name, one in sorted(part.items())}
 
 
 def _written_tensors(metadata: Metadata | None, files: Mapping[str, SavedFile]) -> dict[str, SavedTensor]:
-    """Every tensor of DCP's metadata. Raises CheckpointError where a part of one is in no file."""
+    """Returns every tensor of DCP's metadata. Raises CheckpointError if a part of one is in no file."""
     assert metadata is not None, "rank 0 has it"
     sizes = {name: file.size_bytes for name, file in files.items()}
     tensors: dict[str, SavedTensor] = {}
@@ -429,7 +452,7 @@ def _written_tensors(metadata: Metadata | None, files: Mapping[str, SavedFile]) 
 
 
 def _own_version() -> str:
-    """`unknown` where the package is used from its sources, without being installed."""
+    """Returns the installed version, or `unknown` if the package is used from its sources."""
     try:
         return version("fullshard")
     except PackageNotFoundError:

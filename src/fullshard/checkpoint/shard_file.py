@@ -1,14 +1,14 @@
-"""The bytes of a data file, and their digests: what makes a flipped bit a named one.
+"""Data files and their digests, by which a flipped bit is detected and located.
 
     __0_0.distcp           piece | piece | …      a piece is one shard of a tensor, as `torch.save` writes it
     __0_0.distcp.pieces    which piece lies where, and a digest of every block of it (JSON)
 
-The elements of a large shard begin with a page of the file (4096 bytes), or lie in it as they lay in one of
-memory, so that they can be written from there: before its piece stand as many zeros as that takes. See
+The elements of a large shard begin at a page of the file (4096 bytes), or have the same offset within a page
+as in memory, so that they can be written in place. The required number of zeros precedes their piece. See
 [Note: past the page cache].
 
-A digest (see `digests`) is taken of the bytes as they are *meant*, on their way to the disk. Blocks are cut
-from the start of each piece, so that a part of a large one is verified without reading all of it.
+A digest (see `digests`) covers the bytes as they are *meant*, on their way to the disk. Blocks are cut from
+the start of each piece, so that a part of a large piece can be verified without reading all of it.
 """
 
 import math
@@ -32,12 +32,12 @@ SUFFIX = ".pieces"
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor as it is."""
+    """Returns this rank's part of a DTensor, and any other tensor as it is, detached."""
     return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def shard_begin(tensor: Tensor) -> tuple[int, ...]:
-    """Where this rank's part begins in the whole tensor, for each dim."""
+    """Returns the position of this rank's part in the whole tensor, per dim."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -45,10 +45,17 @@ def shard_begin(tensor: Tensor) -> tuple[int, ...]:
 
 
 class ShardRecord(FrozenModel):
-    """One shard of the tensor `name`, `length` bytes from `offset` of its file.
+    """One shard of a tensor, and its place in a data file.
 
-    `index`: where the shard begins in the whole tensor; `shape`: its own. `data_offset`: where, from
-    the piece's start, its elements lie, row-major and without gaps; the bytes around are torch.save's.
+    name: name of the tensor
+    index: position of the shard's first element in the whole tensor, per dim
+    shape: shape of the shard
+    dtype: name as torch spells it
+    offset: byte of the file at which the piece begins
+    length: bytes of the piece
+    data_offset: byte of the piece at which the elements begin, row-major and without gaps; torch.save's own
+        bytes surround them
+    digests: digest of each block of the piece
     """
 
     name: str
@@ -62,7 +69,7 @@ class ShardRecord(FrozenModel):
 
 
 class ShardFileTable(FrozenModel):
-    """The pieces of one data file, in the order of their bytes. What lies between them is zeros."""
+    """Pieces of one data file, in the order of their bytes. The bytes between them are zeros."""
 
     block_bytes: Annotated[int, Field(gt=0, le=1 << 30)]
     pieces: tuple[ShardRecord, ...]
@@ -74,14 +81,14 @@ class ShardFileTable(FrozenModel):
             elements = math.prod(piece.shape) * _itemsize(piece.dtype)
             if piece.offset < end or piece.data_offset + elements > piece.length:
                 raise ValueError(f"the piece of {piece.name} is not where it can be")
-            if len(piece.index) not in (0, len(piece.shape)):  # the layout `ranks` notes none
+            if len(piece.index) not in (0, len(piece.shape)):  # the layout `ranks` records none
                 raise ValueError(f"the piece of {piece.name} begins at {list(piece.index)} of its tensor")
             end = piece.offset + piece.length
         return self
 
     @classmethod
     def decoded(cls, data: bytes, *, source: str) -> Self:
-        """Raises DamagedCheckpointError where it is none."""
+        """Returns the table that `data` encodes. Raises DamagedCheckpointError if it is not one."""
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
@@ -100,11 +107,12 @@ def _itemsize(dtype: str) -> int:
 
 
 class ShardFileWriter:
-    """A data file on its way to the disk: takes tensors, keeps where they lie and what they digest to.
+    """Writes tensors to a data file, and records their positions and digests.
 
-    `in_step`: the elements of a large shard lie in the pages of the file as they lay in those of memory, so
-    that they can be written from there; else they begin with a page, which memory of our own does, too.
-    `strong`: the kind of digest; see `digests`.
+    file: the file to write to
+    in_step: whether the elements of a large shard keep their offset within a memory page, so that they can be
+        written in place; else they begin at a page of the file, as staging memory does
+    strong: kind of digest; see `digests`
     """
 
     def __init__(self, file: BinaryIO, *, in_step: bool = False, strong: bool = False) -> None:
@@ -112,8 +120,8 @@ class ShardFileWriter:
         self._position = self._start = self._data_offset = 0
         self._pieces: list[ShardRecord] = []
         self._blocks = _Blocks(strong=strong)
-        self._elements: tuple[int, int] = (0, 0)  # address and bytes of what is being written
-        self._around = bytearray()  # what torch.save puts before or behind them
+        self._elements: tuple[int, int] = (0, 0)  # address and bytes of the tensor being written
+        self._around = bytearray()  # bytes that torch.save puts before or after them
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest")
 
     def __enter__(self) -> Self:
@@ -123,7 +131,7 @@ class ShardFileWriter:
         self._thread.shutdown()
 
     def add(self, name: str, tensor: Tensor, *, index: Sequence[int]) -> ShardRecord:
-        """Writes a CPU tensor as `torch.save` does, without the padding that its storage may have."""
+        """Writes a CPU tensor as `torch.save` does, without unused bytes that its storage may have."""
         tensor = _own_storage(tensor)
         self._start, self._data_offset, self._blocks = self._position, 0, _Blocks(strong=self._strong)
         self._elements = (tensor.data_ptr(), tensor.nbytes)
@@ -144,7 +152,7 @@ class ShardFileWriter:
         return piece
 
     def write(self, data: memoryview) -> int:
-        """What `torch.save` calls; a tensor's elements come in one call, from where they lie."""
+        """Receives bytes from `torch.save`, which passes a tensor's elements in one call, without a copy."""
         where, length = self._elements
         if data.nbytes == length > 0 and address(data) == where:
             self._data_offset = len(self._around)
@@ -157,7 +165,7 @@ class ShardFileWriter:
         return data.nbytes
 
     def _pad(self, where: int) -> None:
-        """Has the piece begin where its elements come to lie in a page as `where` does."""
+        """Pads the file so that the elements get the same offset within a page as the address `where`."""
         padding = (where - self._position - self._data_offset) % ALIGNMENT
         self._file.write(bytes(padding))
         self._position += padding
@@ -172,7 +180,7 @@ class ShardFileWriter:
         straight = data.nbytes >= LARGE_BYTES and (self._in_step or address(data) % ALIGNMENT == 0)
         digested = self._thread.submit(self._blocks.add, data) if straight else None
         for part in parts:
-            if digested is None:  # it will be copied: digested right before, it is still in the cache
+            if digested is None:  # it will be copied next, while it is still in the processor's cache
                 self._blocks.add(part)
             self._file.write(part)
         if digested is not None:
@@ -180,7 +188,7 @@ class ShardFileWriter:
         self._position += data.nbytes
 
     def flush(self) -> None:
-        """`torch.save` calls it; the file is flushed when it is closed."""
+        """Does nothing. `torch.save` calls it; the file is flushed when it is closed."""
 
     @property
     def table(self) -> ShardFileTable:
@@ -188,7 +196,7 @@ class ShardFileWriter:
 
 
 def _own_storage(tensor: Tensor) -> Tensor:
-    """The same elements as all that a storage holds: in place, where they are without gaps."""
+    """Returns the same elements as a tensor that fills its storage, without a copy if they are contiguous."""
     if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     if tensor.is_contiguous() and tensor.nbytes >= LARGE_BYTES:
@@ -198,7 +206,7 @@ def _own_storage(tensor: Tensor) -> Tensor:
 
 
 class _Blocks:
-    """Digests of a stream of bytes, one for each BLOCK_BYTES."""
+    """Digests of a stream of bytes, one per BLOCK_BYTES."""
 
     def __init__(self, *, strong: bool) -> None:
         self._strong = strong
@@ -227,9 +235,9 @@ class _Blocks:
 
 
 def verify_piece(file: BinaryIO, piece: ShardRecord, *, block_bytes: int, scratch: memoryview) -> None:
-    """Reads all of `piece`, through `scratch` (of `block_bytes`).
+    """Reads and verifies all of `piece`, through `scratch` (of `block_bytes`).
 
-    Raises DamagedCheckpointError for the first block whose digest is another, or that ends early.
+    Raises DamagedCheckpointError for the first block whose digest differs, or that ends early.
     """
     file.seek(piece.offset)
     for number, begin in enumerate(range(0, piece.length, block_bytes)):
@@ -237,9 +245,9 @@ def verify_piece(file: BinaryIO, piece: ShardRecord, *, block_bytes: int, scratc
 
 
 def verify_padding(file: BinaryIO, piece: ShardRecord, *, begin: int) -> None:
-    """Holds what lies from `begin`, the end of the piece before, to `piece` to be zeros.
+    """Checks that the bytes from `begin`, the end of the previous piece, to `piece` are zeros.
 
-    Raises DamagedCheckpointError where it is not.
+    Raises DamagedCheckpointError if they are not.
     """
     padding = bytearray(max(0, piece.offset - begin))
     file.seek(begin)
@@ -260,10 +268,11 @@ def read_part(
     block_bytes: int,
     scratch: memoryview,
 ) -> None:
-    """Fills `target` with the part of `piece` that begins at `offsets` in it and has the target's shape.
+    """Fills `target` with the part of `piece` that begins at `offsets` within the shard and has the target's
+    shape.
 
-    Reads the blocks of the rows (dim 0) that hold it, and verifies them. Raises as `verify_piece` does; what
-    the target holds then is undefined.
+    Reads and verifies the blocks of the rows (dim 0) that hold it. Raises as `verify_piece` does; the content
+    of the target is then undefined.
     """
     if target.numel() == 0:
         return
@@ -278,7 +287,7 @@ def read_part(
     numbers = range(begin // block_bytes, (stop - 1) // block_bytes + 1)
     file.seek(piece.offset + numbers.start * block_bytes)
     for number in numbers:
-        # What stands around the wanted bytes in the same block is read for its digest, and dropped.
+        # The other bytes of the block are read for its digest, and dropped.
         low, high = number * block_bytes, min((number + 1) * block_bytes, piece.length)
         first, last = max(low, begin), min(high, stop)
         parts = [scratch[: first - low], data[first - begin : last - begin], scratch[: high - last]]
@@ -290,7 +299,7 @@ def read_part(
 
 
 def _read_block(file: BinaryIO, piece: ShardRecord, *, number: int, parts: Sequence[memoryview]) -> None:
-    """Reads on into `parts`, together the block `number` of `piece`, and holds them to its digest."""
+    """Reads the block `number` of `piece` from the file's position into `parts`, and checks its digest."""
     expected = piece.digests[number] if number < len(piece.digests) else ""
     found = hash_like(expected)
     for part in parts:
@@ -313,7 +322,7 @@ def _rows(piece: ShardRecord, rows: int) -> tuple[int, ...]:
 
 
 def _read_into(file: BinaryIO, target: memoryview) -> int:
-    """Bytes that came until `target` was full or the file ended. A read may give less than was asked for."""
+    """Reads until `target` is full or the file ends. Returns the number of bytes; one read may give fewer."""
     done = 0
     while done < target.nbytes:
         count: int | None = file.readinto(target[done:])  # pyright: ignore[reportAttributeAccessIssue]

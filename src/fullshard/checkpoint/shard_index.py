@@ -1,8 +1,8 @@
-"""The index of a checkpoint's shards: which part of which tensor lies in which file.
+"""Index of a checkpoint's shards: the file and the position of every shard of every tensor.
 
     shards.json    the ShardIndex below, one on every disk
 
-DCP keeps the same facts in `.metadata`. That file is a pickle, and to read a pickle can run code. It is
+DCP keeps the same facts in `.metadata`. That file is a pickle, and reading a pickle can run code. It is
 written so that torch alone can load the directory; fullshard itself never reads it.
 """
 
@@ -30,10 +30,10 @@ from fullshard.spec.value import FrozenModel
 class Shard(NamedTuple):
     """One shard of a tensor.
 
-    file: its data file, as an index into `ShardIndex.files`.
-    offset: the byte of that file with which its piece begins.
-    start: the position of its first element in the whole tensor, per dim.
-    shape: its own shape.
+    file: its data file, as an index into `ShardIndex.files`
+    offset: byte of that file at which its piece begins
+    start: position of its first element in the whole tensor, per dim
+    shape: its own shape
     """
 
     file: NonNegativeInt
@@ -43,9 +43,10 @@ class Shard(NamedTuple):
 
 
 class ShardIndex(FrozenModel):
-    """All shards of a checkpoint, by the name of their tensor. A copy of a shard is listed once.
+    """All shards of a checkpoint, by the name of their tensor. A replicated shard is listed once.
 
-    files: names of the data files.
+    files: names of the data files
+    shards: shards of each tensor, by name
     """
 
     files: tuple[str, ...]
@@ -66,7 +67,9 @@ class ShardIndex(FrozenModel):
 
     @classmethod
     def of_tables(cls, tables: Mapping[str, ShardFileTable]) -> Self:
-        """Returns the index that a checkpoint without one would have, from the tables of all data files."""
+        """Returns the index of a checkpoint that was saved without one, from the tables of all its data
+        files.
+        """
         pieces = [(file, piece) for file, table in tables.items() for piece in table.pieces]
         return cls._of([(one.name, file, one.offset, one.index, one.shape) for file, one in pieces])
 
@@ -81,7 +84,7 @@ class ShardIndex(FrozenModel):
 
     @classmethod
     def decoded(cls, data: bytes, *, source: str) -> Self:
-        """Returns the index that `data` is the JSON of. Raises DamagedCheckpointError where it is not one."""
+        """Returns the index that `data` encodes as JSON. Raises DamagedCheckpointError if it is not one."""
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:

@@ -1,9 +1,9 @@
-"""Where the shards of a state are read while it is saved.
+"""Readers of a state's shards while it is saved.
 
 [Note: copied before they change] Shards in host memory are written from where they lie: forward and backward
-do not change them. Before something does, `settle` copies what is not yet written, and returns when the
-shard is through that is being written at that moment. So of every shard the bytes of one moment are written,
-and as much is copied, at most, as there is.
+do not change them. Before an update changes them, `copy_unwritten` copies those that are not yet written. It
+waits for the shard that is being written at that moment. So the written bytes of every shard are of one
+moment, and the copies take at most as much memory as the shards.
 """
 
 import threading
@@ -17,23 +17,32 @@ from fullshard.errors import CheckpointError
 
 
 class ShardReader(Protocol):
-    """What a snapshot's shards are read through. `in_step`: see `pieces.PieceFile`."""
+    """Source from which a snapshot's shards are read.
+
+    in_step: see `shard_file.ShardFileWriter`
+    """
 
     in_step: bool
 
     def read(self, name: str, shard: Tensor, *, last: bool) -> AbstractContextManager[Tensor]:
-        """The numbers of `shard`, which is this rank's of the tensor `name`, unchanged while the context
-        lasts. `last`: it is not read again."""
+        """Yields the elements of `shard`, unchanged while the context is open.
+
+        name: the tensor that this rank's `shard` belongs to
+        last: whether this is its last read
+        """
         ...
 
     def finish(self) -> None:
-        """Nothing is read any more."""
+        """Ends all reading."""
         ...
 
 
 class FrozenShards:
-    """Shards that nothing changes while they are saved. In malloc's small pages they are written sooner
-    through blocks of large ones than from where they lie (docs/log.md)."""
+    """Shards that nothing changes while they are saved.
+
+    They lie in malloc's small pages, from which they are written faster through aligned blocks of large pages
+    than in place (docs/log.md).
+    """
 
     in_step = False
 
@@ -44,10 +53,13 @@ class FrozenShards:
 
 
 class LiveShards:
-    """Shards that training continues with. See [Note: copied before they change].
+    """Shards that training keeps using. See [Note: copied before they change].
 
-    `copied(name, shard)` makes a copy. One thread reads, and one settles. They are written from where they
-    lie, with no copy on the way, which would take the processor that training wants.
+    They are written in place, because a copy on the way would take processor time from training. One thread
+    reads, and one calls `copy_unwritten`.
+
+    shards: shards by the name of their tensor
+    copied: makes a copy of a shard, given its name and the shard
     """
 
     in_step = True
@@ -62,7 +74,7 @@ class LiveShards:
 
     @contextmanager
     def read(self, name: str, shard: Tensor, *, last: bool) -> Generator[Tensor]:
-        """Raises CheckpointError for a shard that could not be copied."""
+        """Yields the shard or its copy. Raises CheckpointError for a shard that could not be copied."""
         with self._changed:
             self._changed.wait_for(lambda: name not in self._held)
             if name in self._lost:
@@ -85,7 +97,10 @@ class LiveShards:
             self._copies.clear()
 
     def copy_unwritten(self) -> None:
-        """Returns when the shards may change. From the last one on: the first ones are being written."""
+        """Copies the unwritten shards; after it returns, they may change.
+
+        It begins with the last one, because the first ones are being written.
+        """
         for name in reversed(list(self._live)):
             with self._changed:
                 self._changed.wait_for(lambda name=name: name not in self._held)

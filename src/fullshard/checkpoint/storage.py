@@ -1,10 +1,11 @@
-"""DCP's storage: shards are written with their digests, and verified while they are read.
+"""DCP's storage interface: shards are written with their digests, and verified as they are read.
 
-[Note: no pickle is read] A checkpoint may come from somebody else, and to read a pickle can run code. So what
-DCP asks for is made from plain data: see `shard_index`. `.metadata`, DCP's own pickle, is only ever written.
+[Note: no pickle is read] A checkpoint may come from somebody else, and reading a pickle can run code. So the
+metadata that DCP needs is made from plain data: see `shard_index`. `.metadata`, DCP's own pickle, is only
+ever written.
 
-DCP sends a rank's exception to the coordinator by pickling it, and hangs where that fails. So a failure to
-write or to read is kept here, and raised by `finish`. See [Note: failures are agreed on].
+DCP sends a rank's exception to the coordinator by pickling it, and hangs if that fails. So a failure to write
+or to read is kept in `attempt`, and raised by its `finish`. See [Note: failures are agreed on].
 """
 
 import itertools
@@ -52,16 +53,19 @@ T = TypeVar("T")
 
 
 def data_file(rank: int) -> str:
-    """The name that DCP gives to a rank's first file."""
+    """Returns the name that DCP gives to a rank's first file."""
     return f"__{rank}_0.distcp"
 
 
 class Writer(StorageWriter):
-    """Writes this rank's shards into one data file of a draft, and their table beside.
+    """Writes this rank's shards into one data file of a draft, and their table beside it.
 
-    `held`: see `write_shards`.
-    `besides`: tensors of which this rank's shards are written also where DCP has others write the copies.
-    `written`: both as the manifest has them, and on rank 0 DCP's metadata.
+    draft: files of the checkpoint being written
+    held: see `write_shards`
+    besides: tensors of which this rank writes its shards even if DCP assigns them to other ranks
+    attempt: failure of this rank, if any
+    written: both files as the manifest lists them; on rank 0 also `.metadata` and the index
+    metadata: DCP's metadata, on rank 0
     """
 
     def __init__(
@@ -91,7 +95,7 @@ class Writer(StorageWriter):
         results: list[WriteResult] = []
         with self.attempt:
             name = data_file(rank())
-            # One after the other: a shard on a GPU is on the host while it is written, and no longer.
+            # One at a time: a shard on a GPU is on the host only while it is written.
             planned = [(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items]
             shards = (
                 (*place, planner.resolve_data(item)) for place, item in zip(planned, plan.items, strict=True)
@@ -125,7 +129,7 @@ Placed = Iterable[tuple[str, Sequence[int], Tensor]]
 
 
 def _places(tensors: Mapping[str, Tensor]) -> Iterator[tuple[tuple[str, tuple[int, ...]], Tensor]]:
-    """((name, where this rank's shard begins in the whole), shard) of each tensor."""
+    """Yields ((name, position of this rank's shard in the whole tensor), shard) of each tensor."""
     for name, tensor in tensors.items():
         yield (name, shard_begin(tensor)), local_shard(tensor)
 
@@ -133,10 +137,12 @@ def _places(tensors: Mapping[str, Tensor]) -> Iterator[tuple[tuple[str, tuple[in
 def write_shards(
     draft: Files, name: str, *, shards: Placed, held: ShardReader | None = None
 ) -> tuple[Sequence[ShardRecord], dict[str, SavedFile]]:
-    """Writes (tensor's name, where the shard begins in it, shard) into the data file `name`, and its table.
+    """Writes shards into the data file `name`, and its table. Writes no file if there is no shard.
 
-    `held`: what the shards are read through, if they may change meanwhile. Returns the pieces, in the order
-    of the shards, and what the manifest says of both. No shard, no file.
+    shards: (tensor's name, position of the shard in the tensor, shard) of each
+    held: reader of the shards, if they may change meanwhile
+
+    Returns the pieces, in the order of the shards, and the manifest's entries for both files.
     """
     held = held or FrozenShards()
     shards = iter(shards)
@@ -157,7 +163,7 @@ def write_shards(
 
 
 class Reader(StorageReader):
-    """Reads from a checkpoint, and verifies whatever it reads."""
+    """Reads from a checkpoint, and verifies all bytes that it reads."""
 
     def __init__(self, files: Files, manifest: Manifest) -> None:
         self.files, self.manifest = files, manifest
@@ -171,7 +177,7 @@ class Reader(StorageReader):
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:  # signature: DCP's StorageReader
         """Returns DCP's description of the shards. See [Note: no pickle is read].
 
-        Raises CheckpointError, or DamagedCheckpointError.
+        Raises CheckpointError or DamagedCheckpointError.
         """
         if self._metadata is None:
             source = f"{self.files}/{SHARDS}"
@@ -179,7 +185,7 @@ class Reader(StorageReader):
                 index = ShardIndex.decoded(
                     read_verified(self.files, self.manifest, name=SHARDS), source=source
                 )
-            else:  # it was saved before there was an index
+            else:  # saved by a version without an index
                 index = ShardIndex.of_tables(
                     {name: self.table(name) for name in self.manifest.all_data_files}
                 )
@@ -208,7 +214,7 @@ class Reader(StorageReader):
             def place(index: MetadataIndex) -> tuple[str, int]:
                 return own.get((index.fqn, tuple(index.offset or ())), places[index])
 
-            items = sorted(plan.items, key=lambda item: place(item.storage_index))  # from begin to end
+            items = sorted(plan.items, key=lambda item: place(item.storage_index))  # in file order
             for name, group in itertools.groupby(items, key=lambda item: place(item.storage_index)[0]):
                 pieces = {piece.offset: piece for piece in self.table(name).pieces}
                 with self.opened(name) as file:
@@ -224,14 +230,17 @@ class Reader(StorageReader):
         return True
 
     def _own_copies(self) -> dict[tuple[str, tuple[int, ...]], tuple[str, int]]:
-        """Where on this node's disk a shard lies; the told place may be another's: [Note: every copy]."""
+        """Returns the places of shards on this node's disk.
+
+        The index may name another node's copy: [Note: every copy].
+        """
         if self.manifest.nodes == 1:
             return {}
         tables = {name: self.table(name) for name in self.manifest.data_files}
         return {(p.name, p.index): (name, p.offset) for name, table in tables.items() for p in table.pieces}
 
     def table(self, name: str) -> ShardFileTable:
-        """The table of a data file. Raises CheckpointError for one that is on another node's disk."""
+        """Returns the table of a data file. Raises CheckpointError for a file on another node's disk."""
         if name in self.manifest.files and name not in self.manifest.own_files:
             raise CheckpointError(
                 f"{self.files} does not have all that this rank needs.",
@@ -248,7 +257,7 @@ class Reader(StorageReader):
 
     @contextmanager
     def opened(self, name: str) -> Generator[BinaryIO]:
-        """A data file. What the operating system says while it is read, is said as of a checkpoint."""
+        """Opens a data file. An OSError while it is read is raised as a CheckpointError."""
         try:
             with self.files.open(name) as file:
                 yield file
@@ -258,7 +267,7 @@ class Reader(StorageReader):
     def read_part(
         self, file: BinaryIO, piece: ShardRecord | None, *, offsets: Sequence[int], target: Tensor
     ) -> None:
-        """See `pieces.read_part`."""
+        """Fills `target` from a piece; see `shard_file.read_part`."""
         if piece is None or piece.dtype != str(target.dtype).removeprefix("torch."):
             raise DamagedCheckpointError(
                 f"{self.files} is damaged.", got=f"{SHARDS} and the tables of pieces differ"
@@ -275,12 +284,13 @@ def write(
     every_copy: bool = False,
     group: Group = None,
 ) -> tuple[dict[str, SavedFile], Metadata | None]:
-    """Writes this rank's part of `tensors` into `draft`. Collective, where ranks are.
+    """Writes this rank's part of `tensors` into `draft`. Collective if there are several ranks.
 
-    Returns the files that this rank wrote, and on rank 0 DCP's metadata. `held`: see `write_shards`.
-    `every_copy`: also shards that other ranks write too.
+    held: see `write_shards`
+    every_copy: whether to also write shards that other ranks write, too
 
-    May raise on one rank alone: call it within `everyone`.
+    Returns the files that this rank wrote, and on rank 0 DCP's metadata. May raise on one rank alone: call it
+    within `on_all_ranks`.
     """
     writer = Writer(draft, held=held, besides=tensors if every_copy else None)
     with _single_process_is_meant():
@@ -290,7 +300,7 @@ def write(
 
 
 def opened(files: Files, manifest: Manifest) -> Reader:
-    """A reader of a checkpoint, whose metadata it has read. Raises what that raises."""
+    """Returns a reader of a checkpoint that has read its metadata. Raises as `Reader.read_metadata` does."""
     reader = Reader(files, manifest)
     if manifest.layout == "sharded":
         reader.read_metadata()
@@ -298,9 +308,9 @@ def opened(files: Files, manifest: Manifest) -> Reader:
 
 
 def read(tensors: Mapping[str, Tensor], reader: Reader, *, alone: bool = False) -> None:
-    """Fills this rank's part of `tensors`. Collective where ranks are, unless `alone`.
+    """Fills this rank's part of `tensors`. Collective if there are several ranks, unless `alone`.
 
-    May raise on one rank alone: call it within `everyone`.
+    May raise on one rank alone: call it within `on_all_ranks`.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _single_process_is_meant():
@@ -309,7 +319,7 @@ def read(tensors: Mapping[str, Tensor], reader: Reader, *, alone: bool = False) 
 
 
 def read_whole(name: str, reader: Reader) -> Tensor:
-    """One tensor, whole, in this process alone. Raises CheckpointError."""
+    """Returns one whole tensor, read in this process alone. Raises CheckpointError."""
     saved = reader.manifest.tensors[name]
     tensor = torch.empty(saved.shape, dtype=saved.torch_dtype)
     locally(lambda: read({name: tensor}, reader, alone=True), doing=f"reading {name} of {reader.files}")
@@ -318,7 +328,7 @@ def read_whole(name: str, reader: Reader) -> Tensor:
 
 @contextmanager
 def _single_process_is_meant() -> Generator[None]:
-    if distributed():  # then nothing warns; and to filter would have other warnings shown anew each time
+    if distributed():  # then DCP does not warn, and a filter would make other warnings repeat
         yield
         return
     with warnings.catch_warnings():
@@ -328,7 +338,10 @@ def _single_process_is_meant() -> Generator[None]:
 
 @contextmanager
 def _without_zip_checksums() -> Generator[None]:
-    """torch.save writes zip archives, whose CRC-32 costs more than our digests, and nothing reads it."""
+    """Turns off the CRC-32 of the zip archives that torch.save writes.
+
+    It costs more than fullshard's own digests, and nothing reads it.
+    """
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

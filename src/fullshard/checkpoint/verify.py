@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint against its digest, and two checkpoints against each other."""
+"""Verification of every byte of a checkpoint against its digest, and comparison of two checkpoints."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,7 +28,12 @@ from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with one file. `tensors`: those that it touches; all, where it may be any."""
+    """Damage to one file.
+
+    file: name of the file
+    what: the difference from the saved file
+    tensors: tensors that it affects; all of them if any may be affected
+    """
 
     file: str
     what: str
@@ -36,9 +41,10 @@ class Damage:
 
 
 def find_damage(checkpoint: Files | str | Path) -> Iterator[Damage]:
-    """Reads every byte of a checkpoint, and gives what differs from what was saved; nothing, if it is whole.
+    """Reads every byte of a checkpoint, and yields each difference from what was saved; nothing if it is
+    intact.
 
-    Raises CheckpointError where it cannot be read at all (permissions, another format).
+    Raises CheckpointError if it cannot be read at all (permissions, another format).
     """
     files = files_of(checkpoint)
     try:
@@ -57,9 +63,11 @@ def find_damage(checkpoint: Files | str | Path) -> Iterator[Damage]:
 
 
 def damaged_files(files: Files, manifest: Manifest, *, sizes: Mapping[str, int]) -> Iterator[Damage]:
-    """Reads every byte of the files that `manifest` names, and gives what differs from what was saved.
+    """Reads every byte of the files that `manifest` names, and yields each difference from what was saved.
 
-    `sizes`: those of `files`. Raises as `damages` does.
+    sizes: sizes of the files in bytes, by name
+
+    Raises as `find_damage` does.
     """
     reader = storage.Reader(files, manifest)
     for name in manifest.own_files:
@@ -67,10 +75,9 @@ def damaged_files(files: Files, manifest: Manifest, *, sizes: Mapping[str, int])
 
 
 def diff(one: Files | str | Path, other: Files | str | Path) -> Iterator[str]:
-    """Where two checkpoints differ, a line each: values, names, shapes, and elements. Streams, and holds two
-    tensors at most.
+    """Yields one line per difference between two checkpoints: values, names, shapes and elements.
 
-    Raises CheckpointError where one cannot be read or is damaged.
+    Holds two tensors in memory at most. Raises CheckpointError if a checkpoint cannot be read or is damaged.
     """
     readers = [_reader(files_of(files)) for files in (one, other)]
     left, right = (reader.manifest for reader in readers)
@@ -100,7 +107,9 @@ def _reader(files: Files) -> storage.Reader:
 
 
 def _between(a: Tensor, b: Tensor) -> str | None:
-    """Bits, not numbers: NaN equals NaN, and -0.0 differs from 0.0."""
+    """Returns how two tensors differ, bit by bit: NaN equals NaN, and -0.0 differs from 0.0. None if they are
+    equal.
+    """
     if not a.numel():
         return None
     bits = [tensor.reshape(-1, 1).view(torch.uint8) for tensor in (a, b)]
@@ -137,7 +146,7 @@ def _in_small_file(reader: storage.Reader, name: str) -> Iterator[Damage]:
 
 
 def _in_index(reader: storage.Reader) -> Iterator[Damage]:
-    """Shards that a load would look for, and that are not in the tables of this disk's data files."""
+    """Yields shards of the index that are missing from the tables of this disk's data files."""
     manifest = reader.manifest
     if manifest.layout == "ranks":
         return
@@ -177,12 +186,15 @@ def _in_data_file(reader: storage.Reader, name: str) -> Iterator[Damage]:
 
 
 def _said(error: CheckpointError, name: str) -> str:
-    """Returns what is wrong with the file `name`, which stands before it anyway."""
+    """Returns what is wrong with the file `name`, without repeating its name."""
     return str(error.got or error.what).removeprefix(f"{name}: ")
 
 
 def _touched(reader: storage.Reader, name: str) -> tuple[str, ...]:
-    """The tensors in a file, or in the one that it is the table of; all, for what is needed to read any."""
+    """Returns the tensors in a data file, or in the one that a table describes.
+
+    Returns all tensors for a file that is needed to read any of them.
+    """
     data_file = name.removesuffix(SUFFIX)
     if data_file not in reader.manifest.data_files:
         return tuple(reader.manifest.tensors) if name == SHARDS else ()

@@ -1,1 +1,1 @@
-"""The command line: one file a verb. What a verb needs is imported when the verb runs."""
+"""The command line: one file per command. A command imports what it needs when it runs."""

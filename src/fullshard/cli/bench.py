@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-# What is timed where the run does not say otherwise: steps small enough that what is not computing shows.
+# Default settings of the timed run: steps small enough that time outside compute is visible.
 SETTINGS = ("data.sequence_length=128", "train.global_batch=4", "precision.mode=fp32")
 
 
@@ -40,7 +40,7 @@ def overhead(
 
 
 def _is_result(path: Path) -> bool:
-    """Whether an earlier measurement wrote it."""
+    """Returns True if an earlier measurement wrote the file."""
     from fullshard.spec.pretrained import read_config
     from fullshard.system.targets import read_by
 

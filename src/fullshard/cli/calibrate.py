@@ -43,9 +43,9 @@ def calibrate(
 ) -> None:
     """Measure this machine, or under torchrun or srun the cluster, and write a hardware.toml.
 
-    The rates of matmuls, attention, memory, the optimizer, collectives, copies and the drive, each with all
-    ranks at work, are what `fullshard plan` and `fullshard train` then reckon with. The default file is
-    ~/.config/fullshard/hardware.toml, or what $FULLSHARD_HARDWARE names.
+    It contains the rates of matmuls, attention, memory, the optimizer, collectives, copies and the drive,
+    each measured while all ranks work. `fullshard plan` and `fullshard train` use them. The default file is
+    ~/.config/fullshard/hardware.toml, or the one that $FULLSHARD_HARDWARE names.
     """
     from fullshard.launch.scratch import private_directory
     from fullshard.launch.start import start
@@ -72,7 +72,7 @@ def calibrate(
 
 
 def _is_hardware(path: Path) -> bool:
-    """Whether it is a hardware.toml, written by hand or measured."""
+    """Returns True if the file is a hardware.toml, written by hand or measured."""
     from fullshard.spec.hardware_file import read_tables
     from fullshard.system.targets import read_by
 
@@ -80,7 +80,7 @@ def _is_hardware(path: Path) -> bool:
 
 
 def _require_directory(path: Path) -> None:
-    """Before two minutes of measuring, not after."""
+    """Raises SpecError if the result could not be written, before measuring for minutes."""
     from fullshard.errors import SpecError
 
     try:
@@ -101,7 +101,7 @@ def _require_drive(directory: Path) -> None:
 
 
 def _fitted(found: "Calibration") -> "Calibration":
-    """The same, with the hardware under which the whole steps are predicted best."""
+    """Returns the calibration with the hardware that best predicts the measured whole steps."""
     from fullshard.planner.calibration_fit import StepSample, fitted
     from fullshard.planning.describe_run import describe_run
 
@@ -113,8 +113,10 @@ def _fitted(found: "Calibration") -> "Calibration":
 
 
 def _request(directory: Path, *, ranks: int, device: str) -> "Request":
-    """The job on all ranks. Its run says no more than where; a batch of one sequence for each rank can be
-    shared out evenly, which `start` asks of every run."""
+    """Returns the job on all ranks.
+
+    Its batch is one sequence per rank, because `start` requires a batch that divides evenly over the ranks.
+    """
     from fullshard.launch.request import Request
     from fullshard.launch.start import own_ranks
     from fullshard.spec.run import Run

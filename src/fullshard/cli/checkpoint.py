@@ -29,7 +29,7 @@ def list_checkpoints(
     as_json: Annotated[bool, typer.Option("--json", help="As a JSON list.")] = False,
     key_file: KeyFileOption = None,
 ) -> None:
-    """List the checkpoints of a run, and which are whole. Exits with 6 if --key-file does not fit all."""
+    """List the checkpoints of a run, and which are complete. Exits with 6 if --key-file does not fit all."""
     from fullshard.errors import CheckpointError
 
     place = _place(directory, key_file)
@@ -56,7 +56,7 @@ def verify_checkpoints(
     as_json: Annotated[bool, typer.Option("--json", help="As a JSON list.")] = False,
     key_file: KeyFileOption = None,
 ) -> None:
-    """Read every byte of checkpoints; name what is not as it was saved, and the tensors it touches."""
+    """Read every byte of checkpoints; list damaged files, and the tensors that they affect."""
     from fullshard.checkpoint.manifest import MANIFEST
     from fullshard.errors import CheckpointError
 
@@ -80,7 +80,7 @@ def verify_checkpoints(
 
 
 def _verified(files: "Files") -> "tuple[str, list[Damage]]":
-    """Returns a word for a checkpoint, and what is wrong with it; raises nothing for one that is refused."""
+    """Returns a checkpoint's status and its damage. A refused checkpoint is reported and does not raise."""
     from fullshard.checkpoint.manifest import MANIFEST
     from fullshard.checkpoint.verify import Damage, find_damage
     from fullshard.errors import CheckpointError
@@ -112,8 +112,12 @@ def diff_checkpoints(
 
 
 class ExportFormat(StrEnum):
-    """`hf`: a directory that transformers' `from_pretrained` loads; `peft`: the adapters alone, as peft
-    does."""
+    """File formats of an export.
+
+    safetensors: one file, or several with an index
+    hf: a directory that transformers' `from_pretrained` loads
+    peft: only the adapters, in peft's format
+    """
 
     SAFETENSORS = "safetensors"
     HF = "hf"
@@ -121,7 +125,7 @@ class ExportFormat(StrEnum):
 
 
 class ExportDtype(StrEnum):
-    """Of floating-point tensors."""
+    """Dtypes of exported floating-point tensors."""
 
     BF16 = "bf16"
     FP32 = "fp32"
@@ -189,7 +193,7 @@ def export_checkpoint(
 
 
 def _require_target(target: Path, form: ExportFormat, *, sharded: bool, force: bool) -> None:
-    """Raises SpecError where an export would destroy something else than an earlier export."""
+    """Raises SpecError if an export would overwrite anything other than an earlier export."""
     from fullshard.system.targets import read_by, require_directory, require_file
     from fullshard.weights.export import refuse_weights
     from fullshard.weights.files import INDEX
@@ -214,7 +218,7 @@ def gather_checkpoint(
     *,
     key_file: KeyFileOption = None,
 ) -> None:
-    """Bring together what nodes saved on disks of their own (checkpoint.disks = "node")."""
+    """Combine the parts that nodes saved on their own disks (checkpoint.disks = "node")."""
     from fullshard.checkpoint.per_node import gather
     from fullshard.system.targets import require_outside
 
@@ -224,7 +228,7 @@ def gather_checkpoint(
 
 
 def _place(directory: str, key_file: Path | None) -> "CheckpointLocation":
-    """A run keeps its checkpoints in a directory of that name."""
+    """Returns a run's `checkpoints` directory, or `directory` itself. Raises CheckpointError if missing."""
     from fullshard.checkpoint.location import location_of
     from fullshard.distributed.agreement import locally
     from fullshard.errors import CheckpointError
@@ -243,7 +247,7 @@ def _place(directory: str, key_file: Path | None) -> "CheckpointLocation":
 
 
 def _describe(files: "Files") -> dict[str, object]:
-    """A row: `problem` is None where the checkpoint is whole, as far as sizes tell."""
+    """Returns a row; `problem` is None if the checkpoint is whole, judged by file sizes."""
     from fullshard.checkpoint.manifest import verify
     from fullshard.errors import CheckpointError
 

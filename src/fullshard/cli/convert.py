@@ -39,7 +39,7 @@ def convert(
         bool, typer.Option("--json", help="All of it as one JSON object on standard output.")
     ] = False,
 ) -> None:
-    """Print the run.toml of another tool's config; say on standard error what became of each of its keys."""
+    """Print another tool's config as a run.toml; report on standard error what became of each of its keys."""
     from fullshard.convert.conversion import convert as converted
 
     name = "standard input" if path == "-" else Path(path).name
@@ -91,7 +91,7 @@ def _as_json(conversion: "Conversion") -> dict[str, object]:
 
 
 def _show(conversion: "Conversion") -> None:
-    """The table, and how many keys of each kind there are."""
+    """Prints the table, and the number of keys for each verdict."""
     from fullshard.convert.account import KeyVerdict
     from fullshard.report.grid import show_rows
 

@@ -21,7 +21,7 @@ def prepare_data(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """Make the tokens of a run, and lay them out in sequences, before it needs them; show what there is."""
+    """Tokenize the data of a run and pack it into sequences, before the run needs them; show a summary."""
     from fullshard.data.build import is_plain_text, packed_data, tokenizer_vocabulary
     from fullshard.data.text import text_data
     from fullshard.errors import SpecError

@@ -1,4 +1,4 @@
-"""`fullshard init`: a run.toml that says everything there is to say, made from the fields of Run itself."""
+"""`fullshard init`: a run.toml with every key, generated from the fields of Run."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def init(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The file to write.")] = Path("run.toml"),
     force: Annotated[bool, typer.Option("--force", help="Write over a file that exists.")] = False,
 ) -> None:
-    """Write a run.toml with every key, its default and what it may be."""
+    """Write a run.toml with every key, its default and its allowed values."""
     from fullshard.errors import SpecError
     from fullshard.system.targets import require_file
 
@@ -36,7 +36,7 @@ def init(
 
 
 def run_toml(name: str = "run.toml") -> str:
-    """The text of a run.toml that loads as `Run()`."""
+    """Returns the text of a run.toml that loads as `Run()`."""
     from fullshard.spec.run import Run
 
     lines = [_HEAD.format(name=name)]
@@ -47,7 +47,7 @@ def run_toml(name: str = "run.toml") -> str:
 
 
 def _section(name: str, value: "FrozenModel", *, definitions: Mapping[str, Any]) -> Iterator[str]:
-    """The table `[name]`: what its docstring says, then its keys, then the tables within it."""
+    """Yields the table `[name]`: its docstring as comments, its keys, then its nested tables."""
     schema = definitions[type(value).__name__]
     yield f"[{name}]"
     yield from _comment(schema.get("description", ""))
@@ -70,7 +70,7 @@ def _comment(text: str) -> list[str]:
 
 
 def _item_description(field: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
-    """What a list's items are, where they are tables of their own."""
+    """Returns the description of a list's items if they are tables."""
     item = field.get("items", {})
     return str(definitions[_name(item)].get("description", "")) if "$ref" in item else ""
 
@@ -86,7 +86,7 @@ def _name(reference: Mapping[str, Any]) -> str:
 
 
 def _allowed(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
-    """What a value may be, in words, from its JSON schema."""
+    """Returns the allowed values in words, from the JSON schema."""
     schema = definitions[_name(schema)] if "$ref" in schema else schema
     if "anyOf" in schema:
         choices = [
@@ -107,7 +107,7 @@ def _allowed(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
 
 
 def _bounds(schema: Mapping[str, Any]) -> str:
-    """A bound that no run comes near is left out."""
+    """Returns the bounds in words, without those that no run comes near."""
     words = {"exclusiveMinimum": "over", "minimum": "from", "exclusiveMaximum": "under", "maximum": "to"}
     said = {word: schema[key] for key, word in words.items() if schema.get(key, math.inf) < _LARGE}
     return "".join(f" {word} {bound:,}" for word, bound in said.items())

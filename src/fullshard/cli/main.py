@@ -1,4 +1,4 @@
-"""`fullshard`: parses the command line, runs one verb, and turns whatever happens into an exit code."""
+"""`fullshard`: parses the command line, runs one command, and converts its outcome into an exit code."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ saved (go on with train --resume), 130 ended by Ctrl-C, 1 an error nobody foresa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the verb that `argv` (or the command line) names. The exit codes: `fullshard.errors`."""
+    """Runs the command that `argv` (or the command line) names. Exit codes: `fullshard.errors`."""
     escape_logs()
     with ProcessOutcome() as ending:
         _app()(args=None if argv is None else [*argv], prog_name="fullshard")
@@ -59,7 +59,7 @@ def _app() -> typer.Typer:
 
 
 def _group(text: str) -> typer.Typer:
-    """Plain help: rich would cost more time than all else that `--help` does."""
+    """Returns a command group with plain help: rich would take longer than the rest of `--help`."""
     return typer.Typer(
         help=text,
         no_args_is_help=True,
@@ -81,7 +81,7 @@ def _options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """What stands before the verb. Its text is the group's own."""
+    """Options before the command. `_group` has their help text."""
 
 
 def _bench_options() -> None:
@@ -89,7 +89,7 @@ def _bench_options() -> None:
 
 
 def _data_options() -> None:
-    """Make the tokens of a run ahead."""
+    """Prepare the tokens of a run in advance."""
 
 
 def _shown(failure: FailureReport, rank: str | None) -> str:

@@ -123,7 +123,7 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     fewest_gpus_in_days: Days = None,
     largest: Largest = None,
 ) -> None:
-    """Say what a run needs and how long it takes, and choose the fastest settings that fit."""
+    """Predict the memory and time of a run, and choose the fastest settings that fit."""
     from fullshard.planning.result import answer_of, fewest_gpus, largest_of, with_dry_run
     from fullshard.quantities import parse_count
 
@@ -164,9 +164,9 @@ def _question(
     tokens: int | None,
     any_ranks: bool,
 ) -> "PlanRequest":
-    """Everything that can be wrong is found before torch is imported, but for the model itself.
+    """Checks all options before torch is imported, except for the model itself.
 
-    `any_ranks`: how many there will be is the question itself.
+    any_ranks: the number of ranks is itself the question
     """
     from fullshard.planning.result import PlanRequest
     from fullshard.planning.target import batch_for, batch_for_any_ranks, find_subject, hardware_for
@@ -174,7 +174,7 @@ def _question(
     subject = find_subject(name)
     asked = subject.run(pinned)
     _check_spec(subject, asked)
-    if on is not None:  # a run.toml's are of another machine; what is set here is meant
+    if on is not None:  # ranks in a run.toml are of another machine; ranks set on the command line count
         ranks = ranks or (asked.run.ranks if _sets("run.ranks", pinned) else None) or None
         pinned = [*pinned, "run.ranks=0", "run.device=auto"]
         asked = subject.run(pinned)
@@ -197,7 +197,7 @@ def _question(
 
 
 def _with_drive(hardware: "Hardware", text: str) -> "Hardware":
-    """The hardware, each of whose ranks has so many bytes/s of a drive: `6e9`, `3.5G`."""
+    """Returns the hardware with this drive rate for each rank, in bytes/s: `6e9`, `3.5G`."""
     from fullshard.errors import SpecError
     from fullshard.quantities import format_count, parse_count
 
@@ -218,7 +218,7 @@ def _sets(key: str, overrides: Sequence[str]) -> bool:
 
 
 def _check_spec(subject: "PlanTarget", asked: "Run") -> None:
-    """A saved spec holds for the sequences and the precision that it was traced with."""
+    """Raises SpecError if a saved spec was traced with another sequence length or precision."""
     from fullshard.errors import SpecError
 
     if subject.spec is None:
@@ -256,7 +256,7 @@ def _budget(tokens: str | None, *, price: float | None, hardware: "Hardware") ->
 
 
 def _require_targets(plan: Path | None, spec: Path | None, *, force: bool) -> None:
-    """Before anything is planned, not after."""
+    """Checks the output files before anything is planned."""
     from fullshard.spec.model import ModelSpec
     from fullshard.spec.plan import Plan
     from fullshard.system.targets import read_by, require_file
@@ -276,6 +276,6 @@ def _write(value: "Plan | ModelSpec", path: Path) -> None:
 
 
 def _note(text: str | None) -> None:
-    """On standard error: what was not asked, but must be known."""
+    """Prints a note to standard error: information that was not requested, but must be known."""
     if text:
         print(f"note: {printable(text)}", file=sys.stderr)

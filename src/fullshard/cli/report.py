@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from fullshard.spec.measurement import Measurement
     from fullshard.spec.plan import Plan
 
-# What a run leaves in its directory: see `fullshard.jobs.run_directory`.
+# A file in every run's directory: see `fullshard.jobs.run_directory`.
 _METRICS = "metrics.jsonl"
 
 
 class _ReportedRun(NamedTuple):
-    """What is left of one run. `plan`: None where the directory has none."""
+    """The results of one run. `plan` is None if the directory has none."""
 
     directory: Path
     measurement: "Measurement"
@@ -32,7 +32,7 @@ def report(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="As a JSON list.")] = False,
 ) -> None:
-    """Show what past runs were predicted to need and to take, and what was measured."""
+    """Show what was predicted for past runs, and what was measured."""
     runs = [_read(directory) for directory in directories]
     if as_json:
         typer.echo(json.dumps([_record(run) for run in runs], indent=2))
@@ -49,7 +49,9 @@ def report(
 
 
 def _read(directory: Path) -> _ReportedRun:
-    """Raises SpecError for a directory that is none, or not a run's, or whose run has not come to its end."""
+    """Reads a run's results. Raises SpecError for a directory that is missing, not a run's, or of an
+    unfinished run.
+    """
     from fullshard.errors import SpecError
     from fullshard.spec.measurement import Measurement
     from fullshard.spec.plan import Plan
@@ -69,14 +71,14 @@ def _read(directory: Path) -> _ReportedRun:
             if started
             else "the directory that run.dir names, such as runs/default",
         )
-    # Where the run was set aside, it lies elsewhere than it did; its sample was for its end.
+    # A run that was set aside has moved to another directory. The sample is only for the end of a run.
     moved = {"directory": str(directory), "sample": None}
     measurement = Measurement.load(measured).model_copy(update=moved)
     return _ReportedRun(directory, measurement, Plan.load(planned) if planned.exists() else None)
 
 
 def _record(run: _ReportedRun) -> dict[str, object]:
-    """`comparison` and `prediction` are null where nothing was predicted."""
+    """Returns the JSON record; `comparison` and `prediction` are null if nothing was predicted."""
     from fullshard.report.comparison import compare
 
     prediction = run.plan.prediction if run.plan is not None else None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fullshard.launch.request import Request
     from fullshard.spec.run import Run
 
-# See `fullshard.spec.measurement.Measurement`: what the job leaves in the run's directory.
+# Files that the job writes in the run's directory; see `fullshard.spec.measurement.Measurement`.
 MEASUREMENT_NAME, PLAN_NAME = "measurement.json", "plan.json"
 
 
@@ -71,15 +71,18 @@ def _request(
 
 
 def _require_directory(run: "Run", *, resume: bool) -> None:
-    """Raises SpecError for a `run.dir` that is not a run's alone, and TrainError for one that cannot be
-    written or that another run is writing, before anything is planned or started."""
+    """Checks `run.dir` before anything is planned or started.
+
+    Raises SpecError if it contains anything other than a run, and TrainError if it cannot be written or
+    another run is writing it.
+    """
     from fullshard.jobs.launch_record import LaunchId
     from fullshard.jobs.run_lock import require_unlocked, require_writable
     from fullshard.jobs.run_place import LAUNCH, require_free, require_name
     from fullshard.launch.environment import under_srun, under_torchrun
 
     directory = require_name(run.run.dir)
-    # Ranks that torchrun or srun has started know only together whether they resume what is there.
+    # Ranks that torchrun or srun started can only decide together whether they resume the existing run.
     if under_torchrun() or under_srun():
         return
     if LaunchId.from_environment().earlier_attempt(directory / LAUNCH) is None:
@@ -90,7 +93,7 @@ def _require_directory(run: "Run", *, resume: bool) -> None:
 
 
 def _show_measurement(run: "Run", *, since: float, as_json: bool) -> None:
-    """The result. A run that was ended early may have left none, or only an earlier run's."""
+    """Prints the result. A run that ended early may have left none, or only an earlier run's."""
     path = Path(run.run.dir, MEASUREMENT_NAME)
     if not path.exists() or path.stat().st_mtime < since:
         return

@@ -1,1 +1,1 @@
-"""Settings of other tools, read into a Run: what is said of each key, and the run.toml that comes out."""
+"""Conversion of other tools' settings into a Run: a verdict on each key, and the resulting run.toml."""

@@ -157,7 +157,7 @@ _DEEPSPEED: dict[str, Rule] = {
 
 
 def read_accelerate(reading: ConfigReader) -> None:
-    """Speaks of every key of an Accelerate config."""
+    """Gives a verdict on every key of an Accelerate config."""
     per_node = _read_ranks(reading)
     require_stage(reading, "deepspeed_config.zero_stage")
     for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
@@ -192,7 +192,7 @@ def _fsdp_name(key: str) -> str:
 
 
 def _read_ranks(reading: ConfigReader) -> int | None:
-    """`run.ranks`, of one machine. Returns the ranks of each machine, where they are known."""
+    """Reads `run.ranks` for a single machine. Returns the ranks per machine, if known."""
     ranks, machines = required_count(reading, "num_processes"), required_count(reading, "num_machines") or 1
     if ranks is None:
         return None
@@ -224,7 +224,7 @@ def _read_type(reading: ConfigReader, kind: str) -> None:
 
 
 def _read_mesh(reading: ConfigReader) -> None:
-    """`parallelism_config`: a replicated axis over a sharded one is a hybrid strategy."""
+    """Reads `parallelism_config`: a replicated axis over a sharded one is a hybrid strategy."""
     prefix = "parallelism_config."
     found = {key.removeprefix(prefix).removeprefix("parallelism_config_"): key for key in reading.leaves}
     replicate, shard = found.get("dp_replicate_size", ""), found.get("dp_shard_size", "")
@@ -240,7 +240,7 @@ def _read_mesh(reading: ConfigReader) -> None:
 
 
 def _read_paths(reading: ConfigReader) -> None:
-    """`none` is what accelerate writes for no path."""
+    """Ignores `none`, which Accelerate writes for an absent path."""
     for part in ("optimizer", "param"):
         key = f"deepspeed_config.offload_{part}_nvme_path"
         if reading.get(key) in ("none", None):

@@ -1,4 +1,4 @@
-"""What is said of each key of a config, and what it sets in a run.toml."""
+"""The verdict on each key of a config, and the settings of a run.toml that the config sets."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from fullshard.spec.value import FrozenModel
 
 
 class Format(StrEnum):
-    """Whose config it is."""
+    """The tool that a config belongs to."""
 
     ACCELERATE = "accelerate"
     DEEPSPEED = "deepspeed"
@@ -20,10 +20,13 @@ class Format(StrEnum):
 
 
 class KeyVerdict(StrEnum):
-    """What became of a key.
+    """The verdict on a key.
 
-    `taken` under its own name, `renamed`, `not needed` (the result is the same without), `not supported`
-    (the result is another), `unknown`: no key of that format, as far as is known here.
+    taken: the key exists here under its own name
+    renamed: the key exists here under another name
+    not needed: the result is the same without it
+    not supported: the result differs
+    unknown: the format has no such key, as far as is known here
     """
 
     TAKEN = "taken"
@@ -34,13 +37,19 @@ class KeyVerdict(StrEnum):
 
 
 class SourceText(str):
-    """A value that only the program that is converted would know when it runs: its text."""
+    """Source text of a value that the converted program would only know when it runs."""
 
     __slots__ = ()
 
 
 class KeyResult(FrozenModel):
-    """What became of `key`, whose value was `value`: `sets` is the key of run.toml, `why` a word on it."""
+    """The verdict on one key.
+
+    key, value: the key and its value in the config
+    verdict: see `KeyVerdict`
+    sets: the key of run.toml that it sets, if any
+    why: a short explanation
+    """
 
     key: str
     value: Any
@@ -50,11 +59,13 @@ class KeyResult(FrozenModel):
 
 
 class ConfigReader:
-    """A config while it is read. Every leaf is spoken of once: `set`, `say`, or, at the end, as unknown.
+    """A config while it is read. Each leaf gets one verdict: by `set`, by `say`, or, in `close`, as unknown.
 
-    `tree`: nested mappings; what is no mapping, or is empty, is a leaf, and its key is the path to it, with
-    dots. `settings`: keys of run.toml. `origins`: the keys of the config that they come from. `ranks`: how
-    many there will be, where that is known.
+    leaves: values by dotted key: everything in the nested mappings that is not a mapping, and empty mappings
+    said: verdicts by key
+    settings: values by key of run.toml
+    origins: for each of `settings`, the key of the config that it comes from
+    ranks: number of ranks, if known
     """
 
     def __init__(self, tree: Mapping[str, Any], *, ranks: int | None = None) -> None:
@@ -66,15 +77,17 @@ class ConfigReader:
         self.ranks = ranks
 
     def get(self, key: str) -> Any:
-        """The value of `key`; None where it is absent."""
+        """Returns the value of `key`, or None if it is absent."""
         return self.leaves.get(key)
 
     def unread(self) -> list[str]:
-        """The keys that nothing has been said of."""
+        """Returns the keys without a verdict."""
         return [key for key in self.leaves if key not in self.said]
 
     def set(self, key: str, target: str, *, value: Any, why: str = "") -> None:
-        """`key` sets `target` to `value`. A target that another key has set otherwise keeps its value."""
+        """Records that `key` sets `target` to `value`. A target that another key has set differently keeps
+        its value.
+        """
         if isinstance(self.leaves.get(key), SourceText) and isinstance(value, SourceText):
             self.say(key, KeyVerdict.NOT_SUPPORTED, why=f"known only when the program runs: set {target}")
             return
@@ -89,18 +102,20 @@ class ConfigReader:
         self._note(key, KeyResult(key=key, value=self.leaves.get(key), verdict=verdict, sets=target, why=why))
 
     def say(self, key: str, verdict: KeyVerdict, *, why: str) -> None:
-        """What becomes of `key`, which sets nothing. Absent keys are passed over."""
+        """Records the verdict on `key`, which sets nothing. Absent keys are ignored."""
         self._note(key, KeyResult(key=key, value=self.leaves.get(key), verdict=verdict, why=why))
 
     def set_default(self, target: str, value: Any, *, why: str) -> None:
-        """`target`, which no key says, is `value` by default there; noted where the default here differs."""
+        """Sets `target`, which no key sets, to the other tool's default. It is noted if the default here
+        differs.
+        """
         if target not in self.settings and default(target) != value:
             self.settings[target] = value
             self.origins[target] = why
             self.notes.append(f"{target} = {value!r}: {why}")
 
     def close(self, known: list[str]) -> None:
-        """What is left is unknown; the nearest of the `known` keys is named."""
+        """Records the remaining keys as unknown, each with the nearest of the `known` keys."""
         for key in self.unread():
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
             why = f"no such key here; is {near[0]} meant?" if near else "no key of this format is called so"
@@ -112,7 +127,7 @@ class ConfigReader:
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of all that is no mapping, or an empty one."""
+    """Yields (dotted key, value) for everything that is not a mapping, and for empty mappings."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
@@ -122,7 +137,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def default(target: str) -> Any:
-    """The default of a key of run.toml."""
+    """Returns the default of a key of run.toml."""
     value: Any = Run()
     for part in target.split("."):
         value = getattr(value, part)

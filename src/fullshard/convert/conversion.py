@@ -1,4 +1,4 @@
-"""convert(text): a config of another tool -> what becomes of each key, and a Run."""
+"""`convert`: turns a config of another tool into a Run, with a verdict on each key."""
 
 import math
 from collections.abc import Callable
@@ -25,9 +25,13 @@ _READERS: dict[Format, Callable[[ConfigReader], None]] = {
 
 
 class Conversion(FrozenModel):
-    """A config, converted. `said`: each of its keys, in its order. `notes`: what is no single key's.
+    """A converted config.
 
-    `settings`: dotted keys of run.toml; `origins`: where each comes from. `run` is what they parse to.
+    said: verdicts on its keys, in their order
+    notes: remarks that do not belong to a single key
+    settings: values by dotted key of run.toml
+    origins: the source of each setting
+    run: the run that `settings` parse to
     """
 
     name: str
@@ -39,19 +43,21 @@ class Conversion(FrozenModel):
     run: Run
 
     def run_toml(self) -> str:
-        """The text of a run.toml that loads as `run`."""
+        """Returns the text of a run.toml that loads as `run`."""
         head = f"From {self.name} ({self.format}), by fullshard convert. What is not here has its default."
         return toml_text(self.settings, origins=self.origins, head=head)
 
     def count(self, verdict: KeyVerdict) -> int:
-        """How many keys this became of."""
+        """Returns the number of keys with this verdict."""
         return sum(one.verdict is verdict for one in self.said)
 
 
 def convert(text: str, *, name: str, format: Format | None = None, ranks: int | None = None) -> Conversion:
-    """Reads the config `text` of a file called `name`; of the `format` that its content has, unless given.
+    """Converts the config `text` of a file called `name`.
 
-    `ranks`: how many ranks it is for, where the file does not say so.
+    format: detected from the content if None
+    ranks: number of ranks that it is for, if the file does not say so
+
     Raises SpecError for text of no known format, keys that contradict each other, and values that no run has.
     """
     found, tree, notes = read_source(text, name=name, format=format)
@@ -59,7 +65,7 @@ def convert(text: str, *, name: str, format: Format | None = None, ranks: int | 
     _require_numbers(reading)
     reading.notes.extend(notes)
     _READERS[found](reading)
-    order = ("run", "model", "data", "train")  # the rest as it came
+    order = ("run", "model", "data", "train")  # other sections follow by name
     targets = sorted(reading.settings, key=lambda target: _place(target, order))
     settings = {target: reading.settings[target] for target in targets}
     run = Run.parse(_nested(settings), source=f"what {name} says")
@@ -75,7 +81,7 @@ def convert(text: str, *, name: str, format: Format | None = None, ranks: int | 
 
 
 def _require_numbers(reading: ConfigReader) -> None:
-    """Raises SpecError for NaN, which JSON, YAML and TOML can say."""
+    """Raises SpecError for NaN, which JSON, YAML and TOML can express."""
     for key, value in reading.leaves.items():
         for one in cast(list[Any], value) if isinstance(value, list) else [value]:
             if isinstance(one, float) and math.isnan(one):

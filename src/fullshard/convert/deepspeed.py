@@ -13,12 +13,12 @@ _STAGES = {0: "no_shard", 1: "zero1", 2: "shard_grad_op", 3: "full_shard"}
 _ZERO = "zero_optimization"
 _ADAMS = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam")
 _DOTTED = {"adagrad": "torch.optim.Adagrad", "sgd": "sgd", "torch.optim.sgd": "sgd"}
-# DeepSpeed's FusedAdam, SGD of torch: what they take where `optimizer.params` says nothing.
+# Defaults of DeepSpeed's FusedAdam for keys that `optimizer.params` leaves out.
 _ADAM_DEFAULTS = {"optimizer.betas": [0.9, 0.999], "optimizer.eps": 1e-8, "optimizer.weight_decay": 0.0}
 
 
 def read_deepspeed(reading: ConfigReader) -> None:
-    """Speaks of every key of a DeepSpeed config. Raises SpecError where its batch sizes contradict."""
+    """Gives a verdict on every key of a DeepSpeed config. Raises SpecError if its batch sizes contradict."""
     _read_stage(reading)
     _read_offload(reading)
     _read_precision(reading)
@@ -33,7 +33,7 @@ def read_deepspeed(reading: ConfigReader) -> None:
 
 
 def strategy_of(stage: Any) -> str | None:
-    """ZeRO's stage 0 to 3 as a strategy; None for anything else."""
+    """Returns the strategy of ZeRO stage 0 to 3; None for any other value."""
     number = whole(stage)
     return None if number is None else _STAGES.get(number)
 
@@ -68,7 +68,7 @@ def _read_stage(reading: ConfigReader) -> None:
 
 
 def _read_offload(reading: ConfigReader) -> None:
-    """`offload_optimizer`, `offload_param`: what a tier keeps outside, which the planner chooses."""
+    """Reads `offload_optimizer` and `offload_param` as the offload target."""
     parts = {"offload_optimizer": "optimizer:{}", "offload_param": "params+optimizer:{}"}
     for part, tier in parts.items():
         key = f"{_ZERO}.{part}.device"
@@ -81,7 +81,7 @@ def _read_offload(reading: ConfigReader) -> None:
 
 
 def _read_precision(reading: ConfigReader) -> None:
-    """`bf16.enabled`, `fp16.enabled` and what gradients are sent in."""
+    """Reads `bf16.enabled`, `fp16.enabled` and the dtype in which gradients are communicated."""
     modes = {"bf16.enabled": "bf16", "bfloat16.enabled": "bf16", "fp16.enabled": "fp16"}
     on = [key for key in modes if is_on(reading.get(key))]
     if len(on) > 1:
@@ -115,7 +115,7 @@ def _read_precision(reading: ConfigReader) -> None:
 
 
 def _read_batch(reading: ConfigReader) -> None:
-    """train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × ranks."""
+    """Reads train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × ranks."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     total, micro, steps = (required_count(reading, key) for key in keys)
     ranks = reading.ranks
@@ -161,7 +161,7 @@ def _read_accumulation(
 
 
 def one_ranks_batch(reading: ConfigReader, sequences: int, *, origin: str) -> None:
-    """`train.global_batch` of `sequences` a rank, with a note where the number of ranks is unknown."""
+    """Sets `train.global_batch` from `sequences` per rank, with a note if the number of ranks is unknown."""
     if "train.global_batch" in reading.settings:
         return
     reading.settings["train.global_batch"] = sequences * (reading.ranks or 1)
@@ -202,7 +202,7 @@ def _read_optimizer(reading: ConfigReader) -> None:
 
 
 def _read_schedule(reading: ConfigReader) -> None:
-    """WarmupLR, WarmupDecayLR and WarmupCosineLR; others leave the schedule as it is."""
+    """Reads WarmupLR, WarmupDecayLR and WarmupCosineLR; other types leave the schedule unchanged."""
     key = "scheduler.type"
     kinds = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
     kind = kinds.get(str(reading.get(key)).lower())
@@ -249,7 +249,7 @@ def _read_peak(reading: ConfigReader) -> None:
 
 
 def _read_trackers(reading: ConfigReader) -> None:
-    """`tensorboard.enabled`, `wandb.enabled`: `log.trackers`, one list of both."""
+    """Reads `tensorboard.enabled` and `wandb.enabled` into the one list `log.trackers`."""
     wanted = [name for name in ("tensorboard", "wandb") if is_on(reading.get(f"{name}.enabled"))]
     for name in wanted:
         reading.set(f"{name}.enabled", "log.trackers", value=wanted)

@@ -1,4 +1,4 @@
-"""What each key of DeepSpeed's JSON means here, one by one. What several keys say together: `deepspeed`."""
+"""The meaning of single keys of DeepSpeed's JSON. Keys that act together are read in `deepspeed`."""
 
 from fullshard.convert.rules import (
     NotNeeded,

@@ -1,5 +1,6 @@
 """Arguments of FSDP1, FSDP2, wrappers around them, and Lightning. Sources: torch.distributed.fsdp (2.13),
-lightning_fabric.strategies.fsdp (2.6)."""
+lightning_fabric.strategies.fsdp (2.6).
+"""
 
 from fullshard.convert.account import ConfigReader, KeyVerdict, SourceText
 from fullshard.convert.rules import (
@@ -171,7 +172,7 @@ _HOST: dict[str, Rule] = {
 
 
 def read_fsdp(reading: ConfigReader, *, prefix: str = "") -> None:
-    """Speaks of the arguments of FSDP, fully_shard or FSDP2Config, whose keys begin with `prefix`."""
+    """Gives a verdict on the arguments of FSDP, fully_shard or FSDP2Config: keys that start with `prefix`."""
     names = {key: key.removeprefix(prefix) for key in reading.leaves if key.startswith(prefix)}
     keys = {name: key for key, name in names.items()}
     _read_mesh(reading, keys)
@@ -194,13 +195,13 @@ def read_fsdp(reading: ConfigReader, *, prefix: str = "") -> None:
 
 
 def read_fsdp_alone(reading: ConfigReader) -> None:
-    """Speaks of every argument of FSDP, fully_shard or FSDP2Config."""
+    """Gives a verdict on every argument of FSDP, fully_shard or FSDP2Config."""
     read_fsdp(reading)
     reading.close([*plain_keys(RULES), "sharding_strategy", "backward_prefetch", "forward_prefetch"])
 
 
 def read_lightning(reading: ConfigReader) -> None:
-    """Speaks of the arguments of Fabric or a Trainer, and of the strategy within; or of a strategy alone."""
+    """Gives a verdict on the arguments of Fabric or a Trainer and its strategy, or of a strategy alone."""
     prefix = "strategy."
     nodes = required_count(reading, "num_nodes") or 1
     required_count(reading, "max_steps", unset=(-1,))
@@ -225,7 +226,7 @@ def read_lightning(reading: ConfigReader) -> None:
 
 
 def _read_mesh(reading: ConfigReader, keys: dict[str, str]) -> None:
-    """A mesh of two axes, (replicas, shards): a hybrid strategy of that degree."""
+    """Reads a two-axis mesh, (replicas, shards), as a hybrid strategy of that degree."""
     for name in ("mesh.mesh_shape", "device_mesh.mesh_shape", "device_mesh", "mesh"):
         key = keys.get(name, "")
         shape = reading.get(key)
@@ -239,7 +240,7 @@ def _read_mesh(reading: ConfigReader, keys: dict[str, str]) -> None:
         elif len(shape) == 2 and shape[0] > 1:
             reading.set(key, "sharding.strategy", value="no_shard", why="nothing is sharded")
     plain = keys.get("sharding_strategy", "")
-    # The strategy that is named may be the ZeRO-2 form of the mesh's.
+    # The named strategy may be the ZeRO-2 variant of the mesh's.
     if reading.settings.get("sharding.strategy") == "hybrid_shard" and plain:
         reading.settings.pop("sharding.strategy")
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 from fullshard.convert.account import SourceText
 
 _MOST_VALUES = 20_000
-# Calls whose arguments are settings: the names of those that stand by position.
+# Calls whose arguments are settings, with the names of their positional arguments.
 _FSDP1 = (
     "module",
     "process_group",
@@ -54,23 +54,25 @@ _PARTS: dict[str, tuple[str, ...]] = {
 
 
 class PythonSource:
-    """A parsed program: its calls, and what its names were assigned.
+    """A parsed program: its calls, and the values assigned to its names.
 
-    A name that is assigned once stands for what it was assigned; anything that only running would tell is
-    kept as its text (`SourceText`). Raises SyntaxError or ValueError for text that is not Python, and
-    RecursionError or MemoryError where it is nested too deep; ValueError for more values than are meant.
+    A name that is assigned once is replaced by its value. Values that are only known at run time are kept as
+    their text (`SourceText`).
+
+    Raises SyntaxError or ValueError for text that is not Python, RecursionError or MemoryError if it is
+    nested too deep, and ValueError for too many values.
     """
 
     def __init__(self, text: str) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what Python thinks of somebody's program
+            warnings.simplefilter("ignore")  # warnings about the user's program
             tree = ast.parse(text)
         self._left = _MOST_VALUES
         self._tree = tree
         self._assigned = _assigned_once(tree)
 
     def call(self, names: Mapping[str, tuple[str, ...]]) -> tuple[str, dict[str, Any], int] | None:
-        """(name, arguments, others) of the call of one of `names` with the most keywords; None for none."""
+        """Returns (name, arguments, others) of the call to one of `names` with the most keywords, or None."""
         calls = [one for one in ast.walk(self._tree) if isinstance(one, ast.Call) and _called(one) in names]
         if not calls:
             return None
@@ -79,7 +81,7 @@ class PythonSource:
         return name, self._arguments(best, names[name]), len(calls) - 1
 
     def options(self) -> dict[str, Any] | None:
-        """A dict that stands alone, or is assigned to a name with `fsdp` in it; None where there is none."""
+        """Returns a dict that is an expression statement or assigned to a name with `fsdp` in it, or None."""
         for node in self._tree.body:
             value = node.value if isinstance(node, ast.Expr | ast.Assign | ast.AnnAssign) else None
             named = isinstance(node, ast.Expr) or "fsdp" in _target(node).lower()
@@ -106,7 +108,7 @@ class PythonSource:
 
     def _value(self, node: ast.expr) -> Any:
         self._left -= 1
-        if self._left < 0:  # names that stand for several of other names, again and again
+        if self._left < 0:  # names that expand to several other names, recursively
             raise ValueError(f"its arguments are more than {_MOST_VALUES:,} values")
         if isinstance(node, ast.Constant):
             return node.value
@@ -149,13 +151,13 @@ def _target(node: ast.stmt) -> str:
 
 
 def _assigned_once(tree: ast.Module) -> dict[str, ast.expr]:
-    """The names that one assignment gives a value which does not name them again."""
+    """Returns the names that are assigned exactly once, to a value that does not refer to them."""
     found: dict[str, list[ast.expr]] = {}
     for name, value in _assignments(tree):
         found.setdefault(name, []).append(value)
     once = {name: values[0] for name, values in found.items() if len(values) == 1}
     order = {name: index for index, name in enumerate(once)}
-    # A value may name only what was assigned before it: else `a = b; b = a` would never end.
+    # A value may refer only to names assigned before it: otherwise `a = b; b = a` would never end.
     return {
         name: value
         for name, value in once.items()
@@ -176,7 +178,7 @@ def _names_in(value: ast.expr) -> Iterator[str]:
 
 
 def _folded(node: ast.expr) -> int | float | None:
-    """The number of `-1`, `2 * 8`, `10**8`; None for anything else."""
+    """Returns the number of `-1`, `2 * 8` or `10**8`; None for any other expression."""
     if isinstance(node, ast.Constant):
         value = node.value
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
@@ -187,7 +189,7 @@ def _folded(node: ast.expr) -> int | float | None:
 
 
 def _product(node: ast.BinOp) -> int | float | None:
-    """A product or a power, of a size that takes no time."""
+    """Returns a product or a power that is small enough to compute quickly."""
     left, right = _folded(node.left), _folded(node.right)
     if left is None or right is None:
         return None

@@ -1,4 +1,4 @@
-"""Rules: what a key of a config means, one value a key, so that a format is a table of them."""
+"""Rules: the meaning of a config key as a value, so that a format is a table of rules."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,9 +13,11 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Sets:
-    """The key sets `target`, to `turned(value)`.
+    """The key sets `target` to `turned(value)`.
 
-    Where that is None, the value cannot be said here: `instead`. `why`: a word on what differs.
+    turned: conversion of the value; None means that it cannot be expressed here
+    why: remark on a difference
+    instead: explanation if the value cannot be expressed
     """
 
     target: str
@@ -26,9 +28,11 @@ class Sets:
 
 @dataclass(frozen=True)
 class Maps:
-    """The key sets `target` to what stands beside its value (in lower case) in `choices`.
+    """The key sets `target` to the entry of `choices` for its value in lower case.
 
-    A value of `without` asks for nothing; for any other, `instead`.
+    why: remark on a difference
+    instead: explanation for values that are not in `choices`
+    without: values that request nothing
     """
 
     target: str
@@ -47,7 +51,7 @@ class NotNeeded:
 
 @dataclass(frozen=True)
 class Unsupported:
-    """What the key asks for is not there. Where its value is one of `without`, it asks for nothing."""
+    """The feature of the key does not exist here. A value in `without` does not request it."""
 
     instead: str
     without: tuple[Any, ...] = (False, None, "none", "None", 0)
@@ -55,7 +59,9 @@ class Unsupported:
 
 @dataclass(frozen=True)
 class Section:
-    """A part that `<section>.<switch>` turns on: off, it asks for nothing; on, it is not there."""
+    """A section that `<section>.<switch>` turns on. Its feature does not exist here; off, it requests
+    nothing.
+    """
 
     instead: str
     switch: str = "enabled"
@@ -68,10 +74,10 @@ OFF = "as it is here"
 
 
 def follow(reading: ConfigReader, rules: Rules, *, named: Callable[[str], str] = lambda key: key) -> None:
-    """Speaks of every key that nothing was said of and that a rule is for.
+    """Gives a verdict on every key that has none yet and matches a rule.
 
-    `named`: a key of the config as the table has it. The key of a rule is a whole key, or a shell pattern;
-    the first that matches counts.
+    rules: by key or shell pattern; the first match counts
+    named: maps a key of the config to its name in `rules`
     """
     for key in reading.unread():
         rule = _rule_for(named(key), rules)
@@ -80,12 +86,12 @@ def follow(reading: ConfigReader, rules: Rules, *, named: Callable[[str], str] =
 
 
 def each(section: str, names: str, *, rule: Rule) -> dict[str, Rule]:
-    """`rule` for all of the keys of `section` that `names` lists, with blanks between them."""
+    """Returns `rule` for every key of `section` in `names`, which are separated by blanks."""
     return {f"{section}.{name}": rule for name in names.split()}
 
 
 def plain_keys(rules: Rules) -> list[str]:
-    """Those that a misspelled key can have meant."""
+    """Returns the keys without wildcards, which are suggested for misspelled keys."""
     return [key for key in rules if "*" not in key]
 
 
@@ -153,9 +159,9 @@ def _in(value: Any, values: Iterable[Any]) -> bool:
     return any(type(value) is type(one) and value == one for one in values)
 
 
-# What the tables turn values with #
+# Conversions of values for the tables #
 def number(value: Any) -> float | None:
-    """A number, also one that is written as text (`1e-4`, which YAML takes for one)."""
+    """Returns a number, also of text (`1e-4`, which YAML reads as text), or None."""
     try:
         return None if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -163,20 +169,20 @@ def number(value: Any) -> float | None:
 
 
 def whole(value: Any) -> int | None:
-    """A whole number that is not negative; None for any other."""
+    """Returns a non-negative whole number; None for any other value."""
     read = number(value)
     return int(read) if read is not None and read >= 0 and read.is_integer() else None
 
 
 def positive(value: Any) -> int | None:
-    """A whole number over 0; None for any other."""
+    """Returns a whole number over 0; None for any other value."""
     return whole(value) or None
 
 
 def required_count(reading: ConfigReader, key: str, *, unset: tuple[Any, ...] = ()) -> int | None:
-    """Returns the whole number over 0 that `key` has; None where it is absent, left open, or one of `unset`.
+    """Returns the whole number over 0 of `key`; None if it is absent, left open, or one of `unset`.
 
-    Raises SpecError for any other value: there is no run that it could be converted to.
+    Raises SpecError for any other value, because no run can express it.
     """
     value = reading.get(key)
     if _in(value, (None, AUTO, *unset)) or isinstance(value, SourceText):
@@ -188,11 +194,11 @@ def required_count(reading: ConfigReader, key: str, *, unset: tuple[Any, ...] = 
 
 
 def is_on(value: Any) -> bool:
-    """True, `true`, `yes`, `on`."""
+    """Returns True for True, `true`, `yes` and `on`."""
     return value is True or str(value).lower() in ("true", "yes", "on")
 
 
 def pair(value: Any) -> list[float] | None:
-    """Two numbers; None for anything else."""
+    """Returns two numbers; None for any other value."""
     read = [number(one) for one in value] if isinstance(value, list) else []
     return [one for one in read if one is not None] if len(read) == 2 and None not in read else None

@@ -1,4 +1,4 @@
-"""Whose config a text is, by what stands in it, and its tree of keys."""
+"""Detection of a config's format from its text, and parsing into a tree of keys."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ from fullshard.spec.run import Run
 from fullshard.spec.small_files import check_depth, check_integers, parse_json, parse_toml
 
 _MOST_KEYS = 5_000
-_YAML_LETTERS = 1 << 17  # a second of its parser
+_YAML_LETTERS = 1 << 17  # the YAML parser takes about one second for this many characters
 _ACCELERATE = {"compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "num_machines"}
 _DEEPSPEED = {
     "zero_optimization",
@@ -39,7 +39,7 @@ Source = tuple[Format, dict[str, Any], list[str]]
 
 
 def read_source(text: str, *, name: str, format: Format | None) -> Source:
-    """(format, tree, notes). Raises SpecError for text that is of no known format, or not of `format`."""
+    """Returns (format, tree, notes). Raises SpecError for text of no known format, or not of `format`."""
     # The order matters: TOML's `[training]` and JSON are Python too, and JSON is YAML.
     for read in (_json, _toml, _python, _yaml):
         found = read(text, format)
@@ -65,7 +65,7 @@ def _json(text: str, format: Format | None) -> Source | None:
 
 
 def _yaml(text: str, format: Format | None) -> Source | None:
-    """Without what YAML's references make of a few lines: no config has more values than characters."""
+    """Parses YAML. References may not expand to more values than the text has characters."""
     if format not in (None, Format.ACCELERATE, Format.DEEPSPEED) or len(text) > _YAML_LETTERS:
         return None
     import yaml
@@ -80,7 +80,7 @@ def _yaml(text: str, format: Format | None) -> Source | None:
 
 
 def _mapping(tree: Any, format: Format | None) -> Source | None:
-    """Accelerate's or DeepSpeed's, by its keys."""
+    """Recognises Accelerate's or DeepSpeed's config by its keys."""
     if not isinstance(tree, Mapping) or not tree:
         return None
     keyed = {str(key): value for key, value in cast(Mapping[Any, Any], tree).items()}
@@ -94,13 +94,13 @@ def _mapping(tree: Any, format: Format | None) -> Source | None:
 
 
 def _plain_source(source: Source, text: str, *, name: str) -> Source:
-    """Raises SpecError for values that no run.toml can have."""
+    """Returns `source` with plain values. Raises SpecError for values that no run.toml can have."""
     format, tree, notes = source
     try:
         check_depth(tree, most=len(text))
         check_integers(tree)
         plain = {key: _plain(value) for key, value in tree.items()}
-        json.dumps(plain, ensure_ascii=False).encode()  # which raises for half of a surrogate pair
+        json.dumps(plain, ensure_ascii=False).encode()  # raises for half of a surrogate pair
     except ValueError as error:
         raise SpecError(f"{name} has values that no run has.", got=str(error)) from error
     if len(list(leaves(plain))) > _MOST_KEYS:
@@ -109,7 +109,7 @@ def _plain_source(source: Source, text: str, *, name: str) -> Source:
 
 
 def _plain(value: Any) -> Any:
-    """With texts for keys, which YAML has of any type, and for values that are not of JSON's types."""
+    """Converts keys to text, since YAML allows any type, and so values that are not JSON types."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in cast(Mapping[Any, Any], value).items()}
     if isinstance(value, list | tuple | set):
@@ -139,7 +139,7 @@ def _python(text: str, format: Format | None) -> Source | None:
         return None
     try:
         return _calls(PythonSource(text), format)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the parser's stack has its own error
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last if the parser's stack overflows
         return None
 
 
@@ -161,7 +161,7 @@ def _calls(source: PythonSource, format: Format | None) -> Source | None:
 
 
 def _problem(text: str, name: str) -> str | None:
-    """Why a file whose ending says what it is could not be read as that."""
+    """Returns why a file could not be read as the type that its name ends with, or None."""
     try:
         if name.endswith(".json"):
             parse_json(text)

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 
 def toml_text(settings: Mapping[str, Any], *, origins: Mapping[str, str], head: str) -> str:
-    """`settings` by dotted key, in tables; behind each value, a comment says where it comes from."""
+    """Returns `settings`, given by dotted key, as TOML tables, each value with a comment on its origin."""
     tables: dict[str, list[str]] = {}
     for target in settings:
         table, _, key = target.rpartition(".")
@@ -17,7 +17,7 @@ def toml_text(settings: Mapping[str, Any], *, origins: Mapping[str, str], head: 
 
 
 def toml_value(value: Any) -> str:
-    """A number, text, truth, list or mapping as TOML has it."""
+    """Returns a number, text, boolean, list or mapping as TOML."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(toml_value(one) for one in cast(list[Any], value))}]"
     if isinstance(value, Mapping):
@@ -29,5 +29,5 @@ def toml_value(value: Any) -> str:
 
 
 def _on_one_line(text: str) -> str:
-    """A comment of TOML holds no control characters."""
+    """Returns `text` on one line without control characters, which a TOML comment may not contain."""
     return "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))

@@ -8,7 +8,7 @@ from fullshard.convert.rules import follow, is_on, number, plain_keys, positive,
 from fullshard.convert.torchtitan_rules import RULES
 from fullshard.spec.presets import find_preset
 
-# What torchtitan takes for a key that is left out, where the section or the file needs it.
+# torchtitan's defaults for keys that are left out, if the section or the file needs them.
 _DEFAULTS = {
     "optimizer.learning_rate": 8e-4,
     "optimizer.betas": [0.9, 0.95],
@@ -32,7 +32,7 @@ _PARALLEL = "parallelism."
 
 
 def read_torchtitan(reading: ConfigReader) -> None:
-    """Speaks of every key of a torchtitan job."""
+    """Gives a verdict on every key of a torchtitan job."""
     for key in ("training.seq_len", "training.steps"):
         required_count(reading, key)
     _read_mesh(reading)
@@ -51,13 +51,13 @@ def read_torchtitan(reading: ConfigReader) -> None:
 
 
 def _read_mesh(reading: ConfigReader) -> None:
-    """Replicas and shards of the data-parallel ranks, and whether parameters stay gathered."""
+    """Reads the replicas and shards of the data-parallel ranks, and if parameters stay gathered."""
     replicate_key, shard_key = (
         f"{_PARALLEL}data_parallel_replicate_degree",
         f"{_PARALLEL}data_parallel_shard_degree",
     )
     policy_key = f"{_PARALLEL}fsdp_reshard_after_forward"
-    # A degree of -1, or none, is all ranks that are left.
+    # A degree of -1, or none, means all remaining ranks.
     replicate = required_count(reading, replicate_key, unset=(-1,)) or 1
     shard = required_count(reading, shard_key, unset=(-1,)) or -1
     never = reading.get(policy_key) == "never"
@@ -108,7 +108,7 @@ def _read_batch(reading: ConfigReader) -> None:
 
 
 def _read_model(reading: ConfigReader) -> None:
-    """The sizes of a flavor that a preset has."""
+    """Reads the sizes of a flavor that has a preset."""
     name, flavor = (str(reading.get(f"model.{key}")).lower() for key in ("name", "flavor"))
     preset = find_preset(_PRESETS.get((name, flavor), ""))
     missing = (
@@ -128,7 +128,7 @@ def _read_model(reading: ConfigReader) -> None:
 
 
 def _fit_positions(reading: ConfigReader) -> None:
-    """A flavor's rotary positions reach as far as the sequences are long."""
+    """Makes a flavor's rotary positions reach as far as the sequences are long."""
     length, positions = (
         reading.settings.get("data.sequence_length"),
         reading.settings.get("model.max_sequence"),
@@ -175,7 +175,9 @@ def _read_optimizer(reading: ConfigReader) -> None:
 
 
 def _read_schedule(reading: ConfigReader) -> None:
-    """A decay ratio is a share of the steps at the end (wsd); without one, decay begins after the warmup."""
+    """Reads the schedule: a decay ratio is a share of the last steps (wsd), else decay begins after the
+    warmup.
+    """
     ratio_key, type_key = "lr_scheduler.decay_ratio", "lr_scheduler.decay_type"
     ratio, kind = number(reading.get(ratio_key)), str(reading.get(type_key) or "linear")
     if ratio is not None and 0 < ratio < 1:
@@ -197,7 +199,7 @@ def _read_schedule(reading: ConfigReader) -> None:
 
 
 def _read_precision(reading: ConfigReader) -> None:
-    """torchtitan computes in bf16 and reduces in fp32 unless told otherwise."""
+    """Reads the dtypes. By default, torchtitan computes in bf16 and reduces in fp32."""
     param_key, reduce_key = "training.mixed_precision_param", "training.mixed_precision_reduce"
     compute, wire = reading.get(param_key) or "bfloat16", reading.get(reduce_key) or "float32"
     pure = reading.get("training.dtype") == "bfloat16"
@@ -215,7 +217,7 @@ def _read_precision(reading: ConfigReader) -> None:
 
 
 def _read_switched(reading: ConfigReader) -> None:
-    """Sections with a switch: checkpoints, validation, compile, trackers."""
+    """Reads sections with a switch: checkpoints, validation, compile, trackers."""
     saves = "checkpoint.enable" if "checkpoint.enable" in reading.leaves else "checkpoint.enable_checkpoint"
     if saves in reading.leaves:
         every = positive(reading.get("checkpoint.interval")) or 500

@@ -1,4 +1,4 @@
-"""What each key of torchtitan's TOML means here, one by one. What several keys say together: `torchtitan`."""
+"""The meaning of single keys of torchtitan's TOML. Keys that act together are read in `torchtitan`."""
 
 from fullshard.convert.rules import (
     Maps,

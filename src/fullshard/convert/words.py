@@ -1,4 +1,4 @@
-"""What FSDP1, FSDP2, Accelerate and Lightning say alike: strategies, prefetch, units, dtypes."""
+"""Vocabulary that FSDP1, FSDP2, Accelerate and Lightning share: strategies, prefetch, units, dtypes."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -18,7 +18,7 @@ STRATEGIES = {
     "hybrid_shard": "hybrid_shard",
     "_hybrid_shard_zero2": "hybrid_shard_zero2",
     "hybrid_shard_zero2": "hybrid_shard_zero2",
-    # Of wrappers around FSDP that courses write.
+    # Names in FSDP wrappers of published courses.
     "full": "full_shard",
     "hybrid_full": "hybrid_shard",
     "hybrid_shard_grad_op": "hybrid_shard_zero2",
@@ -58,7 +58,7 @@ IGNORED = 'sharding.units.overrides: match = "<path>", strategy = "no_shard" lea
 
 
 def read_strategy(reading: ConfigReader, key: str, *, ranks_per_node: int | None) -> None:
-    """`sharding.strategy`; of a hybrid one also `shard_degree`, the ranks of a node where they are known."""
+    """Reads `sharding.strategy`; for a hybrid one also `shard_degree`, the ranks per node if known."""
     value = reading.get(key)
     if value is None and key in reading.leaves:
         reading.say(key, KeyVerdict.NOT_NEEDED, why="unset: the planner chooses, or full_shard")
@@ -82,7 +82,7 @@ def read_strategy(reading: ConfigReader, key: str, *, ranks_per_node: int | None
 
 
 def read_reshard(reading: ConfigReader, key: str) -> None:
-    """`reshard_after_forward` of FSDP2: true is full_shard, false shard_grad_op, a number hpZ."""
+    """Reads FSDP2's `reshard_after_forward`: true is full_shard, false shard_grad_op, a number hpZ."""
     value = reading.get(key)
     if key not in reading.leaves:
         return
@@ -100,7 +100,7 @@ def read_reshard(reading: ConfigReader, key: str) -> None:
             key, KeyVerdict.NOT_SUPPORTED, why="true (full_shard), false (shard_grad_op), or a degree"
         )
         return
-    if reading.settings.get("sharding.strategy") == "hybrid_shard":  # of a mesh of two axes
+    if reading.settings.get("sharding.strategy") == "hybrid_shard":  # set by a two-axis mesh
         reading.settings["sharding.strategy"] = (
             "hybrid_shard" if strategy == "full_shard" else "hybrid_shard_zero2"
         )
@@ -110,13 +110,16 @@ def read_reshard(reading: ConfigReader, key: str) -> None:
 
 
 def suppose_full_shard(reading: ConfigReader, names: Iterable[str]) -> None:
-    """FSDP shards everything unless told otherwise. `names`: its own keys that the config has."""
+    """Sets FSDP's default, full_shard, if none of its keys in the config sets a strategy.
+
+    names: FSDP's own names of the keys in the config
+    """
     if not {"sharding_strategy", "reshard_after_forward"} & set(names):
         reading.set_default("sharding.strategy", "full_shard", why="FSDP's default")
 
 
 def read_prefetch(reading: ConfigReader, *, backward: str, forward: str) -> None:
-    """`backward_prefetch` and `forward_prefetch`, which `prefetch.mode` says together."""
+    """Reads `backward_prefetch` and `forward_prefetch`, which `prefetch.mode` combines."""
     forward_on = is_on(reading.get(forward))
     if backward in reading.leaves:
         value = reading.get(backward)
@@ -146,7 +149,7 @@ def read_prefetch(reading: ConfigReader, *, backward: str, forward: str) -> None
 
 
 def read_dtypes(reading: ConfigReader, *, param: str, reduce: str) -> None:
-    """`precision.mode` of the dtypes that parameters are gathered in and gradients are reduced in."""
+    """Reads `precision.mode` from the dtypes of gathered parameters and reduced gradients."""
     named = {key: DTYPES.get(last_name(reading.get(key))) for key in (param, reduce) if key in reading.leaves}
     for key in named:
         if isinstance(reading.get(key), SourceText) and named[key] is None:

@@ -1,6 +1,6 @@
-"""Training data: tokens whose order is a function of the seed and the step, and of nothing else.
+"""Training data: tokens in an order that depends only on the seed and the step.
 
-Names are imported when they are first used: the processes that make tokens need no torch.
+Names are imported on first use, because the tokenizing processes do not need torch.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""What the training loop asks of its data."""
+"""Interfaces between the training loop and its data."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
@@ -10,57 +10,60 @@ from torch import Tensor
 from fullshard.spec.plan import Plan
 
 IGNORED_LABEL = -100
-"""The label of a position that the loss leaves out."""
+"""Label of a position that the loss ignores."""
 
 
 class Batches(Protocol):
-    """A source of microbatches without a position of its own: what a step trains on follows from the step."""
+    """A source of microbatches without its own position: the samples of a step depend only on the step."""
 
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[Any]:
-        """`plan.accumulation` microbatches for this rank, of step `step` (from 0).
+        """Yields `plan.accumulation` microbatches for this rank, of step `step` (from 0).
 
-        Each goes to the loss as it is. Together the ranks must yield the same samples for a step at any
-        number of ranks, so that a run resumed on others goes on exactly.
+        Each is passed to the loss as it is. For a given step, all ranks together must yield the same samples
+        for any number of ranks, so that a run resumed on a different number continues exactly.
         """
         ...
 
 
 class Data(Batches, Protocol):
-    """What `build_data` gives: batches, something held out of them, and what to tell of them."""
+    """The result of `build_data`: batches, held-out batches, and a description."""
 
     @property
     def vocabulary(self) -> int | None:
-        """The largest token that it can yield, plus one; None where that is not known."""
+        """Largest token that the data can yield, plus one; None if unknown."""
         ...
 
     @property
     def validation_tokens(self) -> int:
-        """Tokens that are held out; 0 for no validation."""
+        """Number of held-out tokens; 0 for no validation."""
         ...
 
     @property
     def byte_entropy(self) -> float | None:
-        """In nats, where the tokens are bytes and their frequencies are known."""
+        """Entropy of the byte frequencies, nats; None if unknown or if the tokens are not bytes."""
         ...
 
     def validation(self, *, rank: int, plan: Plan) -> Iterator[Any]:
-        """This rank's share of what is held out, as `microbatches`; as many on every rank."""
+        """Yields this rank's held-out batches, shaped as in `microbatches`; equally many on every rank."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text; none where only tokens are known."""
+        """Returns the tokens of a text; an empty list if only tokens are known."""
         ...
 
     def decode(self, tokens: Tensor | Iterable[int]) -> str:
-        """Text for people."""
+        """Returns readable text."""
         ...
 
     def describe(self) -> str:
-        """One line for people."""
+        """Returns a one-line description."""
         ...
 
 
 def rank_samples(turn: int, *, rank: int, plan: Plan) -> NDArray[np.int64]:
-    """The `plan.microbatch` numbers that fall to a rank in a turn, where all ranks count on together."""
+    """Returns the `plan.microbatch` sample numbers of a rank in a turn.
+
+    All ranks together take consecutive numbers, turn after turn.
+    """
     first = (turn * plan.world_size + rank) * plan.microbatch
     return np.arange(first, first + plan.microbatch, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""build_data(run): what [data] names, found, made into tokens, and laid out in rows."""
+"""build_data(run): opens the data that [data] names, tokenizes it, and lays it out in rows."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +24,11 @@ from fullshard.spec.run import Run
 
 
 def build_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> Data:
-    """The data of `run`. Tokens that are not in the cache yet are made, while `alive` is called now and then.
+    """Builds the data of `run`.
 
-    Raises SpecError for a model whose vocabulary has no room for bytes; MissingExtraError; DataError for data
-    that is absent, unreadable, corrupt, binary, or too short for one sequence in each part.
+    Makes tokens that are not in the cache yet, and calls `alive` regularly meanwhile. Raises SpecError if the
+    model's vocabulary is too small for bytes; MissingExtraError. Raises DataError for data that is absent,
+    unreadable, corrupt, binary, or too short for one sequence in each part.
     """
     section = run.data
     if section.source == "python":
@@ -36,9 +37,9 @@ def build_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> Data:
 
 
 def tokenizer_vocabulary(section: DataSection) -> int | None:
-    """The vocabulary of the tokenizer that `section` names; None where it names none.
+    """Returns the vocabulary size of the tokenizer that `section` names; None without a tokenizer.
 
-    Known before any token is made, which may take hours. Raises DataError, MissingExtraError.
+    This is known before tokens are made, which may take hours. Raises DataError, MissingExtraError.
     """
     if section.tokenizer is None:
         return None
@@ -46,13 +47,13 @@ def tokenizer_vocabulary(section: DataSection) -> int | None:
 
 
 def is_plain_text(section: DataSection) -> bool:
-    """Whether it is text that is read as bytes: nothing is made of it beforehand."""
+    """Returns True if the data is text read as bytes, which needs no preparation."""
     plain = section.source in ("stdlib", "text") and not section.sources and section.tokenizer is None
     return plain and section.packing == "concat" and not section.document_mask and section.on_error == "stop"
 
 
 def packed_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> PackedData:
-    """The data of a run that is not `is_plain_text`, nor of Python's. See `build_data`."""
+    """Builds the data of a run that is neither `is_plain_text` nor from Python. See `build_data`."""
     section = run.data
     root = cache_root(section.cache)
     sources = section.sources or (section,)
@@ -82,7 +83,10 @@ def packed_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> PackedData:
 
 
 def _tokenizer(section: DataSection, stores: Sequence[TokenStore]) -> Tokenizer | None:
-    """What turns tokens back into text. Raises DataError where memmaps hold tokens that it does not know."""
+    """Returns the tokenizer that decodes the tokens.
+
+    Raises DataError if memmaps hold tokens that it does not know.
+    """
     if section.tokenizer is None:
         kinds = section.kinds
         if "memmap" in kinds and len(kinds) > 1:
@@ -145,7 +149,7 @@ def _pool(stream: Stream, run: Run, *, root: Path, alive: Heartbeat, seed: int |
 
 
 def _check(pool: ShufflePool, section: DataSection, *, tokens: Mapping[str, int], longest: int) -> None:
-    """Raises DataError for a part without a row, and for rows that no document fills."""
+    """Raises DataError for a part without a row, and if no document fills a row with `packing = "none"`."""
     length, name = section.sequence_length, names(pool.stream.stores)
     parts = {"training": pool.training.count}
     if section.validation_fraction > 0:
@@ -170,7 +174,10 @@ def _check(pool: ShufflePool, section: DataSection, *, tokens: Mapping[str, int]
 
 
 def _call_factory(section: DataSection, run: Run) -> Batches:
-    """What the user's function gives for `run`. Raises SpecError for a name that leads to none."""
+    """Returns the batches that the user's factory makes for `run`.
+
+    Raises SpecError for a name that cannot be imported, DataError if the result has no `microbatches`.
+    """
     assert section.factory is not None, "checked by the spec"
     batches = import_object(section.factory, key="data.factory")(run)
     if not hasattr(batches, "microbatches"):
@@ -184,7 +191,10 @@ def _call_factory(section: DataSection, run: Run) -> Batches:
 
 @dataclass(frozen=True)
 class UserBatches:
-    """Batches of the user's own. What they tell of themselves (see `Data`) is taken; the rest is unknown."""
+    """Wraps the user's own batches.
+
+    Attributes that they have (see `Data`) are used; the others are unknown.
+    """
 
     batches: Batches
     section: DataSection
@@ -202,26 +212,26 @@ class UserBatches:
         return getattr(self.batches, "byte_entropy", None)
 
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[Any]:
-        """See `Batches`."""
+        """Yields the microbatches of a step, see `Batches`."""
         return self.batches.microbatches(step, rank=rank, plan=plan)
 
     def validation(self, *, rank: int, plan: Plan) -> Iterator[Any]:
-        """See `Data`."""
+        """Yields held-out batches, see `Data`; none if the user's batches have no `validation`."""
         own = getattr(self.batches, "validation", None)
         return iter(()) if own is None else own(rank=rank, plan=plan)
 
     def encode(self, text: str) -> list[int]:
-        """See `Data`."""
+        """Returns the tokens of a text, see `Data`."""
         own = getattr(self.batches, "encode", None)
         return [] if own is None else own(text)
 
     def decode(self, tokens: Tensor | Iterable[int]) -> str:
-        """See `Data`."""
+        """Returns readable text, see `Data`."""
         numbers: Iterable[int] = tokens.tolist() if isinstance(tokens, Tensor) else tokens
         own = getattr(self.batches, "decode", None)
         return " ".join(map(str, numbers)) if own is None else own(tokens)
 
     def describe(self) -> str:
-        """See `Data`."""
+        """Returns a one-line description, see `Data`."""
         own = getattr(self.batches, "describe", None)
         return f"batches of {self.section.factory}" if own is None else own()

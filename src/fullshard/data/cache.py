@@ -1,12 +1,12 @@
-"""What was made of data once, kept: directories that are there whole or not at all, named by their content.
+"""Cache of data: directories that appear only when complete, named by their content.
 
 [Note: what a name stands for]
-An entry is named by a digest over everything that it follows from: the content of the files, the tokenizer,
-the settings. Content, and not paths or times: a copied or moved data set is the same, and an edited one is
-another. But to read terabytes at each start only to name them takes longer than the start. So the digest of
-a file (XXH3-128 of its bytes) is remembered with its size and its time of change, and holds as long as both
-are the same. A file that was changed less than two seconds before it was read is not remembered: another
-change might leave the same time behind.
+An entry is named by a digest of everything that determines it: the content of the files, the tokenizer, the
+settings. The digest covers content, not paths or times, so a copied or moved data set has the same name and
+an edited one has another. Reading terabytes at each start to compute the name would take longer than the
+start itself. So the digest of a file (XXH3-128 of its bytes) is remembered together with its size and
+modification time, and is valid as long as both are unchanged. A file modified less than two seconds before it
+was read is not remembered, because a later change could leave the same time.
 """
 
 import errno
@@ -35,21 +35,21 @@ _READ_BYTES = 4 << 20
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 Heartbeat = Callable[[], None]
-"""Called now and then while something long goes on, so that whoever watches knows."""
+"""Called regularly during long work, so that a watchdog sees progress."""
 
 
 def no_heartbeat() -> None:
-    """An Alive that tells nobody."""
+    """A Heartbeat that does nothing."""
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
-    """32 hexadecimal digits that follow from plain data alone."""
+    """Returns 32 hexadecimal digits that depend only on the given plain data."""
     text = json.dumps({"format": FORMAT, **facts}, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def cache_root(directory: str) -> Path:
-    """The cache's directory, made where it is not there. Raises DataError where it cannot be."""
+    """Returns the cache directory, and creates it if needed. Raises DataError if it cannot be created."""
     root = Path(os.path.expanduser(directory)).absolute()
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -59,18 +59,21 @@ def cache_root(directory: str) -> Path:
 
 
 def manifest_of(entry: Path) -> dict[str, Any]:
-    """What `built` was told about an entry, and `files`: the bytes of each of its files."""
+    """Returns the manifest of an entry.
+
+    It holds the data that `build` returned, and `files`, the size of each file in bytes.
+    """
     return cast(dict[str, Any], parse_json(read_bytes(entry / MANIFEST, most_bytes=VALUE_BYTES)))
 
 
 def get_or_build(
     root: Path, name: str, *, build: Callable[[Path], Mapping[str, Any]], alive: Heartbeat = no_heartbeat
 ) -> Path:
-    """`root/name`, which `build` fills, as an empty directory elsewhere, if it is not there yet.
+    """Returns `root/name`. If it does not exist yet, `build` fills an empty draft directory first.
 
-    What `build` returns stands in its manifest. The directory appears by one rename, when all is down to the
-    disk. One process at a time makes an entry; others wait, and find it. What raises in `build` leaves
-    nothing. Raises DataError where the cache cannot be written.
+    The data that `build` returns is written to the manifest. The directory appears by one rename after all
+    its files are synced to disk. One process at a time builds an entry; others wait and then find it. If
+    `build` raises, the draft is removed. Raises DataError if the cache cannot be written.
     """
     entry = root / name
     if _is_whole(entry):
@@ -78,7 +81,7 @@ def get_or_build(
     with exclusive(root / f".{name}.lock", alive=alive):
         if _is_whole(entry):
             return entry
-        for left in [entry, *root.glob(f".{name}.tmp-*")]:  # of a machine that went down, or files taken away
+        for left in [entry, *root.glob(f".{name}.tmp-*")]:  # left by a crash, or files were removed
             shutil.rmtree(left, ignore_errors=True)
         draft = root / f".{name}.tmp-{secrets.token_hex(4)}"
         try:
@@ -93,10 +96,10 @@ def get_or_build(
 
 @contextmanager
 def exclusive(lock: Path, *, alive: Heartbeat = no_heartbeat) -> Generator[None]:
-    """While it is open, no other process is in a block with the same `lock`; waits for those that are.
+    """Excludes other processes from blocks with the same `lock` while open. Waits until the lock is free.
 
-    The kernel lets it go with the process. Where the file system knows no locks there is none: both write,
-    and whoever is second finds the entry made.
+    The kernel releases the lock when the process ends. On a file system without locks there is no exclusion:
+    both processes write, and the second one finds the entry complete.
     """
     try:
         file = lock.open("a")
@@ -110,7 +113,7 @@ def exclusive(lock: Path, *, alive: Heartbeat = no_heartbeat) -> Generator[None]
 
 
 def digests(paths: Iterable[Path], *, root: Path, alive: Heartbeat = no_heartbeat) -> list[str]:
-    """The digest of each file's content (each path once). See [Note: what a name stands for].
+    """Returns the digest of each file's content (each path once). See [Note: what a name stands for].
 
     Raises DataError for a file that cannot be read.
     """
@@ -118,7 +121,7 @@ def digests(paths: Iterable[Path], *, root: Path, alive: Heartbeat = no_heartbea
     found = {path: _remembered(path, memory) for path in paths}
     if None not in found.values():
         return [digest for digest in found.values() if digest is not None]
-    # Ranks that start together: one reads the files, the others remember.
+    # Of ranks that start together, one reads the files and the others use the remembered digests.
     with exclusive(memory / ".lock", alive=alive):
         return [
             digest or _remembered(path, memory) or _remember(path, memory, alive=alive)
@@ -127,7 +130,10 @@ def digests(paths: Iterable[Path], *, root: Path, alive: Heartbeat = no_heartbea
 
 
 def _is_whole(entry: Path) -> bool:
-    """Whether every file is there with its bytes. An entry is committed whole; somebody may have tidied."""
+    """Checks that every file exists with its size.
+
+    Entries appear complete, but files may be deleted later.
+    """
     try:
         files = manifest_of(entry)["files"]
         return all((entry / name).stat().st_size == size for name, size in files.items())
@@ -144,7 +150,7 @@ def _commit(draft: Path, entry: Path, *, facts: Mapping[str, Any]) -> None:
     try:
         draft.rename(entry)
     except OSError:
-        if not _is_whole(entry):  # without locks another may have been first
+        if not _is_whole(entry):  # without locks another process may have been first
             raise
     _flush(entry.parent)
 
@@ -184,7 +190,7 @@ def _remember(path: Path, memory: Path, *, alive: Heartbeat) -> str:
         return digest
     place = _place(path, memory)
     draft = place.with_name(f"{place.name}.tmp-{secrets.token_hex(4)}")
-    with suppress(OSError):  # it will be read again
+    with suppress(OSError):  # the file will be read again next time
         draft.write_text(json.dumps({"seen": [seen.st_size, seen.st_mtime_ns], "digest": digest}))
         draft.replace(place)
     return digest
@@ -195,7 +201,7 @@ def _place(path: Path, memory: Path) -> Path:
 
 
 def _digest(path: Path, *, alive: Heartbeat) -> tuple[os.stat_result, str]:
-    """(what the file was when it was opened, the digest of what was read)."""
+    """Returns (the file's status when it was opened, the digest of the bytes read)."""
     hasher, buffer = xxhash.xxh3_128(), bytearray(_READ_BYTES)
     view = memoryview(buffer)
     try:

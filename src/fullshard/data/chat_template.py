@@ -1,11 +1,11 @@
-"""Conversations to tokens, with a mask of what is trained on: [Note: what the assistant says]
+"""Converts conversations to tokens, with a mask of the trained tokens: [Note: what the assistant says]
 
-The tokenizer's chat template writes a conversation out as one text. Templates that mark what the model is to
-say ({% generation %}) are taken at their word. For others it follows from the text itself: what message i
-adds is what the text of messages 0 to i has beyond the text of the messages before it with the opening of an
-answer (add_generation_prompt), so the role's header is not trained on, and the token that ends the turn is.
-Where a message changes the text before it, as templates do that drop earlier reasoning, this has no answer,
-and it is an error to ask.
+The tokenizer's chat template writes a conversation as one text. If the template marks the assistant's words
+({% generation %}), those marks are used. Otherwise the words are found by comparing texts. Message i adds the
+text of messages 0 to i beyond the text of messages 0 to i - 1 followed by the opening of an answer
+(add_generation_prompt). So the role's header is not trained on, and the token that ends the turn is trained
+on. A message may change the text before it, as in templates that drop earlier reasoning. Then the words
+cannot be found, and an error is raised.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,14 +25,18 @@ _MARK = "{% generation"
 
 
 class NotWrittenOutError(ValueError):
-    """A conversation that the template does not take, or gives no answer for. Says why."""
+    """A record that cannot be converted to tokens, with the reason.
+
+    For a conversation: the template rejects it, or the assistant's words cannot be found.
+    """
 
 
 class ChatTemplate:
     """The chat template of the tokenizer in a directory.
 
-    Code that comes with the tokenizer is run only with `trust_remote_code`. Raises MissingExtraError without
-    transformers, DataError for a tokenizer that has no template, or that cannot be loaded without its code.
+    Runs code that comes with the tokenizer only with `trust_remote_code`. Raises MissingExtraError without
+    transformers, and DataError for a tokenizer without a template or one that cannot be loaded without its
+    code.
     """
 
     def __init__(self, path: str, *, trust_remote_code: bool = False) -> None:
@@ -42,7 +46,7 @@ class ChatTemplate:
 
         directory = tokenizer_file(path).parent
         for file in tokenizer_files(path):
-            tokenizer_text(file)  # refuses a file without end, which transformers would read
+            tokenizer_text(file)  # rejects a file without end, which transformers would read
         with ForeignErrors(lambda got: DataError(f"the tokenizer in {directory} cannot be loaded.", got=got)):
             try:
                 self._tokenizer: Any = AutoTokenizer.from_pretrained(
@@ -64,7 +68,7 @@ class ChatTemplate:
     def encode(
         self, messages: Messages, *, train_on: Literal["all", "assistant"]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """(tokens, which of them are trained on). Raises NotWrittenOutError."""
+        """Returns (tokens, mask of the trained tokens). Raises NotWrittenOutError."""
         _check(messages)
         if train_on == "assistant" and self._marked:
             return self._as_marked(messages)
@@ -100,7 +104,7 @@ class ChatTemplate:
         )
 
     def _answers(self, messages: Messages, text: str) -> list[tuple[int, int]]:
-        """Where in `text` the assistant speaks. See [Note: what the assistant says]."""
+        """Returns the ranges of `text` in which the assistant speaks. See [Note: what the assistant says]."""
         spans: list[tuple[int, int]] = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -126,12 +130,12 @@ def _not_trusted(directory: Path) -> DataError:
 
 
 def _by_template() -> ForeignErrors:
-    """Returns a context around a chat template, which is somebody's program in a sandbox."""
+    """Returns a context that turns errors of the chat template into NotWrittenOutError."""
     return ForeignErrors(lambda got: NotWrittenOutError(f"the chat template does not take it: {got}"))
 
 
 def _check(messages: Messages) -> None:
-    """Raises NotWrittenOutError for what is no list of messages."""
+    """Raises NotWrittenOutError if `messages` is not a list of messages."""
     rows = cast(Any, messages)
     if not isinstance(rows, list) or not rows:
         raise NotWrittenOutError(f"no list of messages, but {type(rows).__name__ if rows else 'none'}")

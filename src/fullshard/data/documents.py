@@ -1,4 +1,4 @@
-"""Documents: which files there are, in an order that is the same on every machine."""
+"""Documents: the files to read, in an order that is the same on every machine."""
 
 import glob
 import os
@@ -10,13 +10,19 @@ from pathlib import Path
 
 from fullshard.errors import DataError
 
-# More than half of the standard library's bytes are its tests: 12 MB are left of 31 (Python 3.11).
+# More than half of the standard library's bytes are tests: 12 of 31 MB remain (Python 3.11).
 _NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
 @dataclass(frozen=True)
 class Document:
-    """`size` bytes of a file from `offset`. `name` is its path below the directory common to all."""
+    """`size` bytes of a file from `offset`.
+
+    name: path relative to the common directory of all documents
+    path: the file
+    size: bytes
+    offset: first byte in the file
+    """
 
     name: str
     path: Path
@@ -24,14 +30,14 @@ class Document:
     offset: int = 0
 
     def cut(self, size: int) -> tuple["Document", "Document"]:
-        """The first `size` bytes, and the rest."""
+        """Returns the first `size` bytes and the remainder."""
         return replace(self, size=size), replace(self, size=self.size - size, offset=self.offset + size)
 
 
 def stdlib_documents(directory: Path | None = None) -> list[Document]:
-    """The source files of the running interpreter's standard library (or of `directory`), without its tests.
+    """Returns the source files of this interpreter's standard library (or of `directory`), without tests.
 
-    Raises DataError where the library has no readable source, as in a zipped or frozen Python.
+    Raises DataError if the library has no readable source, as in a zipped or frozen Python.
     """
     root = directory or Path(sysconfig.get_path("stdlib"))
     documents = _documents(_source_files(root), root=root)
@@ -46,9 +52,10 @@ def stdlib_documents(directory: Path | None = None) -> list[Document]:
 
 
 def text_documents(patterns: Sequence[str]) -> list[Document]:
-    """The non-empty files that match any of the globs (`**` and `~` are known), each once.
+    """Returns the non-empty files that match any of the globs (`**` and `~` are supported), each once.
 
-    Raises DataError for a pattern without a match, for what cannot be read, and if all files are empty.
+    Raises DataError for a pattern without a match, for a file that cannot be read, and if all files are
+    empty.
     """
     found: set[str] = set()
     for pattern in patterns:
@@ -72,7 +79,7 @@ def text_documents(patterns: Sequence[str]) -> list[Document]:
 
 
 def unreadable(path: str | Path, error: OSError) -> DataError:
-    """The error for a file or directory that the system does not let us read."""
+    """Returns the error for a file or directory that cannot be read."""
     return DataError(
         f"{path} cannot be read.",
         got=error.strerror or str(error),
@@ -95,7 +102,7 @@ def _matches(pattern: str) -> list[str]:
 
 
 def _documents(paths: Iterable[Path], *, root: Path) -> list[Document]:
-    """Sorted by name; without empty files. Raises DataError for what is no regular file."""
+    """Returns non-empty documents sorted by name. Raises DataError for a path that is not a regular file."""
     documents: list[Document] = []
     for path in paths:
         try:

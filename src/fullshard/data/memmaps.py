@@ -1,4 +1,4 @@
-"""Tokens that others made: .npy, .bin of a dtype, and Megatron-LM's .bin with its .idx."""
+"""Token files made by other programs: .npy, .bin of a dtype, and Megatron-LM's .bin with its .idx."""
 
 import struct
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from fullshard.spec.data_section import SourceFields
 from fullshard.spec.libraries import ForeignErrors
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
-# By the number that stands in the index: Megatron-LM, megatron/core/datasets/indexed_dataset.py (DType).
+# Keys are the dtype codes in the index: Megatron-LM, megatron/core/datasets/indexed_dataset.py (DType).
 _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 _BEGINS, _ENDS = "begins.npy", "ends.npy"
 _BLOCK = 1 << 22
@@ -25,7 +25,12 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True)
 class _Raw:
-    """`path` and what is known of it without reading its tokens: the documents, where something tells."""
+    """A token file before its tokens are read.
+
+    path: the file
+    tokens: its tokens
+    begins, ends: document boundaries; None if the file does not define them
+    """
 
     path: Path
     tokens: Integers
@@ -34,10 +39,10 @@ class _Raw:
 
 
 def memmap_stores(fields: SourceFields, *, root: Path, alive: Heartbeat) -> list[TokenStore]:
-    """A store for each file that `fields.paths` match; an .idx belongs to its .bin.
+    """Returns a store for each file that matches `fields.paths`; an .idx belongs to its .bin.
 
-    The tokens stay where they are. The cache keeps where documents lie, and the largest token.
-    Raises DataError for files that are none, or hold what is no token.
+    The tokens stay in their files. The cache holds the document boundaries and the largest token. Raises
+    DataError for files that are not token files or hold invalid tokens.
     """
     paths = [document.path for document in text_documents(fields.paths)]
     bins = {path.with_suffix(".bin") if path.suffix == ".idx" else path for path in paths}
@@ -84,7 +89,7 @@ def _indexed(raw: _Raw, fields: SourceFields, *, draft: Path, alive: Heartbeat) 
     if begins is None or found is None:
         found = np.unique(np.concatenate([*ends, [len(raw.tokens)]])).astype(np.int64)
         begins = np.concatenate([[0], found[:-1]])
-    kept = found > begins  # an empty document is none
+    kept = found > begins  # drops empty documents
     np.save(draft / _BEGINS, begins[kept])
     np.save(draft / _ENDS, found[kept])
     return {"vocabulary": largest + 1, "documents": int(kept.sum()), "path": str(raw.path)}
@@ -112,7 +117,7 @@ def _npy(path: Path) -> _Raw:
         raise DataError(f"{path} is not a regular file.")
     with ForeignErrors(
         lambda got: DataError(f"{path} is no array of tokens.", got=got)
-    ):  # or of Python's objects
+    ):  # also for arrays of Python objects
         array = mapped_npy(path)
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.size:
         raise DataError(
@@ -149,14 +154,18 @@ def _check_size(path: Path, dtype: str) -> None:
 
 
 def _index(path: Path) -> Integers:
-    """The bytes of an .idx, of which only those are read that are looked at."""
+    """Maps the bytes of an .idx. Only accessed bytes are read."""
     if not path.is_file():
         raise DataError(f"{path} is not a regular file.")
     return mapped(path, "uint8")
 
 
 def _megatron(path: Path, index: Path) -> _Raw:
-    """Header, then sizes (int32), places in bytes (int64), and where each document's sequences begin."""
+    """Opens a .bin with its .idx.
+
+    The index holds a header, sizes (int32), byte offsets (int64), and the first sequence of each document
+    (int64).
+    """
     data = _index(index)
     head = len(_MAGIC) + struct.calcsize("<QBQQ")
     start = bytes(data[:head])

@@ -1,4 +1,4 @@
-"""Several sources in exact proportions: which of them a sample comes from, found without those before it."""
+"""Mixes several sources in exact proportions: computes the source of any sample independently."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,27 +14,31 @@ LONGEST_PERIOD = 100_000
 
 @dataclass(frozen=True, eq=False)
 class Interleaving:
-    """A pattern that repeats: `sources[i]` is the source of position i, `before[i]` how many of that source
-    stand before it, and `counts` how many of each are in the whole."""
+    """A repeating pattern of sources.
+
+    sources: source of each position
+    before: number of earlier positions with the same source
+    counts: number of positions of each source in the pattern
+    """
 
     sources: NDArray[np.int64]
     before: NDArray[np.int64]
     counts: NDArray[np.int64]
 
     def of(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(source, its own number there) of each sample of an endless stream."""
+        """Returns (source, index within the source) of each sample of an endless stream."""
         rounds, positions = np.divmod(samples, len(self.sources))
         sources = self.sources[positions]
         return sources, rounds * self.counts[sources] + self.before[positions]
 
 
 def interleaved(weights: Sequence[float]) -> Interleaving:
-    """The pattern for `weights`: exact in every period, and even within.
+    """Returns the pattern for `weights`: exact in every period, and evenly spread within it.
 
-    The j-th of a source's n samples in a period stands at time (2 j + 1) / 2 n. Up to any time a source is so
-    within half a sample of its share, and among the first samples, however many, within (sources + 1) / 2.
-    The period is the smallest in which the weights, as they are written, come to whole samples; where that is
-    over LONGEST_PERIOD, the whole numbers nearest to the weights for that one.
+    Sample j of a source with n samples per period is at time (2 j + 1) / 2 n. Up to any time, each source is
+    therefore within half a sample of its share. Among the first k samples, for any k, it is within (sources +
+    1) / 2. The period is the smallest one in which the weights, as written, give whole samples. If that
+    exceeds LONGEST_PERIOD, the counts are the nearest whole numbers for LONGEST_PERIOD.
     """
     counts = np.array(_whole(weights), dtype=np.int64)
     numbers = [np.arange(count) for count in counts]

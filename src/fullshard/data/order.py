@@ -1,4 +1,4 @@
-"""The order of samples: which window of the text sample i of an endless stream is."""
+"""The order of samples: maps sample i of an endless stream to a window of the text."""
 
 import hashlib
 
@@ -9,10 +9,10 @@ _ROUNDS = 4
 
 
 def sample_windows(samples: NDArray[np.int64], *, windows: int, seed: int | str) -> NDArray[np.int64]:
-    """The window of each sample, for `windows` windows.
+    """Returns the window of each sample, given the number of windows.
 
-    Sample i is position i % windows of epoch i // windows. An epoch shows every window once, in an order
-    of its own. No state and no table: any sample is found alone, in constant time and memory.
+    Sample i is position i % windows of epoch i // windows. An epoch contains every window once, in its own
+    order. There is no state and no table: each sample is computed independently, in constant time and memory.
     """
     epochs, positions = np.divmod(samples, windows)
     found = np.empty_like(positions)
@@ -23,12 +23,12 @@ def sample_windows(samples: NDArray[np.int64], *, windows: int, seed: int | str)
 
 
 def permute(positions: NDArray[np.int64], *, length: int, key: str) -> NDArray[np.int64]:
-    """Where a pseudorandom permutation of range(length), chosen by `key`, sends `positions`.
+    """Applies a pseudorandom permutation of range(length), chosen by `key`, to `positions`.
 
-    Each round is a bijection of the b-bit numbers, 2^b >= length > 2^(b-1): an odd multiple plus a constant
-    mod 2^b, then the upper half xored onto the lower. What lands at or over `length` is sent on until it
-    lands below (cycle walking, less than twice in the mean), which keeps it a bijection, of range(length).
-    Black, Rogaway: Ciphers with Arbitrary Finite Domains (CT-RSA 2002).
+    Each round is a bijection of the b-bit numbers, where 2^b >= length > 2^(b-1): an odd multiple plus a
+    constant mod 2^b, then the upper half xored onto the lower. A result of `length` or more is mapped again
+    until it is below (cycle walking, fewer than two times on average), so the result is a bijection of
+    range(length). Black, Rogaway: Ciphers with Arbitrary Finite Domains (CT-RSA 2002).
     """
     bits = (length - 1).bit_length()
     digest = hashlib.blake2b(key.encode(), digest_size=16 * _ROUNDS).digest()

@@ -1,4 +1,4 @@
-"""PackedData: rows of tokens from memory maps, in an order that follows from the seed and the step alone."""
+"""PackedData: rows of tokens from memory maps, in an order that depends only on the seed and the step."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,10 @@ from fullshard.spec.plan import Plan
 
 @dataclass(frozen=True, eq=False)
 class ShufflePool:
-    """What is shuffled as one: its samples are every row once, then every row again in another order."""
+    """Rows that are shuffled together.
+
+    Its samples are every row once, then every row again in another order.
+    """
 
     stream: Stream
     training: Rows
@@ -32,14 +35,23 @@ class ShufflePool:
         return sum(store.documents for store in self.stream.stores)
 
     def rows_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The training row that each sample is."""
+        """Returns the training row of each sample."""
         return sample_windows(samples, windows=self.training.count, seed=self.seed)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedData:
-    """Rows of S tokens from `pools`, mixed by `pattern`. Nothing here changes, and nothing is copied a rank:
-    the tokens, and where they go, are memory maps. `document_mask`: batches tell where documents begin."""
+    """Rows of S tokens from `pools`, mixed by `pattern`.
+
+    It is immutable. Ranks copy nothing: the tokens and the row layout are memory maps.
+
+    pools: sources that are shuffled separately
+    pattern: order in which samples are taken from the pools
+    sequence_length: tokens per row, S
+    document_mask: whether batches contain document numbers and positions
+    packing: name of the packing method
+    tokenizer: tokenizer for text; None if only tokens are known
+    """
 
     pools: tuple[ShufflePool, ...]
     pattern: Interleaving
@@ -50,7 +62,7 @@ class PackedData:
 
     @property
     def vocabulary(self) -> int:
-        """Of the tokenizer; where there is none, of the tokens that were found."""
+        """Vocabulary size: the larger of the tokenizer's and that of the tokens found."""
         found = max(store.vocabulary for pool in self.pools for store in pool.stream.stores)
         return max(found, self.tokenizer.vocabulary) if self.tokenizer is not None else found
 
@@ -60,37 +72,43 @@ class PackedData:
 
     @property
     def skipped(self) -> int:
-        """Records that were left out as corrupt."""
+        """Number of records left out as corrupt."""
         return sum(store.skipped for pool in self.pools for store in pool.stream.stores)
 
     @property
     def train_tokens(self) -> int:
-        """Of all pools, each once, without padding."""
+        """Number of training tokens in all pools, each counted once, excluding padding."""
         return sum(pool.training.tokens for pool in self.pools)
 
     @property
     def validation_tokens(self) -> int:
-        """That are held out, without padding."""
+        """Number of held-out tokens, excluding padding."""
         return sum(pool.held_out.tokens for pool in self.pools)
 
     @property
     def efficiency(self) -> float:
-        """The share of the training rows' places that hold a token; the rest is padding."""
+        """Share of the places in training rows that hold a token; the others are padding."""
         return self.train_tokens / (self.sequence_length * sum(pool.training.count for pool in self.pools))
 
     @property
     def byte_entropy(self) -> None:
-        """Not known: the tokens are not read before they are trained on."""
+        """None: the tokens are not read before they are trained on, so the entropy is unknown."""
         return None
 
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
-        """This rank's `plan.accumulation` microbatches of step `step` (from 0).
+        """Yields this rank's `plan.accumulation` microbatches of step `step` (from 0).
 
-        Yields `tokens` and `labels`, int64 (plan.microbatch, sequence_length) on the CPU, pinned where the
-        plan is for CUDA; labels that count for nothing are IGNORED_LABEL. With `document_mask` also, alike,
-        `documents`, the number of the document within the row (padding is one more), and `positions`, from 0
-        in each. Over all ranks they are samples [step * G, (step + 1) * G) of the stream, G being the global
-        batch: whatever the number of ranks and the microbatch.
+        A microbatch holds int64 tensors (plan.microbatch, sequence_length) on the CPU, pinned if the plan is
+        for CUDA:
+
+        tokens: the input tokens
+        labels: the next tokens; IGNORED_LABEL for labels that are left out of the loss
+        documents: number of the document within the row; padding has the next number after the last document
+        positions: position within the document or the padding, from 0
+
+        `documents` and `positions` are present only with `document_mask`. Over all ranks the rows are samples
+        [step * G, (step + 1) * G) of the stream, where G is the global batch, for any number of ranks and any
+        microbatch.
         """
         for accumulated in range(plan.accumulation):
             samples = rank_samples(step * plan.accumulation + accumulated, rank=rank, plan=plan)
@@ -103,11 +121,12 @@ class PackedData:
             yield self._batch(chosen, plan=plan)
 
     def validation(self, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
-        """This rank's share of at most `train.validate_sequences` rows, spread over what is held out; of
-        several pools as many of each as they weigh.
+        """Yields this rank's share of at most `train.validate_sequences` held-out rows.
 
-        Shaped as `microbatches`, and as many of them on every rank; rows beyond the end have IGNORED_LABEL
-        for all labels. The rows are the same at any number of ranks. Nothing where nothing is held out.
+        The rows are spread evenly over each pool, and each pool contributes in proportion to its weight.
+        Batches are shaped as in `microbatches`, and every rank yields the same number. Rows beyond the end
+        have IGNORED_LABEL for all labels. The rows are the same for any number of ranks. Yields nothing if no
+        rows are held out.
         """
         found = self._held_out(plan.run.train.validate_sequences)
         for turn in range(-(-len(found) // (plan.world_size * plan.microbatch))):
@@ -119,7 +138,7 @@ class PackedData:
             yield batch
 
     def summary(self) -> dict[str, object]:
-        """What there is, for `fullshard data prepare`."""
+        """Returns the figures that `fullshard data prepare` prints."""
         stores = [store for pool in self.pools for store in pool.stream.stores]
         return {
             "source": " + ".join(store.name for store in stores),
@@ -138,18 +157,18 @@ class PackedData:
         }
 
     def encode(self, text: str) -> list[int]:
-        """Without the tokens around a document; nothing where there is no tokenizer."""
+        """Returns the tokens of `text` without those around a document; an empty list without a tokenizer."""
         return [] if self.tokenizer is None else self.tokenizer.encode([text])[0].tolist()
 
     def decode(self, tokens: Tensor | Iterable[int]) -> str:
-        """Text for people; the numbers where there is no tokenizer."""
+        """Returns readable text; the numbers if there is no tokenizer."""
         numbers: Iterable[int] = tokens.tolist() if isinstance(tokens, Tensor) else tokens
         if self.tokenizer is None:
             return " ".join(map(str, numbers))
         return self.tokenizer.decode(numbers)
 
     def describe(self) -> str:
-        """One line for people."""
+        """Returns a one-line description."""
         held_out = format_count(self.validation_tokens) if self.validation_tokens else "none"
         source = " + ".join(names(pool.stream.stores) for pool in self.pools)
         left_out = f", {self.skipped:,} records left out" if self.skipped else ""
@@ -160,7 +179,7 @@ class PackedData:
         )
 
     def _held_out(self, asked: int) -> list[tuple[ShufflePool, int]]:
-        """At most `asked` rows."""
+        """Returns at most `asked` held-out rows, with their pools."""
         shares = self.pattern.counts / self.pattern.counts.sum()
         found: list[tuple[ShufflePool, int]] = []
         for pool, part in zip(self.pools, shares.tolist(), strict=True):
@@ -186,7 +205,7 @@ class PackedData:
 def _fill(
     row: dict[str, NDArray[np.int64]], stream: Stream, *, pieces: Iterator[tuple[int, int, int]]
 ) -> None:
-    """One row of a batch; what the pieces leave is padding."""
+    """Fills one row of a batch. Places that the pieces do not fill are padding."""
     tokens, labels, at, document = row["tokens"], row["labels"], 0, 0
     for document, (begin, length, label) in enumerate(pieces, start=1):
         own = slice(at, at + length)
@@ -206,7 +225,7 @@ def _fill(
 
 
 def _leave_out(labels: NDArray[np.int64], stream: Stream, *, begin: int, label: int) -> None:
-    """The labels of a piece that are not trained on."""
+    """Sets the labels of a piece that are not trained on to IGNORED_LABEL."""
     trained = stream.trained(begin, begin + len(labels))
     if trained is not None:
         labels[:-1][trained[1:] == 0] = IGNORED_LABEL

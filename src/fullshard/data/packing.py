@@ -1,9 +1,9 @@
-"""Documents into rows of one length: which pieces of the stream stand in which row.
+"""Packs documents into rows of one length: assigns pieces of the stream to rows.
 
 [Note: what is held out]
-Documents are gone through in a pseudorandom order that follows from their number alone, and held out whole
-until the fraction of all tokens is reached. Where they are few and large, so that less than half of the
-fraction is filled, the rest of it is the tail of the largest document.
+Documents are visited in a pseudorandom order that depends only on their number, and held out whole until the
+fraction of all tokens is reached. If they are few and large, so that less than half of the fraction is
+filled, the tail of the largest document fills the rest.
 """
 
 from bisect import bisect_left, insort
@@ -22,12 +22,17 @@ Packing = Literal["concat", "best_fit", "none"]
 Int64 = NDArray[np.int64]
 
 NO_LABEL = -1
-"""Where a label would stand that there is not."""
+"""Stands for the place of a label that does not exist."""
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Parts of the stream: `begins`, `lengths`, and whether the document `ends` with its part."""
+    """Parts of the stream.
+
+    begins: first place of each part
+    lengths: tokens of each part
+    ends: whether the document ends with the part
+    """
 
     begins: Int64
     lengths: Int64
@@ -42,23 +47,29 @@ class Spans:
 
 
 class Rows(Protocol):
-    """A part of the data in rows of `sequence_length`."""
+    """A part of the data in rows of `sequence_length` tokens."""
 
     @property
     def count(self) -> int: ...
 
     @property
     def tokens(self) -> int:
-        """In all rows; the rest of them is padding."""
+        """Number of tokens in all rows; the other places are padding."""
         ...
 
     def pieces(self, row: int) -> Iterator[tuple[int, int, int]]:
-        """(begin, length, where the label of its last token stands, or NOTHING) of each piece, in order."""
+        """Yields (begin, length, label) of each piece of a row, in order.
+
+        `label` is the place of the last token's label, or NO_LABEL.
+        """
         ...
 
 
 def split_spans(begins: Int64, lengths: Int64, *, fraction: float) -> tuple[Spans, Spans]:
-    """(training, held out), with about `fraction` of the tokens held out. See [Note: what is held out]."""
+    """Returns (training, held out), with about `fraction` of the tokens held out.
+
+    See [Note: what is held out].
+    """
     everything = Spans(begins, lengths, np.ones(len(begins), dtype=np.bool_))
     budget = round(fraction * int(lengths.sum()))
     order = permute(np.arange(len(lengths)), length=len(lengths), key="hold out")
@@ -68,7 +79,7 @@ def split_spans(begins: Int64, lengths: Int64, *, fraction: float) -> tuple[Span
     training, held_out = everything.select(~out), everything.select(out)
     if 2 * left <= budget or not training.tokens:
         return training, held_out
-    # It did not fit, or what did would not fill half: the largest is cut, and both parts hold something.
+    # Held-out documents fill less than half of the budget: cut the largest so that both parts have tokens.
     largest = int(np.argmax(training.lengths))
     left = min(left, int(training.lengths[largest]) - 1)
     if left < 1:
@@ -81,7 +92,7 @@ def split_spans(begins: Int64, lengths: Int64, *, fraction: float) -> tuple[Span
 
 
 def shuffled(spans: Spans, *, seed: int) -> Spans:
-    """In an order that follows from the seed."""
+    """Returns the spans in an order that depends only on their number and the seed."""
     count = len(spans.begins)
     if not count:
         return spans
@@ -90,8 +101,15 @@ def shuffled(spans: Spans, *, seed: int) -> Spans:
 
 @dataclass(frozen=True)
 class JoinedRows:
-    """`concat`: documents joined, and cut into windows of S + 1, S apart: a row and the label of its last.
-    A tail shorter than a window is dropped. `offsets[i]` is where span i begins in what is joined."""
+    """Rows of `concat`: documents are joined and cut into windows of S + 1 tokens that start S apart.
+
+    A window is a row and the label of its last token. A tail shorter than a window is dropped.
+
+    begins: place in the stream where each span begins
+    offsets: place in the joined tokens where each span begins, and the end of the last
+    sequence_length: tokens per row, S
+    masked: whether labels across document boundaries are left out
+    """
 
     begins: Integers
     offsets: Integers
@@ -107,7 +125,10 @@ class JoinedRows:
         return self.count * self.sequence_length
 
     def pieces(self, row: int) -> Iterator[tuple[int, int, int]]:
-        """Where `masked`, no piece's last token has the next document's first for its label."""
+        """Yields the pieces of a row, see `Rows`.
+
+        With `masked`, no label is the first token of the next document.
+        """
         place, end = row * self.sequence_length, (row + 1) * self.sequence_length
         span = int(np.searchsorted(self.offsets, place, side="right")) - 1
         while place < end:
@@ -124,8 +145,17 @@ class JoinedRows:
 
 @dataclass(frozen=True)
 class FilledRows:
-    """`best_fit` and `none`: row i holds pieces[offsets[i]:offsets[i + 1]]. No piece has the next one's first
-    token for a label; one that its document goes on behind has the token that follows."""
+    """Rows of `best_fit` and `none`: row i holds pieces[offsets[i]:offsets[i + 1]].
+
+    The last token of a piece never has the next piece's first token as its label. If the document continues
+    after the piece, the label is the token that follows in the document.
+
+    begins: place in the stream where each piece begins
+    lengths: tokens of each piece
+    open: whether the document continues after the piece
+    offsets: index of each row's first piece, and the number of pieces
+    tokens: number of tokens in all rows
+    """
 
     begins: Integers
     lengths: Integers
@@ -138,15 +168,17 @@ class FilledRows:
         return len(self.offsets) - 1
 
     def pieces(self, row: int) -> Iterator[tuple[int, int, int]]:
-        """See `Rows`."""
+        """Yields the pieces of a row, see `Rows`."""
         for i in range(int(self.offsets[row]), int(self.offsets[row + 1])):
             begin, length = int(self.begins[i]), int(self.lengths[i])
             yield begin, length, begin + length if self.open[i] else NO_LABEL
 
 
 def write_rows(spans: Spans, draft: Path, *, part: str, packing: Packing, sequence_length: int) -> int:
-    """The rows of `spans` as files in `draft` that begin with `part`. Returns the tokens that stand in them
-    (before `concat` drops the tail)."""
+    """Writes the rows of `spans` as files in `draft` whose names begin with `part`.
+
+    Returns the number of tokens in the rows (for `concat`, before the tail is dropped).
+    """
     if packing == "concat":
         offsets = np.concatenate([[0], np.cumsum(spans.lengths)]).astype(np.int64)
         arrays: Mapping[str, Any] = {"begins": spans.begins, "offsets": offsets}
@@ -168,7 +200,7 @@ def write_rows(spans: Spans, draft: Path, *, part: str, packing: Packing, sequen
 def open_rows(
     entry: Path, *, part: str, packing: Packing, sequence_length: int, masked: bool, tokens: int
 ) -> Rows:
-    """What `write_rows` wrote, mapped."""
+    """Opens the files that `write_rows` wrote, as memory maps."""
 
     def array(name: str) -> Integers:
         return mapped_npy(entry / f"{part}-{name}.npy")
@@ -179,11 +211,14 @@ def open_rows(
 
 
 def split_long(spans: Spans, length: int) -> Spans:
-    """Each span in pieces of `length`, and a rest. A rest that is a document's last token alone is left out:
-    nothing follows it, and as a label it stands with the piece before."""
+    """Splits each span into pieces of `length` and a remainder.
+
+    A remainder that is only the last token of a document is dropped. No token follows it, and it is the label
+    of the piece before.
+    """
     counts = -(-spans.lengths // length)
     first = np.cumsum(counts) - counts
-    within = np.arange(int(counts.sum())) - np.repeat(first, counts)  # the piece's number in its span
+    within = np.arange(int(counts.sum())) - np.repeat(first, counts)  # index of the piece within its span
     lengths = np.minimum(np.repeat(spans.lengths, counts) - within * length, length)
     ends = (within == np.repeat(counts, counts) - 1) & np.repeat(spans.ends, counts)
     pieces = Spans(np.repeat(spans.begins, counts) + within * length, lengths, ends)
@@ -191,21 +226,23 @@ def split_long(spans: Spans, length: int) -> Spans:
 
 
 def one_per_row(lengths: Int64, _capacity: int) -> tuple[Int64, Int64]:
-    """A row for each piece: as `best_fit`."""
+    """Assigns each piece its own row. Returns the same as `best_fit`."""
     return np.arange(len(lengths)), np.arange(len(lengths) + 1)
 
 
 def best_fit(lengths: Int64, capacity: int) -> tuple[Int64, Int64]:
-    """Best-fit-decreasing: the longest piece first, each into the fullest row that still has room for it.
+    """Packs by best-fit-decreasing.
 
-    Returns (the pieces in the order of rows, where each row begins in it). Pieces of one length go as one:
-    a row with room r takes r // length of them, one after the other, as it would one by one. So it is
-    O(n log n) in numpy and O(lengths × rooms) in Python. Of many pieces it needs at most 11/9 of the fewest
-    rows there can be (Johnson et al., SIAM J. Comput. 3, 1974).
+    The longest piece goes first, each into the fullest row that still has room for it. Returns (the pieces in
+    the order of rows, the index of each row's first piece in it).
+
+    Pieces of equal length are placed together: a row with room r takes r // length of them, as it would one
+    by one. So the cost is O(n log n) in numpy and O(lengths × rooms) in Python. For many pieces it needs at
+    most 11/9 of the fewest possible rows (Johnson et al., SIAM J. Comput. 3, 1974).
     """
     order = np.argsort(-lengths, kind="stable")
     row_of = np.empty(len(lengths), dtype=np.int64)
-    rows, room, rooms = 0, dict[int, list[Int64]](), list[int]()  # room -> the rows that have it
+    rows, room, rooms = 0, dict[int, list[Int64]](), list[int]()  # room -> the rows with this room
     values, first, counts = np.unique(-lengths[order], return_index=True, return_counts=True)
     for length, begin, count in zip((-values).tolist(), first.tolist(), counts.tolist(), strict=True):
         left = count

@@ -1,4 +1,4 @@
-"""Batches made ahead, by a thread of their own: while a step computes, those of the next are made."""
+"""Prefetches batches on a separate thread: the next steps' batches are made while a step computes."""
 
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -15,11 +15,12 @@ B = TypeVar("B", bound=Batches)
 
 
 class PrefetchingBatches(Generic[B]):
-    """`data`, whose microbatches of the next `steps` steps are made before they are asked for.
+    """Wraps `data` and makes the microbatches of the next `steps` steps in advance.
 
-    What a step trains on is what `data` says: another step than the one that was expected (after a resume, or
-    past batches that are left out) drops what was made, and is made anew. What raises in `data` raises in the
-    step that asks for it. At most `steps` steps' microbatches are kept, and no thread outlives `close`.
+    The samples of a step are always those of `data`. If another step is requested than expected (after a
+    resume, or past batches that are left out), prefetched batches are dropped and new ones are made. An error
+    raised in `data` is raised in the step that requests the batch. At most `steps` steps' microbatches are
+    kept, and no thread outlives `close`.
     """
 
     def __init__(self, data: B, *, steps: int) -> None:
@@ -28,14 +29,14 @@ class PrefetchingBatches(Generic[B]):
         self._made: deque[tuple[tuple[int, int, Plan], Future[list[Any]]]] = deque()
 
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[Any]:
-        """See `Batches`."""
+        """Yields the microbatches of a step, see `Batches`."""
         if self._steps == 0:
             yield from self.data.microbatches(step, rank=rank, plan=plan)
             return
         wanted = (step, rank, plan)
         while self._made and self._made[0][0] != wanted:
             self._made.popleft()[1].cancel()
-        # Before the first is waited for, so that the thread goes from one to the next.
+        # Submit the following steps before waiting for this one, so that the thread is never idle.
         after = self._made[-1][0][0] + 1 if self._made else step
         for following in range(after, step + 1 + self._steps):
             self._begin((following, rank, plan))
@@ -43,7 +44,7 @@ class PrefetchingBatches(Generic[B]):
         yield from made.result()
 
     def close(self) -> None:
-        """Ends the thread, when it has made what it is at."""
+        """Stops the thread after it finishes its current step."""
         for _, future in self._made:
             future.cancel()
         self._made.clear()
@@ -63,7 +64,7 @@ class PrefetchingBatches(Generic[B]):
 
 @contextmanager
 def prefetch_batches(data: B, *, steps: int) -> Generator[PrefetchingBatches[B]]:
-    """`data` made ahead while the block runs."""
+    """Prefetches `data` while the block runs."""
     ahead = PrefetchingBatches(data, steps=steps)
     try:
         yield ahead
@@ -76,6 +77,6 @@ def _device(plan: Plan) -> int | None:
 
 
 def _on_device(index: int | None) -> None:
-    """Pinned memory is of the thread's device, which is the first unless it is told."""
+    """Sets the thread's CUDA device, to which pinned memory belongs. The default is the first device."""
     if index is not None:
         torch.cuda.set_device(index)

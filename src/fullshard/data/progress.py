@@ -1,4 +1,4 @@
-"""What people see while tokens are made: a bar on a terminal, elsewhere a line now and then."""
+"""Progress display of tokenization: a bar on a terminal, otherwise a line every few seconds."""
 
 import os
 import time
@@ -16,7 +16,12 @@ _LINE_SECONDS = 10.0
 
 
 class TokenizationProgress:
-    """How far it is. `add` is called as parts are done, from any thread, one at a time."""
+    """Counts of the finished work. `add` may be called from any thread, but only by one at a time.
+
+    name: name of the source
+    total_bytes: size of the source
+    bytes, tokens, skipped: bytes read, tokens made and records left out so far
+    """
 
     def __init__(
         self,
@@ -31,7 +36,7 @@ class TokenizationProgress:
         self._started = now()
 
     def add(self, size: int, *, tokens: int, skipped: int = 0) -> None:
-        """`size` bytes of the source are `tokens` now."""
+        """Records that `size` bytes of the source became `tokens` tokens."""
         self.bytes += size
         self.tokens += tokens
         self.skipped += skipped
@@ -42,7 +47,7 @@ class TokenizationProgress:
         return self._now() - self._started
 
     def text(self) -> str:
-        """Without what is left, which the bar shows."""
+        """Returns the progress as text, without the remaining time, which the bar shows itself."""
         rate = f", {format_count(self.tokens / self.seconds)} tokens/s" if self.seconds > 0 else ""
         skipped = f", {self.skipped} records left out" if self.skipped else ""
         of = f"{format_bytes(self.bytes)} of {format_bytes(self.total_bytes)}"
@@ -51,7 +56,7 @@ class TokenizationProgress:
 
 @contextmanager
 def making(name: str, *, total_bytes: int, file: TextIO) -> Generator[TokenizationProgress]:
-    """Shows on `file` how the tokens of `name` are made, while the block runs."""
+    """Shows the progress of tokenizing `name` on `file` while the block runs."""
     terminal = file.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
     with _bar(name, total_bytes, file=file) if terminal else _lines(name, total_bytes, file=file) as shown:
         yield shown
@@ -82,7 +87,7 @@ def _lines(name: str, total_bytes: int, *, file: TextIO) -> Generator[Tokenizati
             say(f"{name}: {shown.text()}, {format_seconds(max(left, 1.0))} left")
 
     def say(text: str) -> None:
-        with suppress(OSError):  # the reader may have left
+        with suppress(OSError):  # the reader may have closed the pipe
             print(printable(text), file=file, flush=True)
 
     shown = TokenizationProgress(name, total_bytes=total_bytes, show=show)

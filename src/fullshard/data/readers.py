@@ -1,4 +1,4 @@
-"""Files into records: cut into shards that are read alone, each record with the place that it stands at."""
+"""Reads files into records. Files are cut into shards that are read independently."""
 
 import gzip
 import json
@@ -13,7 +13,7 @@ from fullshard.errors import DataError, MissingExtraError
 from fullshard.spec.data_section import SourceFields
 
 SHARD_BYTES = 1 << 20
-"""About how much of a file one task reads: enough to be worth a message, few enough to even out."""
+"""Approximate bytes per task: large enough to be worth a message, small enough to balance the workers."""
 
 _ROWS_AT_ONCE = 1000
 
@@ -22,8 +22,14 @@ Kind = Literal["text", "jsonl", "parquet", "datasets"]
 
 @dataclass(frozen=True)
 class FilePart:
-    """A part of `path`, from `begin` to before `end`: bytes of text or jsonl, row groups of parquet, rows of
-    a dataset (whose `path` is empty where it has a name). `size`: bytes, about. `last`: nothing is behind."""
+    """A part of a file, from `begin` to before `end`.
+
+    kind: kind of the file
+    path: the file, or the dataset's directory; empty for a dataset that is loaded by name
+    begin, end: bytes of text or jsonl, row groups of parquet, or rows of a dataset
+    size: approximate bytes
+    last: whether this is the last part of the file
+    """
 
     kind: Kind
     path: str
@@ -35,7 +41,12 @@ class FilePart:
 
 @dataclass(frozen=True)
 class TextRecord:
-    """What is one document, or a part of one: `begins`, `ends`. `where`: tells people its place."""
+    """A document, or a part of one.
+
+    value: the text, or the row's fields
+    where: returns the record's location for messages
+    begins, ends: whether the document begins and ends with this record
+    """
 
     value: Any
     where: Callable[[], str]
@@ -45,18 +56,21 @@ class TextRecord:
 
 @dataclass(frozen=True)
 class CorruptRecord:
-    """A record that cannot be read, and why."""
+    """A record that cannot be read, with its location and the reason."""
 
     where: Callable[[], str]
     why: str
 
 
 def file_shards(kind: Literal["text", "jsonl", "parquet"], path: Path, *, size: int) -> list[FilePart]:
-    """`path`, of `size` bytes, in shards of about SHARD_BYTES. Raises DataError for a broken parquet file."""
+    """Cuts `path`, of `size` bytes, into shards of about SHARD_BYTES.
+
+    Raises DataError for a broken parquet file.
+    """
     if kind == "parquet":
         groups = parquet_file(path).metadata.num_row_groups
         return [FilePart(kind, str(path), i, i + 1, size // groups, i == groups - 1) for i in range(groups)]
-    if path.suffix == ".gz":  # cannot be read from the middle
+    if path.suffix == ".gz":  # gzip cannot be read from the middle
         return [FilePart(kind, str(path), 0, size, size, last=True)]
     cuts = [*range(0, size, SHARD_BYTES), size]
     return [
@@ -66,7 +80,7 @@ def file_shards(kind: Literal["text", "jsonl", "parquet"], path: Path, *, size: 
 
 
 def records(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord | CorruptRecord]:
-    """The records of `shard`, in order: the values are texts, or a row's table of fields."""
+    """Yields the records of `shard` in order. A value is a text, or a table of a row's fields."""
     if shard.kind == "text":
         yield from _text(shard)
     elif shard.kind == "jsonl":
@@ -78,14 +92,14 @@ def records(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord | Corr
 
 
 def require_reader(kind: str) -> None:
-    """Raises MissingExtraError where the package that reads `kind` is not installed."""
+    """Raises MissingExtraError if the package that reads `kind` is not installed."""
     package = {"parquet": "pyarrow", "datasets": "datasets"}.get(kind)
     if package is not None and find_spec(package) is None:
         raise MissingExtraError("data", package=package, needed_for=f'data.source = "{kind}"')
 
 
 def wanted_fields(fields: SourceFields) -> tuple[str, ...]:
-    """The fields of a row that are read."""
+    """Returns the names of the fields that are read from a row."""
     if fields.records == "messages":
         return (fields.messages_field,)
     if fields.records == "completion":
@@ -94,7 +108,7 @@ def wanted_fields(fields: SourceFields) -> tuple[str, ...]:
 
 
 def absent_field(name: str, there: Sequence[str], *, where: str) -> DataError:
-    """The error for rows without a field that is read."""
+    """Returns the error for rows without a required field."""
     return DataError(
         f"there is no field {name!r} in {where}.",
         got=f"the fields {', '.join(there) or '(none)'}",
@@ -104,7 +118,7 @@ def absent_field(name: str, there: Sequence[str], *, where: str) -> DataError:
 
 
 def parquet_file(path: Path) -> Any:
-    """A pyarrow.parquet.ParquetFile. Raises MissingExtraError, DataError."""
+    """Opens a pyarrow.parquet.ParquetFile. Raises MissingExtraError, DataError."""
     require_reader("parquet")
     import pyarrow
     import pyarrow.parquet
@@ -118,9 +132,10 @@ def parquet_file(path: Path) -> Any:
 
 
 def open_dataset(path: str, fields: SourceFields) -> Any:
-    """A `datasets.Dataset`: what `save_to_disk` wrote to `path`, or a name from the local cache.
+    """Opens a `datasets.Dataset`.
 
-    Raises MissingExtraError; DataError for what is absent, or has no such split.
+    It is read from the directory `path`, written by `save_to_disk`. If `path` is empty, it is a name in the
+    local cache. Raises MissingExtraError; DataError for a dataset that is absent or lacks the split.
     """
     require_reader("datasets")
     import datasets
@@ -150,7 +165,7 @@ def open_dataset(path: str, fields: SourceFields) -> Any:
 
 
 def _text(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
-    """The lines that begin within the shard, as one piece of the document that the file is."""
+    """Yields the lines that begin within the shard, as one piece of the document that is the file."""
     data, skipped = _lines_from(shard)
 
     def where() -> str:
@@ -182,7 +197,7 @@ def _json_lines(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
 
         try:
             value = json.loads(line)
-        except (ValueError, RecursionError) as error:  # of JSON, of Unicode, and nested too deep
+        except (ValueError, RecursionError) as error:  # invalid JSON, invalid Unicode, or nested too deep
             yield CorruptRecord(where, f"no JSON: {error}")
             continue
         if isinstance(value, dict):
@@ -225,7 +240,7 @@ def _dataset_rows(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord 
 
 
 def _lines_from(shard: FilePart) -> tuple[bytes, int]:
-    """(the lines that begin within the shard, whole; how many bytes before them are another's line)."""
+    """Returns (whole lines that begin within the shard, bytes before them that belong to an earlier line)."""
     path = Path(shard.path)
     try:
         if path.suffix == ".gz":
@@ -237,7 +252,7 @@ def _lines_from(shard: FilePart) -> tuple[bytes, int]:
                 file.seek(shard.begin - 1)
                 skipped = len(file.readline()) - 1
             count = shard.end - shard.begin - skipped
-            if count <= 0:  # within a line longer than a shard
+            if count <= 0:  # the shard lies within one long line
                 return b"", skipped
             data = file.read(count)
             return (data if data.endswith(b"\n") else data + file.readline()), skipped
@@ -246,7 +261,10 @@ def _lines_from(shard: FilePart) -> tuple[bytes, int]:
 
 
 def _line_number(path: str, at: int) -> int:
-    """Of the line that begins at byte `at`, from 1: counted only when a person is to be told."""
+    """Returns the number, from 1, of the line that begins at byte `at`.
+
+    Counts only when a message needs it.
+    """
     opened = cast(Any, gzip.open if path.endswith(".gz") else open)
     lines, left = 1, at
     with opened(path, "rb") as file:

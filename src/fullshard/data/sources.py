@@ -1,4 +1,4 @@
-"""The sources of a run as stores of tokens, which are made where they are not there yet."""
+"""Opens the sources of a run as token stores, and tokenizes those that are not cached yet."""
 
 import os
 import shutil
@@ -41,7 +41,12 @@ _COPY_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class _SourceFiles:
-    """What a source is before anything of it is read: its shards, what its name follows from, how to tell."""
+    """The files of a source before they are read.
+
+    name: name for display
+    shards: parts of the files
+    facts: data that determines the cache key
+    """
 
     name: str
     shards: Sequence[FilePart]
@@ -51,9 +56,9 @@ class _SourceFiles:
 def stores_of(
     source: DataSource | DataSection, section: DataSection, *, root: Path, alive: Heartbeat
 ) -> list[TokenStore]:
-    """The tokens of `source`, as `section` says how they are made, from the cache in `root`.
+    """Returns the token stores of `source`, tokenized as `section` says and cached in `root`.
 
-    Raises DataError for what is absent, empty, corrupt or not tokens; MissingExtraError.
+    Raises DataError for data that is absent, empty, corrupt or does not hold tokens; MissingExtraError.
     """
     fields = SourceFields(**{name: getattr(source, name) for name in SourceFields.model_fields})
     if source.source == "memmap":
@@ -108,7 +113,7 @@ def _dataset(fields: SourceFields, *, root: Path, alive: Heartbeat) -> _SourceFi
         place = os.path.abspath(os.path.expanduser(path)) if path else ""
         dataset = open_dataset(place, fields)
         rows, files = len(dataset), [Path(file["filename"]) for file in dataset.cache_files]
-        # What it did to its files since they were written, such as a selection, stands in its fingerprint.
+        # The fingerprint covers operations since the files were written, such as a selection.
         names += [*digests(files, root=root, alive=alive), str(dataset._fingerprint), str(rows)]  # noqa: SLF001
         size = sum(file.stat().st_size for file in files) or rows
         step = max(1, rows * SHARD_BYTES // max(size, 1))
@@ -121,7 +126,7 @@ def _dataset(fields: SourceFields, *, root: Path, alive: Heartbeat) -> _SourceFi
 
 @dataclass(frozen=True)
 class _TokenizeJob:
-    """What makes an entry of tokens."""
+    """Builds a cache entry of tokens."""
 
     found: _SourceFiles
     recipe: TokenizeSettings
@@ -130,7 +135,7 @@ class _TokenizeJob:
     alive: Heartbeat
 
     def build(self, draft: Path) -> Mapping[str, Any]:
-        """Fills `draft`; returns what stands in its manifest."""
+        """Fills `draft` and returns the contents of its manifest."""
         parts = draft / "parts"
         parts.mkdir()
         tasks = [(task, parts / f"{i}") for i, task in enumerate(_tasks(self.found.shards))]
@@ -159,7 +164,7 @@ class _TokenizeJob:
 
 
 def _tasks(shards: Sequence[FilePart]) -> Iterator[list[FilePart]]:
-    """Shards together until they are SHARD_BYTES: many small files are few tasks."""
+    """Groups shards into tasks of about SHARD_BYTES, so that many small files make few tasks."""
     task, size = list[FilePart](), 0
     for shard in shards:
         if task and size + shard.size > SHARD_BYTES:
@@ -172,8 +177,10 @@ def _tasks(shards: Sequence[FilePart]) -> Iterator[list[FilePart]]:
 
 
 def _offsets(made: Sequence[TaskResult]) -> NDArray[np.int64]:
-    """Where documents begin and end, without the empty ones. A negative length, -n - 1, is n tokens of a
-    document that goes on."""
+    """Returns the document boundaries, without empty documents.
+
+    A negative length, -n - 1, stands for n tokens of a document that continues in the next piece.
+    """
     lengths = [np.load(Path(one.path).with_name(f"{Path(one.path).name}.lengths.npy")) for one in made]
     pieces = np.concatenate([*lengths, np.empty(0, np.int64)])
     ends = np.cumsum(np.where(pieces < 0, -pieces - 1, pieces))
@@ -181,7 +188,7 @@ def _offsets(made: Sequence[TaskResult]) -> NDArray[np.int64]:
 
 
 def _join(made: Sequence[TaskResult], draft: Path, *, dtype: str) -> None:
-    """The files of the tasks one behind the other, each removed when it is copied."""
+    """Joins the files of the tasks. Each file is removed after it is copied."""
     masked = any(Path(f"{one.path}.trained").exists() for one in made)
     with (draft / TOKENS).open("wb") as tokens:
         for one in made:
@@ -205,7 +212,7 @@ def _move(part: Path, into: Any) -> None:
 
 
 def _recipe_facts(recipe: TokenizeSettings, source: Source) -> Mapping[str, Any]:
-    """What the tokens follow from beside the files: also the versions of who cuts and writes them out."""
+    """Returns the data except the files that determines the tokens, including library versions."""
     plain = recipe.plain()
     fields = {name: plain["fields"][name] for name in plain["fields"] if name.endswith("field")}
     facts: dict[str, Any] = {
@@ -230,5 +237,5 @@ def _recipe_facts(recipe: TokenizeSettings, source: Source) -> Mapping[str, Any]
 
 
 def _cores() -> int:
-    """That this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Files into two arrays of bytes: what is trained on, and what is held out."""
+"""Splits files into two byte arrays: training data and held-out data."""
 
 import hashlib
 import os
@@ -13,12 +13,12 @@ from fullshard.errors import DataError
 
 
 def hold_out(documents: Sequence[Document], *, fraction: float) -> tuple[list[Document], list[Document]]:
-    """(training, held out), with about `fraction` of the bytes held out.
+    """Returns (training, held out), with about `fraction` of the bytes held out.
 
-    Documents are gone through in the order of a hash of their names, and each that still fits into the
-    fraction is held out whole. So the split depends on names and sizes alone: not on machine, seed or ranks.
-    Where documents are few and large, so that less than half of the fraction is filled, the rest of it is
-    the tail of the largest document.
+    Documents are visited in the order of a hash of their names, and each that still fits into the fraction is
+    held out whole. The split therefore depends only on names and sizes, and not on the machine, the seed or
+    the ranks. If the documents are few and large, so that less than half of the fraction is filled, the tail
+    of the largest document fills the rest.
     """
     budget = left = round(fraction * sum(document.size for document in documents))
     training: list[Document] = []
@@ -30,7 +30,7 @@ def hold_out(documents: Sequence[Document], *, fraction: float) -> tuple[list[Do
         else:
             training.append(document)
     if 2 * left > budget:
-        # It did not fit, so it is longer than what is left: both parts hold something.
+        # This document did not fit, so it is longer than `left`: both parts are non-empty.
         largest = max(training, key=lambda document: document.size)
         training.remove(largest)
         head, tail = largest.cut(largest.size - left)
@@ -40,14 +40,19 @@ def hold_out(documents: Sequence[Document], *, fraction: float) -> tuple[list[Do
 
 
 def shuffle(documents: Sequence[Document], *, seed: int) -> list[Document]:
-    """The documents in an order that follows from the seed and their names, whatever the version of numpy."""
+    """Returns the documents in an order that depends only on the seed and their names.
+
+    The order is the same for all versions of numpy.
+    """
     return sorted(documents, key=lambda document: _hash(f"shuffle {seed}", document.name))
 
 
 def pack(documents: Sequence[Document]) -> NDArray[np.uint8]:
-    """The bytes of the documents, SEPARATOR between two documents; each is read once, into its place.
+    """Returns the bytes of the documents with SEPARATOR between them.
 
-    Raises DataError for a file that cannot be read, that changed since it was listed, or holds SEPARATOR.
+    Reads each document once, into its place.
+
+    Raises DataError for a file that cannot be read, changed since it was listed, or contains SEPARATOR.
     """
     size = sum(document.size for document in documents) + max(len(documents) - 1, 0)
     packed = np.full(size, SEPARATOR, dtype=np.uint8)

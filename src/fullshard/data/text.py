@@ -1,4 +1,4 @@
-"""TextData: bytes as tokens, packed to full sequences, shared out over ranks."""
+"""TextData: bytes as tokens, packed into full sequences and divided among ranks."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -26,11 +26,12 @@ _HISTOGRAM_BLOCK = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class TextData:
-    """Text in memory, one byte a token, once a rank.
+    """Text in memory, one byte per token, with one copy per rank.
 
-    It is cut into windows of S + 1 bytes, S apart: the first S are the tokens, the last S the labels. So an
-    epoch has every byte but the first as a label once, and drops a tail shorter than a window.
-    Nothing here changes: what a step trains on is a function of the seed and the step (see `order.py`).
+    It is cut into windows of S + 1 bytes that start S bytes apart. The first S bytes are the tokens and the
+    last S the labels. An epoch therefore has every byte except the first as a label once, and drops a tail
+    shorter than a window. It is immutable: the samples of a step are a function of the seed and the step (see
+    `order.py`).
     """
 
     source: str
@@ -42,42 +43,42 @@ class TextData:
 
     @property
     def vocabulary(self) -> int:
-        """The tokens are the bytes."""
+        """Vocabulary size: the number of byte values."""
         return BYTES
 
     @property
     def train_tokens(self) -> int:
-        """Tokens that an epoch trains on."""
+        """Number of tokens that an epoch trains on."""
         return len(self._windows(self.training)) * self.sequence_length
 
     @property
     def validation_tokens(self) -> int:
-        """Tokens that are held out, in full sequences."""
+        """Number of held-out tokens, in full sequences."""
         return len(self._windows(self.held_out)) * self.sequence_length
 
     @property
     def byte_entropy(self) -> float:
         """-sum(p log p) over the byte frequencies p of the training part, in nats per byte.
 
-        The loss of a model that knows how often each byte comes, and nothing else.
+        This is the loss of a model that knows only the frequency of each byte.
         """
         return self._byte_entropy
 
     @cached_property
     def _byte_entropy(self) -> float:
         counts = np.zeros(BYTES, dtype=np.int64)
-        # In blocks: bincount makes an eightfold copy of its input.
+        # Counts block by block, since bincount makes an eightfold copy of its input.
         for start in range(0, len(self.training), _HISTOGRAM_BLOCK):
             counts += np.bincount(self.training[start : start + _HISTOGRAM_BLOCK], minlength=BYTES)
         frequencies = counts[counts > 0] / counts.sum()
         return float(-(frequencies * np.log(frequencies)).sum())
 
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
-        """This rank's `plan.accumulation` microbatches of step `step` (from 0).
+        """Yields this rank's `plan.accumulation` microbatches of step `step` (from 0).
 
-        Yields `tokens` and `labels`, int64 (plan.microbatch, sequence_length) on the CPU, pinned where the
-        plan is for CUDA. Over all ranks they are samples [step * G, (step + 1) * G) of the stream, G being
-        the global batch: whatever the number of ranks and the microbatch.
+        A microbatch holds `tokens` and `labels`, int64 (plan.microbatch, sequence_length) on the CPU, pinned
+        if the plan is for CUDA. Over all ranks the rows are samples [step * G, (step + 1) * G) of the stream,
+        where G is the global batch, for any number of ranks and any microbatch.
         """
         windows = self._windows(self.training)
         for accumulated in range(plan.accumulation):
@@ -86,10 +87,11 @@ class TextData:
             yield _batch(windows[chosen], real_rows=plan.microbatch, plan=plan)
 
     def validation(self, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
-        """This rank's share of at most `train.validate_sequences` sequences, spread over what is held out.
+        """Yields this rank's share of at most `train.validate_sequences` held-out sequences.
 
-        Shaped as `microbatches`, and as many of them on every rank; rows beyond the end have IGNORED_LABEL
-        for all labels. The sequences are the same at any number of ranks. Nothing where nothing is held out.
+        The sequences are spread evenly over the held-out text, and are the same for any number of ranks.
+        Batches are shaped as in `microbatches`, and every rank yields the same number. Rows beyond the end
+        have IGNORED_LABEL for all labels. Yields nothing if no text is held out.
         """
         windows = self._windows(self.held_out)
         count = min(plan.run.train.validate_sequences, len(windows))
@@ -99,7 +101,7 @@ class TextData:
             yield _batch(windows[chosen], real_rows=int((sequences < count).sum()), plan=plan)
 
     def summary(self) -> dict[str, object]:
-        """What there is, for `fullshard data prepare`."""
+        """Returns the figures that `fullshard data prepare` prints."""
         length = self.sequence_length
         return {
             "source": self.source,
@@ -118,7 +120,7 @@ class TextData:
         }
 
     def encode(self, text: str) -> list[int]:
-        """Its bytes."""
+        """Returns the bytes of `text`."""
         return list(text.encode())
 
     def decode(self, tokens: Tensor | Iterable[int]) -> str:
@@ -126,7 +128,7 @@ class TextData:
         return ByteTokenizer().decode(tokens.tolist() if isinstance(tokens, Tensor) else tokens)
 
     def describe(self) -> str:
-        """One line for people: source, documents, tokens, entropy."""
+        """Returns a one-line description: source, documents, tokens, entropy."""
         trained = format_count(self.train_tokens)
         held_out = format_count(self.validation_tokens) if len(self.held_out) else "none"
         return (
@@ -135,7 +137,7 @@ class TextData:
         )
 
     def _windows(self, text: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """(windows, sequence_length + 1), a view: neighbours share one byte."""
+        """Returns a view (windows, sequence_length + 1) in which neighbours share one byte."""
         if len(text) <= self.sequence_length:
             return np.empty((0, self.sequence_length + 1), dtype=np.uint8)
         return sliding_window_view(text, self.sequence_length + 1)[:: self.sequence_length]
@@ -144,8 +146,8 @@ class TextData:
 def text_data(run: Run) -> TextData:
     """Finds, splits and reads the text that `run.data` names.
 
-    Raises SpecError for a model whose vocabulary has no room for bytes, DataError for data that is absent,
-    unreadable, binary, or too short for one sequence in each part.
+    Raises SpecError if the model's vocabulary is too small for bytes. Raises DataError for data that is
+    absent, unreadable, binary, or too short for one sequence in each part.
     """
     if isinstance(run.model, DecoderConfig) and run.model.vocabulary < BYTES:
         raise SpecError(
@@ -156,7 +158,7 @@ def text_data(run: Run) -> TextData:
         )
     documents = stdlib_documents() if run.data.source == "stdlib" else text_documents(run.data.paths)
     training, held_out = hold_out(documents, fraction=run.data.validation_fraction)
-    # Lengths are known before anything is read, and separators count.
+    # The lengths are known before any file is read, and include the separators.
     _check_lengths(
         run,
         training=sum(document.size + 1 for document in training) - 1,
@@ -191,7 +193,10 @@ def _check_lengths(run: Run, *, training: int, held_out: int) -> None:
 
 
 def _batch(windows: NDArray[np.uint8], *, real_rows: int, plan: Plan) -> dict[str, Tensor]:
-    """Windows (rows, S + 1) -> tokens and labels (rows, S); rows from `real_rows` on count for nothing."""
+    """Splits windows (rows, S + 1) into tokens and labels (rows, S).
+
+    The loss ignores rows from `real_rows` on.
+    """
     numbers = torch.from_numpy(windows).long()
     tokens, labels = numbers[:, :-1].contiguous(), numbers[:, 1:].contiguous()
     labels[real_rows:] = IGNORED_LABEL

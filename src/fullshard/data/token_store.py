@@ -1,4 +1,4 @@
-"""Tokens on disk, as ranks read them: memory maps, which the ranks of a node share."""
+"""Token stores on disk, read through memory maps that the ranks of a node share."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -18,9 +18,16 @@ Integers = NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class TokenStore:
-    """`tokens`: of all documents; document i is tokens[begins[i]:ends[i]]. `trained`: which of them are
-    labels; None for all. `key`: another one for other tokens, or other documents. `vocabulary`: the largest
-    token that there may be, plus one. `skipped`: records left out, the first few `told`."""
+    """Tokens of a source, with the document boundaries.
+
+    name: name of the source
+    key: identifier that changes whenever the tokens or the documents change
+    tokens: tokens of all documents
+    begins, ends: document i is tokens[begins[i]:ends[i]]
+    trained: mask of the tokens that are labels; None if all are
+    vocabulary: upper bound of the tokens: the largest possible token plus one
+    skipped: number of records left out; the last field has messages about the first few
+    """
 
     name: str
     key: str
@@ -41,7 +48,7 @@ TOKENS, OFFSETS, TRAINED = "tokens.bin", "offsets.npy", "trained.bin"
 
 
 def open_entry(entry: Path, *, name: str) -> TokenStore:
-    """The store that `corpus.tokens_of` made: documents one behind the other."""
+    """Opens a cache entry written by `sources.stores_of`, in which the documents are contiguous."""
     facts = manifest_of(entry)
     offsets = mapped_npy(entry / OFFSETS)
     masked = (entry / TRAINED).exists()
@@ -59,35 +66,35 @@ def open_entry(entry: Path, *, name: str) -> TokenStore:
 
 
 def mapped(path: Path, dtype: str) -> Integers:
-    """A file of plain numbers (little-endian) as an array, which nothing can write to."""
-    if path.stat().st_size == 0:  # which mmap refuses
+    """Maps a file of little-endian numbers as a read-only array."""
+    if path.stat().st_size == 0:  # mmap refuses empty files
         return np.empty(0, dtype=dtype)
     return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
 
 
 def mapped_npy(path: Path) -> Integers:
-    """An .npy file likewise."""
+    """Maps an .npy file as a read-only array."""
     return np.load(path, mmap_mode="r")
 
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Several stores as one: place p is a token of the store that p falls into, in their order."""
+    """Several stores joined in order. A place is the index of a token in the joined stream."""
 
     stores: tuple[TokenStore, ...]
 
     @cached_property
     def bases(self) -> list[int]:
-        """Where each store begins, and where the last ends."""
+        """First place of each store, and the end of the last store."""
         return [0, *accumulate(len(store.tokens) for store in self.stores)]
 
     def tokens(self, begin: int, end: int) -> Integers:
-        """Places `begin` to `end`, which lie in one store."""
+        """Returns the tokens from `begin` to before `end`, which must lie in one store."""
         store, base = self._at(begin)
         return store.tokens[begin - base : end - base]
 
     def trained(self, begin: int, end: int) -> Integers | None:
-        """Which of them are labels; None for all."""
+        """Returns the label mask from `begin` to before `end`; None if all tokens are labels."""
         store, base = self._at(begin)
         return None if store.trained is None else store.trained[begin - base : end - base]
 
@@ -96,7 +103,7 @@ class Stream:
         return any(store.trained is not None for store in self.stores)
 
     def documents(self) -> tuple[Integers, Integers]:
-        """(begins, lengths) of all documents, in memory."""
+        """Returns (begins, lengths) of all documents as arrays in memory."""
         pairs = zip(self.stores, self.bases, strict=False)
         begins = [store.begins.astype(np.int64) + base for store, base in pairs]
         lengths = [(store.ends - store.begins).astype(np.int64) for store in self.stores]
@@ -108,5 +115,5 @@ class Stream:
 
 
 def names(stores: Sequence[TokenStore]) -> str:
-    """For people."""
+    """Returns the names of the stores for display."""
     return " + ".join(store.name for store in stores)

@@ -1,7 +1,7 @@
-"""Records to tokens: one task at a time in this process, or in processes that do nothing else.
+"""Converts records to tokens, one task at a time, in this process or in worker processes.
 
-A worker is `python -m fullshard.data.tokenize`: it reads a task a line, and answers a line. It is
-started as a command, and not by multiprocessing, which would import the user's own script again.
+A worker is `python -m fullshard.data.tokenize`. It reads one task per line and answers with one line. It is
+started as a command because multiprocessing would import the user's script again.
 """
 
 import json
@@ -32,7 +32,11 @@ _TOLD = 5  # how many of the records left out are reply one by one
 
 @dataclass(frozen=True)
 class TokenizeSettings:
-    """How records become tokens. `dtype`: of the file of tokens. `trust_remote_code`: see DataSection."""
+    """Settings for converting records to tokens.
+
+    dtype: dtype of the token file
+    trust_remote_code: see `DataSection`
+    """
 
     fields: SourceFields
     tokenizer: str | None
@@ -43,14 +47,21 @@ class TokenizeSettings:
     trust_remote_code: bool = False
 
     def plain(self) -> dict[str, Any]:
-        """As data of JSON."""
+        """Returns the settings as JSON data."""
         return {**asdict(self), "fields": self.fields.model_dump(mode="json")}
 
 
 @dataclass
 class TaskResult:
-    """What came of one task. Its tokens lie in files beside `path`; `skipped`: left out, with the first few
-    told in `told`."""
+    """Result of one task. Its tokens are in files whose names start with `path`.
+
+    path: common start of the file names
+    size: bytes of the source that were read
+    documents: number of documents
+    tokens: number of tokens
+    skipped: number of records left out
+    skip_messages: messages about the first few skipped records
+    """
 
     path: str
     size: int
@@ -61,7 +72,7 @@ class TaskResult:
 
 
 class Tokenizing:
-    """Turns tasks into files of tokens, as `recipe` says. Opens the tokenizer once."""
+    """Turns tasks into token files according to `recipe`. Opens the tokenizer once."""
 
     def __init__(self, recipe: TokenizeSettings) -> None:
         self.recipe = recipe
@@ -72,10 +83,11 @@ class Tokenizing:
             self._chat = ChatTemplate(recipe.tokenizer, trust_remote_code=recipe.trust_remote_code)
 
     def run(self, task: Sequence[FilePart], path: Path) -> TaskResult:
-        """Writes the tokens of `task` to `path`.tokens, the length of each piece to .lengths, negative where
-        its document goes on in the next, and where something is not trained on, the mask to .trained.
+        """Writes the tokens of `task` to `path`.tokens and the length of each piece to .lengths.npy.
 
-        Raises DataError for what is corrupt, where that is not to be skipped.
+        A piece of n tokens whose document continues in the next piece has length -n - 1. If some tokens are
+        not trained on, a mask is written to .trained. Raises DataError for a corrupt record, unless corrupt
+        records are skipped.
         """
         made = TaskResult(str(path), size=sum(shard.size for shard in task))
         lengths: list[int] = []
@@ -188,7 +200,7 @@ class Tokenizing:
 
 
 class _Parts:
-    """The files of one task. The mask is begun when something is not trained on."""
+    """Output files of one task. The mask is started at the first token that is not trained on."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self._path, self._dtype, self._count = path, np.dtype(dtype), 0
@@ -220,9 +232,11 @@ def tokenized(
     processes: int,
     tell: Callable[[TaskResult], None],
 ) -> list[TaskResult]:
-    """What came of each task, in their order; `tell` is called as they are done, in any.
+    """Runs the tasks and returns their results in order.
 
-    Raises what a task raised, and DataError for a worker that died.
+    The callback gets each result as it is finished, in any order.
+
+    Raises the error of a task that failed, and DataError for a worker that died.
     """
     if processes <= 1 or len(tasks) <= 1:
         here, found = Tokenizing(recipe), list[TaskResult]()
@@ -234,7 +248,7 @@ def tokenized(
 
 
 class _Workers:
-    """Processes that take tasks from one queue, each with a thread here that talks to it."""
+    """Worker processes that take tasks from one queue. Each has a thread here that talks to it."""
 
     def __init__(self, recipe: TokenizeSettings, count: int, *, tell: Callable[[TaskResult], None]) -> None:
         self._recipe, self._count, self._tell = recipe, count, tell
@@ -305,7 +319,7 @@ class _Workers:
 
 
 def main() -> None:
-    """A worker: the recipe on the first line, then a task a line."""
+    """Runs a worker: reads the settings from the first line of stdin, then one task per line."""
     given = json.loads(sys.stdin.readline())
     given["fields"] = SourceFields.parse(given["fields"], source="the recipe")
     recipe = TokenizeSettings(**given)
@@ -323,7 +337,10 @@ def main() -> None:
 
 
 def _raised(answer: Mapping[str, Any]) -> FullshardError:
-    """The error that a worker met. A missing extra has arguments of its own; it is told as it was."""
+    """Returns the error that a worker met.
+
+    It skips the class's own `__init__`, which may take other arguments.
+    """
     kind = cast(type[FullshardError], getattr(errors, answer["error"]))
     parts = dict(answer["parts"])
     error = DataError.__new__(kind)
@@ -342,7 +359,7 @@ def _died(worker: "subprocess.Popen[str]") -> DataError:
 
 
 def _batches(found: Iterator[TextRecord]) -> Iterator[list[TextRecord]]:
-    """About _BATCH_CHARACTERS at once, as far as they can be told."""
+    """Yields batches of records with about _BATCH_CHARACTERS characters each; the sizes are estimates."""
     batch, size = list[TextRecord](), 0
     for record in found:
         batch.append(record)
@@ -361,7 +378,7 @@ def _array(tokens: Sequence[int]) -> NDArray[np.int64]:
 
 
 def token_dtype(tokenizer: Tokenizer) -> str:
-    """The smallest that holds the vocabulary."""
+    """Returns the smallest unsigned dtype that holds the vocabulary."""
     largest = tokenizer.vocabulary - 1
     return "uint8" if largest < 2**8 else "uint16" if largest < 2**16 else "uint32"
 

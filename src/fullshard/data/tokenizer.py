@@ -1,4 +1,4 @@
-"""Text to tokens and back: bytes, or a tokenizer of Hugging Face."""
+"""Converts text to tokens and back: as bytes, or with a Hugging Face tokenizer."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -19,22 +19,26 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 SEPARATOR = 0
-"""The byte between two documents: NUL, which text does not hold."""
+"""The byte between two documents: NUL, which does not occur in text."""
 
 BYTES = 256
-"""The vocabulary where the tokens are the bytes."""
+"""Vocabulary size of byte tokens."""
 
 TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-_MOST_BYTES = 64 << 20  # the largest tokenizer.json have some forty million
+_MOST_BYTES = 64 << 20  # the largest tokenizer.json files have about forty million bytes
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end|>", "[SEP]")
 
 
 class Tokenizer(Protocol):
-    """What turns text into tokens. `before`, `after`: the tokens around each document."""
+    """Converts text to tokens and back.
+
+    before: tokens placed in front of each document
+    after: tokens placed behind each document
+    """
 
     @property
     def vocabulary(self) -> int:
-        """The largest token that it can give, plus one."""
+        """Largest token that the tokenizer can produce, plus one."""
         ...
 
     @property
@@ -44,29 +48,32 @@ class Tokenizer(Protocol):
     def after(self) -> tuple[int, ...]: ...
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """The tokens of each text, without those around it."""
+        """Returns the tokens of each text, without `before` and `after`."""
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text for people."""
+        """Returns readable text."""
         ...
 
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """UTF-8, and SEPARATOR behind each document."""
+    """Encodes text as UTF-8 bytes, with SEPARATOR after each document."""
 
     vocabulary: int = BYTES
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = (SEPARATOR,)
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Raises DataError for a text that holds SEPARATOR, or half a surrogate pair."""
+        """Returns the bytes of each text.
+
+        Raises DataError for a text with SEPARATOR or half a surrogate pair.
+        """
         return [self._bytes(text) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """What is no UTF-8, or no byte, becomes U+FFFD; the separator is ␀."""
-        # 255 stands in no UTF-8, so it is what a larger vocabulary's tokens become.
+        """Returns the text. Invalid UTF-8 and tokens beyond a byte become U+FFFD; the separator becomes ␀."""
+        # Byte 255 never occurs in UTF-8, so larger tokens map to it and decode to U+FFFD.
         text = bytes(min(token, 255) for token in tokens).decode("utf-8", errors="replace")
         return text.replace(chr(SEPARATOR), "␀")
 
@@ -86,7 +93,7 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class FileTokenizer:
-    """A tokenizer.json."""
+    """A tokenizer read from a tokenizer.json."""
 
     backend: "Backend"
     before: tuple[int, ...]
@@ -108,13 +115,14 @@ class FileTokenizer:
 
 
 def open_tokenizer(path: str | None, *, end_token: str | None = None) -> Tokenizer:
-    """The tokenizer of a directory or a tokenizer.json; bytes for None.
+    """Opens the tokenizer of a directory or a tokenizer.json; None opens the byte tokenizer.
 
-    Around a document it puts what its own post-processor puts around a text, and the token that ends a text
-    behind it: `end_token`, else what tokenizer_config.json calls eos_token, else a name that is usual.
+    A document gets the tokens that the tokenizer's own post-processor puts around a text. Behind it follows
+    the end token, unless the post-processor adds it already: `end_token`, else the eos_token of
+    tokenizer_config.json, else one with a usual name.
 
-    Raises DataError for a file that is absent or broken, and where no token ends a document;
-    MissingExtraError without the package tokenizers.
+    Raises DataError for an absent or broken file, and if no end token is known; MissingExtraError without the
+    package tokenizers.
     """
     if path is None:
         return ByteTokenizer()
@@ -135,7 +143,7 @@ def open_tokenizer(path: str | None, *, end_token: str | None = None) -> Tokeniz
 
 
 def tokenizer_file(path: str) -> Path:
-    """The tokenizer.json that `path` is or holds. Raises DataError where there is none."""
+    """Returns the tokenizer.json that `path` is or contains. Raises DataError if there is none."""
     place = Path(os.path.expanduser(path))
     file = place / TOKENIZER_FILE if os.path.isdir(place) else place
     if not os.path.isfile(file):
@@ -154,20 +162,20 @@ def tokenizer_file(path: str) -> Path:
 
 
 def tokenizer_files(path: str) -> list[Path]:
-    """The files that the tokens follow from."""
+    """Returns the files that determine the tokens."""
     file = tokenizer_file(path)
     beside = (file.with_name(name) for name in (CONFIG_FILE, TEMPLATE_FILE))
     return [file, *(one for one in beside if one.is_file())]
 
 
 def tokenizers_version() -> str:
-    """Of the package; another one may cut texts otherwise."""
+    """Returns the version of the package tokenizers; another version may split texts differently."""
     require_tokenizers()
     return version("tokenizers")
 
 
 def require_tokenizers() -> None:
-    """Raises MissingExtraError where the package is not installed."""
+    """Raises MissingExtraError if the package tokenizers is not installed."""
     if find_spec("tokenizers") is None:
         raise MissingExtraError("hf", package="tokenizers", needed_for="data.tokenizer")
 
@@ -190,7 +198,7 @@ def _read(file: Path) -> "Backend":
 
 
 def tokenizer_text(file: Path) -> str:
-    """Returns the text of a tokenizer's file. Raises DataError where it cannot be read."""
+    """Returns the text of a tokenizer file. Raises DataError if the file cannot be read."""
     try:
         return read_text(file, most_bytes=_MOST_BYTES)
     except OSError as error:
@@ -200,7 +208,7 @@ def tokenizer_text(file: Path) -> str:
 
 
 def _backend(name: str = "the tokenizer") -> ForeignErrors:
-    """Around what the package tokenizers does with its file, or with a text."""
+    """Returns a context that turns errors of the package tokenizers into DataError."""
     return ForeignErrors(lambda got: DataError(f"{name} does not take a text.", got=got))
 
 
@@ -219,7 +227,7 @@ def _end_token(backend: "Backend", file: Path, *, named: str | None) -> int:
 
 
 def _configured(config: Path) -> str | None:
-    """eos_token, a name or a table with its content."""
+    """Returns the configured eos_token, which is a name or a table with `content`."""
     try:
         data: Any = parse_json(tokenizer_text(config)) if config.exists() else None
     except ValueError:

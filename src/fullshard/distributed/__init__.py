@@ -1,1 +1,1 @@
-"""Ranks and tensors over ranks: agreement on errors, parts of DTensors, loopback."""
+"""Agreement of ranks on errors, local parts of DTensors, and loopback sockets."""

@@ -1,8 +1,8 @@
-"""Work that may fail on any rank, without leaving the others behind in a collective.
+"""Work that may fail on any rank, without leaving the other ranks behind in a collective.
 
 [Note: failures are agreed on] A rank that raises between two collectives leaves the others waiting in the
-second. So whatever one rank alone may fail at runs inside `everyone` or `first`: the failure is kept, told
-to all ranks as text (an exception need not survive pickling), and then raised on all of them.
+second. So anything that can fail on one rank alone runs inside `on_all_ranks` or `on_rank_zero`. The failure
+is caught, sent to all ranks as text (an exception need not survive pickling), and then raised on all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,10 @@ Group: TypeAlias = dist.ProcessGroup | None
 
 
 class ErrorCapture:
-    """`with attempt:` keeps what its block raises, to be raised later. See [Note: failures are agreed on]."""
+    """Context manager that keeps the exception its block raises. See [Note: failures are agreed on].
+
+    error: the exception, or None
+    """
 
     def __init__(self) -> None:
         self.error: Exception | CheckpointException | None = None
@@ -32,14 +35,14 @@ class ErrorCapture:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        # DCP's own exception is no Exception. Interrupts are not ours to keep.
+        # DCP's own exception is not an Exception. Interrupts are not caught.
         if isinstance(error, Exception | CheckpointException):
             self.error = error
             return True
         return False
 
     def finish(self) -> None:
-        """Raises what was kept."""
+        """Raises the exception that was kept, if any."""
         if self.error is not None:
             raise self.error
 
@@ -57,7 +60,10 @@ def world_size() -> int:
 
 
 def gathered(value: T, *, group: Group = None) -> list[T]:
-    """`value` of every rank, by rank. Collective. `group`: of all ranks; the default one, for None."""
+    """Returns `value` of every rank, in rank order. Collective.
+
+    group: a group of all ranks; None for the default one
+    """
     if not distributed():
         return [value]
     values: list[Any] = [None] * world_size()
@@ -66,11 +72,11 @@ def gathered(value: T, *, group: Group = None) -> list[T]:
 
 
 def on_all_ranks(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
-    """`act()` on every rank; returns this rank's result once no rank failed. Collective.
+    """Runs `act()` on every rank, and returns this rank's result if no rank failed. Collective.
 
-    Raises CheckpointError on all ranks that names the first rank that failed, and its reason; a
-    DamagedCheckpointError where every rank that failed did so for that. Its cause is this rank's own, or the
-    OffloadError of the one that is named.
+    Raises CheckpointError on all ranks. It names the first rank that failed, and the reason. It is a
+    DamagedCheckpointError if every rank that failed raised one. Its cause is this rank's own error, or else
+    the OffloadError of the named rank.
     """
     attempt, results = ErrorCapture(), list[T]()
     with attempt:
@@ -83,9 +89,9 @@ def on_all_ranks(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
 
 
 def on_rank_zero(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
-    """`act()` on rank 0 alone; returns its result on all ranks. Collective.
+    """Runs `act()` on rank 0 alone, and returns its result on all ranks. Collective.
 
-    Raises CheckpointError on all ranks where rank 0 failed.
+    Raises CheckpointError on all ranks if rank 0 failed.
     """
     attempt, results = ErrorCapture(), list[T]()
     if rank() == 0:
@@ -101,7 +107,7 @@ def on_rank_zero(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
 
 
 def locally(act: Callable[[], T], *, doing: str) -> T:
-    """`act()` in this process alone. Raises CheckpointError for whatever it fails at."""
+    """Runs `act()` in this process alone. Raises CheckpointError for any failure."""
     attempt, results = ErrorCapture(), list[T]()
     with attempt:
         results.append(act())
@@ -113,7 +119,7 @@ def locally(act: Callable[[], T], *, doing: str) -> T:
 
 @dataclass(frozen=True)
 class _Failure:
-    """A CheckpointError as text, and the rank that it happened on."""
+    """A CheckpointError as text, and the rank on which it occurred."""
 
     rank: int
     what: str
@@ -129,8 +135,8 @@ class _Failure:
 
 
 def _first_of(failures: Sequence[_Failure]) -> _Failure:
-    """What the lowest rank says; the rank is left out where all ranks say the same."""
-    # Another checkpoint helps against damage alone.
+    """Returns the failure of the lowest rank; its rank is not named if all ranks failed in the same way."""
+    # Errors other than damage come first: only damage is cured by another checkpoint.
     first, *_ = sorted(failures, key=lambda one: (one.damaged, one.rank))
     alike = (replace(one, rank=first.rank, offload=first.offload) == first for one in failures)
     if len(failures) == world_size() and all(alike):

@@ -1,8 +1,8 @@
-"""Sockets of ranks that are all on this machine: bound to loopback, where no other machine reaches them.
+"""Sockets bound to loopback, where no other machine reaches them, for ranks that are all on this machine.
 
-[Note: who listens where] By itself, torch's TCPStore listens on every interface, gloo on the address that
-the host's name has, and NCCL on the first interface that is not loopback. None of them asks who connects, and
-what ranks send each other is unpickled. So the store gets a socket that is bound already, and gloo and NCCL
+[Note: who listens where] By default torch's TCPStore listens on every interface, gloo on the address of the
+host's name, and NCCL on the first interface that is not loopback. None of them authenticates its peers, and
+the messages between ranks are unpickled. So the store gets a socket that is already bound, and gloo and NCCL
 get the name of the interface. Other users of this machine reach loopback, too: see docs/restarts.md.
 """
 
@@ -29,7 +29,8 @@ _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
 def all_ranks_are_local(environment: Mapping[str, str] = os.environ) -> bool:
     """Returns whether the ranks that torchrun's variables describe are all on this machine.
 
-    One rank alone is, and as many as there are on this machine, and those that meet at a loopback address.
+    They are if there is only one, if WORLD_SIZE equals LOCAL_WORLD_SIZE, or if they meet at a loopback
+    address.
     """
     ranks = environment.get("WORLD_SIZE", "1")
     if "RANK" not in environment or ranks in ("1", environment.get("LOCAL_WORLD_SIZE")):
@@ -37,19 +38,19 @@ def all_ranks_are_local(environment: Mapping[str, str] = os.environ) -> bool:
     address = environment.get("MASTER_ADDR", "")
     try:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
-    except ValueError:  # a name, of whichever machine
+    except ValueError:  # a host name, possibly of another machine
         return False
 
 
 @contextmanager
 def local_groups_on_loopback(environment: MutableMapping[str, str] = os.environ) -> Generator[None]:
-    """Puts the process groups that are made within it on the loopback interface, if all ranks are local.
+    """Puts process groups created within the context on the loopback interface, if all ranks are local.
 
-    A variable that the user has set is kept. Does nothing where ranks may be on other machines, and where no
+    A variable that the user has set is kept. Does nothing if ranks may be on other machines, or if no
     loopback interface is found.
     """
     interface = loopback_interface() if all_ranks_are_local(environment) else None
-    # NCCL takes a name for the beginning of one, unless it stands behind an equals sign.
+    # NCCL treats a name as a prefix, unless an equals sign precedes it.
     wanted = {} if interface is None else {_GLOO: interface, _NCCL: f"={interface}"}
     ours = {name: value for name, value in wanted.items() if name not in environment}
     environment.update(ours)
@@ -63,7 +64,7 @@ def local_groups_on_loopback(environment: MutableMapping[str, str] = os.environ)
 def loopback_interface() -> str | None:
     """Returns the name of the loopback interface that is up.
 
-    None where there is none, and on systems that this function does not know how to ask.
+    Returns None if there is none, and on systems that this function cannot query.
     """
     request = _SIOCGIFFLAGS.get(sys.platform)
     if request is None:
@@ -72,7 +73,7 @@ def loopback_interface() -> str | None:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(asked, request, struct.pack("16s24x", name.encode()))
-            except OSError:  # it went in the meantime
+            except OSError:  # it disappeared in the meantime
                 continue
             (flags,) = struct.unpack_from("H", answer, 16)
             if flags & _IFF_UP and flags & _IFF_LOOPBACK:
@@ -81,16 +82,16 @@ def loopback_interface() -> str | None:
 
 
 def served_on_loopback(port: int = 0) -> dist.TCPStore:
-    """Returns a store that this process keeps, on a socket bound to 127.0.0.1; port 0 is any free one.
+    """Returns a store served by this process on a socket bound to 127.0.0.1; port 0 picks a free one.
 
-    Raises OSError where the port is taken.
+    Raises OSError if the port is taken.
     """
     with socket.socket() as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((LOOPBACK, port))
         bound.listen(socket.SOMAXCONN)
         port = bound.getsockname()[1]
-        # The store closes it. `host_name` says where its own client connects, not where it listens.
+        # The store closes the descriptor. `host_name` is where its own client connects, not where it listens.
         descriptor = bound.detach()
     return dist.TCPStore(
         host_name=LOOPBACK, port=port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
@@ -98,10 +99,10 @@ def served_on_loopback(port: int = 0) -> dist.TCPStore:
 
 
 def store_on_loopback(port: int, *, rank: int, timeout: timedelta) -> dist.Store:
-    """Returns a connection to the store that rank 0 keeps at `port`. Every rank calls it.
+    """Returns a connection to the store that rank 0 serves at `port`. Every rank calls it.
 
-    Rank 0 keeps the store until its process ends, so that a second group finds it, and not the end of the
-    first one's. Raises OSError where the port is taken, and DistError where nobody keeps a store there.
+    Rank 0 serves the store until its process ends, so that it outlives the first group and a second one finds
+    it. Raises OSError if the port is taken, and DistError if no process serves a store there.
     """
     if rank == 0:
         _kept_on_loopback(port)

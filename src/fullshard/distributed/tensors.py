@@ -10,5 +10,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Identifies the storage of `tensor` among all live ones. A fake tensor has no address that could."""
+    """Returns a number that identifies the storage of `tensor` among all live ones.
+
+    Unlike a data address, it also exists for fake tensors.
+    """
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

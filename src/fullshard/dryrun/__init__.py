@@ -1,1 +1,1 @@
-"""A dry run: the real sharded step on fake tensors, among ranks that are nowhere. It counts every byte."""
+"""Dry run: runs the real sharded step on fake tensors with a fake process group, and counts every byte."""

@@ -1,20 +1,20 @@
-"""What CUDA's caching allocator holds of the device for a sequence of allocations, by its own rules.
+"""Simulation of CUDA's caching allocator: device memory taken by a sequence of allocations.
 
 Rules: c10/cuda/CUDACachingAllocator.cpp of PyTorch; sizes: c10/core/AllocatorConfig.h; default settings.
 
 [Note: the rules]
 round      a request is rounded up to a multiple of 512 bytes.
-pool       each stream has two: requests of at most 1 MiB are small, others large.
-best fit   the smallest free block of the pool that is large enough is taken; of equals, the lowest.
-split      what is left of it becomes a free block again: at least 512 bytes of a small one, over 1 MiB of a
-           large one. Otherwise the whole block is given out.
-segment    if none fits, the device gives a new one: 2 MiB for a small request, 20 MiB for one below 10 MiB,
-           else the request rounded up to 2 MiB.
-coalesce   a block that is freed joins its free neighbours in the segment. Segments are never given back: an
-           allocator that meets the device's end would give back the free ones, and try again.
+pool       each stream has two pools: requests of at most 1 MiB are small, others large.
+best fit   the smallest free block of the pool that is large enough is taken; of equals, the lowest address.
+split      the remainder becomes a free block if it has at least 512 bytes (small pool) or more than 1 MiB
+           (large pool). Otherwise the whole block is used.
+segment    if no block fits, the device provides a new segment: 2 MiB for a small request, 20 MiB for one
+           below 10 MiB, else the request rounded up to 2 MiB.
+coalesce   a freed block joins its free neighbours in the segment. Segments are never returned to the device.
+           (On an out-of-memory error, the real allocator returns the free segments and retries.)
 
-Host and device run apart, and a block that another stream still reads must not be handed out. The engine
-keeps a reference for as long as needed, so that the order of the host's calls is all that counts here.
+Host and device run asynchronously, and a block that another stream still reads must not be reused. FSDP2
+keeps a reference for as long as needed, so only the order of the host's calls matters here.
 """
 
 import bisect
@@ -35,15 +35,18 @@ ROUND_SEGMENT = 2 * _MIB
 
 @dataclass(frozen=True)
 class LiveBlock:
-    """The highest of each, in bytes. `allocated`: blocks in use, as `torch.cuda.max_memory_allocated` tells;
-    `reserved`: segments, as `torch.cuda.max_memory_reserved` does."""
+    """Highest memory use of a sequence of events.
+
+    allocated: bytes of blocks in use, as reported by `torch.cuda.max_memory_allocated`.
+    reserved: bytes of segments, as reported by `torch.cuda.max_memory_reserved`.
+    """
 
     allocated: int
     reserved: int
 
 
 def simulate(events: Iterable[Event]) -> LiveBlock:
-    """The most that the allocator gives out, and holds, over `events`. See [Note: the rules]."""
+    """Returns the most bytes allocated and reserved at any moment of `events`. See [Note: the rules]."""
     pools: defaultdict[tuple[int, bool], _Pool] = defaultdict(_Pool)
     used: dict[int, tuple[_AllocatorBlock, _Pool]] = {}
     allocated = reserved = most_allocated = 0
@@ -67,12 +70,15 @@ def simulate(events: Iterable[Event]) -> LiveBlock:
 
 
 def rounded(size: int) -> int:
-    """The bytes of the smallest block that serves a request of `size`."""
+    """Returns the size in bytes of the smallest block that serves a request of `size` bytes."""
     return max(ROUND, _up(size, ROUND))
 
 
 def segment_bytes(size: int) -> int:
-    """The bytes that the device is asked for, for a rounded request that no free block serves."""
+    """Returns the size in bytes of the segment requested from the device when no free block fits.
+
+    size: the rounded request, bytes.
+    """
     if size <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < BELOW_LARGE else _up(size, ROUND_SEGMENT)
@@ -84,7 +90,7 @@ def _up(size: int, multiple: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class _AllocatorBlock:
-    """A piece of a segment, between its neighbours in it. `address`: tells blocks of one size apart."""
+    """A piece of a segment, linked to its neighbours. `address` distinguishes blocks of equal size."""
 
     address: int
     size: int
@@ -95,7 +101,7 @@ class _AllocatorBlock:
 
 @dataclass
 class _Pool:
-    """The free blocks of one stream and kind, the smallest first."""
+    """Free blocks of one stream and size class, ordered by size, then address."""
 
     order: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # (size, address)
     blocks: dict[int, _AllocatorBlock] = field(default_factory=dict[int, _AllocatorBlock])  # by address
@@ -105,7 +111,7 @@ class _Pool:
         return self._take(self.blocks[self.order[index][1]]) if index < len(self.order) else None
 
     def split(self, block: _AllocatorBlock, size: int) -> None:
-        """Cuts `block`, which is in use, down to `size`, if what is left is worth it."""
+        """Shrinks `block`, which is in use, to `size`, and frees the remainder if it is large enough."""
         left_over = block.size - size
         worth_it = left_over >= ROUND if size <= SMALL else left_over > SMALL
         if not worth_it:
@@ -136,7 +142,7 @@ class _Pool:
 
 
 def _joined(first: _AllocatorBlock, second: _AllocatorBlock) -> _AllocatorBlock:
-    """`first`, grown over `second`, which lies right of it."""
+    """Extends `first` over `second`, its right neighbour, and returns it."""
     first.size += second.size
     first.right = second.right
     if second.right is not None:

@@ -1,4 +1,4 @@
-"""The process of one dry run: `python -m fullshard.dryrun.child <REQUEST >ANSWER`."""
+"""Process of one dry run: `python -m fullshard.dryrun.child <REQUEST >ANSWER`."""
 
 import os
 import sys
@@ -13,8 +13,10 @@ from fullshard.errors import FullshardError
 
 
 def main() -> None:
-    """Does what standard input asks, and writes the answer to standard output; what the model prints goes to
-    standard error."""
+    """Runs the request read from standard input and writes the answer to standard output.
+
+    Anything that the model prints goes to standard error.
+    """
     answers = os.dup(1)
     os.dup2(2, 1)
     request = ChildRequest.model_validate_json(sys.stdin.buffer.read())

@@ -1,4 +1,4 @@
-"""The reference decoder, and what it trains on."""
+"""Reference decoder and its training batch."""
 
 import torch
 from torch import Tensor
@@ -8,11 +8,11 @@ from fullshard.spec.plan import Plan
 
 
 def decoder(plan: Plan) -> DecoderModel:
-    """The model that the plan's run describes."""
+    """Returns the model described by the plan's run."""
     return DecoderModel(plan.run.decoder)
 
 
 def token_batch(plan: Plan) -> dict[str, Tensor]:
-    """int64 `tokens` and `labels` of (microbatch, sequence_length)."""
+    """Returns int64 `tokens` and `labels`, each (microbatch, sequence_length)."""
     shape = (plan.microbatch, plan.run.data.sequence_length)
     return {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels")}

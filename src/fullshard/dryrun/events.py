@@ -1,4 +1,4 @@
-"""What an allocator is asked for, in order."""
+"""Allocation and free events, in order of execution."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """`block` (a number that no other block has) of `size` bytes, wanted by the work of `stream`."""
+    """Allocation of one block.
+
+    block: a number that identifies the block.
+    size: bytes.
+    stream: number of the stream whose work requests it.
+    """
 
     block: int
     size: int
@@ -15,7 +20,7 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """`block` is not used any more."""
+    """End of the life of `block`."""
 
     block: int
 
@@ -25,7 +30,11 @@ Event = Allocate | Free
 
 @dataclass(frozen=True)
 class Highest:
-    """The first moment with the most bytes alive: after how many events, and the blocks alive (bytes)."""
+    """First moment with the most bytes alive.
+
+    after: number of events before it.
+    live: bytes by block alive.
+    """
 
     after: int
     live: dict[int, int]
@@ -36,7 +45,7 @@ class Highest:
 
 
 def highest(events: Sequence[Event], *, start: int = 0, end: int | None = None) -> Highest:
-    """The highest moment between the events `start` and `end`; all of the events before are taken in."""
+    """Returns the highest moment between the events `start` and `end`, counting all earlier events."""
     live = live_after(events[:start])
     total = most = sum(live.values())
     after = start
@@ -52,7 +61,7 @@ def highest(events: Sequence[Event], *, start: int = 0, end: int | None = None) 
 
 
 def live_after(events: Iterable[Event]) -> dict[int, int]:
-    """The blocks that are alive after all of `events`, with their bytes."""
+    """Returns the bytes of each block that is alive after all of `events`."""
     live: dict[int, int] = {}
     for event in events:
         if isinstance(event, Allocate):

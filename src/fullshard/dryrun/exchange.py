@@ -1,4 +1,4 @@
-"""What goes to the process of a dry run, and what comes back: as JSON, through pipes."""
+"""Request and answer of a dry run's process, exchanged as JSON through pipes."""
 
 from typing import Self
 
@@ -12,7 +12,7 @@ _KINDS = {kind.__name__: kind for kind in (PlanError, ShardError, SpecError, Tra
 
 
 class ChildRequest(FrozenModel):
-    """What to run, as which rank."""
+    """Plan and program to run, and the rank to run it as."""
 
     plan: Plan
     program: Program
@@ -20,7 +20,7 @@ class ChildRequest(FrozenModel):
 
 
 class ChildFailure(FrozenModel):
-    """An error of the project, taken apart. `kind`: its class."""
+    """Serialised FullshardError. `kind`: name of its class."""
 
     kind: str
     what: str
@@ -34,12 +34,12 @@ class ChildFailure(FrozenModel):
         return cls(kind=type(error).__name__, what=error.what, got=got, why=error.why, fix=error.fix)
 
     def error(self) -> FullshardError:
-        """The error again; a ShardError where its class takes other words."""
+        """Rebuilds the error; returns a ShardError if its class is not one of `_KINDS`."""
         return _KINDS.get(self.kind, ShardError)(self.what, got=self.got, why=self.why, fix=self.fix)
 
 
 class ChildAnswer(FrozenModel):
-    """One of both."""
+    """Either a result or a failure."""
 
     result: DryRun | None = None
     failure: ChildFailure | None = None

@@ -1,4 +1,4 @@
-"""The dry run itself, in this process."""
+"""Dry run in the current process."""
 
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
@@ -36,15 +36,20 @@ def run_dry_step(
     units: Predicate | None = None,
     rank: int = 0,
 ) -> DryRun:
-    """Shards `model`, of which nothing can be used afterwards, as `plan` says, and runs two steps dry.
+    """Shards `model` by `plan` and runs two steps on fake tensors. The model cannot be used afterwards.
 
-    The same code runs as in training: `fully_shard`, forward, backward, reduction, optimizer. Its tensors are
-    fake (shapes without data) and its process group has no other ranks. Where the plan is for CUDA, so are
-    the kernels (`sharding.cuda_kernels`); nothing is compiled. `loss(model, microbatch)`,
-    `optimizer(model, plan)`, `batch(plan)`, a microbatch; `units` as in `shard`.
+    The code is the same as in training: `fully_shard`, forward, backward, reduction, optimizer. The tensors
+    are fake (shapes without data) and the process group has no other ranks. For a CUDA plan, the operations
+    follow CUDA's code paths (`tracing.cuda_kernels`). Nothing is compiled.
 
-    Raises ShardError if this process has a process group, or the model cannot be sharded. An error within
-    backward may end the process: see `fullshard.dryrun.run.dry_run`.
+    loss: `loss(model, microbatch)`.
+    optimizer: `optimizer(model, plan)`.
+    batch: `batch(plan)`, returns one microbatch.
+    units: as in `shard`.
+    rank: the rank that this process stands for.
+
+    Raises ShardError if this process already has a process group, or the model cannot be sharded. An error
+    within backward may end the process; `fullshard.dryrun.run.dry_run` guards against that.
     """
     recorder = Recorder(plan.device)
     plan = _on_cpu(plan)
@@ -70,7 +75,7 @@ def run_dry_step(
 
 @contextmanager
 def _eager_modes(recorder: Recorder) -> Generator[None]:
-    """What the whole run stands under. Autograd's own threads would have none of the modes."""
+    """Activates the modes of a dry run on this thread. Autograd's own threads would have none of them."""
     with ExitStack() as stack:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(recorder.record_all())
@@ -99,7 +104,7 @@ def _gradients(model: nn.Module, recorder: Recorder) -> set[int]:
 def _result(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, recorder: Recorder, gradients: set[int], start: int
 ) -> DryRun:
-    """The peak of the events from `start` on, and whose the blocks alive then were."""
+    """Returns the peak of the events from `start` on, split by owner of the blocks alive at that moment."""
     peak = highest(recorder.events, start=start)
     state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
     parts = {
@@ -126,5 +131,5 @@ def _result(
 
 
 def _taken(live: dict[int, int], blocks: Iterable[int]) -> int:
-    """Takes `blocks` out of `live`; returns their bytes."""
+    """Removes `blocks` from `live`; returns their bytes."""
     return sum(live.pop(block, 0) for block in blocks)

@@ -1,4 +1,4 @@
-"""Program: what is run dry, by names that another process can look up."""
+"""Program of a dry run, as names that another process can import."""
 
 import importlib
 from typing import Any
@@ -8,9 +8,9 @@ from fullshard.spec.value import FrozenModel
 
 
 class Program(FrozenModel):
-    """Names (`module:function`) of what a dry run needs; the defaults are the reference decoder's training.
+    """Names (`module:function`) of the functions of a dry run; the defaults train the reference decoder.
 
-    model       model(plan) -> nn.Module; called with the meta device as the default one
+    model       model(plan) -> nn.Module; called with the meta device as the default device
     loss        loss(model, microbatch) -> a scalar, or (sum, count)
     optimizer   optimizer(model, plan) -> torch.optim.Optimizer
     batch       batch(plan) -> one microbatch: any nest of tensors
@@ -23,7 +23,7 @@ class Program(FrozenModel):
 
 
 def look_up(name: str) -> Any:
-    """The function of this name. Raises SpecError if there is none."""
+    """Returns the function with this name. Raises SpecError if there is none."""
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function, None)

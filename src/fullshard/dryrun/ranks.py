@@ -1,4 +1,4 @@
-"""Ranks that are nowhere: a process group and collectives of the shape that real ones have."""
+"""Fake ranks: a process group and collectives that allocate like real ones and transfer nothing."""
 
 import importlib
 from collections.abc import Generator, Sequence
@@ -17,10 +17,10 @@ _REGISTERS_FAKE = "torch.testing._internal.distributed.fake_pg"
 
 @contextmanager
 def fake_ranks(world_size: int, *, rank: int) -> Generator[None]:
-    """The default process group: this process is `rank` of `world_size`, and there are no others.
+    """Creates the default process group with this process as `rank` of `world_size`, without other processes.
 
-    Collectives return at once, and bring nothing. Raises ShardError where there is a process group already,
-    or torch has none of this kind.
+    Collectives return at once and transfer nothing. The group is destroyed on exit. Raises ShardError if a
+    process group already exists, or if torch has no fake process group.
     """
     if dist.is_initialized():
         raise ShardError(
@@ -42,19 +42,19 @@ def fake_ranks(world_size: int, *, rank: int) -> Generator[None]:
 
 
 class SilentCollective:
-    """Allocates what a collective of the engine does, and moves nothing."""
+    """Collective that allocates the same buffers as FSDP2's and transfers nothing."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(  # the engine's signature, of both kinds
+    def __call__(  # signature: FSDP2's, for all-gather and reduce-scatter
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any = None, async_op: bool = False
     ) -> None:
         return None
 
 
 def disable_collectives(model: nn.Module) -> None:
-    """Replaces the collectives of all units: those for gloo would send to every rank, one after the other."""
+    """Replaces the collectives of all units. The default ones for gloo would send to every rank in turn."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(cast(Any, SilentCollective()))
@@ -63,8 +63,10 @@ def disable_collectives(model: nn.Module) -> None:
 
 @contextmanager
 def lazy_chunks() -> Generator[None]:
-    """Within it, `fully_shard` cuts its own chunk out of a parameter, not those of all ranks, which takes
-    minutes at 16,384. The function that cuts is exchanged; a torch without it cuts them all.
+    """Makes `fully_shard` cut only its own chunk of a parameter while active.
+
+    FSDP2 cuts the chunks of all ranks, which takes minutes at 16,384 ranks. The function that cuts is
+    replaced; a torch without it still cuts all chunks.
     """
     engine: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
     cut_all = getattr(engine, "_chunk_with_empty", None)
@@ -79,9 +81,9 @@ def lazy_chunks() -> Generator[None]:
 
 
 class Chunks:
-    """`torch.chunk(tensor, count, dim)`, filled up to `count` with empty tensors; cut when asked for."""
+    """Lazy `torch.chunk(tensor, count, dim)`, padded to `count` with empty tensors."""
 
-    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:  # signature: the engine's
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:  # signature: FSDP2's
         self.tensor, self.dim = tensor, dim
         self.rows = -(-tensor.size(dim) // num_chunks)
 

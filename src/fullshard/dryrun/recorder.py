@@ -1,10 +1,14 @@
-"""Records the birth and death of every storage while a step runs on fake tensors.
+"""Records the allocation and release of every storage while a step runs on fake tensors.
 
-A storage is seen when an operation returns it, and its death is noticed. Two things are no operations: the
-engine frees the storages of gathered parameters, and brings them back, by resizing them; and recompute keeps
-the random state of each block. Of what a kernel allocates and frees within one operation, the largest is
-known: for CUDA by `sharding.kernels.transient_bytes`, for the CPU where the engine copies gradients into one
-buffer. The rest is not seen.
+A storage is seen when an operation returns it; a weak reference reports its release. Two events are not
+operations and are patched (see `Recorder.record_all`):
+
+- FSDP2 frees the storages of unsharded parameters, and allocates them again, by resizing them.
+- Recompute saves the random state of each block.
+
+Of the memory that a kernel allocates and frees within one operation, only the largest parts are known: on
+CUDA from `tracing.kernels.transient_bytes`, on the CPU where FSDP2 copies gradients into one buffer. Other
+such memory is not counted.
 """
 
 import re
@@ -24,21 +28,24 @@ from fullshard.dryrun.events import Allocate, Event, Free
 from fullshard.spec.plan import DeviceType
 from fullshard.tracing.kernels import OpCall, transient_bytes
 
-# The engine names what it does for torch's profiler, which these operations tell. Casts of activations are
-# marked too, but not the engine's own. The same rule as in `profiler.memory`.
+# FSDP2 marks its work for torch's profiler, and these operations carry the mark. It also marks casts of
+# activations, which are not its own memory. `profiler.memory` uses the same rule.
 _ENGINE, _ENGINE_CASTS = "FSDP::", "FSDP::cast_"
 _RANGE = re.compile(r"FSDP::(?P<act>\w+)(?: \((?P<unit>.*)\))?$")
 _BEGIN, _END = "profiler::_record_function_enter_new", "profiler::_record_function_exit"
 
 
 class Recorder(TorchDispatchMode):
-    """While it is active (within a FakeTensorMode), `events` grows. `moments`: (how many events, the name of
-    what begins there). `engine`: the blocks that the engine allocated for itself. Streams are numbered as
-    they appear: torch's CPU streams do nothing, but tell which one the engine is on.
-    `device`: whose kernels it stands for. Of CUDA's, what they take for themselves is counted too, and random
-    states, which lie on the host, are not.
+    """Appends to `events` while active. It must be entered inside a FakeTensorMode.
 
-    Whoever asks for a value gets 1: fake tensors have none.
+    device: the device type whose kernels it simulates. For CUDA, transient kernel memory is counted too, and
+        random states are not, since they are on the host.
+    events: allocations and frees, in order.
+    moments: (number of events before it, name of the phase that starts there).
+    engine: the blocks that FSDP2 allocated for itself.
+
+    Streams are numbered in order of appearance. torch's CPU streams do no work but identify the stream that
+    FSDP2 is using. An operation that reads a value (`item()`) returns 1, since fake tensors have none.
     """
 
     def __init__(self, device: DeviceType) -> None:
@@ -49,7 +56,7 @@ class Recorder(TorchDispatchMode):
         self.engine: set[int] = set()
         self._phase = ""
         self._ranges: list[str] = []
-        self._blocks: dict[int, int] = {}  # storage -> the block that it is now; none while it has no bytes
+        self._blocks: dict[int, int] = {}  # storage -> its current block; absent while it has no bytes
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._streams: list[Any] = [torch.cpu.current_stream()]
         self._count = 0
@@ -64,8 +71,8 @@ class Recorder(TorchDispatchMode):
             self._begin(args[0])
         elif name == _END:
             self._ranges.pop()
-        # The sharding rules of DTensor compute on whole tensors, that no rank holds: they run in here, where
-        # the mode is not active.
+        # DTensor's sharding propagation runs operations on whole tensors that no rank allocates. It runs
+        # inside this call, where the mode is not active.
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.note(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
@@ -78,17 +85,17 @@ class Recorder(TorchDispatchMode):
         return result
 
     def note(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Sees to it that the storages of `tensors` are counted; returns their blocks."""
+        """Starts tracking the storages of `tensors`; returns their blocks."""
         return {block for tensor in tensors if (block := self._track(local_part(tensor))) is not None}
 
     def enter(self, phase: str) -> None:
-        """Names what begins now."""
+        """Records the start of `phase`."""
         self._phase = phase
         self.moments.append((len(self.events), phase))
 
     @contextmanager
     def record_all(self) -> Generator[None]:
-        """Within it, what is no operation is seen too: the functions that do it are exchanged."""
+        """Also records events that are not operations, by patching the functions that cause them."""
         resize, random_state = torch.UntypedStorage.resize_, torch.get_rng_state
 
         def seen_resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -164,7 +171,7 @@ class Recorder(TorchDispatchMode):
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of `tensor`: itself, or the local part of a DTensor."""
+    """Returns this rank's part of `tensor`: the tensor itself, or the local shard of a DTensor."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
@@ -172,7 +179,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _padding_bytes(func: Any, args: Sequence[Any], *, kwargs: dict[str, Any]) -> int:
-    """What the CPU's `chunk_cat` allocates for itself: gradients of uneven rows, padded."""
+    """Returns the bytes that the CPU's `chunk_cat` allocates to pad gradients with uneven rows."""
     if func.name() != "fsdp::chunk_cat":
         return 0
     named = dict(zip(("tensors", "dim", "num_chunks"), args, strict=False)) | kwargs

@@ -1,4 +1,4 @@
-"""DryRun: what a dry run found."""
+"""Result of a dry run."""
 
 from fullshard.spec.value import FrozenModel
 
@@ -6,17 +6,20 @@ from fullshard.spec.value import FrozenModel
 class DryRun(FrozenModel):
     """Bytes of live tensors on one rank at the highest moment of a step, by part; `peak_bytes` is their sum.
 
-    The step is the second: the first makes the optimizer's state. The parts are those of a measurement
-    (`fullshard.profiler.memory.MemoryParts`), and mean the same:
+    The step is the second one, because the first creates the optimizer state. The parts mean the same as
+    those of a measurement (`fullshard.profiler.memory.MemoryParts`).
 
-    parameter_shards, gradients, optimizer_state     of the own shards
-    buffers                                          the module's
-    units_in_flight                                  gathered parameters, and the buffers of collectives
-    rest                                             the batch, activations, whole gradients, temporaries
-
-    `moment`: what had begun when the peak was reached. `optimizer_step_bytes`: the peak while the optimizer
-    steps. `allocated_bytes`, `reserved_bytes`: the highest that CUDA's caching allocator would tell of both
-    (`fullshard.dryrun.allocator`), of the tensors alone; 0 for a plan on the CPU.
+    moment: the phase in which the peak was reached.
+    parameter_shards: bytes of the rank's parameter shards.
+    gradients: bytes of its sharded gradients.
+    optimizer_state: bytes of its optimizer state.
+    buffers: bytes of the module's buffers.
+    units_in_flight: bytes of unsharded parameters and of collectives' buffers.
+    rest: bytes of the batch, activations, unsharded gradients and temporaries.
+    optimizer_step_bytes: peak during the optimizer step.
+    allocated_bytes: the most bytes that CUDA's caching allocator would report as allocated for these tensors
+        (`fullshard.dryrun.allocator`); 0 for a CPU plan.
+    reserved_bytes: the most bytes that it would report as reserved; 0 for a CPU plan.
     """
 
     moment: str
@@ -35,7 +38,7 @@ class DryRun(FrozenModel):
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, int]:
-        """The parts by name, in the order of the fields."""
+        """Returns bytes by part, in the order of the fields."""
         names = (
             *("parameter_shards", "gradients", "optimizer_state", "buffers"),
             *("units_in_flight", "rest"),

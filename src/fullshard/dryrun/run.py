@@ -1,4 +1,4 @@
-"""dry_run(plan): the peak of one rank, from the real sharded step, in a process of its own."""
+"""dry_run(plan): peak memory of one rank, from the real sharded step in a separate process."""
 
 import os
 import subprocess
@@ -12,17 +12,17 @@ from fullshard.spec.plan import Plan
 
 
 def dry_run(plan: Plan, program: Program | None = None, *, rank: int = 0) -> DryRun:
-    """What `rank` of the plan's ranks holds at the most, from a dry run (see `dryrun.here.dry_run_here`).
+    """Returns the peak memory of `rank`, from a dry run (see `dryrun.here.run_dry_step`).
 
-    Without a program, of the reference decoder that the plan's run describes. It takes a process of its own:
-    a process group is global, and an error within backward ends the process.
+    The default program trains the reference decoder that the plan's run describes. The dry run uses a
+    separate process, because a process group is global and an error within backward ends the process.
 
-    Raises what the dry run raised (SpecError, PlanError, ShardError, TrainError), and ShardError, with the
-    last that it said, if it ended otherwise.
+    Raises the error of the dry run (SpecError, PlanError, ShardError, TrainError). Raises ShardError with the
+    last line of its standard error if the process ended otherwise.
     """
     request = ChildRequest(plan=plan, program=program or Program(), rank=rank)
     command = [sys.executable, "-m", "fullshard.dryrun.child"]
-    # What can be imported here can be imported there.
+    # The child must be able to import everything that this process can.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     child = subprocess.run(
         command,

@@ -1,6 +1,6 @@
-"""The step that is run dry: the same calls to the engine, in the same order, as `training.step` makes.
+"""Step of a dry run: the same calls to FSDP2, in the same order, as in `training.step`.
 
-The norm of the gradients is left out: it takes a scalar for each.
+The gradient norm is left out; it takes one scalar per gradient.
 """
 
 from collections.abc import Callable
@@ -29,13 +29,13 @@ def dry_step(
     batch: MakeBatch,
     recorder: Recorder,
 ) -> None:
-    """One step on `plan.accumulation` microbatches, and the update. Tells `recorder` where it is."""
-    sums = torch.zeros(4, dtype=torch.float64)  # what ranks add up: loss, count, squared norm, stop
+    """Runs `plan.accumulation` microbatches and the update. Reports each phase to `recorder`."""
+    sums = torch.zeros(4, dtype=torch.float64)  # ranks add up: loss, count, squared norm, stop
     for index in range(plan.accumulation):
         recorder.enter(f"microbatch {index + 1}")
         if isinstance(model, FSDPModule) and plan.accumulation > 1:
             _set_sync(model, plan, last=index == plan.accumulation - 1)
-        given = batch(plan)  # kept until the next is there, as in training
+        given = batch(plan)  # kept until the next batch is created, as in training
         value = loss(model, given)
         total = value[0] if isinstance(value, tuple) else value
         (total * 1.0).backward()

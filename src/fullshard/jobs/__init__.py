@@ -1,1 +1,1 @@
-"""What ranks run: training, calibration; the run's directory, log, metrics and checkpoints."""
+"""The jobs that ranks run (training, calibration), and a run's directory, log, metrics and checkpoints."""

@@ -1,4 +1,4 @@
-"""What fullshard's step costs over a `fully_shard` loop written by hand: both in one job, in turns."""
+"""The overhead of fullshard's step over a hand-written `fully_shard` loop, timed alternately in one job."""
 
 import json
 import random
@@ -29,13 +29,13 @@ from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
 from fullshard.training.step import to_device
 
-# Single steps in turn: what else the machine does falls on both alike, and the median leaves the rest out.
+# Single steps alternate, so that other load on the machine affects both alike; the median excludes outliers.
 PAIRS, STEPS_A_TURN, WARMUP_TURNS = 60, 1, 5
 RESULT_NAME = "overhead.json"
 
 
 def run_overhead(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
-    """One rank of `fullshard bench overhead`. Rank 0 writes `<run.dir>/overhead.json`."""
+    """Runs one rank of `fullshard bench overhead`. Rank 0 writes `<run.dir>/overhead.json`."""
     del resume, command_started
     turns = WARMUP_TURNS + PAIRS
     run = run.model_copy(update={"train": run.train.model_copy(update={"steps": turns * STEPS_A_TURN})})
@@ -62,7 +62,7 @@ def run_overhead(run: Run, *, resume: bool, plan: Plan | None, command_started: 
 
 
 def summary(turns: list[dict[str, float]], plan: Plan) -> dict[str, object]:
-    """For each peer the ratios fullshard / peer, turn by turn: median and its 95 % interval (bootstrap)."""
+    """Returns each peer's median ratio fullshard / peer per turn, with its 95 % interval (bootstrap)."""
     peers = [name for name in turns[0] if name != "fullshard"]
     return {
         "turns": len(turns),
@@ -92,7 +92,10 @@ def _spread(ratios: list[float]) -> dict[str, float]:
 def _in_turns(
     peers: dict[str, Callable[[], None]], *, turns: int, device: torch.device
 ) -> list[dict[str, float]]:
-    """Seconds that each peer takes in each turn; who goes first goes last in the next."""
+    """Returns the seconds that each peer takes in each turn.
+
+    The peer that starts a turn ends the next one.
+    """
     seconds: list[dict[str, float]] = []
     order = list(peers)
     for _ in range(turns):
@@ -123,10 +126,10 @@ def _our_steps(plan: Plan) -> Callable[[], None]:
 
 
 def _plain_steps(plan: Plan, *, own_collectives: bool) -> Callable[[], None]:
-    """What a good engineer writes by hand on torch alone: same units, dtypes, optimizer and clipping.
+    """Returns a step written by hand on plain torch: same units, dtypes, optimizer and clipping.
 
-    `own_collectives`: with those that fullshard gives the engine on CPU meshes, which tells apart what they
-    save from what the step itself costs.
+    own_collectives: use the collectives that fullshard gives FSDP2 on CPU meshes, to separate their gain from
+        the cost of the step itself
     """
     run, mesh = plan.run, build_mesh(plan)
     torch.manual_seed(run.run.seed)
@@ -156,7 +159,7 @@ def _plain_steps(plan: Plan, *, own_collectives: bool) -> Callable[[], None]:
         norm = nn.utils.clip_grad_norm_(model.parameters(), section.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        # What the log of any training run shows: the mean loss over ranks, and the true norm.
+        # Figures that any training log shows: the mean loss over ranks, and the global norm.
         dist.all_reduce(loss.detach_(), op=dist.ReduceOp.SUM)
         _ = loss.item() / plan.world_size, _whole(norm).item()
 

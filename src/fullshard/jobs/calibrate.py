@@ -1,4 +1,4 @@
-"""`fullshard calibrate`, the ranks' part: measures this machine or cluster with all ranks at work."""
+"""The ranks' part of `fullshard calibrate`: measures this machine or cluster with all ranks at work."""
 
 import time
 from pathlib import Path
@@ -21,13 +21,13 @@ from fullshard.spec.hardware import ComputeDtype, Curve, Hardware, Link, Rates
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 
-# Which part of the time each measurement gets.
+# Share of the time that each measurement gets.
 _MATMUL, _ATTENTION, _MEMORY, _OPTIMIZER, _LAUNCH, _UNIT, _COPIES, _LINKS = 12, 10, 6, 5, 3, 4, 3, 15
 _STEPS, _HOST_ADAM = 42, 4
 
 
 def run_calibration(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
-    """One rank of `fullshard calibrate`. Rank 0 leaves the Calibration in `run.run.dir`."""
+    """Runs one rank of `fullshard calibrate`. Rank 0 writes the Calibration into `run.run.dir`."""
     del resume, plan, command_started
     settings = CalibrationSettings.load(Path(run.run.dir))
     with process_group(run.run.device) as ranks:
@@ -37,8 +37,11 @@ def run_calibration(run: Run, *, resume: bool, plan: Plan | None, command_starte
 
 
 def measure(ranks: Ranks, *, seconds: float, drive: Path) -> Calibration:
-    """Measures this hardware with all ranks at work, in about `seconds`; `drive`: a directory on the one that
-    is measured. Collective: every rank calls it."""
+    """Measures this hardware with all ranks at work. Collective.
+
+    seconds: approximate duration
+    drive: a directory on the drive to measure
+    """
     started = time.monotonic()
     share = seconds / (
         _MATMUL + _ATTENTION + _MEMORY + _OPTIMIZER + _LAUNCH + 2 * _UNIT + _COPIES + _LINKS + _STEPS
@@ -64,7 +67,7 @@ def measure(ranks: Ranks, *, seconds: float, drive: Path) -> Calibration:
     if ranks.device.type == "cuda" and ranks.local_world_size > 1:
         mesh = init_device_mesh("cuda", (ranks.world_size,))
         updated["contention"] = measure_contention(mesh, seconds=_COPIES * share)
-    if find_entry(known.chip) is None:  # nobody has said what it can do at most
+    if find_entry(known.chip) is None:  # not in the catalog, so its peak is unknown
         best = {dtype: max(point.rate for point in curve) for dtype, curve in rates.matmul.items()}
         peak = max(point.rate for point in rates.memory)
         updated["chip"] = known.chip.model_copy(
@@ -98,7 +101,7 @@ def _rates(meter: Meter, *, share: float) -> Rates:
 
 
 def _links(ranks: Ranks, *, share: float) -> tuple[dict[str, Link], dict[str, float]]:
-    """The links that there are collectives over: `within` a node, `across` nodes."""
+    """Returns the links with collectives (`within` a node, `across` nodes), and the errors of the fits."""
     local = ranks.local_world_size
     nodes = ranks.world_size // local
     mesh = init_device_mesh(ranks.device.type, (nodes, local), mesh_dim_names=("across", "within"))

@@ -1,4 +1,4 @@
-"""The checkpoints that a run writes while it goes on: at once or in the background, as its settings say."""
+"""Checkpoints written during a run, synchronously or in the background."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +14,15 @@ from fullshard.training.state import TrainState
 
 
 class Checkpoints:
-    """Saves into `directory`, and tells of it through `say`. Collective: all ranks call alike.
+    """Saves checkpoints into `directory`, and reports on them through `say`.
 
-    A save that fails is told, and training continues, unless `checkpoint.on_failure` is `stop`: then `failed`
-    is set, on each rank when it learns of it. `last`: the newest checkpoint that was written.
+    Collective: all ranks call alike.
+
+    A failed save is reported, and training continues unless `checkpoint.on_failure` is `stop`.
+
+    last: the newest checkpoint that was written
+    failed: the error of a failed save if `checkpoint.on_failure` is `stop`, set on each rank when it learns
+        of it
     """
 
     def __init__(self, directory: str | Path, plan: Plan, *, say: Callable[[str], None]) -> None:
@@ -46,9 +51,11 @@ class Checkpoints:
             self._background.__exit__(kind, error, trace)
 
     def save(self, state: TrainState) -> None:
-        """Between two steps. In the background it returns when the copy may go on beside the next step.
+        """Saves between two steps.
 
-        Raises OffloadError where the last update has failed: without it there is no state to train on.
+        In the background mode, returns once the copy can overlap with the next step.
+
+        Raises OffloadError if the last update failed, because then there is no state to train on.
         """
         state.settle()
         try:
@@ -60,8 +67,11 @@ class Checkpoints:
             self._not_written(error, step=state.step)
 
     def save_last(self, state: TrainState) -> None:
-        """Before the run ends: returns when it is written. Raises CheckpointError where it is not, and
-        OffloadError where that is because a drive cannot give the state."""
+        """Saves at the end of the run, and returns when the checkpoint is written.
+
+        Raises CheckpointError if saving fails, and OffloadError if it fails because a drive cannot return the
+        state.
+        """
         state.settle()
         self.wait()
         try:
@@ -73,7 +83,7 @@ class Checkpoints:
         self._written(path, step=state.step)
 
     def report_finished(self) -> None:
-        """Of saves that have ended since the last call."""
+        """Reports the saves that finished since the last call."""
         if self._background is None:
             return
         for ended in self._background.outcomes():
@@ -85,7 +95,7 @@ class Checkpoints:
                 self._not_written(ended.error, step=ended.step)
 
     def wait(self) -> None:
-        """Returns when no save is running, and its end is told."""
+        """Waits until no save is running, and reports the results."""
         if self._background is not None:
             self._background.wait()
             self.report_finished()

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as a question that the loop asks between two steps."""
+"""SIGTERM and SIGINT as a flag that the training loop checks between two steps."""
 
 import signal
 import threading
@@ -7,10 +7,10 @@ from typing import Any, Self
 
 
 class Interrupt:
-    """While the context is open, SIGTERM and the first SIGINT set `requested`, and end nothing.
+    """Context in which SIGTERM and the first SIGINT only set `requested`.
 
-    Signals reach the ranks at different steps, so ranks must agree on what they do about it. A second SIGINT
-    raises KeyboardInterrupt. Outside of the main thread, where Python allows no handlers, nothing is set.
+    Signals reach the ranks at different steps, so ranks must agree on how to react. A second SIGINT raises
+    KeyboardInterrupt. Outside the main thread, where Python allows no handlers, no handler is installed.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which launch an attempt belongs to, and what that launch has left in the run's directory."""
+"""The identity of a launch, and the record that it leaves in the run's directory."""
 
 import os
 import socket
@@ -11,14 +11,14 @@ from fullshard.errors import SpecError
 from fullshard.spec.value import FrozenModel
 from fullshard.system.files import write_whole
 
-# What torchrun calls a launch that nobody has named.
+# Names that torchrun gives to a launch without a name.
 _NAMELESS = ("", "none")
 
 
 class LaunchRecord(FrozenModel):
-    """What the last attempt to write a run's directory says of itself. See `LaunchId` for the names.
+    """The record of the last attempt to write a run's directory. See `LaunchId` for the names.
 
-    `ended`: None while it runs, and for good if it died.
+    ended: None while it runs, and forever if it died
     """
 
     agents: tuple[str, ...] = ()
@@ -27,11 +27,11 @@ class LaunchRecord(FrozenModel):
     ended: Literal["finished", "interrupted"] | None = None
 
     def save(self, path: Path) -> None:
-        """Whole or not at all: without it, the directory is not known to be a run's."""
+        """Writes the record atomically: without it, the directory is not recognised as a run's."""
         write_whole(path, self.model_dump_json() + "\n")
 
     def describe(self, world_size: int, *, step: int, steps: int) -> str:
-        """What is said of an attempt over `world_size` ranks that goes on after `step`."""
+        """Returns the message of an attempt over `world_size` ranks that resumes after `step`."""
         ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
         if world_size != self.world_size:
             ranks += f" ({self.world_size} before)"
@@ -41,7 +41,10 @@ class LaunchRecord(FrozenModel):
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
-        """None where there is none, or what is there is none: other programs have a launch.json, too."""
+        """Reads the record.
+
+        None if the file is missing or is not a launch record: other programs write launch.json too.
+        """
         try:
             record = cls.read_json(path, what="the record of a launch")
         except SpecError:
@@ -51,12 +54,13 @@ class LaunchRecord(FrozenModel):
 
 @dataclass(frozen=True)
 class LaunchId:
-    """One command and all its attempts, by names that an attempt is known by.
+    """The identity of one command and all its attempts.
 
-    `agents`: the processes that start ranks again, one a node: torchrun's agents, our launcher.
-    Of two attempts of one launch some agent is the same, whichever nodes have left or come.
-    `jobs`: the names that a person or a scheduler gave the launch, which a requeued one has again.
-    `earlier_jobs`: the names that its earlier attempts had, if it is one of several.
+    agents: the processes that restart ranks, one per node: torchrun's agents, or our launcher. Two attempts
+        of one launch share at least one agent, whichever nodes have left or joined.
+    jobs: names that a person or a scheduler gave the launch; a requeued launch has the same names
+    earlier_jobs: names of the earlier attempts, if there are any
+    world_size: number of ranks
     """
 
     agents: frozenset[str] = frozenset()
@@ -66,7 +70,7 @@ class LaunchId:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
-        """What this rank can tell of its launch."""
+        """Returns this rank's knowledge of its launch."""
         jobs, earlier = set[str](), set[str]()
         name = environment.get("TORCHELASTIC_RUN_ID", "")
         if name not in _NAMELESS:
@@ -86,7 +90,7 @@ class LaunchId:
 
     @classmethod
     def merge(cls, launches: Sequence[Self]) -> Self:
-        """What all ranks together can tell."""
+        """Combines the knowledge of all ranks."""
         return cls(
             agents=frozenset().union(*(one.agents for one in launches)),
             jobs=launches[0].jobs,
@@ -100,9 +104,9 @@ class LaunchId:
         )
 
     def earlier_attempt(self, path: Path) -> LaunchRecord | None:
-        """The record at `path`, if an attempt of this launch wrote it.
+        """Returns the record at `path` if an attempt of this launch wrote it, or else None.
 
-        A name alone may be that of yesterday's launch, so what has finished is not gone on with by name.
+        A name alone may be that of an older launch, so a finished run is never resumed by name.
         """
         record = LaunchRecord.load(path)
         if record is None:
@@ -113,9 +117,10 @@ class LaunchId:
 
 
 def _agent() -> str:
-    """Host, process and start time of who starts this rank, and would start it again.
+    """Returns host, process and start time of the process that starts this rank and would restart it.
 
-    torchelastic gives every rank a session of its own; what may stand between the two (a shell) is in it.
+    torchelastic gives every rank its own session. A process between the two (a shell) belongs to that
+    session.
     """
     leader = os.getsid(0)
     agent = os.getppid() if leader == os.getpid() else _stat(leader)[0]
@@ -123,7 +128,7 @@ def _agent() -> str:
 
 
 def _stat(process: int) -> tuple[int, int]:
-    """(parent, start in clock ticks since boot); 0 where the system does not tell. man proc_pid_stat."""
+    """Returns (parent, start in clock ticks since boot), or zeros if /proc is missing. man proc_pid_stat."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

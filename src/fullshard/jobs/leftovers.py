@@ -1,4 +1,4 @@
-"""What runs that are over have left on the drive, and what a run says that goes on without it."""
+"""State that finished runs left on the drive, and the messages of a run that resumes without it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +14,15 @@ from fullshard.training.shard import directory_of
 
 
 def find_unusable_state(plan: Plan, *, saved: Path | str | None, must_resume: bool) -> SavedRunState | None:
-    """What a run that goes on does not use of what its drive holds, for it has another tier or other ranks;
-    on all ranks, before any of its files is touched. Collective.
+    """Returns the state on the drive that a resuming run cannot use, or None. Collective.
 
-    `saved`: where its checkpoints are; None for a run that begins anew. Raises CheckpointError where there is
-    none, and it must go on: what the drive holds is then all there is.
+    State is unusable if the offload target or the number of ranks has changed. Looks on behalf of all ranks,
+    before any of the files is touched.
+
+    saved: location of the checkpoints; None for a new run
+
+    Raises CheckpointError if the run must resume and there is no checkpoint: the drive then has the only
+    state.
     """
     if saved is None:
         return None
@@ -40,7 +44,7 @@ def find_unusable_state(plan: Plan, *, saved: Path | str | None, must_resume: bo
 
 
 def unusable_message(plan: Plan, found: SavedRunState, *, step: int) -> str | None:
-    """What is said of it by a run that goes on after `step`; None where that is no earlier one."""
+    """Returns the message about `found` of a run that resumes after `step`; None if `found` is not newer."""
     if found.step <= step:
         return None
     on = f"resumes from the checkpoint of step {step}" if step else "begins anew"
@@ -51,10 +55,12 @@ def unusable_message(plan: Plan, found: SavedRunState, *, step: int) -> str | No
 
 
 def leftover_messages(plan: Plan, *, aside: Path | None, reported: Path | None = None) -> Iterator[str]:
-    """What runs that are over have left on the drive, line by line, also where the plan has no tier there.
+    """Yields one line per state that finished runs left on the drive, even if the plan offloads elsewhere.
 
-    `aside`: where an earlier one was moved. `told`: a directory of which more is said. Nothing on ranks but
-    the first.
+    aside: directory that an earlier run was moved to
+
+    The last argument is a directory to leave out, because another message covers it. Only rank 0 yields
+    lines.
     """
     if rank() != 0:
         return
@@ -68,7 +74,7 @@ def leftover_messages(plan: Plan, *, aside: Path | None, reported: Path | None =
 
 
 def _reason(plan: Plan, found: SavedRunState) -> str | None:
-    """Why a plan has no use for it; None where it has."""
+    """Returns the reason why a plan cannot use the state, or None if it can."""
     if not plan.run.offload.on_disk:
         return f'offload.tier is now "{plan.run.offload.tier}"'
     if found.world_size != plan.world_size:

@@ -1,4 +1,4 @@
-"""The figures of one step, and the file of JSON lines that keeps them."""
+"""The figures of one step, and the JSON lines file that keeps them."""
 
 import dataclasses
 import json
@@ -18,10 +18,13 @@ PREVIOUS_FILE_NAME = "metrics.previous.jsonl"
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One finished step, over all ranks. What is None was not measured in this step.
+    """Figures of one finished step, over all ranks. None means not measured in this step.
 
-    `tokens`: valid ones in this step. `data_seconds`: of `seconds`, waiting for data (on rank 0). `mfu`: 1 is
-    the whole peak. `peak_bytes`: of the fullest rank.
+    tokens: valid tokens in this step
+    seconds: duration of the step
+    data_seconds: the part of `seconds` spent waiting for data (on rank 0)
+    mfu: fraction of the peak, from 0 to 1
+    peak_bytes: peak memory of the fullest rank
     """
 
     step: int
@@ -38,24 +41,24 @@ class StepMetrics:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks together."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
     def values(self) -> dict[str, float]:
-        """Name -> value of what was measured, without the number of the step."""
+        """Returns the measured values by name, without the step number."""
         fields = dataclasses.asdict(self) | {"tokens_per_second": self.tokens_per_second}
         del fields["step"]
         return {name: value for name, value in fields.items() if value is not None}
 
 
 class MetricsLog:
-    """`metrics.jsonl` in the run's directory: one line of JSON a step, each written whole and at once.
+    """The file `metrics.jsonl` in the run's directory: one line of JSON per step, each written in one piece.
 
-    A run that goes on after `after_step` keeps the lines up to that step and drops those beyond, whose steps
-    it does again: every step has one line, and the file is one curve. A line that a crash left half-written
-    is dropped too. A new run (`after_step` 0) keeps the last run's file as `metrics.previous.jsonl`.
+    A run that resumes after `after_step` keeps the lines up to that step and drops later ones, whose steps it
+    repeats. Every step has one line, and the file is one curve. A line that a crash left incomplete is
+    dropped too. A new run (`after_step` 0) keeps the last run's file as `metrics.previous.jsonl`.
 
-    Only rank 0 makes one. Raises SpecError where the directory cannot be written.
+    Only rank 0 creates one. Raises SpecError if the directory cannot be written.
     """
 
     def __init__(self, directory: str | Path, *, after_step: int = 0) -> None:
@@ -64,7 +67,7 @@ class MetricsLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists():
                 _set_aside(self.path) if after_step == 0 else _keep_until(self.path, after_step)
-            # Unbuffered, so that a line is one write: a crash between two steps loses nothing.
+            # Unbuffered, so that each line is one write and a crash between two steps loses nothing.
             self._file = FileIO(self.path, "ab", opener=open_regular)
         except OSError as error:
             raise SpecError(
@@ -72,7 +75,7 @@ class MetricsLog:
             ) from error
 
     def write(self, metrics: StepMetrics) -> None:
-        """Appends a line. Raises TrainError if the disk does not take it."""
+        """Appends a line. Raises TrainError if it cannot be written."""
         line = json.dumps({"step": metrics.step} | {k: _json(v) for k, v in metrics.values().items()})
         data = f"{line}\n".encode()
         try:
@@ -83,7 +86,7 @@ class MetricsLog:
             raise _write_failed(self.path, f"{written} of {len(data)} bytes were written: the disk is full")
 
     def rewind(self, last_step: int) -> None:
-        """Drops the lines of steps after `last_step`, which are done again. Raises TrainError."""
+        """Drops the lines of steps after `last_step`, which will be repeated. Raises TrainError."""
         self._file.close()
         try:
             _keep_until(self.path, last_step)
@@ -96,7 +99,7 @@ class MetricsLog:
 
 
 def _json(value: Any) -> Any:
-    """JSON has no NaN: the loss of a skipped step is null."""
+    """Returns null for NaN and infinity, such as the loss of a skipped step, because JSON has neither."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -106,7 +109,10 @@ def _set_aside(path: Path) -> None:
 
 
 def _keep_until(path: Path, last_step: int) -> None:
-    """Drops the lines of later steps, and what is no line; the file is replaced in one go, if at all."""
+    """Drops the lines of later steps and invalid lines.
+
+    The file is replaced atomically, and only if needed.
+    """
     part = path.with_name(f"{path.name}.part")
     dropped = 0
     part.unlink(missing_ok=True)

@@ -1,5 +1,7 @@
-"""What people see while a run goes on: on a terminal one line that tells where it is, elsewhere a plain line
-every `log.every` steps, both on standard error. Only rank 0 shows anything."""
+"""Progress on standard error during a run: a live line on a terminal, or a line every `log.every` steps.
+
+Only rank 0 shows anything.
+"""
 
 import os
 import sys
@@ -21,25 +23,25 @@ from fullshard.system.terminal import printable
 
 BAR_WIDTH = 16
 REDRAW_SECONDS = 0.1
-# Steps that the speed and the time left are reckoned from: enough to be calm, few enough to follow a change.
+# Number of steps for speed and time left: enough for a steady figure, few enough to follow a change.
 RECENT_STEPS = 20
 
 
 class Progress(Protocol):
     def show(self, metrics: StepMetrics) -> None:
-        """A step is done."""
+        """Shows a finished step."""
         ...
 
     def say(self, text: str) -> None:
-        """A line of its own, that stays."""
+        """Prints a permanent line of its own."""
         ...
 
 
 @contextmanager
 def progress(*, steps: int, every: int, world_size: int, file: TextIO) -> Generator[Progress]:
-    """Shows a run of `steps` steps on `file` while the block runs.
+    """Shows the progress of a run of `steps` steps on `file` while the block runs.
 
-    However the block is left, the terminal is as it was. Even a killed run leaves its cursor visible.
+    The terminal is restored however the block ends. Even a killed run leaves its cursor visible.
     """
     course = RunProgress(steps=steps, world_size=world_size)
     if not _is_terminal(file):
@@ -54,12 +56,13 @@ def progress(*, steps: int, every: int, world_size: int, file: TextIO) -> Genera
 
 
 def _is_terminal(file: TextIO) -> bool:
-    # Not rich's own answer: FORCE_COLOR makes that true for a file, and a redrawn line makes a log of 30 MB.
+    # rich's own check is not used: FORCE_COLOR makes it true for a file, and a redrawn line makes a 30 MB
+    # log.
     return file.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 class RunProgress:
-    """Where a run is: its last step, its recent speed, and the time left."""
+    """The progress of a run: its last step, its recent speed, and the time left."""
 
     def __init__(self, *, steps: int, world_size: int, now: Callable[[], float] = time.monotonic) -> None:
         self.steps, self.world_size, self._now = steps, world_size, now
@@ -74,19 +77,22 @@ class RunProgress:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks, over the recent steps."""
+        """Tokens per second of all ranks together, over the recent steps."""
         seconds = sum(metrics.seconds for _, metrics in self._recent)
         return sum(metrics.tokens for _, metrics in self._recent) / seconds if seconds > 0 else 0.0
 
     @property
     def seconds_left(self) -> float:
-        """By the clock on the wall, so with the validations and saves that fell between recent steps."""
+        """Estimated seconds left, from wall-clock time that includes validations and saves."""
         (first, _), (last, metrics) = self._recent[0], self._recent[-1]
         between = len(self._recent) - 1
         return (self.steps - metrics.step) * ((last - first) / between if between else metrics.seconds)
 
     def status_parts(self, *, width: int | None = None) -> list[str]:
-        """What there is to say, in order. Wider than `width`, and the least important is left out."""
+        """Returns the parts of the status line in order.
+
+        If they exceed `width`, drops the least important ones.
+        """
         last, rate = self.last, self.tokens_per_second
         total = f"{format_count(rate)} tokens/s"
         if self.world_size > 1:
@@ -105,7 +111,7 @@ class RunProgress:
 
 
 class PlainLines:
-    """A line for the first step, the last, and every `every`-th."""
+    """Plain progress lines for the first step, the last step, every `every`-th step, and skipped steps."""
 
     def __init__(self, course: RunProgress, *, every: int, file: TextIO) -> None:
         self._course, self._every, self._file = course, every, file
@@ -119,12 +125,12 @@ class PlainLines:
         self._begun = True
 
     def say(self, text: str) -> None:
-        with suppress(OSError):  # the reader may have left (a closed pipe): no reason to end a run of days
+        with suppress(OSError):  # the reader may have closed the pipe: no reason to end a run of days
             print(printable(text), file=self._file, flush=True)
 
 
 class LiveLine:
-    """One line that is drawn over and over, at the bottom of a terminal."""
+    """One line at the bottom of a terminal that is redrawn repeatedly."""
 
     def __init__(
         self, course: RunProgress, *, file: TextIO, now: Callable[[], float] = time.monotonic
@@ -132,16 +138,16 @@ class LiveLine:
         self._course, self._now = course, now
         self._drawn_at = -REDRAW_SECONDS
         self._console = Console(file=file, force_terminal=True, force_jupyter=False, soft_wrap=True)
-        # Drawn by `show` alone: a thread of its own would take the interpreter from the training.
+        # Only `show` redraws: a refresh thread would take the interpreter from the training.
         self._live = Live(
             console=self._console,
             auto_refresh=False,
-            redirect_stdout=sys.stdout.isatty(),  # a pipe there gets what is printed, not the terminal
+            redirect_stdout=sys.stdout.isatty(),  # printed text goes to a pipe there, not to the terminal
         )
 
     def start(self) -> None:
         self._write(self._live.start)
-        # A run may be killed where nothing can be restored, so nothing is taken away.
+        # The cursor stays visible, because a killed run cannot restore it.
         self._write(lambda: self._console.show_cursor(True))
 
     def stop(self) -> None:

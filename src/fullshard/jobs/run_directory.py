@@ -1,4 +1,4 @@
-"""The directory of a run: its log, checkpoints and measurement, and who may write there."""
+"""The directory of a run (its log, checkpoints and measurement), and the rules for writing there."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -22,13 +22,17 @@ from fullshard.jobs.run_place import (
     set_aside,
 )
 
-# How long a restarted run waits for the lock: a rank that was killed may take a moment to go.
+# Time that a restarted run waits for the lock: a killed rank may take a moment to exit.
 _PATIENCE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """What lies where in a run's directory. `saved_to`: checkpoints lie elsewhere, by `checkpoint.dir`."""
+    """The paths in a run's directory.
+
+    root: the directory
+    saved_to: `checkpoint.dir`, if checkpoints are stored elsewhere
+    """
 
     root: Path
     saved_to: str | None = None
@@ -58,7 +62,7 @@ class RunDirectory:
         return self.root / LAUNCH
 
     def note_end(self, *, interrupted: bool) -> None:
-        """Says how the run ended: a batch script may ask, and a run that is through is not gone on with."""
+        """Records how the run ended: batch scripts can read it, and a finished run is never resumed."""
         record = LaunchRecord.load(self.launch)
         if record is not None:
             ended = "interrupted" if interrupted else "finished"
@@ -69,8 +73,9 @@ class RunDirectory:
 class OpenedRun:
     """A run's directory, ready to be written.
 
-    `aside`: where an earlier run that lay there was moved to. `before`: what an earlier attempt of this very
-    launch left there, which is gone on with; None for the first attempt.
+    previous_run: the place that an earlier run in this directory was moved to
+    previous_attempt: the record of an earlier attempt of this launch, which is resumed; None for the first
+        attempt
     """
 
     directory: RunDirectory
@@ -88,14 +93,15 @@ def opened(
     kept: bool = False,
     offload_path: str = "offload",
 ) -> Generator[OpenedRun]:
-    """The directory for one run to write, locked against a second.
+    """Opens the directory for one run to write, and locks it.
 
-    A new run in a directory that holds one takes its name; the earlier becomes `<name>.1`, or `.2`. What an
-    earlier attempt of the same `launch` has left is gone on with instead (see `LaunchId`).
+    A new run takes the name of a directory that holds an earlier run, which becomes `<name>.1`, or `.2`. If
+    an earlier attempt of the same `launch` used the directory, the run resumes it instead (see `LaunchId`).
 
-    `kept`: a run may have left what it can go on from elsewhere (`fullshard.training.offload_checkpoint`).
-    Only rank 0 calls this. Raises TrainError if the directory is in use or cannot be made, CheckpointError if
-    there is nothing to resume, or where a new run is to save to (`saved_to`) an earlier one has saved;
+    kept: a run may have left state to resume from elsewhere (`fullshard.training.offload_checkpoint`)
+
+    Only rank 0 calls this. Raises TrainError if the directory is in use or cannot be made; CheckpointError if
+    there is nothing to resume, or if a new run would save to `saved_to`, where an earlier run has saved;
     SpecError for a directory that is not a run's alone (`fullshard.jobs.run_place`).
     """
     require_name(str(root))
@@ -110,21 +116,24 @@ def opened(
     launch = launch or LaunchId()
     before = launch.earlier_attempt(directory.launch)
     if not (resume or before):
-        require_free(root, offload_path=offload_path)  # a directory that is refused is left as it is
+        require_free(root, offload_path=offload_path)  # a refused directory stays unchanged
     with explained(root):
         make(root)
         with locked(root, patience_seconds=_PATIENCE_SECONDS if before else 0.0):
             if saved_to and not (resume or before):
                 _require_no_checkpoint(saved_to)
             aside = None if resume or before else set_aside(root, offload_path=offload_path)
-        make(root)  # the lock went with what was set aside
+        make(root)  # the lock moved with the directory that was set aside
         with locked(root):
             launch.record().save(directory.launch)
             yield OpenedRun(directory, aside, before)
 
 
 def _require_no_checkpoint(saved_to: str) -> None:
-    """A new run would take an earlier one's checkpoints for its own. They are not ours to move."""
+    """Raises CheckpointError if `saved_to` holds checkpoints, which a new run would mistake for its own.
+
+    They are not ours to move.
+    """
     place = location_of(saved_to)
     steps = locally(place.steps, doing=f"looking for checkpoints in {saved_to}")
     if steps:

@@ -1,4 +1,7 @@
-"""The lock of a run's directory. Torch-free, so that the launcher can look before any rank starts."""
+"""The lock of a run's directory.
+
+It does not need torch, so the launcher can check it before any rank starts.
+"""
 
 import errno
 import fcntl
@@ -18,9 +21,11 @@ _TURN_SECONDS = 0.2
 
 @contextmanager
 def locked(root: Path, *, patience_seconds: float = 0.0) -> Generator[None]:
-    """Holds `<root>/.lock`. The kernel lets it go with the process: a killed run leaves nothing to clean.
+    """Holds `<root>/.lock`.
 
-    Raises TrainError where another process holds it for longer than `patience_seconds`; OSError.
+    The kernel releases it when the process ends, so a killed run leaves nothing to clean up.
+
+    Raises TrainError if another process holds it for longer than `patience_seconds`; OSError.
     """
     deadline = time.monotonic() + patience_seconds
     with open(root / _LOCK, "a+", opener=open_regular) as file:
@@ -35,7 +40,7 @@ def locked(root: Path, *, patience_seconds: float = 0.0) -> Generator[None]:
 
 
 def require_unlocked(root: Path) -> None:
-    """Raises TrainError where another process holds the lock now. Writes nothing."""
+    """Raises TrainError if another process holds the lock now. Writes nothing."""
     with explained(root), suppress(FileNotFoundError):
         descriptor = open_regular(root / _LOCK, os.O_RDONLY)
         try:
@@ -46,7 +51,7 @@ def require_unlocked(root: Path) -> None:
 
 
 def require_writable(root: Path) -> None:
-    """Raises TrainError where `root` can be neither written nor made. Leaves no directory behind."""
+    """Raises TrainError if `root` can be neither written nor created. Leaves no directory behind."""
     with explained(root):
         place = Path(os.path.realpath(root))
         missing = [one for one in (place, *place.parents) if not one.exists()]
@@ -56,18 +61,18 @@ def require_writable(root: Path) -> None:
                 raise PermissionError(errno.EACCES, "this user may not write there", str(place))
         finally:
             for one in missing:
-                with suppress(OSError):  # not made, or another run's by now
+                with suppress(OSError):  # it was not created, or another run uses it by now
                     one.rmdir()
 
 
 def make(root: Path) -> None:
-    """Makes the directory; for a link, the one that it points to."""
+    """Creates the directory. For a link, creates its target."""
     Path(os.path.realpath(root)).mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager
 def explained(root: Path) -> Generator[None]:
-    """Raises a TrainError for an OSError that a path in `root`, or above it, caused."""
+    """Converts an OSError caused by a path in `root`, or above it, into a TrainError."""
     try:
         yield
     except OSError as error:

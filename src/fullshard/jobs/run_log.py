@@ -1,4 +1,4 @@
-"""What rank 0 shows and keeps of every step: the progress, `metrics.jsonl`, and the trackers."""
+"""The log that rank 0 shows and keeps of every step: the progress, `metrics.jsonl`, and the trackers."""
 
 import sys
 from collections.abc import Callable, Generator, Iterable
@@ -15,9 +15,9 @@ from fullshard.training.loop import Step
 
 
 class RunLog:
-    """Takes finished steps. Made by `open_run_log`; on ranks other than 0 it does nothing.
+    """Records finished steps. Created by `open_run_log`; on ranks other than 0 it does nothing.
 
-    `peak_tokens_per_second`: what MFU is held against (see `fullshard.spec.measurement`); None for no MFU.
+    peak_tokens_per_second: reference for MFU (see `fullshard.spec.measurement`); None for no MFU
     """
 
     def __init__(
@@ -35,10 +35,12 @@ class RunLog:
     def step(
         self, step: Step, *, peak_bytes: int | None = None, validation_loss: float | None = None
     ) -> None:
-        """Writes a finished step down and shows it.
+        """Records and shows a finished step.
 
-        The trackers get every `log.every`-th, and those with a validation loss. `peak_bytes`: of the fullest
-        rank, where it was measured. Raises TrainError if the disk does not take the line.
+        peak_bytes: peak memory of the fullest rank, if it was measured
+
+        The trackers receive every `log.every`-th step, and those with a validation loss. Raises TrainError if
+        the line cannot be written to disk.
         """
         metrics = StepMetrics(
             step=step.index,
@@ -63,17 +65,17 @@ class RunLog:
             self.message(f"step {step.index}: validation loss {validation_loss:.4f}")
 
     def message(self, text: str) -> None:
-        """A line on standard error for what happens between steps, such as a saved checkpoint."""
+        """Prints a line on standard error for an event between steps, such as a saved checkpoint."""
         if self._progress is not None:
             self._progress.say(text)
 
     def rewind(self, last_step: int) -> None:
-        """The run goes back to after `last_step`: `metrics.jsonl` stays one curve."""
+        """Drops the steps after `last_step`, to which the run returns. `metrics.jsonl` stays one curve."""
         if self._metrics is not None:
             self._metrics.rewind(last_step)
 
     def close(self, *, exit_code: int = 0) -> None:
-        """Closes the trackers; `exit_code` is what they are told that the run ended with."""
+        """Closes the trackers, and passes them the `exit_code` of the run."""
         for tracker in self._trackers:
             self._try(lambda tracker=tracker: tracker.close(exit_code=exit_code))
         self._trackers.clear()
@@ -88,7 +90,10 @@ class RunLog:
         self._trackers = reached
 
     def _try(self, act: Callable[[], None]) -> bool:
-        """A tracker that is lost does not end the run: `metrics.jsonl` has everything."""
+        """Returns whether `act` succeeded.
+
+        Losing a tracker does not end the run: `metrics.jsonl` has everything.
+        """
         try:
             act()
         except TrainError as error:
@@ -108,11 +113,12 @@ def open_run_log(
     peak: MatmulPeak | None = None,
     file: TextIO | None = None,
 ) -> Generator[RunLog]:
-    """The log of a run that goes on after `after_step` (0: a new one), for every rank to open alike.
+    """Opens the log of a run that resumes after `after_step` (0: a new run). Every rank opens it alike.
 
-    `flops_per_token` and `peak` are what MFU is reckoned from. `file` is where progress goes: standard error.
+    flops_per_token, peak: values that MFU is computed from
+    file: destination of the progress; standard error by default
 
-    Raises MissingExtraError on all ranks for a tracker that is not installed, and SpecError where one will
+    Raises MissingExtraError on all ranks for a tracker that is not installed, and SpecError if a tracker does
     not start or `run.dir` cannot be written.
     """
     require_trackers(run.log.trackers)

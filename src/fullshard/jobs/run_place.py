@@ -1,8 +1,9 @@
-"""Which directories may be a run's, and how an earlier run in one is set aside.
+"""Rules for a run's directory: which paths are allowed, and how an earlier run is set aside.
 
-[Note: whole or not at all] An earlier run is set aside by one rename of its directory, which is whole before
-and after. So that nothing else moves with it, a directory is renamed only if it holds a run's own record, and
-no directory, program or settings that a run does not write: somebody's project, or other runs.
+[Note: whole or not at all]
+An earlier run is set aside by one rename of its directory, which is complete before and after. So that
+nothing else moves with it, a directory is renamed only if it holds a run's own record, and no directory,
+program or settings that a run does not write: these belong to a user's project, or to other runs.
 """
 
 import os
@@ -15,10 +16,10 @@ from fullshard.spec.plan import Plan
 CHECKPOINTS, LAUNCH, PLAN = "checkpoints", "launch.json", "plan.json"
 METRICS, MEASUREMENT, EXPORT = "metrics.jsonl", "measurement.json", "model.safetensors"
 _WRITTEN = {CHECKPOINTS, LAUNCH, PLAN, METRICS, MEASUREMENT, EXPORT}
-# Directories of a run's own; those of trackers and schedulers among them.
+# A run's own directories, including those of trackers and schedulers.
 _DIRECTORIES = {CHECKPOINTS, "tensorboard", "wandb", "mlruns", "logs"}
-_REPOSITORY = {".git", ".hg", ".svn", "pyproject.toml"}  # of a worktree .git is a file
-# Programs, settings and texts.
+_REPOSITORY = {".git", ".hg", ".svn", "pyproject.toml"}  # .git is a file in a worktree
+# Programs, settings and texts that people write.
 _OF_PEOPLE = {".py", ".ipynb", ".sh", ".sbatch", ".slurm", ".toml", ".yaml", ".yml", ".tex"}
 _ANOTHER = "run.dir = a directory of its own, such as runs/1"
 
@@ -26,8 +27,8 @@ _ANOTHER = "run.dir = a directory of its own, such as runs/1"
 def require_name(name: str) -> Path:
     """Returns the directory that `run.dir` names.
 
-    Raises SpecError for one that is more than a run's: the working directory, the home directory, and
-    whatever holds one of these; and for what is not a path.
+    Raises SpecError for a directory that is not a run's alone (the working directory, the home directory, and
+    any directory that contains one of these), and for a name that is not a path.
     """
     if not name.strip() or "://" in name:
         raise SpecError("run.dir does not name a directory.", got=f"run.dir = {name!r}", fix=_ANOTHER)
@@ -47,7 +48,7 @@ def require_name(name: str) -> Path:
 
 
 def require_free(root: Path, *, offload_path: str = "offload") -> None:
-    """Raises SpecError where a new run may neither write into `root` nor set aside what is there."""
+    """Raises SpecError if a new run may neither write into `root` nor set aside its contents."""
     entries = _entries(root)
     own = _DIRECTORIES | {Path(offload_path).parts[0] if Path(offload_path).parts else ""}
     if not _holds_run(root):
@@ -79,9 +80,9 @@ def require_free(root: Path, *, offload_path: str = "offload") -> None:
 
 
 def set_aside(root: Path, *, offload_path: str = "offload") -> Path | None:
-    """Renames the directory of an earlier run to `<name>.1`, or `.2`; None where there is none.
+    """Renames the directory of an earlier run to `<name>.1`, or `.2`, and returns it; None if there is none.
 
-    Raises what `require_free` does.
+    Raises the errors of `require_free`.
     """
     require_free(root, offload_path=offload_path)
     if not _holds_run(root):
@@ -95,7 +96,7 @@ def set_aside(root: Path, *, offload_path: str = "offload") -> Path | None:
 
 
 def _holds_run(root: Path) -> bool:
-    """Whether a run has left its own record there: any file may be called launch.json."""
+    """Returns whether a run left its own record there. A file called launch.json alone proves nothing."""
     if LaunchRecord.load(root / LAUNCH) is not None:
         return True
     try:
@@ -135,6 +136,6 @@ def _entries(root: Path) -> list[Path]:
 
 
 def _home() -> str:
-    """The user's; where there is none, the root, which is refused in any case."""
+    """Returns the user's home directory, or the root if there is none, which is refused in any case."""
     home = os.path.expanduser("~")
     return home if os.path.isabs(home) else os.sep

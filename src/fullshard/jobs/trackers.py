@@ -1,6 +1,6 @@
-"""Experiment trackers that a run may also report to: tensorboard, wandb, mlflow.
+"""Experiment trackers that a run can also report to: tensorboard, wandb, mlflow.
 
-Each is an extra, and imported only when it is asked for; `metrics.jsonl` is written in any case.
+Each is an extra, imported only if it is requested. `metrics.jsonl` is written in any case.
 """
 
 import importlib
@@ -19,36 +19,43 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 
 
 class Tracker(Protocol):
-    """Where numbers go, step by step. Made on rank 0 alone."""
+    """A destination of a run's figures, step by step. Created on rank 0 only."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Raises TrainError if the tracker cannot be reached any more."""
+        """Records the values of a step. Raises TrainError if the tracker is no longer reachable."""
         ...
 
     def close(self, *, exit_code: int = 0) -> None:
-        """Sends what is left. `exit_code`: what the run ends with; other than 0 it is marked as failed.
+        """Sends the remaining data.
 
-        Raises TrainError if the tracker cannot be reached any more.
+        exit_code: exit code of the run; a run with a code other than 0 is marked as failed
+
+        Raises TrainError if the tracker is no longer reachable.
         """
         ...
 
 
 def require_trackers(names: Sequence[TrackerName]) -> None:
-    """Raises MissingExtraError for the first that is not installed. Imports none: every rank can ask."""
+    """Raises MissingExtraError for the first tracker that is not installed.
+
+    Imports none, so every rank can call it.
+    """
     for name in names:
         require_package(name, extra=name)
 
 
 def open_trackers(run: Run, *, after_step: int = 0) -> list[Tracker]:
-    """The trackers that `run.log.trackers` names. `after_step`: the step that the run goes on from.
+    """Returns the trackers that `run.log.trackers` names.
 
-    Raises MissingExtraError, or SpecError if a tracker will not start.
+    after_step: the step that the run resumes from
+
+    Raises MissingExtraError, or SpecError if a tracker does not start.
     """
     return [_open(name, run, after_step=after_step) for name in run.log.trackers]
 
 
 def require_package(package: str, *, extra: str) -> None:
-    """Raises MissingExtraError if `package` cannot be found. Does not import it."""
+    """Raises MissingExtraError if `package` cannot be found, without importing it."""
     if importlib.util.find_spec(package) is None:
         raise MissingExtraError(extra, package=package, needed_for=f'log.trackers = ["{extra}"]')
 
@@ -65,7 +72,7 @@ def _open(name: TrackerName, run: Run, *, after_step: int) -> Tracker:
 
 
 class TensorboardTracker:
-    """Event files in `<run.dir>/tensorboard`. Steps that a resumed run does again are shown once."""
+    """Event files in `<run.dir>/tensorboard`. Steps that a resumed run repeats are shown once."""
 
     def __init__(self, run: Run, *, after_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -87,7 +94,7 @@ class TensorboardTracker:
 
 
 class WandbTracker:
-    """A run of the project `fullshard` (or WANDB_PROJECT), online or not as WANDB_MODE says.
+    """A run of the project `fullshard` (or WANDB_PROJECT), online or offline as WANDB_MODE sets.
 
     Its files are in `<run.dir>/wandb`.
     """
@@ -118,7 +125,7 @@ class WandbTracker:
 class MlflowTracker:
     """A run of the experiment `fullshard` (or MLFLOW_EXPERIMENT_NAME).
 
-    It is kept at MLFLOW_TRACKING_URI, or else in `<run.dir>/mlflow.db`.
+    It is stored at MLFLOW_TRACKING_URI, or else in `<run.dir>/mlflow.db`.
     """
 
     def __init__(self, run: Run) -> None:
@@ -144,7 +151,7 @@ class MlflowTracker:
         )
         run_id = self._client.create_run(experiment_id, run_name=Path(run.run.dir).name).info.run_id
         settings = [self._entities.Param(name, str(value)) for name, value in _settings(run)]
-        for first in range(0, len(settings), 100):  # a server takes no more at once
+        for first in range(0, len(settings), 100):  # a server accepts at most this many at once
             self._client.log_batch(run_id, params=settings[first : first + 100])
         return run_id
 
@@ -165,7 +172,7 @@ class MlflowTracker:
 
 
 def _settings(run: Run) -> Iterator[tuple[str, Any]]:
-    """(`section.key`, value) of the whole Run."""
+    """Yields (`section.key`, value) for the whole Run."""
     for section, fields in run.model_dump(mode="json").items():
         for key, value in fields.items():
             yield f"{section}.{key}", value

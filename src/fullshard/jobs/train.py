@@ -1,4 +1,4 @@
-"""What each rank of `fullshard train` does, from the Run to its Measurement."""
+"""The work of each rank of `fullshard train`, from the Run to its Measurement."""
 
 import math
 import time
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch._dynamo  # pyright: ignore[reportUnusedImport]  # else the first meta tensor does, amid collections
+import torch._dynamo  # pyright: ignore[reportUnusedImport]  # else imported later, with gc enabled
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -57,14 +57,14 @@ from fullshard.training.state import TrainState
 from fullshard.weights.export import export
 
 SAMPLE_PROMPT = "def "
-# The first steps allocate what later ones reuse; the second shows the standing peak, and from the fourth on
-# (the third warms what the memory meter cooled) steps are profiled.
+# The first step allocates memory that later steps reuse. The second shows the steady peak. The third warms up
+# caches that the memory meter cooled, so steps are profiled from the fourth on.
 _METERED, _PROFILED_FROM = 1, 3
 
 
 @dataclass
 class _TrainJob:
-    """One command's part of a run, as this rank sees it."""
+    """One command's part of a run, on this rank."""
 
     plan: Plan
     ranks: Ranks
@@ -95,9 +95,9 @@ class _TrainJob:
 
 
 def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
-    """Trains `run` on this rank; leaves checkpoints, metrics.jsonl and measurement.json in `run.dir`.
+    """Trains `run` on this rank, and writes checkpoints, metrics.jsonl and measurement.json into `run.dir`.
 
-    Asked to stop by SIGTERM or SIGINT, it finishes the step, saves, and leaves with INTERRUPTED_EXIT_CODE.
+    On SIGTERM or SIGINT it finishes the step, saves, and exits with INTERRUPTED_EXIT_CODE.
     """
     with ExitStack() as stack:
         ranks = stack.enter_context(
@@ -107,7 +107,7 @@ def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float
         stack.enter_context(watching(where, run.survival))
         plan = plan or _plan(run, ranks)
         job = _start(stack, plan, ranks=ranks, where=where, resume=resume, command_started=command_started)
-        with job.interrupt:  # until all is saved
+        with job.interrupt:  # until everything is saved
             interrupted = _train(job)
             _finish(job, interrupted=interrupted)
             close_offload(job.state.model, plan=job.plan, finished=not interrupted)
@@ -127,13 +127,13 @@ def _start(
     stack: ExitStack, plan: Plan, *, ranks: Ranks, where: PhaseTracker, resume: bool, command_started: float
 ) -> _TrainJob:
     run = plan.run
-    # Before anything is allocated or written. To make tokens may take hours, in which nothing hangs.
+    # Before anything is allocated or written. Tokenizing may take hours, so it reports to the watchdog.
     data = build_data(run, alive=lambda: where.enter(RunPhase.LOADING))
     where.enter(RunPhase.STARTING)
     found = stack.enter_context(_directory(plan, ranks, resume=resume))
     directory = found.directory
     if found.previous_attempt is not None and plan.world_size != ranks.world_size:
-        plan = _plan(run, ranks)  # nodes have left or come: the same settings over the ranks that there are
+        plan = _plan(run, ranks)  # nodes have left or joined: same settings, current ranks
     model, loss = _model(run, data)
     weights = pretrained_directory(run)
     goes_on = resume or found.previous_attempt is not None
@@ -145,7 +145,7 @@ def _start(
     saves = "trained" if run.adapter.saved_alone else "all"
     state = TrainState(model, build_optimizer(model, plan), data=ahead, saved=saves)
     state.phase = where
-    torch.manual_seed(run.run.seed + ranks.rank)  # for dropout; a checkpoint's own state takes its place
+    torch.manual_seed(run.run.seed + ranks.rank)  # for dropout; replaced by a checkpoint's own state
     read = restore(state, plan, weights=weights, saved=saved, must_resume=resume)
     peak = find_matmul_peak(ranks.device, plan.precision.param)
     log = stack.enter_context(
@@ -188,7 +188,7 @@ def _start(
 def _earlier_run_messages(
     plan: Plan, found: OpenedRun, *, left: SavedRunState | None, step: int
 ) -> Iterator[str]:
-    """What is told of earlier runs by one that goes on after `step`."""
+    """Yields the messages about earlier runs, of a run that resumes after `step`."""
     if found.previous_run:
         yield f"an earlier run in {found.directory.root} is kept as {found.previous_run}"
     unused_state = unusable_message(plan, left, step=step) if left is not None else None
@@ -200,7 +200,7 @@ def _earlier_run_messages(
 
 
 def _model(run: Run, data: Data) -> tuple[nn.Module, Loss]:
-    """Without values, and what it trains on. Raises SpecError where it and the data do not fit."""
+    """Returns the model, without values, and its loss. Raises SpecError if model and data do not fit."""
     model = build_model(run)
     check_positions(model, run)
     check_vocabulary(model, run, tokens=data.vocabulary)
@@ -209,9 +209,10 @@ def _model(run: Run, data: Data) -> tuple[nn.Module, Loss]:
 
 @contextmanager
 def _directory(plan: Plan, ranks: Ranks, *, resume: bool) -> Generator[OpenedRun]:
-    """Rank 0 opens it (and fails for all, if it must); the others wait until it is theirs to read.
+    """Opens the directory on rank 0, which fails for all ranks if it must; the others wait until it is ready.
 
-    Raises PlanError, before anything is written, if the plan is for other ranks and nothing has left or come.
+    Raises PlanError, before anything is written, if the plan is for other ranks and no node has left or
+    joined.
     """
     run = plan.run
     launch = LaunchId.merge(gathered(LaunchId.from_environment()))
@@ -258,7 +259,7 @@ def _headline(plan: Plan, data: Data, *, model: nn.Module) -> str:
 
 
 def _train(job: _TrainJob) -> bool:
-    """Runs the steps. True if a signal ended them before the last."""
+    """Runs the steps. Returns True if a signal, or a failed save, ended them before the last."""
     steps = _steps(job)
     metered = min(job.first_step + _METERED, job.run.train.steps)
     profiled = _profiled(job)
@@ -295,7 +296,7 @@ def _steps(job: _TrainJob) -> Iterator[Step]:
 
 
 def _rolled_back(job: _TrainJob, step: Step) -> bool:
-    """Back to the newest checkpoint for what `step` met; False where there is none yet."""
+    """Returns to the newest checkpoint after a spike in `step`; False if there is none yet."""
     job.state.phase.enter(RunPhase.LOADING)
     met = f"step {step.index}: loss {step.loss:.4g}, gradient norm {step.grad_norm:.3g}"
     job.checkpoints.wait()
@@ -309,14 +310,14 @@ def _rolled_back(job: _TrainJob, step: Step) -> bool:
 
 
 def _profiled(job: _TrainJob) -> range:
-    """The steps that are profiled: all that were asked for and a step after them, or none."""
+    """Returns the steps to profile: all that were requested if one more step follows them, or else none."""
     first = job.first_step + _PROFILED_FROM
     steps = range(first, first + job.run.log.profile_steps)
     return steps if steps.stop <= job.run.train.steps else range(0)
 
 
 def _after_step(job: _TrainJob, step: Step, *, measured: bool) -> None:
-    """Everything between one step and the next: figures, validation, checkpoint."""
+    """Does everything between one step and the next: figures, validation, checkpoint."""
     if job.startup_seconds is None:
         job.startup_seconds = time.time() - job.command_started
         job.log.message(f"first step {format_seconds(job.startup_seconds)} after the command")
@@ -346,7 +347,7 @@ def _after_step(job: _TrainJob, step: Step, *, measured: bool) -> None:
 
 
 def _validation(job: _TrainJob) -> Iterator[dict[str, Tensor]]:
-    """Each batch is a move: a long validation does not hang."""
+    """Yields the validation batches. Each reports progress, so a long validation is not taken for a hang."""
     for batch in job.data.validation(rank=job.ranks.rank, plan=job.plan):
         job.state.phase.enter(RunPhase.VALIDATING)
         yield batch
@@ -377,7 +378,7 @@ def _finish(job: _TrainJob, *, interrupted: bool) -> None:
 
 
 def _sample(job: _TrainJob) -> str | None:
-    """A look at what was learnt, of a model that goes on with a text. Collective."""
+    """Returns a sample of generated text, if the model generates text. Collective."""
     model, count = job.state.model, job.run.log.sample_tokens
     if not count:
         return None
@@ -392,7 +393,7 @@ def _sample(job: _TrainJob) -> str | None:
 
 
 def _flops_per_token(plan: Plan, model: nn.Module) -> float | None:
-    """Of the reference decoder by formula, of others as the planner counted them."""
+    """Returns the FLOPs per token: by formula for the reference decoder, or as the planner counted them."""
     own = flops_per_token(model, plan.run)
     return own if own is not None or plan.prediction is None else plan.prediction.flops_per_token
 
@@ -425,8 +426,7 @@ def _measurement(job: _TrainJob) -> Measurement:
 
 
 def _step_seconds(job: _TrainJob) -> StepSeconds | None:
-    """The mean timed step, shared out as the quickest profiled one was: what else the machine did, and what
-    starting the profiler cost, disturbed that one least."""
+    """Returns the mean timed step, divided like the fastest profiled step, which was least disturbed."""
     seconds = job.pace.step_seconds
     if seconds is None or not job.profiled:
         return None
@@ -434,7 +434,7 @@ def _step_seconds(job: _TrainJob) -> StepSeconds | None:
 
 
 def _least_waiting(own: StepSeconds, device: torch.device) -> StepSeconds:
-    """Of all ranks' steps, that of the one that waited least: the others waited for it. Collective."""
+    """Returns the step of the rank that waited least, because the other ranks waited for it. Collective."""
     terms = torch.tensor(list(own.terms().values()), dtype=torch.float64, device=device)
     rows = [torch.zeros_like(terms) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, terms)
@@ -443,14 +443,14 @@ def _least_waiting(own: StepSeconds, device: torch.device) -> StepSeconds:
 
 
 def _highest_peak(peak: Peak, job: _TrainJob) -> PeakBytes | None:
-    """The parts of the rank with the highest peak, on all ranks. Collective."""
+    """Returns the parts of the rank with the highest peak, on all ranks. Collective."""
     if peak.parts is None:
         return None
     device, offloaded = job.ranks.device, offloaded_of(job.state.model)
     own = [peak.bytes, *_part_bytes(peak, peak.parts), 0]
     if offloaded is not None:
         own[-1] = _host_bytes(job.plan, offloaded)
-        masters = live_bytes(offloaded.masters.values())  # shards to the meter, and of the host to a plan
+        masters = live_bytes(offloaded.masters.values())  # shards to the meter, host memory to a plan
         own[0], own[1] = own[0] - masters, own[1] - masters
     rows = [torch.zeros(len(own), dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, torch.tensor(own, device=device))
@@ -473,7 +473,7 @@ def _highest_peak(peak: Peak, job: _TrainJob) -> PeakBytes | None:
 
 
 def _host_bytes(plan: Plan, offloaded: OffloadedState) -> int:
-    """What a tier has of this rank's host: state or what passes, and gradients that leave the device."""
+    """Returns the host bytes that offload takes on this rank: state or streaming buffers, and gradients."""
     gradients = sum(local_tensor(p).numel() * p.element_size() for p in offloaded.names_of)
     return host_bytes_of(offloaded) + (gradients if plan.gradients_leave else 0)
 

@@ -1,1 +1,1 @@
-"""Ranks on this machine through torchelastic, or those that torchrun and SLURM have started."""
+"""Launching: ranks on this machine through torchelastic, or ranks that torchrun or SLURM started."""

@@ -1,4 +1,4 @@
-"""Ranks on this machine: torchelastic starts them; a watch over them says what signals and failures do."""
+"""Ranks on this machine: torchelastic starts them, and a watch over them handles signals and failures."""
 
 import logging
 import os
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 POLL_SECONDS = 0.1
-# After the first failure the others mostly fail at once, for their connections break. Those that sit in a
-# collective cannot hear SIGTERM, and torchelastic would wait 30 seconds for them.
+# After the first failure the others mostly fail at once, because their connections break. Ranks blocked in a
+# collective do not react to SIGTERM, and torchelastic would wait 30 seconds for them.
 GRACE_SECONDS = 3.0
 
 
 def run_ranks(request: Request, *, ranks: int) -> int:
-    """Starts `python -m fullshard.launch.rank` `ranks` times, waits, and returns the exit code of the whole.
+    """Starts `python -m fullshard.launch.rank` `ranks` times, waits, and returns the exit code of the launch.
 
-    0, or 75 if the ranks were interrupted and have saved; or that of the first rank that failed, whose
-    message is shown on standard error. After a failure that may not come again, all ranks are ended and begin
-    another attempt, `run.restarts` times: see `fullshard.launch.attempts.restart_helps`.
+    This is 0, or 75 if the ranks were interrupted and have saved, or the code of the first rank that failed,
+    whose message is shown on standard error. After a failure that may not recur, all ranks are ended and
+    restarted, up to `run.restarts` times: see `fullshard.launch.attempts.restart_helps`.
 
     The first SIGINT, SIGTERM or SIGHUP is passed on to the ranks as SIGTERM, and they are waited for however
-    long they save; a second SIGINT ends them at once, with 130. Call it from the main thread. Raises
-    LaunchError if ranks cannot be started.
+    long they save. A second SIGINT ends them at once, with exit code 130. Call this from the main thread.
+    Raises LaunchError if ranks cannot be started.
     """
     quiet_logs(os.environ)
     attempts = Attempts(restarts=request.run.run.restarts)
-    launch = uuid.uuid4().hex  # that of all attempts: what one has written, the next one goes on with
+    launch = uuid.uuid4().hex  # shared by all attempts, so that each resumes the previous one
     with Signals() as signals, _quiet_torchelastic():
         while True:
             with private_directory() as directory:
@@ -64,7 +64,7 @@ def run_ranks(request: Request, *, ranks: int) -> int:
 
 def _local_agent(directory: Path, ranks: int, *, launch: str) -> "LocalElasticAgent":
     with gc_disabled():
-        from torch.distributed.elastic.agent.server.api import WorkerSpec  # costs a second
+        from torch.distributed.elastic.agent.server.api import WorkerSpec  # the import takes a second
         from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
@@ -76,17 +76,17 @@ def _local_agent(directory: Path, ranks: int, *, launch: str) -> "LocalElasticAg
         rdzv_handler=OneMachine(launch),
         entrypoint=sys.executable,
         args=("-m", "fullshard.launch.rank", str(directory), str(os.getpid())),
-        max_restarts=0,  # another attempt is ours to begin, with an agent and a store of its own
+        max_restarts=0,  # we start other attempts ourselves, each with its own agent and store
         monitor_interval=POLL_SECONDS,
     )
     return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(directory / "torchelastic")))
 
 
 class _Watch:
-    """Ranks from their start to their end.
+    """Watches the ranks of one attempt from start to end.
 
-    The agent runs in a thread of its own, since in the main thread it would install its own handlers, which
-    end the ranks. Signals are only noted by the handlers; this loop acts on them.
+    The agent runs in its own thread, because in the main thread it would install its own handlers, which end
+    the ranks. Signal handlers only record signals; this loop acts on them.
     """
 
     def __init__(self, agent: "LocalElasticAgent", directory: Path, *, signals: Signals) -> None:
@@ -116,7 +116,7 @@ class _Watch:
     def _look(self) -> None:
         pids = self._pids()
         if len(pids) < self._ranks:
-            return  # they are being started: signals wait until there is someone to pass them on to
+            return  # ranks are still starting: signals wait until they run
         for rank, pid in pids.items():
             if rank not in self._gone_at and not _alive(pid):
                 self._gone_at[rank] = time.time()
@@ -137,7 +137,7 @@ class _Watch:
         self._passed_on = True
         _say(f"{number.name}: the ranks finish this step and save (Ctrl-C again ends them now)")
         for pid in self._pids().values():
-            with suppress(ProcessLookupError):  # it has left in the meantime
+            with suppress(ProcessLookupError):  # it has exited in the meantime
                 os.kill(pid, signal.SIGTERM)
 
     def _kill(self) -> None:
@@ -145,10 +145,10 @@ class _Watch:
             if _alive(pid):
                 self._ended_by_us.add(rank)
                 with suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)  # a rank leads a session, with whatever it has started
+                    os.killpg(pid, signal.SIGKILL)  # a rank leads a session of all its children
 
     def _failed_at(self) -> float | None:
-        """When the first rank failed, as far as it can be seen by now."""
+        """Returns the time of the first failure that is visible so far, or None."""
         endings = {rank: self._ending(rank) for rank in range(self._ranks)}
         times = [ending.failure.at for ending in endings.values() if ending and ending.failure]
         times += [at for rank, at in self._gone_at.items() if endings[rank] is None]
@@ -178,12 +178,12 @@ class _Watch:
 
 
 def ending_path(directory: Path, rank: int) -> Path:
-    """Where a rank of this launch says how it ended."""
+    """Returns the file in which a rank of this launch records how it ended."""
     return directory / f"rank-{rank}.json"
 
 
 def _say(text: str) -> None:
-    """On standard error, below what a rank was drawing there when it was ended; and the cursor is back."""
+    """Prints on standard error, below the line that an ended rank was drawing, and restores the cursor."""
     restored = "\r\x1b[?25h" if sys.stderr.isatty() else ""
     print(f"{restored}{printable(text)}", file=sys.stderr, flush=True)
 
@@ -198,7 +198,7 @@ def _alive(pid: int) -> bool:
 
 @contextmanager
 def _quiet_torchelastic() -> Generator[None]:
-    """What torchelastic logs of a failure is a table around the one message that we show ourselves."""
+    """Silences torchelastic's report of a failure, a table around the message that we show ourselves."""
     logger = logging.getLogger("torch.distributed.elastic")
     silence = logging.NullHandler()
     propagate, logger.propagate = logger.propagate, False

@@ -1,4 +1,4 @@
-"""What follows when the ranks of an attempt have ended: an exit code, or another attempt."""
+"""The decision after the ranks of an attempt have ended: an exit code, or another attempt."""
 
 import signal
 from dataclasses import dataclass
@@ -16,16 +16,20 @@ from fullshard.errors import (
 from fullshard.launch.first_failure import RankOutcome, first_failure
 from fullshard.launch.outcome import CTRL_C_EXIT_CODE, FailureReport
 
-# The same run, plan, data, checkpoints and drive would fail in the same way.
+# Errors that would recur with the same run, plan, data, checkpoints and drive.
 _WRONG = (SpecError, PlanError, ShardError, DataError, CheckpointError, OffloadError)
 _SAME_AGAIN = {error.exit_code for error in _WRONG}
-# But the next attempt drops a generation that is damaged.
+# An exception to these: the next attempt drops a damaged generation.
 _MENDED = {DamagedOffloadError.__name__}
 
 
 @dataclass(frozen=True)
 class RestartDecision:
-    """What to say on standard error, and the exit code of the whole; None if there is another attempt."""
+    """The outcome of an attempt.
+
+    said: messages for standard error
+    exit_code: exit code of the launch, or None if there is another attempt
+    """
 
     said: tuple[str, ...]
     exit_code: int | None
@@ -33,7 +37,11 @@ class RestartDecision:
 
 @dataclass
 class Attempts:
-    """How often the ranks were started again, of the `restarts` times that they may be."""
+    """The restarts of a launch.
+
+    restarts: how many restarts are allowed
+    done: how many have happened
+    """
 
     restarts: int
     done: int = 0
@@ -41,7 +49,11 @@ class Attempts:
     def conclude(
         self, ended: list[RankOutcome], *, interrupted_by: signal.Signals | None = None, at_once: bool = False
     ) -> RestartDecision:
-        """`at_once`: the ranks were not given the time to save."""
+        """Decides what follows an attempt.
+
+        interrupted_by: the first signal, if any
+        at_once: the ranks had no time to save
+        """
         found = first_failure(ended)
         if at_once:
             return RestartDecision(("ended at once; what was not saved is lost",), CTRL_C_EXIT_CODE)
@@ -63,7 +75,7 @@ class Attempts:
 
     def _interrupted_too_early(self, number: signal.Signals) -> RestartDecision:
         said = "interrupted outside of training; nothing was saved that the last checkpoint does not hold"
-        # A run that was being restarted has trained before: whoever requeues it should.
+        # A restarted run has trained before, so a scheduler should requeue it.
         return RestartDecision((said,), INTERRUPTED_EXIT_CODE if self.done else 128 + number)
 
     def _no_restart(self) -> tuple[str, ...]:
@@ -75,10 +87,11 @@ class Attempts:
 
 
 def restart_helps(failure: FailureReport) -> bool:
-    """Whether another attempt may do better.
+    """Returns whether another attempt may succeed.
 
-    Not where the run, the plan, the data or the checkpoints are wrong, or a drive is full or fails to write.
-    But a rank that was killed makes its peers fail at whatever they did, saving for example, and that says
-    nothing about the checkpoints; and of state that is damaged an older generation or a checkpoint is whole.
+    This is False if the run, the plan, the data or the checkpoints are wrong, or if a drive is full or fails
+    to write. It is True if a peer was lost: a killed rank makes its peers fail at whatever they did, such as
+    saving, which says nothing about the checkpoints. It is True for damaged state: an older generation or a
+    checkpoint is still intact.
     """
     return failure.peer_lost or failure.name in _MENDED or failure.exit_code not in _SAME_AGAIN

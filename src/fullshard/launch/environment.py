@@ -1,4 +1,4 @@
-"""Who started this process, and what its environment must hold before torch is imported."""
+"""The launcher of this process, and the environment that must be set before torch is imported."""
 
 import os
 import re
@@ -8,28 +8,28 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def under_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is a rank already: torchrun (or who speaks like it) has started it."""
+    """Returns whether torchrun, or a compatible launcher, has started this process as a rank."""
     return all(name in environment for name in _TORCHRUN)
 
 
 def under_torchelastic(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether who started this rank may start it again, among fewer ranks or more: an agent of torchrun."""
+    """Returns whether a torchrun agent started this rank and may restart it, with fewer or more ranks."""
     return under_torchrun(environment) and "TORCHELASTIC_RUN_ID" in environment
 
 
 def under_srun(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is one of several tasks of a SLURM job step.
+    """Returns whether this process is one of several tasks of a SLURM job step.
 
-    A batch script and `srun --pty bash` have SLURM's variables too, but there one process is all there is.
+    A batch script and `srun --pty bash` have SLURM's variables too, but run as a single process.
     """
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     return "SLURM_PROCID" in environment and tasks.isdecimal() and int(tasks) > 1
 
 
 def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables for a task of a SLURM job step.
+    """Returns torchrun's variables for a task of a SLURM job step.
 
-    The port follows from the job and the step, so that all tasks find the same without talking.
+    The port is derived from the job and the step, so all tasks compute the same one without communication.
     https://slurm.schedmd.com/srun.html, OUTPUT ENVIRONMENT VARIABLES
     """
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "localhost"
@@ -42,19 +42,19 @@ def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
         "LOCAL_WORLD_SIZE": str(tasks_on_node(environment.get("SLURM_STEP_TASKS_PER_NODE", tasks), node)),
         "MASTER_ADDR": first_host(nodes),
-        # Under the ports that kernels hand out by themselves (32768 and up).
+        # Below the ports that kernels assign automatically (32768 and up).
         "MASTER_PORT": str(10_000 + (job * 31 + step) % 20_000),
     }
 
 
 def first_host(nodes: str) -> str:
-    """`gpu[003-006,9],login1` -> `gpu003`."""
+    """Returns the first host of a SLURM node list: `gpu[003-006,9],login1` -> `gpu003`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else nodes)
 
 
 def tasks_on_node(tasks_per_node: str, node: int) -> int:
-    """`2(x3),1` says 2 tasks on each of the first three nodes and 1 on the fourth."""
+    """Returns the number of tasks on a node. `2(x3),1` means 2 on each of the first three nodes, then 1."""
     counts: list[int] = []
     for part in tasks_per_node.split(","):
         count, _, times = part.rstrip(")").partition("(x")
@@ -63,13 +63,16 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
 
 
 def quiet_logs(environment: MutableMapping[str, str]) -> None:
-    """torch's and NCCL's own logs say only what is an error, unless the user asked for more."""
+    """Limits torch's log to errors and NCCL's to warnings, unless the user has set other levels."""
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environment.setdefault("NCCL_DEBUG", "WARN")
 
 
 def share_cores(environment: MutableMapping[str, str]) -> None:
-    """Threads of a rank: its part of the cores. More ranks than that fight for them, and are slower."""
+    """Sets the threads of a rank to its share of the cores.
+
+    More threads than cores compete, and are slower.
+    """
     ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
     environment.setdefault("OMP_NUM_THREADS", str(max(_cores() // ranks, 1)))
 

@@ -1,4 +1,4 @@
-"""Which rank failed first, once all have ended: the one whose message is worth reading."""
+"""The first rank that failed, once all have ended: its message is the one worth reading."""
 
 import signal
 from dataclasses import dataclass, replace
@@ -10,11 +10,13 @@ from fullshard.launch.outcome import FailureReport, ProcessOutcome
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """What is known of a rank that has ended.
+    """Everything known about a rank that has ended.
 
-    `ending`: what it wrote itself, None if it could not. `exit_code`: of its process, -n for signal n, None
-    if nobody saw it. `seen_at`: when it was first seen gone, in seconds since the epoch.
-    `by_us`: ended by the launcher, because of another.
+    rank: its number
+    ending: the outcome that it wrote itself; None if it could not
+    exit_code: exit code of its process, -n for signal n; None if nobody saw it
+    seen_at: when it was first seen gone, in seconds since the epoch
+    by_us: the launcher ended it, because of another rank
     """
 
     rank: int
@@ -28,18 +30,18 @@ class RankOutcome:
 
 
 class _Cause(IntEnum):
-    """How near to the cause a failure is; among equals the earlier one counts."""
+    """The distance of a failure from the cause. Among equals, the earliest failure counts."""
 
     OWN = 0
-    STOPPED = 1  # SIGTERM and SIGABRT: what the agent and a watchdog send because of another rank
+    STOPPED = 1  # SIGTERM or SIGABRT, sent by the agent or a watchdog because of another rank
     PEER_LOST = 2
 
 
 def first_failure(ranks: list[RankOutcome]) -> tuple[int, FailureReport] | None:
-    """The rank that failed first and its failure, None if all ended well.
+    """Returns the rank that failed first and its failure, or None if all ended well.
 
-    A rank that was killed wrote nothing, and its peers' messages are earlier than the moment it was seen
-    gone; so those that only tell of a lost peer come last, whenever they came.
+    A killed rank wrote nothing, and its peers' messages are earlier than the moment it was seen gone. So
+    messages that only report a lost peer come last, whatever their time.
     """
     failures = [(rank, *found) for rank in ranks if (found := _failure(rank)) is not None]
     if not failures:
@@ -53,7 +55,7 @@ def _failure(rank: RankOutcome) -> tuple[_Cause, FailureReport] | None:
     if ending is not None and ending.failure is not None:
         return _Cause.PEER_LOST if ending.failure.peer_lost else _Cause.OWN, ending.failure
     if ending is not None and ending.exit_code in (0, INTERRUPTED_EXIT_CODE):
-        return None  # what the process met afterwards, in tearing down, no longer matters
+        return None  # errors during teardown no longer matter
     if rank.by_us:
         return None
     if ending is None and code is not None and code < 0:

@@ -1,4 +1,4 @@
-"""Python's garbage collector, and the half a million objects of torch's modules, which are no garbage."""
+"""Python's garbage collector, and the half a million permanent objects of torch's modules."""
 
 import atexit
 import gc
@@ -10,7 +10,7 @@ from types import ModuleType
 
 @contextmanager
 def gc_disabled() -> Generator[None]:
-    """Nothing is collected within: for imports, and for what makes little garbage."""
+    """Disables garbage collection inside the block: for imports, and for code that creates little garbage."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -22,11 +22,12 @@ def gc_disabled() -> Generator[None]:
 
 @contextmanager
 def gc_frozen_imports() -> Generator[None]:
-    """Also, what there is at its end is never searched for cycles, nor when the process ends, which would
-    take a second. Only for libraries, before a user's modules are there: files that those leave open are
-    closed by that search.
+    """Disables collection inside the block, and exempts all objects alive at its end from later collections.
 
-    A process that has loaded a nanobind library (triton, which CUDA builds of torch import) takes that
+    Searching them for cycles would take a second, also when the process ends. Only for libraries, before a
+    user's modules are imported: that search closes files that user code leaves open.
+
+    A process that has loaded a nanobind library (triton, which CUDA builds of torch import) still takes that
     second when it ends: see `_unfreeze_for_nanobind`.
     """
     with gc_disabled():
@@ -37,17 +38,17 @@ def gc_frozen_imports() -> Generator[None]:
 
 
 def _unfreeze_for_nanobind() -> None:
-    """Lets the interpreter free all objects as it ends, if a library checks that it does.
+    """Lets the interpreter free all objects at exit, if a library checks that it does.
 
-    A nanobind library prints a line for every instance, type and function of its own that outlives the
-    interpreter. Types lie in cycles, so those that were frozen would all be reported.
+    A nanobind library prints a line for each of its instances, types and functions that outlives the
+    interpreter. Types are part of cycles, so frozen ones would all be reported.
     """
     if any(_is_of_nanobind(module) for module in [*sys.modules.values()]):
         gc.unfreeze()
 
 
 def _is_of_nanobind(module: object) -> bool:
-    """True for an extension module with a class or function whose own type is one of nanobind's."""
+    """Returns whether this is an extension module with a class or function of a nanobind type."""
     if not isinstance(module, ModuleType) or str(vars(module).get("__file__")).endswith(".py"):
         return False
     return any(getattr(type(value), "__module__", None) == "nanobind" for value in [*vars(module).values()])

@@ -1,6 +1,6 @@
-"""How a piece of work ended: its exit code, and what there is to say if it failed.
+"""The outcome of a piece of work: its exit code, and the report if it failed.
 
-This is the outermost edge of a process, the only place where every exception is met.
+This is the outermost level of a process, the only place that catches every exception.
 """
 
 import json
@@ -21,7 +21,7 @@ from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_text
 TRACEBACK_VARIABLE = "FULLSHARD_TRACEBACK"
 CTRL_C_EXIT_CODE = 130
 
-# What gloo, NCCL and the store say when another rank has gone.
+# Phrases in errors of gloo, NCCL and the store when another rank has gone.
 _PEER_LOST = (
     "closed by peer",
     "reset by peer",
@@ -38,9 +38,14 @@ _PEER_LOST = (
 
 @dataclass(frozen=True)
 class FailureReport:
-    """An exception as another process can show it.
+    """An exception in a form that another process can show.
 
-    `at`: seconds since the epoch. `peer_lost`: it says no more than that another rank has gone.
+    name: class of the exception
+    message: its text
+    exit_code: exit code of the process
+    at: time, in seconds since the epoch
+    peer_lost: the error only reports that another rank has gone
+    traceback: the formatted traceback
     """
 
     name: str
@@ -63,14 +68,17 @@ class FailureReport:
         )
 
     def text(self, rank: int | None = None) -> str:
-        """What a person reads; the traceback above it if FULLSHARD_TRACEBACK=1."""
+        """Returns the text for the user, below the traceback if FULLSHARD_TRACEBACK=1."""
         shown = os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0")
         who = f"rank {rank}: " if rank is not None else ""
         return f"{self.traceback if shown else ''}{who}{self.name}: {self.message}"
 
 
 class ProcessOutcome:
-    """A context that is left only through `exit_code`: 0, a SystemExit's, 130 for Ctrl-C, a failure's."""
+    """Context that catches every exception and sets `exit_code`.
+
+    The code is 0, a SystemExit's, 130 for Ctrl-C, or a failure's.
+    """
 
     def __init__(self) -> None:
         self.exit_code = 0
@@ -92,7 +100,7 @@ class ProcessOutcome:
         return True
 
     def save(self, path: Path) -> None:
-        """Whole or not at all: another process may read while this one is killed."""
+        """Writes the outcome atomically: another process may read it while this one is killed."""
         partial = path.with_suffix(".partial")
         failure = asdict(self.failure) if self.failure else None
         partial.write_text(json.dumps({"exit_code": self.exit_code, "failure": failure}))
@@ -100,7 +108,7 @@ class ProcessOutcome:
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
-        """None where nothing was saved."""
+        """Reads a saved outcome, or returns None if nothing was saved."""
         if not path.exists():
             return None
         data = parse_json(read_text(path, most_bytes=VALUE_BYTES))
@@ -140,7 +148,7 @@ def _unforeseen(error: BaseException) -> str:
 
 
 def _where(error: BaseException) -> str:
-    """`file:line in function`: the innermost frame that is the user's or ours, not a library's."""
+    """Returns `file:line in function` of the innermost frame that is the user's or ours, not a library's."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return "unknown"

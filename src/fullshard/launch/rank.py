@@ -1,4 +1,4 @@
-"""One rank: `python -m fullshard.launch.rank DIRECTORY LAUNCHER_PID`, or this very process if it is one."""
+"""One rank: `python -m fullshard.launch.rank DIRECTORY LAUNCHER_PID`, or this process under torchrun."""
 
 import ctypes
 import os
@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(argv: Sequence[str]) -> None:
-    """Performs the request in DIRECTORY, and leaves word of the ending there."""
+    """Performs the request in DIRECTORY, and writes the outcome there."""
     directory, launcher = Path(argv[0]), int(argv[1])
     _end_with(launcher)
     escape_logs()
@@ -38,9 +38,9 @@ def main(argv: Sequence[str]) -> None:
 
 
 def perform_here(request: Request) -> int:
-    """Performs the request as the rank that torchrun's environment says this process is; returns 0 or 75.
+    """Performs the request as the rank that torchrun's environment assigns to this process; returns 0 or 75.
 
-    What it raises is also written where torchrun looks for it (`TORCHELASTIC_ERROR_FILE`).
+    Exceptions are also written to torchrun's error file (`TORCHELASTIC_ERROR_FILE`).
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and os.getsid(0) == os.getpid():
         _end_with(os.getppid())  # torchrun itself: it starts ranks as leaders of a session
@@ -51,14 +51,14 @@ def perform_here(request: Request) -> int:
     try:
         with _off_standard_output():
             record(request.perform)()
-    except SystemExit:  # no other comes out of it
+    except SystemExit:  # `perform` raises no other SystemExit
         return INTERRUPTED_EXIT_CODE
     return 0
 
 
 @contextmanager
 def _last_words(path: Path) -> Generator[None]:
-    """A watchdog ends the process at once; what it ended it for is told first, for the launcher to show."""
+    """Saves the error of a watchdog, which ends the process immediately, for the launcher to show."""
 
     def tell(error: TrainError) -> None:
         with ProcessOutcome() as ending:
@@ -71,7 +71,7 @@ def _last_words(path: Path) -> Generator[None]:
 
 @contextmanager
 def _off_standard_output() -> Generator[None]:
-    """Standard output is standard error, down to the file descriptor: native code prints too."""
+    """Redirects standard output to standard error, down to the file descriptor: native code prints too."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -84,20 +84,23 @@ def _off_standard_output() -> Generator[None]:
 
 
 def _end_with(launcher: int) -> None:
-    """No rank outlives its launcher, not even one that was killed (Linux: the kernel sees to it)."""
+    """Ensures that the rank ends with its launcher, even if that is killed (on Linux the kernel does it)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher:
-        sys.exit(1)  # it had died before we asked
+        sys.exit(1)  # the launcher died before the call above
 
 
 def _leave(ending: ProcessOutcome) -> None:
-    """An interrupted rank has done what it should: torchelastic must not end the others for it."""
+    """Ends the process if it failed.
+
+    An interrupted rank returns, so that torchelastic does not end the others.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     if ending.exit_code in (0, INTERRUPTED_EXIT_CODE):
         return
-    # A failed rank goes at once, so that its peers notice: tearing down may wait for a collective.
+    # A failed rank exits at once, so that its peers notice: teardown may wait for a collective.
     os._exit(ending.exit_code)
 
 

@@ -1,4 +1,4 @@
-"""The rendezvous of one agent and its ranks, without a port that another machine reaches."""
+"""The rendezvous of one agent and its ranks, without a port that other machines can reach."""
 
 from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
@@ -7,9 +7,10 @@ from fullshard.distributed.loopback import LOOPBACK, served_on_loopback
 
 
 class OneMachine(RendezvousHandler):
-    """A rendezvous of one agent, which has nobody to meet; its ranks meet at a store on loopback.
+    """A rendezvous of a single agent. Its ranks meet at a store on loopback.
 
-    torch's own handlers keep a store on every interface, and its `c10d` unpickles what anybody writes there.
+    torch's own handlers open a store on every interface, and its `c10d` unpickles whatever anybody writes
+    there.
     """
 
     def __init__(self, launch: str) -> None:
@@ -23,7 +24,7 @@ class OneMachine(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._store_of_ranks = served_on_loopback()  # for as long as this agent lives
+        self._store_of_ranks = served_on_loopback()  # lives as long as this agent
         address = RendezvousStoreInfo(LOOPBACK, self._store_of_ranks.port)
         return RendezvousInfo(HashStore(), 0, 1, address)
 

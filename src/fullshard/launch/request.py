@@ -1,4 +1,4 @@
-"""Request: what a launch asks every rank to do, as a file that the ranks read."""
+"""Request: the work that a launch asks of every rank, as a file that the ranks read."""
 
 import importlib
 import os
@@ -19,13 +19,20 @@ FILE_NAME = "request.json"
 
 
 class Request(FrozenModel):
-    """One launch. `job` is the dotted name (`module:function`) of what each rank calls:
+    """One launch.
+
+    run: the run
+    plan: its plan, if there is one
+    resume: the run must resume
+    command_started: start of the command, in seconds since the epoch
+    job: dotted name (`module:function`) of the function that each rank calls
+
+    The function has this signature:
 
         job(run, resume=resume, plan=plan, command_started=command_started) -> None
 
-    A job that was interrupted, and has saved, leaves with `SystemExit(INTERRUPTED_EXIT_CODE)`.
-    What it prints goes to standard error: standard output is for the result, which the command prints.
-    `command_started` is in seconds since the epoch.
+    A job that was interrupted, and has saved, raises `SystemExit(INTERRUPTED_EXIT_CODE)`. Its output goes to
+    standard error: standard output is for the result, which the command prints.
     """
 
     run: Run
@@ -39,14 +46,14 @@ class Request(FrozenModel):
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """Reads what `save` left. Raises SpecError."""
+        """Reads the request that `save` wrote. Raises SpecError."""
         return cls.read_json(Path(directory, FILE_NAME), what="the request of a launch")
 
     def perform(self) -> None:
-        """Calls the job with what is asked.
+        """Calls the job with the request's arguments.
 
-        Raises LaunchError if there is no such function, and if something in it calls `sys.exit` with anything
-        except INTERRUPTED_EXIT_CODE: work that was not finished must not look finished, whatever the code.
+        Raises LaunchError if the function does not exist, and if something in it calls `sys.exit` with
+        anything except INTERRUPTED_EXIT_CODE: unfinished work must not look finished, whatever the code.
         """
         with gc_disabled():
             job = self.find_job()
@@ -63,7 +70,7 @@ class Request(FrozenModel):
             ) from left
 
     def find_job(self) -> Callable[..., object]:
-        """The function that `job` names. Raises LaunchError if there is none."""
+        """Returns the function that `job` names. Raises LaunchError if there is none."""
         module, _, name = self.job.partition(":")
         job = getattr(importlib.import_module(module), name, None)
         if not callable(job):

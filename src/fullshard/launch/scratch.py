@@ -1,4 +1,4 @@
-"""The private directory of a launch, which does not outlast it, not even one that was killed."""
+"""The private directory of a launch, which is removed after it, even if the launch was killed."""
 
 import fcntl
 import os
@@ -16,9 +16,9 @@ _LOCK, _UNLOCKED = "lock", "unlocked"
 
 @contextmanager
 def private_directory() -> Generator[Path]:
-    """A new directory in the temporary directory, for this user alone, which is removed at the end.
+    """Creates a directory in the temporary directory, for this user only, and removes it at the end.
 
-    Those that killed processes have left there are removed first: see `remove_abandoned`.
+    First removes the directories that killed processes left there: see `remove_abandoned`.
     """
     remove_abandoned(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
@@ -26,19 +26,19 @@ def private_directory() -> Generator[Path]:
         with (directory / _UNLOCKED).open("w") as lock:
             lock.write(_kernel())
             lock.flush()
-            # Locked before it has its name: a lock that is free is that of a process that is dead.
-            with suppress(OSError):  # no locks here, so nobody will know whether this process is dead
+            # The file gets its final name only once it is locked, so a free lock belongs to a dead process.
+            with suppress(OSError):  # no locks on this file system: `remove_abandoned` leaves it
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 (directory / _UNLOCKED).rename(directory / _LOCK)
             yield directory
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Removes the private directories in `parent` whose process is certainly dead; leaves all others.
+    """Removes the private directories in `parent` whose process is certainly dead, and leaves all others.
 
-    The kernel frees a lock when the process that holds it ends, however it ends. This kernel knows only of
-    its own processes, so directories of other machines, or from before it was booted, are left alone. So is
-    what another user owns, and what holds no lock.
+    The kernel frees a lock when the process that holds it ends, however it ends. This kernel knows only its
+    own processes, so directories of other machines, or from before the last boot, are left alone. So are
+    directories of other users, and directories without a lock.
     """
     for directory in parent.glob(f"{_PREFIX}*"):
         if _is_ours(directory) and _is_free(directory / _LOCK):
@@ -48,7 +48,7 @@ def remove_abandoned(parent: Path) -> None:
 def _is_ours(directory: Path) -> bool:
     try:
         found = directory.lstat()
-    except OSError:  # another launch has removed it at the same time
+    except OSError:  # another launch removed it at the same time
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
@@ -71,7 +71,7 @@ def _is_free(lock: Path) -> bool:
 
 
 def _kernel() -> str:
-    """Returns a name that no other running kernel has."""
+    """Returns a name that identifies the running kernel."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()

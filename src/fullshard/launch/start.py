@@ -1,4 +1,4 @@
-"""A request on the ranks there are: those that were given, or our own."""
+"""Performing a request on the ranks that a launcher started, or on ranks of our own."""
 
 import os
 
@@ -10,16 +10,17 @@ from fullshard.launch.request import Request
 from fullshard.profiler.detect import may_have_gpus
 from fullshard.spec.plan import DeviceType, Plan
 
-# See `RunSection.ranks`. Two show that sharding works; more only fight for the cores.
+# See `RunSection.ranks`. Two show that sharding works; more only compete for the cores.
 CPU_RANKS = 2
 
 
 def start(request: Request) -> int:
-    """Performs `request` and returns the exit code of the whole (see `run_ranks`).
+    """Performs `request`, and returns the exit code of the launch (see `run_ranks`).
 
-    Under torchrun or srun this process is one rank: it does that rank's work, and raises what goes wrong.
-    Whether a plan for another number of ranks is wrong there, only the job can tell: nodes may have left.
-    Elsewhere it starts `run.ranks` ranks of its own: unset, one for each GPU, or two on the CPU.
+    Under torchrun or srun, this process is one rank: it does that rank's work, and raises its errors. Whether
+    a plan for another number of ranks is wrong there, only the job can decide, because nodes may have left.
+    Otherwise it starts `run.ranks` ranks of its own: by default one per GPU, or two on the CPU.
+
     Raises PlanError or LaunchError before any rank is started, if the run cannot be laid out.
     """
     if under_srun() and not under_torchrun():
@@ -34,7 +35,7 @@ def start(request: Request) -> int:
 
 
 def own_ranks(request: Request) -> tuple[int, DeviceType]:
-    """How many ranks to start here, and what each computes on."""
+    """Returns the number of ranks to start here, and their device type."""
     run, plan = request.run, request.plan
     gpus = 0 if run.run.device == "cpu" or (plan and plan.device == "cpu") else _gpus()
     if run.run.device == "cuda" and not gpus:
@@ -58,13 +59,16 @@ def own_ranks(request: Request) -> tuple[int, DeviceType]:
 def _gpus() -> int:
     if not may_have_gpus():
         return 0
-    import torch  # costs a second, which a run on the CPU need not pay before it is checked
+    import torch  # takes a second, which the check of a CPU run avoids
 
     return torch.cuda.device_count()
 
 
 def _check(request: Request, *, ranks: int, device: DeviceType | None) -> None:
-    """What can be known to be wrong before there are ranks. `device` None: the rank will see."""
+    """Raises the errors that can be found before ranks exist.
+
+    device: None leaves the check of the device to the rank
+    """
     if request.plan is None:
         Plan.from_run(request.run, world_size=ranks, device=device or "cpu")
         return

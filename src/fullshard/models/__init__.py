@@ -1,1 +1,3 @@
-"""The reference transformer. Any other `nn.Module` trains just as well."""
+"""Models of a run: the reference decoder, transformers models, and
+any `nn.Module` from the user's function.
+"""

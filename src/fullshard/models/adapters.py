@@ -1,8 +1,8 @@
-"""Low-rank adapters on a model that has no values yet, by peft. Needs the extra `hf`.
+"""Adds low-rank adapters to a model without values, by peft. Needs the extra `hf`.
 
-[Note: initialised alone] peft initialises an adapter when it is put in, whole, on every rank. Here it is put
-in on the meta device, and gets its values with all others: A as a linear module by itself does (which is what
-peft takes), B zeros. The model's own `_init_weights` must not overwrite them.
+[Note: initialised alone] peft initialises a whole adapter on every rank when it is inserted. Here it is
+inserted on the meta device and initialised with all other parameters: A like a linear module (peft's
+default), B with zeros. The model's own `_init_weights` must not overwrite these values.
 """
 
 import importlib.util
@@ -25,10 +25,11 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def add_adapter(
     model: nn.Module, section: AdapterSection, *, own_dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """Puts adapters into `model` (on the meta device, in place), and freezes what is not trained. Returns it.
+    """Inserts adapters into `model`, freezes the other parameters, and returns it.
 
-    `own_dtype`: what the base is kept in where `base_dtype` is auto; unset, as it stands.
-    Raises MissingExtraError without peft, SpecError for targets that the model does not have.
+    `model` is on the meta device and is changed in place. Modules in `adapter.trained` are not frozen.
+    `own_dtype` is the dtype of the base if `base_dtype` is auto; None leaves it unchanged. Raises
+    MissingExtraError without peft, SpecError for targets that the model does not have.
     """
     if section.rank == 0:
         return model
@@ -56,7 +57,10 @@ def add_adapter(
 
 
 def lora_config(section: AdapterSection, *, targets: list[str], turned: bool) -> Any:
-    """peft's LoraConfig of `section`, for modules of these names. `turned`: weights are (in, out)."""
+    """Returns peft's LoraConfig of `section` for the modules `targets`. `turned`: weights are (in, out).
+
+    Raises SpecError for options that peft does not have.
+    """
     options = {key: value for key, value in section.options.items() if key != "init_lora_weights"}
     try:
         return _import_peft().LoraConfig(
@@ -78,12 +82,12 @@ def _import_peft() -> Any:
 
 
 def _whole(number: float) -> float | int:
-    """As peft's own files have it."""
+    """Returns whole numbers as int, as in peft's own files."""
     return int(number) if number == int(number) else number
 
 
 def _targets(model: nn.Module, section: AdapterSection) -> list[str]:
-    """Whole names of the modules that get adapters."""
+    """Returns the full names of the modules that get adapters."""
     if section.targets != "all-linear":
         found = _named(model, section.targets, key="adapter.targets")
         names = {module: name for name, module in model.named_modules()}
@@ -103,17 +107,20 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def is_turned(module: nn.Module) -> bool:
-    """GPT-2's linear modules are transformers' own, with their weight the other way round."""
+    """Returns True for GPT-2's linear modules, which store the weight transposed, as (in, out)."""
     return type(module).__name__ == "Conv1D"
 
 
 def _in_a_block(name: str) -> bool:
-    """Blocks stand in lists, whose names are numbers; a head does not."""
+    """Returns True for a module inside a numbered block, which a head is not."""
     return any(part.isdigit() for part in name.split("."))
 
 
 def _named(model: nn.Module, ends: tuple[str, ...], *, key: str) -> list[nn.Module]:
-    """The modules whose names end in one of `ends`, each of which must name one."""
+    """Returns the modules whose names end in one of `ends`.
+
+    Raises SpecError for an end that matches no module.
+    """
     modules = {name: module for name, module in model.named_modules() if name}
     found: list[nn.Module] = []
     for end in ends:
@@ -138,7 +145,7 @@ def _keep_base_in(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def _initialise_by_itself(model: nn.Module, *, gaussian: bool) -> None:
-    """See [Note: initialised alone]."""
+    """Initialises adapters separately from the model. See [Note: initialised alone]."""
     own: set[nn.Module] = set()
     for module, act in _initialisers(model, gaussian=gaussian):
         setattr(module, "reset_parameters", act)  # noqa: B010
@@ -153,7 +160,7 @@ def _initialise_by_itself(model: nn.Module, *, gaussian: bool) -> None:
 
 
 def _initialisers(model: nn.Module, *, gaussian: bool) -> Iterator[tuple[nn.Module, Callable[[], object]]]:
-    """(module that holds a part of an adapter, what gives it its values), as peft does it."""
+    """Yields (module with a part of an adapter, function that initialises it as peft does)."""
     for layer in model.modules():
         for kind in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
             parts: Any = getattr(layer, kind, None)

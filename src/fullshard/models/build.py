@@ -1,4 +1,4 @@
-"""build_model(run): the module that [model] names, without values."""
+"""build_model(run): builds the module that [model] names, without values."""
 
 import torch
 from torch import nn
@@ -13,9 +13,9 @@ from fullshard.spec.run import Run
 
 
 def build_model(run: Run) -> nn.Module:
-    """The model of `run`, its parameters on the meta device, with the adapters that it asks for.
+    """Builds the model of `run` with its adapters, with parameters on the meta device.
 
-    Raises SpecError for a model that is not there or cannot be built; MissingExtraError.
+    Raises SpecError for a model that does not exist or cannot be built; MissingExtraError.
     """
     section = run.model
     if isinstance(section, DecoderConfig):
@@ -27,12 +27,15 @@ def build_model(run: Run) -> nn.Module:
 
 
 def flops_per_token(model: nn.Module, run: Run) -> float | None:
-    """See `model_flops_per_token`, for the reference decoder; None for others, which `describe` counts."""
+    """Returns `model_flops_per_token` of the reference decoder.
+
+    None for other models, whose operations `describe` counts.
+    """
     section = run.model
     if not isinstance(section, DecoderConfig):
         return None
     parameters = sum(p.numel() for p in model.parameters())
-    if not section.tied:  # else the embedding is looked up, and multiplied with as the head
+    if not section.tied:  # a tied embedding also counts, since it is the head's matrix
         parameters -= section.vocabulary * section.d_model
     return model_flops_per_token(
         parameters,

@@ -1,4 +1,4 @@
-"""What a model cannot be given: sequences longer than its positions, tokens beyond its vocabulary."""
+"""Checks that a model supports the data: sequence length against positions, tokens against vocabulary."""
 
 from typing import Any, cast
 
@@ -14,12 +14,13 @@ _POSITIONS = "max_position_embeddings"
 
 
 def check_positions(model: nn.Module, run: Run) -> None:
-    """Raises SpecError for sequences that a model of transformers that predicts tokens has no positions for.
+    """Raises SpecError for sequences longer than the positions of a transformers model that predicts tokens.
 
-    Rotary tables go on for ever, but a model was not trained beyond what its config says: more is said there.
+    Rotary tables have no end, but the model was not trained beyond the length in its config. A longer length
+    must be set there.
     """
     if not is_causal_lm(model):
-        return  # of its own batches nothing is known here; the reference decoder's run was checked when read
+        return  # batches of other models are unknown; the reference decoder was checked when the run was read
     config: Any = model.config
     text = config.get_text_config()
     longest = getattr(text, _POSITIONS, None)
@@ -35,7 +36,7 @@ def check_positions(model: nn.Module, run: Run) -> None:
 
 
 def vocabulary_of(model: nn.Module, run: Run) -> int | None:
-    """How many tokens the model has rows for; None where it does not say."""
+    """Returns the number of tokens that the model has rows for; None if unknown."""
     if isinstance(run.model, DecoderConfig):
         return run.model.vocabulary
     if not isinstance(run.model, HuggingFaceModel):
@@ -47,22 +48,20 @@ def vocabulary_of(model: nn.Module, run: Run) -> int | None:
 
 
 def check_vocabulary(model: nn.Module, run: Run, *, tokens: int | None) -> None:
-    """Raises SpecError for data with tokens up to `tokens` - 1, where the model has no row for them. None:
-    not known.
+    """Raises SpecError if the data has tokens up to `tokens` - 1 and the model has no row for them.
 
-    A model may have more: many are padded to a round number.
+    `tokens` is None if unknown. A model may have more rows, since many are padded to a round number.
     """
     _check_rows(vocabulary_of(model, run), run, tokens=tokens)
 
 
 def check_known_vocabulary(run: Run, *, tokens: int | None) -> None:
-    """Raises the same where what [model] says is enough to tell, without the model: before tokens are made
-    that it has no row for."""
+    """Raises SpecError as `check_vocabulary` does, from [model] alone, before tokens are made."""
     _check_rows(_known_vocabulary(run), run, tokens=tokens)
 
 
 def _known_vocabulary(run: Run) -> int | None:
-    """The rows that the run, or the config.json that it names, gives the model; None where they do not."""
+    """Returns the rows defined by the run or the config.json that it names; None if unknown."""
     if isinstance(run.model, DecoderConfig):
         return run.model.vocabulary
     if not isinstance(run.model, HuggingFaceModel):

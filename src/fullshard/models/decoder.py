@@ -10,7 +10,7 @@ from fullshard.spec.model_section import DecoderConfig
 class RotaryPositions(nn.Module):
     """Rotates pairs of channels by an angle that grows with the position. RoFormer: arXiv:2104.09864.
 
-    The tables are buffers that no checkpoint holds; `reset_buffers` computes them, also after a meta device.
+    The tables are buffers outside checkpoints. `reset_buffers` computes them, also after the meta device.
     """
 
     cosine: Tensor  # (max_sequence, head_dim / 2), fp32
@@ -34,7 +34,10 @@ class RotaryPositions(nn.Module):
         self.sine.copy_(angles.sin())
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """x: (batch, heads, sequence, head_dim); `positions`: (batch, sequence), unset 0, 1, 2, …"""
+        """Rotates x (batch, heads, sequence, head_dim).
+
+        `positions` is (batch, sequence), by default 0, 1, 2, …
+        """
         if positions is None:
             length = x.shape[-2]
             cosine, sine = self.cosine[:length].to(x.dtype), self.sine[:length].to(x.dtype)
@@ -71,7 +74,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: arXiv:2002.05202."""
+    """SwiGLU feed-forward layer: arXiv:2002.05202."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -84,7 +87,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each on the normed residual stream."""
+    """Attention, then feed-forward, each applied to the normalised residual stream."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -100,14 +103,17 @@ class Block(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """`positions`: (batch, sequence), unset 0, 1, 2, …; `mask`: (batch, 1, sequence, sequence) bool, who
-        sees whom, unset all before."""
+        """Applies the block.
+
+        positions: (batch, sequence); by default 0, 1, 2, …
+        mask: bool (batch, 1, sequence, sequence), True where a token is attended to; by default causal
+        """
         x = x + self.attention(self.attention_norm(x), rotary, positions, mask)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
 class DecoderModel(nn.Module):
-    """tokens (batch, sequence) int64 -> logits (batch, sequence, vocabulary)."""
+    """Decoder that maps tokens (batch, sequence) int64 to logits (batch, sequence, vocabulary)."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -125,8 +131,8 @@ class DecoderModel(nn.Module):
     def _init_weights(self, module: nn.Module) -> None:
         """Initialises the parameters that `module` itself holds.
 
-        Normal with 0.02 deviation (0.02 / sqrt(2 · layers) where a block writes to the residual stream,
-        as GPT-2 does), norms one.
+        Weights are normal with standard deviation 0.02, or 0.02 / sqrt(2 · layers) for projections that write
+        to the residual stream, as in GPT-2. Norms are one.
         """
         if isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
@@ -140,7 +146,10 @@ class DecoderModel(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
     ) -> Tensor:
-        """`positions`, `documents`: (batch, sequence) int64. A token sees those before it in its document."""
+        """Returns the logits. `positions`, `documents`: int64 (batch, sequence).
+
+        With `documents`, a token attends only to earlier tokens of its document.
+        """
         x = self.embedding(tokens)
         mask = None if documents is None else _same_document(documents)
         for block in self.blocks:
@@ -149,6 +158,6 @@ class DecoderModel(nn.Module):
 
 
 def _same_document(documents: Tensor) -> Tensor:
-    """(batch, 1, sequence, sequence) bool: causal, within a document."""
+    """Returns a causal mask within documents, bool (batch, 1, sequence, sequence)."""
     same = documents[:, :, None] == documents[:, None, :]
     return same.tril().unsqueeze(1)

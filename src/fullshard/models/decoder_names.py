@@ -1,4 +1,4 @@
-"""The reference decoder as transformers knows it: a Llama, with other names for the same tensors."""
+"""Exports the reference decoder as a Llama: the same tensors under transformers' names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ _BLOCK = {
     "feed_forward.down": "mlp.down_proj",
 }
 _AROUND = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-# What a Llama says of each size. One that a Llama cannot say must not be left out in silence.
+# Llama's name of each size. A size without a Llama name must raise an error, not be dropped silently.
 _SIZES = {
     "vocabulary": "vocab_size",
     "d_model": "hidden_size",
@@ -35,9 +35,9 @@ _SIZES = {
 
 
 def llama_config(decoder: DecoderConfig) -> dict[str, Any]:
-    """The config.json of the Llama that computes what `decoder` does.
+    """Returns the config.json of the Llama that computes the same as `decoder`.
 
-    Raises CheckpointError for what a Llama does not have.
+    Raises CheckpointError for settings that a Llama does not have.
     """
     dumped = decoder.model_dump()
     other = [
@@ -69,7 +69,10 @@ def llama_config(decoder: DecoderConfig) -> dict[str, Any]:
 
 
 def llama_names(tensors: Mapping[str, Shape]) -> WeightMap:
-    """Llama's names of the decoder's tensors. Raises CheckpointError for one that it does not have."""
+    """Maps the decoder's tensors to Llama's names.
+
+    Raises CheckpointError for a tensor that a Llama does not have.
+    """
     parts: dict[str, tuple[Part, ...]] = {}
     shapes: dict[str, Shape] = {}
     for name, shape in tensors.items():

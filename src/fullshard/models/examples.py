@@ -1,4 +1,4 @@
-"""A batch as a model of transformers takes it, in shape alone: what a model is described with."""
+"""Example batches for transformers models, with shapes only, for describing a model."""
 
 import inspect
 from typing import Any
@@ -8,15 +8,15 @@ from torch import Tensor, nn
 
 from fullshard.spec.run import Run
 
-# Heads that give a number, or a class, for the whole of a sequence or an image.
+# Heads with one label per sequence or image.
 _ONE_LABEL = ("ForImageClassification", "ForSequenceClassification", "ForAudioClassification")
 
 
 def example_batch(model: nn.Module, run: Run, *, rows: int) -> dict[str, Tensor] | None:
-    """What `model(**batch)` takes, on the meta device: ids, images, labels. None where that is not known.
+    """Returns the arguments of `model(**batch)` on the meta device: ids, images, labels. None if unknown.
 
-    Token ids have `data.sequence_length`, or as many as the model has positions; images are as the config
-    says.
+    Token ids have `data.sequence_length` tokens, or the number of the model's positions if that is smaller.
+    Images have the config's size.
     """
     config: Any = getattr(model, "config", None)
     takes = inspect.signature(model.forward).parameters

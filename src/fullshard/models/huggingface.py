@@ -1,4 +1,4 @@
-"""Models of transformers, from their config.json, without weights. Needs the extra `hf`."""
+"""Builds transformers models from their config.json, without weights. Needs the extra `hf`."""
 
 import difflib
 import importlib
@@ -24,27 +24,29 @@ _CAUSAL = "AutoModelForCausalLM"
 
 
 def meta_model(config_path: str | Path) -> nn.Module:
-    """The model that `config_path` (a config.json, its directory, or a name in the local cache) describes,
-    without any weight: parameters are on the meta device, buffers as the constructor computed them.
+    """Builds the model that `config_path` describes, without weights.
 
-    Raises what `hf_model` does.
+    `config_path` is a config.json, its directory, or a name in the local cache. Parameters are on the meta
+    device, buffers as the constructor computed them. Raises the same errors as `hf_model`.
     """
     return hf_model(HuggingFaceModel(hf=str(config_path)))
 
 
 def hf_model(section: HuggingFaceModel) -> nn.Module:
-    """The model of transformers that `section` names, as it is trained here: without weights, in fp32 until
-    the plan says otherwise (whatever dtype its file names), and without a cache of keys and values.
+    """Builds the transformers model that `section` names, as it is trained here.
 
-    Code that comes with the model is run only with `trust_remote_code`. Raises MissingExtraError without
-    transformers, SpecError for a name that is not on this machine, a config that transformers has no model
-    for, an option that the config does not have, and an attention that the model cannot compute with.
+    It has no weights, is in fp32 until the plan changes that (whatever dtype its file names), and has no
+    key/value cache. Code that comes with the model is run only with `trust_remote_code`.
+
+    Raises MissingExtraError without transformers. Raises SpecError for a name that is not on this machine, a
+    config without a transformers model, an option that the config does not have, and an attention
+    implementation that the model does not support.
     """
     config = hf_config(section)
     model_class = _model_class(section, config)
     attention = None if section.attention == "auto" else section.attention
     build: Any = getattr(model_class, "_from_config", None)
-    if build is None:  # an auto class; whether code beside the model is trusted was decided above
+    if build is None:  # an auto class; `_model_class` has checked code beside it
         build = partial(model_class.from_config, trust_remote_code=False)
 
     def refused(got: str) -> SpecError:
@@ -59,7 +61,7 @@ def hf_model(section: HuggingFaceModel) -> nn.Module:
 
 
 def import_transformers(source: str) -> Any:
-    """The package. Raises MissingExtraError that says it is for `source`."""
+    """Imports transformers. Raises MissingExtraError that names `source`."""
     if importlib.util.find_spec("transformers") is None:
         raise MissingExtraError("hf", package="transformers", needed_for=f"[model] {source}")
     import_quietly("transformers.modeling_utils")
@@ -67,7 +69,7 @@ def import_transformers(source: str) -> Any:
 
 
 def hf_config(section: HuggingFaceModel) -> Any:
-    """The config of transformers with the options in place. Raises what `hf_model` does."""
+    """Returns the transformers config with the options applied. Raises the same errors as `hf_model`."""
     import_transformers(section.source)
     path = locate(section.hf)
     data = read_config(path)
@@ -80,7 +82,7 @@ def hf_config(section: HuggingFaceModel) -> Any:
             why="a model's has model_type, a text",
         )
     config_class = _config_class(section, data, path=path)
-    data.pop("quantization_config", None)  # how the file's weights are packed; they are trained unpacked
+    data.pop("quantization_config", None)  # describes packed weights; training uses unpacked ones
     if not section.trust_remote_code:
         data = without_code(data)
     with ForeignErrors(lambda got: SpecError(f"{section.source}: {path} is not valid.", got=got)):
@@ -90,7 +92,7 @@ def hf_config(section: HuggingFaceModel) -> Any:
             check_sizes(changed, source=f"{section.source}, with model.options")
             config = config_class.from_dict(changed)
     for part in _parts(config):
-        part.use_cache = False  # keys and values that only generating needs
+        part.use_cache = False  # only generation needs the key/value cache
     return config
 
 
@@ -111,14 +113,14 @@ def _config_class(section: HuggingFaceModel, data: Mapping[str, Any], *, path: P
 
 
 def own_dtype(section: HuggingFaceModel) -> torch.dtype | None:
-    """What the config says that the weights are kept in; None where it does not."""
+    """Returns the dtype of the weights according to the config; None if it does not define one."""
     data = read_config(locate(section.hf))
     found = getattr(torch, str(data.get("dtype", data.get("torch_dtype"))), None)
     return found if isinstance(found, torch.dtype) else None
 
 
 def is_causal_lm(model: nn.Module) -> bool:
-    """Whether it is a model of transformers that gives the logits of the next token, sharded or not."""
+    """Returns True for a transformers model, sharded or not, that outputs next-token logits."""
     if not hasattr(getattr(model, "config", None), "model_type"):
         return False
     auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
@@ -128,10 +130,10 @@ def is_causal_lm(model: nn.Module) -> bool:
 
 
 def _with_options(data: Mapping[str, Any], section: HuggingFaceModel, *, config: Any) -> dict[str, Any]:
-    """The file's values with the options over them, `config` being what the file alone says.
+    """Returns the file's values with the options applied. `config` is the config of the file alone.
 
-    An option goes by the config's own name or by the one that all models have (`num_hidden_layers`). One for
-    a part (`text_config`) is a table. Lists with an entry a layer follow the number of layers.
+    An option is named as in the config, or by the name common to all models (`num_hidden_layers`). An option
+    for a part (`text_config`) is a table. Lists with one entry per layer follow the number of layers.
     """
     changed = dict(data)
     own_names: Mapping[str, str] = getattr(config, "attribute_map", {})
@@ -156,7 +158,10 @@ def _with_options(data: Mapping[str, Any], section: HuggingFaceModel, *, config:
 
 
 def _with_layers(data: Mapping[str, Any], *, before: int, now: int) -> dict[str, Any]:
-    """Lists of one entry a layer are cut to `now`; where they are too short the config makes them anew."""
+    """Cuts lists with one entry per layer to `now`.
+
+    Lists that are too short are removed, and the config rebuilds them.
+    """
     per_layer = {key for key, value in data.items() if isinstance(value, list) and len(value) == before > 1}
     return {
         key: value[:now] if key in per_layer else value
@@ -166,7 +171,7 @@ def _with_layers(data: Mapping[str, Any], *, before: int, now: int) -> dict[str,
 
 
 def _parts(config: Any) -> Iterable[Any]:
-    """The config and those of its parts (a text and an image model)."""
+    """Yields the config and the configs of its parts (such as a text and an image model)."""
     yield config
     for name in getattr(config, "sub_configs", {}):
         part = getattr(config, name, None)

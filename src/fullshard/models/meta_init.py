@@ -1,4 +1,4 @@
-"""Modules that are constructed without their parameters, but with their buffers."""
+"""Constructs modules without their parameters, but with their buffers."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from fullshard.errors import SpecError
 from fullshard.quantities import format_bytes
 
 _VALUES = "_constructed_values"
-# A table of values that are not all the same is kept with the module up to this size.
+# Largest number of elements of a non-constant parameter that is kept with the module.
 _MOST_KEPT = 1 << 20
 # Kimi K2 has 70,000 parameters in 61 blocks of 384 experts.
 _MOST_PARAMETERS = 300_000
@@ -35,31 +35,31 @@ _Kept = float | NDArray[np.float64]
 def without_parameters(
     construct: Callable[[], nn.Module], *, most_parameters: int = _MOST_PARAMETERS
 ) -> nn.Module:
-    """What `construct()` returns, with every parameter on the meta device and every buffer as computed.
+    """Returns the module that `construct()` builds, with parameters on the meta device and computed buffers.
 
-    Constructors compute buffers (tables of rotary positions, masks, position numbers) that nothing could
-    compute again later, and that no checkpoint holds; on the meta device they would be lost
-    (transformers#45902). So only `torch.empty`, which parameters are made of, gives tensors without storage.
-    A parameter that the constructor makes of values (ones, a temperature) gets these again when the model is
-    initialised, unless its module has `reset_parameters`, and before `_init_weights` has its say.
+    Constructors compute buffers (rotary tables, masks, position numbers) that cannot be computed again later
+    and are in no checkpoint. On the meta device they would be lost (transformers#45902). So only
+    `torch.empty`, from which parameters are made, returns tensors without storage. A parameter that the
+    constructor fills with values (ones, a temperature) gets them again when the model is initialised, unless
+    its module has `reset_parameters`. Then `_init_weights` is applied.
 
-    The same values on every rank: random numbers begin anew here. Whatever `construct` raises comes through.
-    Raises SpecError for a model with more than `most_parameters`, or with tables that are too large to be
-    meant. A wrong number in a config would else take all memory, or hours, before anything could be said.
+    The random seed is fixed here, so that values are the same on every rank. Errors of `construct` are passed
+    on. Raises SpecError for a model with more than `most_parameters`, or with implausibly large tables.
+    Otherwise a wrong number in a config could use up all memory, or run for hours, before an error.
     """
     with torch.random.fork_rng(devices=[]), _EmptyOnMeta(most_parameters):
         torch.manual_seed(0)
         model = construct()
-    if isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # somebody's own function
+    if isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         _let_go(model)
         setattr(model, "_init_weights", _with_constructed_values(getattr(model, "_init_weights", None)))  # noqa: B010
     return model
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Tensors that are made without values, and without a word on where, are on the meta device.
+    """Puts tensors that are created without values and without a device on the meta device.
 
-    Their number is limited, and so is the size of those that are made of one value.
+    Limits the number of these tensors, and the size of those that are filled with values.
     """
 
     def __init__(self, most_parameters: int) -> None:
@@ -78,7 +78,7 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **given)
 
     def _check_table(self, func: Any, args: Any, *, given: Mapping[str, Any]) -> None:
-        """Raises SpecError for a table that is too large. It is made without storage first."""
+        """Raises SpecError for a table that is too large. Its size is found on the meta device."""
         planned = func(*args, **{**given, "device": "meta"})
         if planned.nbytes > _MOST_TABLE_BYTES:
             raise SpecError(
@@ -89,7 +89,7 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 
 def _let_go(model: nn.Module) -> None:
-    """Every parameter on the meta device; ties stay tied."""
+    """Replaces every parameter by one on the meta device. Tied parameters stay tied."""
     replaced: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -105,15 +105,17 @@ def _let_go(model: nn.Module) -> None:
 
 
 def _kept(value: Tensor) -> _Kept | None:
-    """The value, in little memory and no tensor (a copy of the module may be made of fake ones); None where
-    it takes more."""
+    """Returns the value in compact form: a number if constant, otherwise an array; None if it is too large.
+
+    It is not a tensor, because the module may be copied under fake tensors.
+    """
     if value.numel() and bool((value == value.flatten()[0]).all()):
-        return float(value.flatten()[0].item())  # the one value of them all
+        return float(value.flatten()[0].item())  # the value of all elements
     return value.double().numpy() if value.numel() <= _MOST_KEPT else None
 
 
 def _with_constructed_values(then: Callable[[nn.Module], object] | None) -> Callable[[nn.Module], None]:
-    """An initialiser of one module: the values that its constructor gave, then the model's own."""
+    """Returns an initialiser of one module: sets the constructor's values, then calls `then`."""
 
     def initialise(module: nn.Module) -> None:
         values: dict[str, _Kept] = vars(module).get(_VALUES, {})

@@ -1,4 +1,4 @@
-"""[model] python: any module, from somebody's own function."""
+"""Builds models from the user's own function ([model] python)."""
 
 from torch import nn
 
@@ -9,9 +9,10 @@ from fullshard.spec.model_section import PythonModel
 
 
 def python_model(section: PythonModel) -> nn.Module:
-    """What the factory returns for `options`, its parameters on the meta device.
+    """Builds the module that the factory returns for `options`, with parameters on the meta device.
 
-    Raises SpecError for a factory that is not there, that does not take the options, or returns no module.
+    Raises SpecError for a factory that does not exist, does not accept the options, or does not return a
+    module.
     """
     factory = import_object(section.python, key="model.python")
     try:

@@ -1,16 +1,16 @@
-"""Imports of packages that bring torchao along."""
+"""Imports packages that import torchao, without its warnings."""
 
 import importlib
 import logging
 from types import ModuleType
 
-# transformers and peft import torchao, if it is installed, whatever they are asked for. torchao warns of its
-# kernels for other torch builds, and torch warns of torchao's enums.
+# transformers and peft always import torchao if it is installed. torchao warns about its kernels for other
+# torch builds, and torch warns about torchao's enums.
 _WARN = ("torchao", "torch.utils._pytree")
 
 
 def import_quietly(name: str) -> ModuleType:
-    """Imports a module without the warnings of torchao, which concern nothing that is used here."""
+    """Imports a module without torchao's warnings, which are irrelevant here."""
     loggers = [logging.getLogger(one) for one in _WARN]
     levels = [one.level for one in loggers]
     try:

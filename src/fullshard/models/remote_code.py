@@ -1,4 +1,4 @@
-"""Python code that lies beside a model: it is run only where `model.trust_remote_code` says so."""
+"""Python code beside a model, which is run only with `model.trust_remote_code`."""
 
 import importlib
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from fullshard.errors import SpecError
 from fullshard.spec.model_section import HuggingFaceModel
 
 _AUTO_MAP = "auto_map"
-# Values of a config that name code: classes in files beside it, and kernels in repositories of the hub.
+# Config keys that name code: classes in files beside the config, and kernels in hub repositories.
 _NAMES_CODE = {
     _AUTO_MAP,
     "attn_implementation",
@@ -27,7 +27,7 @@ def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def code_beside(config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the classes that a config takes from files beside it, by the auto class each stands for."""
+    """Returns the classes that a config takes from files beside it, keyed by auto class."""
     named = config.get(_AUTO_MAP)
     if not isinstance(named, Mapping):
         return {}
@@ -35,9 +35,9 @@ def code_beside(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def class_beside(reference: str, *, directory: Path, source: str) -> Any:
-    """Runs the file that `reference` (`file.Class`) names, and returns the class. Nothing is fetched.
+    """Runs the file that `reference` (`file.Class`) names, and returns the class. Downloads nothing.
 
-    Raises SpecError for a file or a class that is not there.
+    Raises SpecError for a file or a class that does not exist.
     """
     modules: Any = importlib.import_module("transformers.dynamic_module_utils")
     try:
@@ -50,7 +50,7 @@ def class_beside(reference: str, *, directory: Path, source: str) -> Any:
 
 
 def not_trusted(section: HuggingFaceModel, needed: str) -> SpecError:
-    """Returns the error for a model that needs the class `needed` of a file beside it."""
+    """Returns the error for a model that needs the class `needed` from a file beside it."""
     return SpecError(
         f"{section.source} comes with Python code of its own, which is not run.",
         got=f"auto_map names {needed}, and model.trust_remote_code = false",

@@ -1,4 +1,4 @@
-"""What a batch of tokens is to a model: positions and documents as the arguments that it takes."""
+"""Passes positions and documents of a batch of tokens to a model, in the form that it accepts."""
 
 import importlib
 import inspect
@@ -12,12 +12,12 @@ from fullshard.errors import TrainError
 
 
 def token_arguments(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The keyword arguments beside the tokens. None for a batch of tokens and labels alone.
+    """Returns the keyword arguments besides the tokens; empty for a batch of only tokens and labels.
 
-    batch["positions"], batch["documents"]: (microbatch, sequence) int64; a token sees those before it of its
-    own document. A model of transformers takes `position_ids`, and a mask as its attention wants it; any
-    other takes `positions` and `documents` if its forward names them.
-    Raises TrainError where the model takes neither: it would see across documents.
+    batch["positions"] and batch["documents"] are int64 (microbatch, sequence). A token attends to earlier
+    tokens of its own document. A transformers model gets `position_ids`, and a mask in the form of its
+    attention implementation. Any other model gets `positions` and `documents`. Raises TrainError if the
+    model's forward does not accept them, since it would attend across documents.
     """
     positions, documents = batch.get("positions"), batch.get("documents")
     if positions is None and documents is None:
@@ -30,11 +30,11 @@ def token_arguments(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, 
         return arguments
     tokens = batch["tokens"]
     if documents is None:
-        documents = torch.zeros_like(tokens)  # else it would take positions that begin anew for documents
+        documents = torch.zeros_like(tokens)  # else the model infers documents from restarts
     if positions is None:
         positions = _positions_of(documents)
     attention = str(getattr(config, "_attn_implementation", "eager"))
-    if attention.startswith("flash"):  # which finds the documents by where positions begin anew
+    if attention.startswith("flash"):  # finds the documents by restarting positions
         arguments = {"position_ids": _positions_of(documents)}
     else:
         arguments = {
@@ -58,7 +58,7 @@ def _check_takes(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 
 
 def _positions_of(documents: Tensor) -> Tensor:
-    """(batch, sequence): how many tokens of the same document stand before each."""
+    """Returns (batch, sequence): the number of earlier tokens of the same document."""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -66,7 +66,7 @@ def _positions_of(documents: Tensor) -> Tensor:
 
 
 def _masks(config: Any, documents: Tensor, *, attention: str) -> Any:
-    """One mask for all layers, or one for each kind of layer by its name, as the models take them."""
+    """Returns one mask for all layers, or a dict with one mask per kind of layer, as the models expect."""
     window: int | None = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ())
     if not kinds:
@@ -83,10 +83,11 @@ def _masks(config: Any, documents: Tensor, *, attention: str) -> Any:
 
 
 def _mask(documents: Tensor, *, attention: str, window: int | None) -> Any:
-    """Who sees whom: those before it (`window` of them, with itself) in the same document.
+    """Returns the attention mask: a token attends to earlier tokens of its document and to itself.
 
-    For `flex_attention` a BlockMask, of which masked blocks are not computed; for `eager` what is added to
-    the scores; else bool (batch, 1, sequence, sequence).
+    With `window`, these are at most `window` tokens. For `flex_attention` the mask is a BlockMask, whose
+    masked blocks are not computed. For `eager` it is added to the scores. Otherwise it is bool (batch, 1,
+    sequence, sequence).
     """
     if attention == "flex_attention":
         return _block_mask(documents, window=window)
@@ -96,7 +97,7 @@ def _mask(documents: Tensor, *, attention: str, window: int | None) -> Any:
     seen = (near & (documents[:, :, None] == documents[:, None, :])).unsqueeze(1)
     if attention != "eager":
         return seen
-    # A row always sees itself, so no row is all minus infinity; half precision has its own lowest number.
+    # A token always attends to itself, so no row is fully masked. Half precision has its own lowest number.
     lowest = torch.finfo(torch.bfloat16).min
     return torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, lowest)
 

@@ -1,7 +1,7 @@
-"""State that is not in the accelerator's memory: kept on a drive, crash-safe, and streamed through.
+"""Offloaded state: kept in host memory or on a drive, crash-safe, and streamed through group by group.
 
-drive         a file of fixed size, read and written in place, past the page cache
-directories   what holds a rank's files: who uses it, what earlier runs have left
-manifest      what such a directory says of itself
-generations   a rank's state in two files, one of which is whole at any moment
+drive                a file of fixed size, read and written in place, bypassing the page cache
+directories          a rank's directory: its lock, and the files that earlier runs left
+generation_manifest  on-disk metadata of such a directory
+generations          a rank's state in two files, one of which is complete at any moment
 """

@@ -1,4 +1,4 @@
-"""AdamW whose state is not where the model computes: streamed through, group by group."""
+"""AdamW whose state lives outside the device: it is streamed through, group by group."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,12 +21,17 @@ from fullshard.offload.state import OffloadedState
 from fullshard.offload.store import Parts
 from fullshard.spec.groups import Group, Segment
 
-_CHUNK = 1 << 20  # elements of bf16 moments that are in fp32 at once
+_CHUNK = 1 << 20  # bf16 moment elements held in fp32 at once
 
 
 @dataclass(frozen=True)
 class _GroupUpdate:
-    """What an update needs of one parameter. `gradient`: of this rank's shard, flat."""
+    """Inputs for the update of one parameter.
+
+    gradient: this rank's shard of it, flat
+    step: number of updates including this one, as a scalar tensor
+    seed: seed for stochastic rounding
+    """
 
     gradient: Tensor
     step: Tensor
@@ -35,17 +40,19 @@ class _GroupUpdate:
 
 
 class StreamingAdamW(torch.optim.Optimizer):
-    """AdamW with decoupled decay (arXiv:1711.05101), fused; bit for bit `torch.optim.AdamW`.
+    """AdamW with decoupled decay (arXiv:1711.05101), fused; bit for bit equal to `torch.optim.AdamW`.
 
-    `offloaded` has the masters and moments, `gradients` what they are updated with; parameters that it does
-    not have (scalars) are updated where they are. `step` may return before all is updated: what is gathered
-    next waits for its own part. `gradient_factor`: what the next `step` multiplies gradients by, as clipping
-    does.
+    Parameters that are not offloaded (scalars) are updated in place. `step` may return before the update has
+    finished: each later all-gather waits for its own unit.
 
-    Masters in bf16 are rounded at random from `seed`, as `fullshard.training.stochastic_adamw` does, and so
-    are bf16 moments of fp32 masters. `on_device`: what state passes through to be updated in the device's
-    memory; None: the host updates it where it is. What is drawn to round by depends on where groups, and
-    pieces of them there, begin in a parameter.
+    Masters in bf16 are rounded stochastically from `seed`, as `fullshard.training.stochastic_adamw` does, and
+    so are bf16 moments of fp32 masters. The random numbers depend on where groups begin in a parameter, and,
+    with `on_device`, on where their pieces begin.
+
+    offloaded: the masters and moments
+    gradients: the gradients that `step` applies
+    gradient_factor: factor that the next `step` multiplies gradients by, as clipping does; then 1 again
+    on_device: buffers for an update in the device's memory; if None, the host updates the state in place
     """
 
     def __init__(
@@ -65,19 +72,19 @@ class StreamingAdamW(torch.optim.Optimizer):
 
     @property
     def saved_as(self) -> str:
-        """The optimizer that goes on from the same state without offload."""
+        """Name of the optimizer that resumes from the same state without offload."""
         masters = {p.dtype for p, *_ in self._parameters()}
         return "StochasticAdamW" if torch.bfloat16 in masters else "AdamW"
 
     @property
     def copies(self) -> Iterable[Tensor]:
-        """Of the shards, on the device, where the masters are not."""
+        """The copies of the shards on the device, if the masters are not there."""
         shards = self.offloaded.shards
         return shards.tensors.values() if isinstance(shards, ShardCopies) and not shards.host_bytes else ()
 
     @property
     def passing(self) -> Iterable[Tensor]:
-        """The device's memory that state passes through."""
+        """The device buffers that state passes through."""
         return self._on_device.buffers if self._on_device is not None else ()
 
     @torch.no_grad()
@@ -114,7 +121,7 @@ class StreamingAdamW(torch.optim.Optimizer):
         return loss
 
     def settle(self) -> None:
-        """Returns when the last update is through. Raises what it raised."""
+        """Waits for the last update to finish. Raises the error of a failed update."""
         self.offloaded.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -122,7 +129,7 @@ class StreamingAdamW(torch.optim.Optimizer):
         self.gradients.clear()
 
     def tensors_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """`step`, `exp_avg`, `exp_avg_sq`, as `torch.optim.AdamW` keeps them; nothing before an update."""
+        """Returns `step`, `exp_avg` and `exp_avg_sq` as `torch.optim.AdamW` does; empty before an update."""
         own = dict(self.state.get(parameter, {}))
         name = self.offloaded.names_of.get(parameter)
         if own and name is not None:
@@ -131,11 +138,12 @@ class StreamingAdamW(torch.optim.Optimizer):
         return own
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim.AdamW` has it; the master of a parameter stands beside its moments.
+        """Returns the state as `torch.optim.AdamW` does, with each parameter's master beside its moments.
 
-        As torch's, its tensors are the optimizer's own: later steps change them. Of a drive each is read when
-        it is used, and what is there then counts. A deep copy, or a file, holds what is there now, all of it
-        in memory."""
+        As in torch, the tensors are the optimizer's own, so later steps change them. State on a drive is read
+        each time a tensor is used, and reflects the drive's content at that time. A deep copy, or a saved
+        file, holds the present values, all of them in memory.
+        """
         self.settle()
         found = super().state_dict()
         for index, (parameter, _) in enumerate(self._parameters()):
@@ -145,11 +153,13 @@ class StreamingAdamW(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What `state_dict` gave, of the same parameters on the same ranks; also `torch.optim.AdamW`'s, which
-        leaves masters as they are. Nothing of it is kept; a portion of groups is in memory at once.
+        """Loads a `state_dict` of the same parameters on the same ranks.
 
-        Raises SpecError for shards of other shapes, and changes nothing; OffloadError where a drive fails.
-        After an error half-way there is no state until one is loaded whole.
+        That of `torch.optim.AdamW` loads too, and leaves the masters as they are. The tensors are copied, one
+        portion of groups at a time.
+
+        Raises SpecError for shards of other shapes, before anything is changed. Raises OffloadError if the
+        drive fails. After an error half-way the state is unusable until a complete one is loaded.
         """
         self.offloaded.settle(to_load=True)
         index = {self.offloaded.names_of.get(p): i for i, (p, _) in enumerate(self._parameters())}
@@ -171,7 +181,7 @@ class StreamingAdamW(torch.optim.Optimizer):
                         _local(tensor).zero_() if one is None else _local(tensor).copy_(_local(one))
 
     def _take_over(self, state_dict: dict[str, Any]) -> None:
-        """What is not outside. Tensors stay those that an earlier `state_dict` has, as outside they do."""
+        """Loads the state that is not offloaded, in place, into the tensors of any earlier `state_dict`."""
         before = {parameter: dict(state) for parameter, state in self.state.items()}
         super().load_state_dict(state_dict)
         for parameter, state in self.state.items():
@@ -191,7 +201,7 @@ class StreamingAdamW(torch.optim.Optimizer):
             if key not in state:
                 state[key] = torch.zeros_like(parameter)
         if factor != 1.0:
-            torch._foreach_mul_([job.gradient], factor)  # pyright: ignore[reportPrivateUsage]  # as the others
+            torch._foreach_mul_([job.gradient], factor)  # pyright: ignore[reportPrivateUsage]
         own = [one.view(-1) for one in (parameter, state["exp_avg"], state["exp_avg_sq"])]
         if parameter.dtype is torch.bfloat16:
             _rounded(job, job.gradient, state=(own[0], own[1], own[2]), begin=0)
@@ -210,7 +220,7 @@ def _update_there(  # signature: as `_update`
     on_device.update(group, parts, gradients=own, change=change)
 
 
-def _update(  # signature: what is bound, and what `OffloadedState.update` calls it with
+def _update(  # signature: bound arguments, and those of `OffloadedState.update`
     jobs: Mapping[str, _GroupUpdate],
     group: Group,
     parts: Parts,
@@ -218,7 +228,7 @@ def _update(  # signature: what is bound, and what `OffloadedState.update` calls
     factor: float,
     gradient: Tensor | None = None,
 ) -> None:
-    """`gradient`: of the group, laid out as its parts; None: of each job its own."""
+    """Updates one group. `gradient` is the group's, laid out as its parts; if None, each job has its own."""
     alike: dict[AdamOptions, list[tuple[_GroupUpdate, Segment]]] = defaultdict(list)
     for segment in group.segments:
         job = jobs.get(segment.name)
@@ -247,7 +257,7 @@ def _of(segment: Segment, part: Tensor) -> Tensor:
 
 
 def _step(job: _GroupUpdate, device: torch.device) -> Tensor:
-    """Where the fused kernel wants it. To a GPU it is filled in: the host would wait for a copy."""
+    """Returns the step on `device` for the fused kernel. `torch.full` avoids a blocking copy to a GPU."""
     if job.step.device == device:
         return job.step
     return torch.full((), job.step.item(), dtype=torch.float32, device=device)
@@ -256,7 +266,7 @@ def _step(job: _GroupUpdate, device: torch.device) -> Tensor:
 def _fused(
     state: list[list[Tensor]], gradients: list[Tensor], *, steps: list[Tensor], options: AdamOptions
 ) -> None:
-    """`state`: values, first and second moments."""
+    """Runs the fused kernel. `state` is the values, the first moments and the second moments."""
     torch._fused_adamw_(  # pyright: ignore[reportPrivateUsage]
         state[0],
         gradients,
@@ -286,7 +296,7 @@ def _rounded(job: _GroupUpdate, gradient: Tensor, *, state: tuple[Tensor, ...], 
 def _with_rounded_moments(
     job: _GroupUpdate, gradient: Tensor, *, state: tuple[Tensor, ...], begin: int
 ) -> None:
-    """The fused update of an fp32 master; the moments are in fp32 a chunk at a time."""
+    """Updates an fp32 master with the fused kernel, one chunk of its moments in fp32 at a time."""
     generator, step = _generator(job, begin, device=gradient.device), _step(job, gradient.device)
     for at in range(0, gradient.numel(), _CHUNK):
         value, first, second, g = (one[at : at + _CHUNK] for one in (*state, gradient))

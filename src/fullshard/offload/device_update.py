@@ -1,13 +1,14 @@
-"""An update in the device's memory of state that lies in the host's: it passes through, piece by piece.
+"""Update in the device's memory of state that lives in the host's: it passes through, piece by piece.
 
-[Note: two buffers] A piece is copied into one of two buffers, changed there, and copied back, each by a lane
-of its own (on a GPU a stream), so that a piece comes in while the one before is changed and goes out. A
-buffer is filled again once what it held is out. All of a group is put on the lanes at once, and the host
-waits where the group ends: then its state is whole in the host's memory, and may be written to the drive.
+[Note: two buffers] Each piece is copied into one of two buffers, changed there, and copied back. Each of
+these three acts has its own lane (on a GPU, a stream), so that one piece is copied in while the previous one
+is changed and copied out. A buffer is filled again only after its last content was copied out. All pieces of
+a group are enqueued at once, and the host waits at the end of the group: its state is then complete in host
+memory, and may be written to the drive.
 
-The host's memory is registered with the GPU, or else each copy would wait. A piece need not respect segments.
-It begins at a multiple of CUT_ELEMENTS of its group, and segments at full vectors, so that on a CPU the
-numbers are those of an update of the whole.
+Host memory is registered with the GPU; otherwise each copy would block. Pieces need not respect segments. A
+piece begins at a multiple of CUT_ELEMENTS of its group, and segments begin at full vectors, so that on a CPU
+the results equal those of an update of the whole group.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,8 +25,12 @@ _BUFFERS = 2
 
 
 class Slice(NamedTuple):
-    """Of a group, on the device. `group`: what it has of each segment, as a group of its own; `gradient`:
-    laid out as the parts of its `state`."""
+    """A piece of a group, on the device.
+
+    group: the piece's part of each segment, as a group of its own
+    state: masters and moments of the piece
+    gradient: laid out as the parts of `state`
+    """
 
     group: Group
     state: Parts
@@ -33,23 +38,23 @@ class Slice(NamedTuple):
 
 
 class CopyStream(Protocol):
-    """Does what is put on it in order, while the host goes on."""
+    """Runs enqueued acts in order, without blocking the host."""
 
     def put(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
-        """Has `act` done after what other lanes' `put` returned for; returns what stands for its end."""
+        """Runs `act` after the given results of other lanes' `put`. Returns an event for the end of `act`."""
         ...
 
     def use(self, memory: Tensor) -> None:
-        """What is put on this lane uses `memory`, which was just allocated."""
+        """Makes `memory`, which was just allocated, safe for use by this lane."""
         ...
 
     def settle(self) -> None:
-        """Returns when all is done."""
+        """Waits until all acts are done."""
         ...
 
 
 class CopyStreams(NamedTuple):
-    """Copies in, changes, copies out."""
+    """The lanes for copies in, changes, and copies out."""
 
     into: CopyStream
     change: CopyStream
@@ -57,7 +62,7 @@ class CopyStreams(NamedTuple):
 
 
 class SyncCopy:
-    """No CUDA: what is put is done when `put` returns."""
+    """Lane without CUDA: an act is done when `put` returns."""
 
     def put(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
         act()
@@ -68,8 +73,10 @@ class SyncCopy:
 
 
 class AsyncCopy:
-    """A stream of the GPU `device`. Any thread may put acts on it: the current device is a thread's own, and
-    is set while an act is put."""
+    """A stream of the GPU `device`.
+
+    Any thread may put acts on it: the current device is per thread, and `put` sets it for the act.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -82,8 +89,8 @@ class AsyncCopy:
             return self._stream.record_event()
 
     def use(self, memory: Tensor) -> None:
-        # The block may be used to its end by what was put on the current stream before; and when it is freed,
-        # the allocator must not give it away before this stream is through with it.
+        # Work enqueued earlier on the current stream may still use this block, so this stream waits for it.
+        # When the block is freed, the allocator must not reuse it before this stream is done with it.
         self._stream.wait_stream(torch.cuda.current_stream(memory.device))
         memory.record_stream(self._stream)
 
@@ -92,9 +99,10 @@ class AsyncCopy:
 
 
 class DeviceUpdate:
-    """The buffers for `groups` on `device`, allocated here. `moments`: their dtype; None: the masters'.
+    """Updates `groups` through buffers on `device`, which are allocated here.
 
-    `lanes`: what works on them; unset, streams of a GPU, or else the calling thread.
+    moments: dtype of the moments; None for the masters' dtype
+    lanes: streams to use; by default three streams of a GPU, or else the calling thread
     """
 
     def __init__(
@@ -124,11 +132,10 @@ class DeviceUpdate:
         gradients: Mapping[str, Tensor],
         change: Callable[[Slice], None],
     ) -> None:
-        """Has `change` called with each piece of the group. Returns when `parts` are what it has made of
-        them.
+        """Calls `change` with each piece of the group, and returns when `parts` hold the results.
 
-        `gradients`: flat, of this rank's shards, in the host's memory, in the masters' dtype. Of what is not
-        among them nothing is to be changed.
+        `gradients` are flat, of this rank's shards, in host memory and in the masters' dtype. Segments
+        without one are not to be changed.
         """
         lanes, free = self._lanes, [list[Any]() for _ in self.buffers]
         dtypes = _dtypes(group, self._moments)
@@ -154,8 +161,10 @@ class DeviceUpdate:
 
 
 def pieces(group: Group, elements: int) -> Iterator[tuple[int, Group]]:
-    """Where each of the pieces of `elements` begins that have something of a segment, and what they have, as
-    a group of its own."""
+    """Yields each piece of `elements` that contains part of a segment.
+
+    A piece is its begin in the group, and its part of each segment as a group of its own.
+    """
     for begin in range(0, group.numel, elements):
         segments = tuple(
             Segment(one.name, one.begin + first - one.offset, one.begin + last - one.offset, first - begin)
@@ -167,7 +176,7 @@ def pieces(group: Group, elements: int) -> Iterator[tuple[int, Group]]:
 
 
 def _with(gradients: Mapping[str, Tensor], found: Iterable[tuple[int, Group]]) -> Iterator[tuple[int, Group]]:
-    """Those of which something has a gradient."""
+    """Yields the pieces that have a gradient."""
     return ((begin, piece) for begin, piece in found if any(name in gradients for name in piece.names))
 
 
@@ -191,7 +200,7 @@ def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
 
 
 def _dtypes(group: Group, moments: torch.dtype | None) -> tuple[torch.dtype, ...]:
-    """Of the state, and of the gradients."""
+    """Returns the dtypes of the three parts of the state, and of the gradients."""
     state = dtypes_of(group.dtype, moments)
     return *state, state[0]
 

@@ -1,6 +1,6 @@
-"""The directory of a rank's files on a drive: who uses it, small files in it, what earlier runs have left.
+"""The directory of a rank's files on a drive: its lock, small files, and directories that earlier runs left.
 
-<offload.path>/<run id>/rank-00003/    lock, identity.json, and what `generations` keeps there
+<offload.path>/<run id>/rank-00003/    lock, identity.json, and the files of `generations`
 """
 
 import errno
@@ -21,24 +21,24 @@ IDENTITY = "identity.json"
 LOCK = "lock"
 RANKS, FIRST_RANK = "rank-*", "rank-00000"
 _PATIENCE_SECONDS, _TURN_SECONDS = 1.0, 0.05
-# What a killed rank had started may hold its lock for as long as it needs to see that its parent is gone.
+# Children of a killed rank may hold its lock until they notice that their parent is gone.
 _DYING_SECONDS = 10.0
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def rank_directory(path: Path, *, run_id: str, rank: int) -> Path:
-    """Where the rank `rank` of a run keeps its files, below `offload.path`."""
+    """Returns the directory of a rank's files, below `offload.path`."""
     return path / run_id / f"rank-{rank:05d}"
 
 
 def leftovers(
     path: Path, *, alive_run_id: str | None = None, alive_ranks: int | None = None
 ) -> list[tuple[Path, int]]:
-    """Directories of runs that are over, with the bytes they take on the drive, the largest first.
+    """Returns directories of finished runs with their size on the drive in bytes, the largest first.
 
-    Of `path` (`offload.path`), and without those a process of which still holds its lock. Of the run
-    `alive_run_id` no more than those of ranks past its `alive_ranks`, which it had once. A directory that is
-    none of ours, or that this user cannot read, is left out.
+    Searches `path` (`offload.path`), and skips runs with a process that still holds its lock. Of the run
+    `alive_run_id`, only ranks from `alive_ranks` on are included, which it had earlier. Directories that
+    fullshard did not make, or that this user cannot read, are skipped.
     """
     found: list[tuple[Path, int]] = []
     with suppress(OSError):
@@ -53,7 +53,7 @@ def leftovers(
 
 
 def no_space_error(directory: Path, *, needed_bytes: int, free_bytes: int) -> OffloadError:
-    """The error for a rank's `directory` whose files do not fit; it names what could be removed."""
+    """Returns the error for a rank's `directory` whose files do not fit. It names what could be removed."""
     path, run_id = directory.parent.parent, directory.parent.name
     left = leftovers(path, alive_run_id=run_id)
     names = ", ".join(f"{one} ({format_bytes(size)})" for one, size in left)
@@ -68,7 +68,7 @@ def no_space_error(directory: Path, *, needed_bytes: int, free_bytes: int) -> Of
 
 @contextmanager
 def exclusive(directory: Path) -> Generator[None]:
-    """Makes `directory`, and holds it for this process alone. Raises OffloadError where another has it."""
+    """Makes `directory` and locks it for this process. Raises OffloadError if another process holds it."""
     try:
         make_directory(directory)
         descriptor = _lock(directory)
@@ -79,14 +79,14 @@ def exclusive(directory: Path) -> Generator[None]:
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield
     finally:
-        # Not by closing alone: what this process has forked may live on, with the same descriptor.
-        with suppress(OSError):  # where there are no locks
+        # Closing is not enough: a forked child may still have the descriptor, and with it the lock.
+        with suppress(OSError):  # file systems without locks
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
 def make_directory(directory: Path) -> None:
-    """Makes `directory` and what is missing above it, down to the drive."""
+    """Makes `directory` and its missing parents, and flushes them to the drive."""
     missing = [one for one in (directory, *directory.parents) if not one.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for one in missing:
@@ -94,8 +94,10 @@ def make_directory(directory: Path) -> None:
 
 
 def remove_empty(rank_directory: Path, *, up_to: Path) -> None:
-    """Removes the directories above a rank's, below `up_to`, as far as they are empty: for the last rank
-    to leave, all of them. What cannot be removed stays."""
+    """Removes the empty directories above a rank's, below `up_to`.
+
+    The last rank to leave removes all of them. Directories that cannot be removed stay.
+    """
     with suppress(OSError):
         for one in rank_directory.parents:
             if one == up_to or up_to not in one.parents:
@@ -104,7 +106,7 @@ def remove_empty(rank_directory: Path, *, up_to: Path) -> None:
 
 
 def flush_directory(directory: Path, *, system: System = SYSTEM) -> None:
-    """What was made, renamed or removed in it is so after a crash, too."""
+    """Makes files created, renamed or removed in the directory survive a crash."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
         system.fsync(descriptor)
@@ -113,14 +115,14 @@ def flush_directory(directory: Path, *, system: System = SYSTEM) -> None:
 
 
 def remove(path: Path, *, system: System = SYSTEM) -> None:
-    """Removes a file, if it is there, down to the drive."""
+    """Removes a file, if it exists, and flushes the removal to the drive."""
     path.unlink(missing_ok=True)
-    # Though it is not there: an earlier removal may have failed before it was down.
+    # Flushed even if the file does not exist: an earlier removal may have failed before its flush.
     flush_directory(path.parent, system=system)
 
 
 def replace(path: Path, data: bytes, *, system: System) -> None:
-    """A file that becomes `path` at once; whatever happens, `path` is as it was or holds all of `data`."""
+    """Replaces `path` atomically: whatever happens, it is as it was or holds all of `data`."""
     draft = path.with_name(f".{path.name}.tmp")
     draft.unlink(missing_ok=True)
     overwrite(draft, data, system=system)
@@ -129,7 +131,7 @@ def replace(path: Path, data: bytes, *, system: System) -> None:
 
 
 def overwrite(path: Path, data: bytes, *, system: System) -> None:
-    """The first bytes of a file, in place, down to the drive. What is behind them stays."""
+    """Overwrites the first bytes of a file in place, and flushes them. Bytes behind them stay."""
     descriptor = system.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         left, offset = memoryview(data), 0
@@ -147,9 +149,9 @@ def overwrite(path: Path, data: bytes, *, system: System) -> None:
 
 
 def _unusable(directory: Path, error: OSError) -> OffloadError:
-    """Names what a person has named, where it is that which cannot be made: `offload.path`, and not ours."""
+    """Returns the error for a directory that cannot be made, naming `offload.path` if that is the cause."""
     path = directory.parent.parent
-    if os.path.isdir(path):  # `Path.is_dir` raises where what is above it cannot be read
+    if os.path.isdir(path):  # `Path.is_dir` raises if a parent cannot be read
         return os_error(f"{directory} cannot be used.", error)
     return os_error(f"offload.path = {path} is no directory, and cannot be made one.", error, where=str(path))
 
@@ -175,7 +177,7 @@ def _lock(directory: Path) -> int:
         else:
             if _is_the_one(descriptor, directory / LOCK):
                 return descriptor
-            os.close(descriptor)  # removed with its directory, after it was opened
+            os.close(descriptor)  # it was removed with its directory after it was opened
 
 
 def _held(directory: Path, holder: str) -> OffloadError:
@@ -188,7 +190,7 @@ def _held(directory: Path, holder: str) -> OffloadError:
 
 
 def _is_dead(holder: str) -> bool:
-    """Of a process on this machine, as far as can be seen."""
+    """Returns whether the holder was a process on this machine that has ended, as far as can be seen."""
     words = holder.split()
     if len(words) != 4 or not words[1].isdecimal() or words[3] != socket.gethostname():
         return False
@@ -214,24 +216,24 @@ def _is_held(lock: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError:
-        return True  # not a lock of ours: left alone
+        return True  # not a lock file of fullshard: left alone
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError as error:
-        return error.errno in _NO_LOCKS  # nobody knows: left alone
+        return error.errno in _NO_LOCKS  # unknown without locks: left alone
     finally:
         os.close(descriptor)
     return False
 
 
 def _number(rank: Path) -> int:
-    """`rank-00003` -> 3; -1 for what is named otherwise."""
+    """Returns a rank's number: `rank-00003` -> 3; -1 for any other name."""
     digits = rank.name.rpartition("-")[2]
     return int(digits) if digits.isdecimal() else -1
 
 
 def disk_usage(directory: Path) -> int:
-    """Of the files of a rank, on the drive. Raises OSError."""
+    """Returns the bytes that a rank's files take on the drive. Raises OSError."""
     return sum(one.lstat().st_blocks * 512 for one in directory.iterdir())

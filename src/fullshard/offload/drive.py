@@ -1,9 +1,10 @@
-"""A file of fixed size on a drive, read and written in place, past the page cache.
+"""A file of fixed size on a drive, read and written in place, bypassing the page cache.
 
-[Note: past the page cache] Bytes move between the drive and memory of our own (O_DIRECT). The kernel's cache
-would copy them a second time, hold memory that training needs, and write back when it likes. What does not
-begin and end at blocks of 4 KiB, in the file or in memory, goes through a block of ours: read, changed,
-written. Where a file system has no direct I/O the cache serves, in small transfers, whose pages are let go.
+[Note: past the page cache] Bytes move directly between the drive and buffers of this process (O_DIRECT). The
+kernel's page cache would copy them a second time, hold memory that training needs, and write back at its own
+pace. Transfers that are not aligned to blocks of 4 KiB, in the file or in memory, go through an aligned
+scratch buffer: it is read, changed, and written. On a file system without direct I/O the page cache is used,
+in small transfers, and its pages are released at once.
 """
 
 import errno
@@ -67,7 +68,7 @@ def _posix_fallocate(descriptor: int, offset: int, length: int) -> None:  # sign
 
 @dataclass(frozen=True)
 class System:
-    """The operating system's calls that reach a drive; a test gives others, for a drive that fails."""
+    """Operating system calls that reach a drive. Tests substitute others, to simulate a failing drive."""
 
     open: Callable[[Path, int, int], int] = os.open
     preadv: Callable[[int, Sequence[memoryview], int], int] = os.preadv
@@ -85,7 +86,7 @@ SYSTEM = System()
 def os_error(
     what: str, error: OSError, *, where: str = "", kind: type[OffloadError] = OffloadError
 ) -> OffloadError:
-    """The OffloadError for an OSError: its words, `where` it happened, why, and what to do."""
+    """Returns the OffloadError for an OSError: its message, `where` it happened, the reason, and the fix."""
     why, fix = _REASONS.get(error.errno or 0, ("the operating system says no more", CHECK_DRIVE))
     name = errno.errorcode.get(error.errno or 0, "no errno")
     where = where or str(error.filename or "")
@@ -93,21 +94,23 @@ def os_error(
 
 
 def rounded_up(count: int) -> int:
-    """To whole blocks of 4 KiB."""
+    """Rounds up to whole blocks of 4 KiB."""
     return count + -count % ALIGNMENT
 
 
 class DriveFile:
-    """A file of `size_bytes`, a multiple of 4096, that never changes its size.
+    """A file of `size_bytes`, a multiple of 4096, which never changes its size.
 
-    `read` and `write` transfer all or raise, and let other threads run. Calls from several threads are safe
-    where they touch different blocks of 4 KiB. They are quick where address, offset and length are multiples
-    of 4096, and right anyway. See [Note: past the page cache]. Every error is an OffloadError that names the
-    file and the offset; a DamagedOffloadError where the drive has lost what was written.
+    `read` and `write` transfer all bytes or raise, and release the GIL. Calls from several threads are safe
+    if they touch different blocks of 4 KiB. Unaligned calls are correct; calls are fast if address, offset
+    and length are multiples of 4096. See [Note: past the page cache].
+
+    Every error is an OffloadError that names the file and the offset. It is a DamagedOffloadError if the
+    drive has lost what was written.
     """
 
     def __init__(self, path: Path, size_bytes: int, *, descriptor: int, system: System = SYSTEM) -> None:
-        """Of a descriptor that is open already: `create` and `open` are what others call."""
+        """Wraps an open descriptor. Callers use `create` or `open` instead."""
         self.path, self.size_bytes = path, size_bytes
         self._descriptor, self._system = descriptor, system
         self._leaving = threading.Lock()
@@ -117,10 +120,10 @@ class DriveFile:
 
     @classmethod
     def create(cls, path: Path, size_bytes: int, *, system: System = SYSTEM) -> Self:
-        """Makes it, all of its bytes allocated, so that a full drive shows now and not in mid-run.
+        """Creates the file with all of its bytes allocated, so that a full drive fails here, not mid-run.
 
-        One of this size that is there is opened, with what it holds. Raises OffloadError for one of another
-        size, and where there is no room; then nothing is left.
+        An existing file of this size is opened and keeps its content. Raises OffloadError if the file has
+        another size, or if there is no room; then no new file is left behind.
         """
         assert size_bytes > 0, "a file of no bytes holds nothing"
         assert size_bytes % ALIGNMENT == 0, "the last block would be a part of one"
@@ -134,7 +137,7 @@ class DriveFile:
 
     @classmethod
     def open(cls, path: Path, size_bytes: int, *, system: System = SYSTEM) -> Self:
-        """Raises DamagedOffloadError where it is missing or of another size."""
+        """Opens an existing file. Raises DamagedOffloadError if it is missing or of another size."""
         try:
             descriptor = _opened(path, system=system)
         except FileNotFoundError as error:
@@ -156,30 +159,30 @@ class DriveFile:
         self.close()
 
     def close(self) -> None:
-        """Once; the threads that use it must be through. It does not flush."""
+        """Closes the file, once, without flushing. The threads that use it must have finished."""
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)
 
     def flush(self) -> None:
-        """Down to the drive, all that was written before. After an error nothing of it can be relied on."""
+        """Flushes all earlier writes to the drive. After an error none of them can be relied on."""
         try:
             self._system.fdatasync(self._descriptor)
         except OSError as error:
             raise os_error(f"{self.path} cannot be flushed to its drive.", error) from error
 
     def read(self, target: memoryview, offset: int) -> None:
-        """Fills `target` from `offset`. Raises DamagedOffloadError where the file ends before."""
+        """Fills `target` from `offset`. Raises DamagedOffloadError if the file ends before."""
         _require_inside(self, "read", offset=offset, length=target.nbytes)
         self._transfer(self._read_some, target, offset=offset)
 
     def write(self, data: memoryview, offset: int) -> None:
-        """All of `data` at `offset`; it must not change until this returns."""
+        """Writes all of `data` at `offset`. The data must not change until this returns."""
         _require_inside(self, "written", offset=offset, length=data.nbytes)
         self._transfer(self._write_some, data, offset=offset)
 
     def _transfer(self, some: Callable[[memoryview, int], int], data: memoryview, *, offset: int) -> None:
-        """All of `data`, as often as `some` of it takes."""
+        """Calls `some` until all of `data` is transferred."""
         begin, left = offset, data.cast("B")
         while left.nbytes:
             direct = self.direct
@@ -260,9 +263,10 @@ class DriveFile:
 
 
 def allocate(path: Path, size_bytes: int, *, system: System) -> None:
-    """A file of zeros that takes all of its room on the drive now. Raises OSError; then it is not there.
+    """Creates a file of zeros with all of its space allocated on the drive.
 
-    What is allocated under another name gets its own at the end, so that a crash leaves no part of one.
+    Raises OSError; then the file does not exist. The file is allocated under a temporary name and renamed at
+    the end, so that a crash leaves no partial file.
     """
     draft = path.with_name(f".{path.name}.tmp")
     try:
@@ -313,7 +317,7 @@ def _require_inside(file: DriveFile, doing: str, *, offset: int, length: int) ->
 
 
 def _let_go(descriptor: int, offset: int, *, length: int) -> None:
-    """The cache's pages of these bytes are not needed, which also begins to write them back (Linux)."""
+    """Releases the page cache's pages of these bytes, which also starts their writeback (Linux)."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
 
@@ -348,10 +352,10 @@ def _is_aligned(data: memoryview, offset: int) -> bool:
 
 
 def _scratch(least: int) -> memoryview:
-    """Whole blocks for `least` bytes, or for as many as go at once. A mapping is aligned to pages."""
+    """Returns page-aligned whole blocks for `least` bytes, or as many as go in one transfer."""
     return memoryview(mmap.mmap(-1, min(rounded_up(least), _SCRATCH_BYTES)))
 
 
 def _copy(source: memoryview, *, to: memoryview) -> None:
-    """NumPy lets other threads run while it copies."""
+    """Copies with NumPy, which releases the GIL."""
     np.copyto(np.frombuffer(to, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))

@@ -1,4 +1,4 @@
-"""What a rank's drive moves, counted where the system is called."""
+"""Counters of the bytes that a rank moves to and from its drive, counted at the system calls."""
 
 import threading
 from collections import deque
@@ -9,12 +9,11 @@ from statistics import median_low
 from fullshard.offload.drive import System
 from fullshard.spec.measurement import DriveBytes
 
-_STEPS = 1000  # the last ones, of a long run
+_STEPS = 1000  # the last steps of a long run are kept
 
 
 class DriveCounters:
-    """Bytes read and written from each update to the next: of all files that are opened with `over(system)`,
-    from whatever thread."""
+    """Counts bytes read and written between updates, in files opened with `wrap(system)`, from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,7 +22,7 @@ class DriveCounters:
         self._steps: deque[DriveBytes] = deque(maxlen=_STEPS)
 
     def wrap(self, system: System) -> System:
-        """`system`, counted."""
+        """Returns `system` with counting reads and writes."""
 
         def preadv(  # signature: the system's
             descriptor: int, buffers: Sequence[memoryview], offset: int
@@ -44,7 +43,7 @@ class DriveCounters:
         return replace(system, preadv=preadv, pwritev=pwritev)
 
     def begin_update(self) -> None:
-        """All that the update before has read and written is through, and the next one begins."""
+        """Marks the begin of an update. All reads and writes of the previous one must have finished."""
         with self._lock:
             if self._at is not None:
                 read, written = self._at
@@ -52,11 +51,14 @@ class DriveCounters:
             self._at = self._read, self._written
 
     def steps(self) -> tuple[DriveBytes, ...]:
-        """Of each step, from its update to the next; at most the last thousand."""
+        """Returns the bytes of each step, from its update to the next; at most the last thousand steps."""
         return tuple(self._steps)
 
     def median_step(self) -> DriveBytes | None:
-        """The medians: what saves read is not in them where most steps have none. None before two updates."""
+        """Returns the median step, or None before two updates.
+
+        Medians exclude reads by saves if most steps have none.
+        """
         if not self._steps:
             return None
         read, written = ([getattr(one, name) for one in self._steps] for name in ("read", "written"))

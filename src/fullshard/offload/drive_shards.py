@@ -22,8 +22,13 @@ from fullshard.spec.groups import UNIT_BUFFERS, part_bytes
 
 @dataclass(eq=False)
 class _Unit:
-    """Its bytes in the file, how many elements are published, and, by parameter, what part of the bytes each
-    has, and their digest."""
+    """A unit's region of the file.
+
+    offset, size_bytes: the region
+    elements: number of elements that an update publishes
+    parts: slice of the region's bytes, by parameter
+    digests: digest of these bytes, by parameter
+    """
 
     offset: int = 0
     size_bytes: int = 0
@@ -33,13 +38,15 @@ class _Unit:
 
 
 class DriveShards:
-    """`GatherSource` in one file. `units`: of each parameter, which unit gathers it, counted from 0.
+    """`GatherSource` in one file.
 
-    `dtype_of`: of each in the file. `verify`: what is read is held against the digest of what was written.
+    One thread publishes, unit after unit, while another reads. While a unit is gathered, the unit that
+    followed it last time is read ahead: see [Note: units in memory] in `offload.unit_buffers`. The file's
+    content is not used after the process ends: all shards are published anew at a start.
 
-    One thread publishes, unit after unit, while another gives. While a unit is gathered the one that came
-    after it the last time is read: see [Note: units in memory] in `offload.unit_buffers`. Nothing in the file
-    outlives the process that wrote it: all is published anew at a start.
+    units: number of the unit that gathers each parameter, counted from 0
+    dtype_of: returns the dtype of a parameter in the file
+    verify: whether all reads are checked against the digest of what was written
     """
 
     def __init__(
@@ -94,7 +101,7 @@ class DriveShards:
         unit = self._units[number]
         buffer, begins = self._buffers.to_make(number, elements=unit.elements)
         if begins:
-            buffer.memory[: unit.size_bytes].zero_()  # what pads a shard
+            buffer.memory[: unit.size_bytes].zero_()  # padding of the shards
         target = self._view(buffer, name).view(-1)[begin : begin + values.numel()]
         target.copy_(values)
         buffer.missing -= values.numel()
@@ -105,7 +112,7 @@ class DriveShards:
         number, following = self._unit_of[name], None
         if not self._buffers.in_use(number):
             if self._device.type == "cuda":
-                torch.cuda.current_stream().synchronize()  # what it copied from may be used again
+                torch.cuda.current_stream().synchronize()  # its copies have ended, so the buffer is free
             following = self._following.after(number)
         buffer = self._buffers.use(number, self._start_reading)
         if following is not None:
@@ -116,13 +123,13 @@ class DriveShards:
         return (shard.to(self._device, non_blocking=True) if self._device.type == "cuda" else shard).to(dtype)
 
     def whole(self, name: str) -> Tensor:
-        """See `SeparateShards`. Raises OffloadError where it cannot be read."""
+        """Returns the whole shard, see `SeparateShards`. Raises OffloadError if it cannot be read."""
         one = self._engine[name]
         size = torch.Size([local_shape(one).numel()])
         return lazy_tensor(size, self._dtype_of(one), read=partial(self._read_one, name))
 
     def settle(self) -> None:
-        """Returns when all that was published is on the drive. Raises OffloadError."""
+        """Waits until all published shards are on the drive. Raises OffloadError."""
         self._buffers.settle()
 
     def closing(self) -> Callable[[], None]:
@@ -176,20 +183,22 @@ def _check(file: DriveFile, unit: _Unit, *, name: str, data: memoryview) -> None
 
 
 class Following:
-    """Which unit is gathered after which, as it was the last time: within a step, or, where no update ever
-    begins, over all of them."""
+    """Predicts the unit gathered next from the previous order.
+
+    The order is that within a step, or, if no update ever begins, that of all gathers.
+    """
 
     def __init__(self) -> None:
         self._next: dict[tuple[int | None, int], int] = {}
         self._pair: tuple[int | None, int] | None = None
-        self._count = self._length = 0  # gathers of this step so far, and of the one before
+        self._count = self._length = 0  # gathers of this step so far, and of the previous step
 
     def begin(self) -> None:
-        """Of another step: its first gather comes after an update, and does not follow the last one."""
+        """Begins a step: its first gather comes after an update, and does not follow the last one."""
         self._pair, self._length, self._count = None, self._count, 0
 
     def after(self, unit: int) -> int | None:
-        """`unit` is gathered; which one will be next, if any in this step, and if that is known."""
+        """Records a gather of `unit`. Returns the next unit, or None if the step ends or it is not known."""
         before = None if self._pair is None else self._pair[1]
         if self._pair is not None:
             self._next[self._pair] = unit

@@ -1,11 +1,12 @@
-"""The state of a rank's groups on its drive: three of them in memory, whatever the number.
+"""The state of a rank's groups on its drive: at most three groups are in memory.
 
-[Note: three slots] One slot is read into, one is in the caller's hands, one is written from. A read waits for
-the write of what its slot held before, in the thread that reads, so that nobody else waits for it. Reads
-and writes have a thread each, and go on beside each other and beside the caller. The slots keep what they
-hold: a pass that begins with the groups that the one before ended with need not read these. Where the next
-one begins elsewhere, its first groups are read as soon as this one is written, while the drive has nothing
-else to do: `read_ahead`.
+[Note: three slots] One slot is being read into, one is in the caller's hands, one is being written. A read
+waits for the write of its slot's previous content; it does so in the reading thread, so that no other thread
+waits. Reads and writes have one thread each, and run concurrently with each other and with the caller.
+
+Slots keep their content: a pass that begins with the groups at which the previous one ended need not read
+these. If the next pass begins elsewhere, `read_ahead` reads its first groups as soon as this pass is written,
+while the drive is idle.
 """
 
 from collections import deque
@@ -29,7 +30,7 @@ SLOTS = 3
 class DriveStore:
     """State that is never overwritten in place: each pass reads one generation and writes the other.
 
-    `generations`: the files, whose records are those of `records(groups)`, by their index.
+    `generations` has one record per group, named by its index.
     """
 
     def __init__(
@@ -39,11 +40,11 @@ class DriveStore:
         self._records = {group.index: GroupLayout(group, moments=moments) for group in groups}
         self._places = ParameterRecords(groups, self._records, moments=moments)
         self._verify = False
-        self._newest: int | None = None  # the file that holds the newest state; None: nothing is there yet
+        self._newest: int | None = None  # the file that holds the newest state; None: no state yet
         self._committed = True
         sizes = [one.size_bytes for one in self._records.values()]
         self._slots = GroupBuffers(min(SLOTS, len(sizes)), max(sizes, default=0), pinned=pinned)
-        self._ahead: dict[int, Future[None]] = {}  # reads of groups that nobody has asked for yet
+        self._ahead: dict[int, Future[None]] = {}  # reads of groups not yet requested
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-read")
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-write")
 
@@ -52,8 +53,11 @@ class DriveStore:
         return self._slots.host_bytes
 
     def start_from(self, file: int | None, *, committed: bool = True) -> tuple[int | None, bool]:
-        """The state is what the file of this number holds (None: there is none), a whole generation if it is
-        `committed`. Returns both as they were before."""
+        """Sets the generation that the state is read from. Returns the previous arguments.
+
+        file: number of the data file; None for no state
+        committed: whether that is a complete generation
+        """
         before = self._newest, self._committed
         self._newest, self._committed = file, committed
         _forget(self._slots, reader=self._reader)
@@ -68,13 +72,13 @@ class DriveStore:
         else:
             self.retain_previous()
         source, target = self._newest, self.generations.begin()
-        if source == target:  # what was never committed is written over
+        if source == target:  # an uncommitted generation is overwritten
             self._newest = None
         try:
             yield from self._through(order, source=None if fresh else source, target=target)
             self._newest, self._committed = target, False
         finally:
-            if self._newest != target:  # what is in memory is of nothing whole
+            if self._newest != target:  # the slots' content is of an incomplete generation
                 self._slots.forget()
 
     def read_stream(self, order: Sequence[Group], *, verify: bool = False) -> Iterator[tuple[Group, Parts]]:
@@ -87,7 +91,7 @@ class DriveStore:
             self._verify = False
 
     def retain_previous(self) -> None:
-        if not self._committed:  # the next generation would take its file
+        if not self._committed:  # the next generation would overwrite its file
             self.commit(None, b"")
 
     def read_ahead(self, order: Sequence[Group]) -> None:
@@ -103,9 +107,13 @@ class DriveStore:
         return self._places.allocate_parts(name)
 
     def commit(self, step: int | None, payload: bytes) -> None:
-        """Makes what was streamed last a whole generation, as the state after `step` steps: what a process
-        that dies leaves. `payload`: what a run that goes on from it needs besides. None: there is no such
-        run, and only the files must not be written over while they are read."""
+        """Makes the last streamed state a complete generation, as the state after `step` steps.
+
+        A process that dies leaves it for the next run. If `step` is None, no run resumes from it: it only
+        keeps the files from being overwritten while they are read.
+
+        payload: further data that a resuming run needs
+        """
         self.settle()
         if self._committed:
             return
@@ -128,7 +136,7 @@ class DriveStore:
     def _through(
         self, order: Sequence[Group], *, source: int | None, target: int | None
     ) -> Iterator[tuple[Group, Parts]]:
-        """See [Note: three slots]."""
+        """Streams the groups. See [Note: three slots]."""
         left = deque(order)
         ahead: deque[tuple[Group, GroupBuffer, Future[None]]] = deque()
 
@@ -153,14 +161,17 @@ class DriveStore:
                 self._slots.give_back(slot)
                 read_next()
         finally:
-            for _, slot, reading in ahead:  # the caller has left, or something has failed
+            for _, slot, reading in ahead:  # the caller stopped early, or a read failed
                 reading.cancel()
                 wait([reading])
                 slot.forget()
                 self._slots.give_back(slot)
 
     def _read(self, slot: GroupBuffer, group: Group, *, source: int | None) -> None:
-        """Raises what failed when it was read ahead, too: a drive that does better at the next try is ill."""
+        """Reads a group. Raises the error of a failed read-ahead.
+
+        A drive that fails once and then succeeds is still reported.
+        """
         if ahead := self._ahead.pop(group.index, None):
             ahead.result()
         self._fill(slot, group, source=source)
@@ -181,7 +192,7 @@ class DriveStore:
 
 
 def _forget(slots: GroupBuffers, *, reader: ThreadPoolExecutor) -> None:
-    reader.submit(lambda: None).result()  # what was read ahead is through
+    reader.submit(lambda: None).result()  # waits for reads ahead
     slots.forget()
 
 
@@ -189,7 +200,7 @@ def _bytes(slot: GroupBuffer, record: GroupLayout) -> memoryview:
     return as_memoryview(slot.buffer[: record.size_bytes])
 
 
-def _read_part(  # signature: what is bound, and what `Places.whole` calls it with
+def _read_part(  # signature: bound arguments, and those of `places.Read`
     generations: Generations, name: str, target: memoryview, *, offset: int, slot: int | None
 ) -> None:
     if slot is None:

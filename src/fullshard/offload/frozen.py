@@ -1,4 +1,4 @@
-"""Shards that nothing updates, outside of the device."""
+"""Frozen shards outside the device."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,9 +12,11 @@ from fullshard.offload.gather_source import SeparateShards
 
 
 class Frozen:
-    """Of one sharded model on one rank: what is there of them, in their own dtype, is in `shards`.
+    """Frozen parameters of one sharded model on one rank, offloaded in their own dtype.
 
-    `engine`: the engine's object of each, by name, in the order of use; `units`: which unit gathers it.
+    engine: FSDP2's object of each, by name, in the order of use
+    units: number of the unit that gathers each
+    shards: holds the values
     """
 
     def __init__(
@@ -26,19 +28,24 @@ class Frozen:
             self._names.setdefault(units[name], []).append(name)
 
     def put(self, values: Mapping[str, Tensor]) -> None:
-        """The shards, flat, of all of a unit's; others that are among `values` are left out."""
+        """Stores a unit's flat shards: those of all its frozen parameters. Ignores other parameters in
+        `values`.
+        """
         for name, value in values.items():
             if name in self.engine and value.numel():
                 self.shards.write(name, 0, values=value)
 
     def tensor(self, name: str) -> DTensor:
-        """Placed as the parameter is; not to be changed. On a drive it is read when it is used."""
+        """Returns a parameter's values, placed like it; not to be changed. On a drive, a use reads them."""
         return dtensor_like(self.engine[name], self.shards.whole(name))
 
     def refill(self) -> Iterator[dict[str, Tensor]]:
-        """A unit at a time: new tensors to be filled, placed as the parameters are; what stands in them when
-        the next ones are asked for is taken over. As many on every rank, of the same names."""
-        self.shards.begin(backwards=True)  # nobody gathers meanwhile
+        """Sets new values, one unit at a time.
+
+        Yields name -> a tensor to fill, placed like the parameter. The content of these tensors is stored
+        when the next unit is requested. Every rank gets the same number of units, with the same names.
+        """
+        self.shards.begin(backwards=True)  # no all-gather runs meanwhile
         for names in self._names.values():
             sizes = {name: local_shape(self.engine[name]).numel() for name in names}
             new = {

@@ -1,17 +1,20 @@
-"""What the engine reads when it gathers a parameter whose state is elsewhere.
+"""Access to FSDP2's parameters, and redirection of their all-gathers when their state is offloaded.
 
-[Note: a shard that is elsewhere] `fully_shard` asks the local tensor of a shard for `fsdp_pre_all_gather` and
-`fsdp_post_all_gather`, its extension points, each time that it gathers. Here a plain tensor gets them as
-attributes: the gather waits until the parameter is updated, and sends what it is given, in the dtype computed
-in. The local tensor itself keeps shape, dtype and device of the master, so that reduced gradients arrive as
-they are (a shard in bf16 would have them rounded), but may be one element that stands for all: NaN, so that
-nobody takes it for the values (of integers the least).
+[Note: a shard that is elsewhere] In each all-gather, `fully_shard` looks up its extension points
+`fsdp_pre_all_gather` and `fsdp_post_all_gather` on the local tensor of a shard. Here a plain tensor gets them
+as attributes: the all-gather waits until the parameter is updated, and sends the offloaded shard in the
+compute dtype.
 
-What is kept sharded over fewer ranks after forward (`reshard_after_forward=<int>`) is gathered from there;
-the engine has no extension point for that, so such parameters get a subclass of the engine's own.
+The local tensor itself keeps the master's shape, dtype and device, so that reduced gradients arrive unchanged
+(a bf16 shard would have them rounded). It may be one element expanded to the shape: NaN, or the least
+integer, so that it is never mistaken for the values.
 
-`_get_fsdp_state`, `_fsdp_param_group`, `_sharded_param_data` and `_local_tensor` are the engine's own names,
-the same in torch 2.11 to 2.15.
+Parameters that stay sharded over fewer ranks after forward (`reshard_after_forward=<int>`) are gathered from
+that smaller shard. FSDP2 has no extension point for this, so such parameters get a subclass of FSDP2's own
+class.
+
+`_get_fsdp_state`, `_fsdp_param_group`, `_sharded_param_data` and `_local_tensor` are private names of FSDP2,
+unchanged from torch 2.11 to 2.15.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,14 +30,15 @@ Source = Callable[[torch.dtype], Tensor]
 
 
 def engine_parameters(module: FSDPModule) -> list[Any]:
-    """The engine's objects of one unit's parameters, in the order in which it gathers them."""
+    """Returns FSDP2's objects of one unit's parameters, in the order in which it gathers them."""
     group = module._get_fsdp_state()._fsdp_param_group  # pyright: ignore[reportPrivateUsage]
     return [] if group is None else list(group.fsdp_params)
 
 
 def gathered_parameters(model: nn.Module) -> Iterator[tuple[int, str, Any]]:
-    """Of each parameter that is sharded, in the order of use: the number of the unit that gathers it, its
-    name, the engine's object."""
+    """Yields (number of the unit that gathers it, name, FSDP2's object) per sharded parameter, in order of
+    use.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for unit, module in enumerate(m for m in model.modules() if isinstance(m, FSDPModule)):
         for one in engine_parameters(module):
@@ -42,31 +46,33 @@ def gathered_parameters(model: nn.Module) -> Iterator[tuple[int, str, Any]]:
 
 
 def local_shape(engine_parameter: Any) -> torch.Size:
-    """Of this rank's shard, without padding."""
+    """Returns the shape of this rank's shard, without padding."""
     return engine_parameter.sharded_size
 
 
 def padded_shape(engine_parameter: Any) -> torch.Size:
-    """Of the shard as it is gathered."""
+    """Returns the shape of the shard as it is gathered, with padding."""
     return engine_parameter.padded_sharded_param_size
 
 
 def shard_dtype(engine_parameter: Any) -> torch.dtype:
-    """The dtype of the shard."""
+    """Returns the dtype of the shard."""
     return engine_parameter.sharded_param.dtype
 
 
 def compute_dtype(engine_parameter: Any) -> torch.dtype:
-    """The dtype that the parameter is gathered in: integers are never cast."""
+    """Returns the dtype that the parameter is gathered in. Integers are never cast."""
     kept = shard_dtype(engine_parameter)
     return (engine_parameter.mp_policy.param_dtype if kept.is_floating_point else None) or kept
 
 
 def redirect_all_gather(engine_parameter: Any, source: Source, *, local: Tensor | None) -> None:
-    """From now on the engine gathers what `source(dtype)` gives: this rank's shard as `padded_shape` has it,
-    on the device, in that dtype. See [Note: a shard that is elsewhere].
+    """Makes FSDP2 gather the result of `source(dtype)` from now on.
 
-    `local`: the master, of `own_shape`, to be seen as the shard; None: it is not on the shard's device.
+    `source` returns this rank's shard, in the shape `padded_shape`, on the device, in that dtype.
+
+    `local` is the master, in the shape `local_shape`, which becomes the parameter's shard; None if it is not
+    on the shard's device. See [Note: a shard that is elsewhere].
     """
     parameter = cast(DTensor, engine_parameter.sharded_param)
     if local is None:
@@ -76,10 +82,10 @@ def redirect_all_gather(engine_parameter: Any, source: Source, *, local: Tensor 
 
     def before(
         mesh: object, size: torch.Size, stride: object, module: nn.Module, policy: Any
-    ) -> tuple[tuple[Tensor], None]:  # signature: the engine's
+    ) -> tuple[tuple[Tensor], None]:  # signature: FSDP2's
         return (source(compute_dtype(engine_parameter)),), None
 
-    def after(  # signature: the engine's
+    def after(  # signature: FSDP2's
         outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         return (outputs[0], ()) if out is None else None
@@ -93,9 +99,11 @@ def redirect_all_gather(engine_parameter: Any, source: Source, *, local: Tensor 
 
 
 def dtensor_like(engine_parameter: Any, local: Tensor) -> DTensor:
-    """A DTensor placed as the parameter is, whose local part is `local`, wherever it lies. A deep copy of it,
-    and what a file holds of it, is a DTensor of memory of its own: torch's are none of a tensor on a drive,
-    and fail for a piece of a slab."""
+    """Returns a DTensor placed like the parameter, whose local part is `local`, wherever that lies.
+
+    A deep copy, or a pickle, of it is a DTensor with memory of its own. Torch's own deep copy holds no data
+    for a tensor on a drive, and fails for a view into a slab.
+    """
     spec = engine_parameter.sharded_param._spec
     meta = type(spec.tensor_meta)(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
     changed = type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
@@ -118,7 +126,7 @@ def _stand_in(dtype: torch.dtype) -> Tensor:
 
 @cache
 def _kept_over_fewer(cls: type[Any]) -> type[Any]:
-    """The engine's class, of parameters that may be gathered from what is left of them after forward."""
+    """Subclasses FSDP2's class for parameters that may be gathered from the shard kept after forward."""
 
     class KeptOverFewer(cls):
         @property

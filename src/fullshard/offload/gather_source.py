@@ -1,4 +1,4 @@
-"""What is gathered while the master is elsewhere: this rank's shards in the dtype computed in."""
+"""Sources of all-gathers when the master is elsewhere: this rank's shards in the compute dtype."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -12,47 +12,52 @@ from fullshard.offload.host_memory import allocate_host
 
 
 class GatherSource(Protocol):
-    """Of each parameter, by name, what the engine sends. One thread publishes while another gives.
-    `host_bytes`: what of the host's memory they take that is not the device's."""
+    """The shards that FSDP2 sends, by parameter name. One thread writes while another reads.
+
+    host_bytes: host memory that they take; 0 if the host's memory is the device's
+    """
 
     @property
     def host_bytes(self) -> int: ...
 
     def begin(self, *, backwards: bool) -> None:
-        """An update begins, which publishes all, in the order of gathers or `backwards`."""
+        """Begins an update, which publishes all shards in the order of gathers, or `backwards`."""
         ...
 
     def hurried(self, unit: int | None) -> AbstractContextManager[None]:
-        """Meanwhile somebody waits until `unit` is published (None: all), which waits for no gather then."""
+        """Marks, while it is open, that a thread waits until `unit` is published (None: all units).
+
+        Publishing it does not wait for any gather meanwhile.
+        """
         ...
 
     def write(self, name: str, begin: int, *, values: Tensor) -> None:
-        """The elements of the shard from `begin` on are `values` now, in the master's dtype."""
+        """Sets the elements of the shard from `begin` on to `values`, which are in the master's dtype."""
         ...
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The padded shard, on the device, in `dtype`. Called once all of its unit is published."""
+        """Returns the padded shard, on the device, in `dtype`. Called once all of its unit is published."""
         ...
 
     def settle(self) -> None:
-        """Returns when all that was published is where it stays."""
+        """Waits until all published shards are stored."""
         ...
 
     def closing(self) -> Callable[[], None]:
-        """What lets go of files and threads, and holds nothing else."""
+        """Returns a function that closes files and threads. It must not reference anything else."""
         ...
 
 
 class SeparateShards(GatherSource, Protocol):
-    """Shards whose parameters have no other copy. Their dtype is chosen when they are made."""
+    """Shards that are stored apart from the masters. Their dtype is chosen when they are made."""
 
     def whole(self, name: str) -> Tensor:
-        """The shard, flat, without padding; not to be changed. On a drive it is read when it is used."""
+        """Returns the shard, flat, without padding; not to be changed. On a drive it is read when used."""
         ...
 
 
 class _InMemory:
-    """There is nothing to wait for."""
+    """A source that has nothing to wait for."""
 
     host_bytes = 0
 
@@ -68,7 +73,7 @@ class _InMemory:
 
 
 class MasterShards(_InMemory):
-    """Masters that lie on the device that computes: cast when they are gathered, as the engine does."""
+    """Masters on the device that computes, cast when they are gathered, as FSDP2 does."""
 
     def __init__(self, masters: dict[str, Tensor], engine: dict[str, Any]) -> None:
         self._masters, self._engine = masters, engine
@@ -85,10 +90,10 @@ class MasterShards(_InMemory):
 
 
 class ShardCopies(_InMemory):
-    """Copies in the dtype computed in (or what `dtype_of` says): on the device, or in (pinned) host memory,
-    from where each gather copies them in.
+    """Copies of the shards in the compute dtype (or `dtype_of`).
 
-    On a GPU the copies of an update go on a stream of their own, and a gather waits for what it needs of it.
+    They are on the device, or in (pinned) host memory, from where each gather copies them to the device. On a
+    GPU, an update writes copies on a stream of its own, and a gather waits for the event of each shard.
     """
 
     def __init__(
@@ -122,7 +127,7 @@ class ShardCopies(_InMemory):
         with torch.cuda.stream(self._stream):
             target.copy_(staged, non_blocking=True)
             self._events[name] = self._stream.record_event()
-        self._stream.synchronize()  # what is staged is the next one's; only the updating thread waits
+        self._stream.synchronize()  # the next copy reuses the staging buffer; only the updating thread waits
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         one = self.tensors[name]

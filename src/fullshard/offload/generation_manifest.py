@@ -1,11 +1,11 @@
-"""What a directory of generations says of itself: whose it is, and which of its two is whole.
+"""On-disk metadata of a generation directory: its owner, and which of its two generations is complete.
 
     state-0.data       records at fixed offsets       state-1.data
     state-0.payload    a few bytes beside them        state-1.payload
     state-0.json       the manifest: written last     state-1.json
-    identity.json      whose files these are
+    identity.json      the owner of these files
 
-Each JSON file ends with a digest of itself, so that a flipped bit is never taken for what was written.
+Each JSON file ends with its own digest, so that a flipped bit is always detected.
 """
 
 import os
@@ -30,7 +30,10 @@ _FOREIGN_FIX = "another offload.path; or, where nothing of it is to be kept, dis
 
 
 class Identity(FrozenModel):
-    """Whose files these are. `layout`: digest of the names, shapes, dtypes and places of all records."""
+    """The owner of a directory's files.
+
+    layout: digest of the names, shapes, dtypes and places of all records
+    """
 
     run_id: str
     rank: NonNegativeInt
@@ -39,7 +42,10 @@ class Identity(FrozenModel):
 
 
 class FileRecord(FrozenModel):
-    """A region of a generation's file. `offset_bytes`: a multiple of 4096."""
+    """A region of a generation's file.
+
+    offset_bytes: a multiple of 4096
+    """
 
     name: str
     offset_bytes: NonNegativeInt
@@ -47,7 +53,12 @@ class FileRecord(FrozenModel):
 
 
 class GenerationManifest(FrozenModel):
-    """What a whole generation holds. `digests`: of each record, in their order, where it was taken."""
+    """Description of a complete generation.
+
+    step: number of steps after which the state was written
+    digests: digest of each record, in the order of `records`; None where none was taken
+    payload_bytes: length of the payload file's valid part
+    """
 
     format: Literal[1] = 1
     identity: Identity
@@ -59,27 +70,27 @@ class GenerationManifest(FrozenModel):
 
 
 def data_path(directory: Path, slot: int) -> Path:
-    """Of the records of a slot."""
+    """Returns the path of a slot's records."""
     return directory / f"state-{slot}.data"
 
 
 def payload_path(directory: Path, slot: int) -> Path:
-    """Of the bytes beside the records of a slot."""
+    """Returns the path of a slot's payload: a few bytes kept beside the records."""
     return directory / f"state-{slot}.payload"
 
 
 def manifest_path(directory: Path, slot: int) -> Path:
-    """Of what makes the generation in a slot a whole one."""
+    """Returns the path of a slot's manifest, whose presence makes the generation complete."""
     return directory / f"state-{slot}.json"
 
 
 def file_bytes(records: Sequence[FileRecord]) -> int:
-    """Of the data file that holds `records`: to the end of the last, in whole blocks, at least one."""
+    """Returns the size of a data file that holds `records`, in whole blocks, at least one."""
     return rounded_up(max((record.offset_bytes + record.length_bytes for record in records), default=1))
 
 
 def require_sound(records: Sequence[FileRecord]) -> None:
-    """Asserts that records begin at blocks, have names of their own, and do not overlap."""
+    """Asserts that records begin at blocks, have unique names, and do not overlap."""
     assert len({record.name for record in records}) == len(records), "two records of one name"
     end = 0
     for record in sorted(records, key=lambda one: one.offset_bytes):
@@ -89,22 +100,23 @@ def require_sound(records: Sequence[FileRecord]) -> None:
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
-    """XXH3 of 128 bits, in 32 hexadecimal digits: against chance, not against malice."""
+    """Returns the 128-bit XXH3 digest as 32 hexadecimal digits. It detects corruption, not tampering."""
     found = xxhash.xxh3_128()
-    found.update(data)  # which lets other threads run
+    found.update(data)  # releases the GIL
     return found.hexdigest()
 
 
 def sealed(value: FrozenModel) -> bytes:
-    """JSON, and a line with its digest."""
+    """Returns the value as JSON, followed by a line with the digest of it."""
     text = value.model_dump_json().encode()
     return text + b"\n" + digest(text).encode() + b"\n"
 
 
 def claim(directory: Path, identity: Identity, *, system: System) -> None:
-    """Makes an empty `directory` that of `identity`. Raises ForeignOffloadError where it is another's.
+    """Writes `identity` into an empty `directory`, or checks that the directory has it.
 
-    Where what it says of itself is damaged, its manifests say whose it is.
+    If the identity file is damaged, the manifests are checked instead. Raises ForeignOffloadError if the
+    directory belongs to another identity.
     """
     text, path = sealed(identity), directory / IDENTITY
     if not path.exists() and not any(os.path.lexists(data_path(directory, slot)) for slot in SLOTS):
@@ -134,7 +146,7 @@ def claim(directory: Path, identity: Identity, *, system: System) -> None:
 
 
 def read_world_size(directory: Path) -> int | None:
-    """How many ranks the run had whose files these are; None where that cannot be told."""
+    """Returns the number of ranks of the run that wrote these files, or None if it cannot be read."""
     path = directory / IDENTITY
     try:
         return Identity.model_validate_json(
@@ -145,7 +157,7 @@ def read_world_size(directory: Path) -> int | None:
 
 
 def sound_manifests(directory: Path) -> list[GenerationManifest]:
-    """Those of a rank's directory that can be read, whosever they are."""
+    """Returns the readable manifests of a rank's directory, whoever owns them."""
     found: list[GenerationManifest] = []
     for slot in SLOTS:
         path = manifest_path(directory, slot)
@@ -158,9 +170,9 @@ def sound_manifests(directory: Path) -> list[GenerationManifest]:
 def read_manifest(
     directory: Path, slot: int, *, identity: Identity, records: Sequence[FileRecord]
 ) -> GenerationManifest | None:
-    """The manifest of a slot, its payload verified; None where there is none.
+    """Returns the manifest of a slot after verifying its payload, or None if there is none.
 
-    Raises DamagedOffloadError where it, or the payload, is not what was written; OSError.
+    Raises DamagedOffloadError if the manifest or the payload is not what was written, and OSError.
     """
     path = manifest_path(directory, slot)
     if not os.path.lexists(path):
@@ -179,7 +191,10 @@ def read_manifest(
 
 
 def read_payload(directory: Path, slot: int, *, manifest: GenerationManifest) -> bytes:
-    """Raises DamagedOffloadError where its bytes are not those that `manifest` was written for; OSError."""
+    """Returns the payload of a slot.
+
+    Raises DamagedOffloadError if its bytes are not those that `manifest` was written for, and OSError.
+    """
     path = payload_path(directory, slot)
     if not path.exists():
         raise DamagedOffloadError(f"{path} is missing.")
@@ -195,7 +210,7 @@ def read_payload(directory: Path, slot: int, *, manifest: GenerationManifest) ->
 
 
 def other_bytes(path: Path, what: str) -> DamagedOffloadError:
-    """The error for a digest that is another."""
+    """Returns the error for a digest mismatch."""
     return DamagedOffloadError(
         f"{path} holds other bytes than were written.",
         got=f"{what}, whose digest is another",

@@ -1,12 +1,12 @@
-"""A rank's state in two files, one generation each, of which one is whole at any moment.
+"""A rank's state in two files, one generation each, of which one is complete at any moment.
 
-[Note: one whole generation] State is never overwritten where it is the newest. A generation is its manifest:
-removed, down to the drive, before the first byte of its data is written over, and written when all the rest
-is down there. A process that is killed, or a machine that loses its power, leaves the other generation as it
-was. A digest of every record says whether it still holds what was written.
+[Note: one whole generation] The newest state is never overwritten. A generation exists while its manifest
+does. The manifest is removed, and the removal flushed to the drive, before the first byte of the data is
+overwritten. It is written when all other files are flushed. If a process is killed, or the machine loses
+power, the other generation is unchanged. A digest per record detects damaged records.
 
-Over ranks the newest step differs by one at most, if all have committed a step before any begins the next;
-they agree on one that all have, and each drops what is newer.
+The newest steps of two ranks differ by at most one if all ranks commit a step before any of them begins the
+next. The ranks agree on a step that all have, and each drops newer ones.
 """
 
 import logging
@@ -52,27 +52,29 @@ from fullshard.offload.generation_manifest import (
 
 logger = logging.getLogger("fullshard")
 
-PAYLOAD_BYTES = 16 << 20  # allocated for each payload; a larger one is written all the same
-_MARGIN_BYTES = 1 << 20  # manifests, and the file system's own
-_PIECE_BYTES = 16 << 20  # read while the one before is digested
+PAYLOAD_BYTES = 16 << 20  # allocated for each payload; a larger one can still be written
+_MARGIN_BYTES = 1 << 20  # manifests and file system metadata
+_PIECE_BYTES = 16 << 20  # read while the previous piece is digested
 Check = Literal["never", "asked", "always"]
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The state after `step` steps, whole, in the slot `slot`."""
+    """A complete state after `step` steps, in the slot `slot`."""
 
     step: int
     slot: int
 
 
 class Generations:
-    """Reads one generation while it writes the next: `whole`, `begin`, `write` of every record, `commit`.
+    """Reads one generation while it writes the next: `begin`, `write` for every record, `commit`.
 
-    `read` and `write` may be called by several threads, for different records; all else by one, while
-    none of them is under way. Every error is an OffloadError. After one in `write` the record can be written
-    again; after one in `commit` the generation that was begun can never become whole: `begin` again, or end.
-    The one before is as it was.
+    Several threads may call `read` and `write` for different records. All other methods are for one thread,
+    while no `read` or `write` runs.
+
+    Every error is an OffloadError. After an error in `write`, the record can be written again. After an error
+    in `commit`, the new generation can never become complete: call `begin` again, or stop. The previous
+    generation is unchanged.
     """
 
     def __init__(
@@ -86,15 +88,15 @@ class Generations:
         files: Sequence[DriveFile],
         resources: ExitStack,
     ) -> None:
-        """Of files that are open, and closed with `resources`: `open` is what others call."""
+        """Takes open files, which are closed with `resources`. Callers use `open` instead."""
         self.directory, self.identity, self.check = directory, identity, check
         self.records = {record.name: record for record in records}
         self._system, self._files, self._resources = system, tuple(files), resources
         self._whole: dict[int, GenerationManifest] = {}
-        self._digests: tuple[dict[str, str | None], ...] = ({}, {})  # of what each slot's records hold
-        self._verified: tuple[set[str], ...] = (set(), set())  # of these: since they were written
+        self._digests: tuple[dict[str, str | None], ...] = ({}, {})  # of each slot's records
+        self._verified: tuple[set[str], ...] = (set(), set())  # records verified since they were written
         self._begun: int | None = None  # the slot
-        # One for a thread that reads, one for another that writes; each is at it while its bytes move.
+        # One for the reading thread and one for the writing thread; each digests while its bytes move.
         self._hashing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="digest")
 
     @classmethod
@@ -108,14 +110,15 @@ class Generations:
         payload_bytes: int = PAYLOAD_BYTES,
         system: System = SYSTEM,
     ) -> Self:
-        """Takes `directory` for this process, and makes what is not there, allocated whole.
+        """Locks `directory` for this process, and allocates missing files completely.
 
-        `check`: when a record is held against its digest: "never" (none are taken), when `read` is "asked"
-        to, or "always". `payload_bytes`: room that is allocated for a payload. A generation that is damaged
-        is told in the log, and is none.
+        Logs a damaged generation, and ignores it. Raises ForeignOffloadError if the files have another
+        identity (`discard` removes them), and OffloadError if another process uses the directory or the drive
+        has no room.
 
-        Raises ForeignOffloadError where the files are of another identity (`discard` is for them), and
-        OffloadError where another process uses the directory or where the drive has no room.
+        check: when `read` checks digests: "never" (none are computed), "asked" (if its `verify` is set), or
+            "always"
+        payload_bytes: space allocated for a payload
         """
         require_sound(records)
         with ExitStack() as stack:
@@ -154,16 +157,19 @@ class Generations:
         self.close()
 
     def close(self) -> None:
-        """Lets the directory go; what is whole stays. The threads that use it must be through."""
+        """Releases the directory; complete generations stay. The threads that use it must have finished."""
         self._resources.close()
 
     def whole(self) -> list[Generation]:
-        """The newest first; two at most. Its payload was verified, its records were not: see `verify`."""
+        """Returns the complete generations, at most two, the newest first.
+
+        `open` has verified their payloads, but not their records: see `verify`.
+        """
         found = [Generation(manifest.step, slot) for slot, manifest in self._whole.items()]
         return sorted(found, key=lambda one: -one.step)
 
     def payload(self, generation: Generation) -> bytes:
-        """The bytes given to its `commit`. Raises DamagedOffloadError where they are others."""
+        """Returns the bytes given to its `commit`. Raises DamagedOffloadError if they have changed."""
         slot = generation.slot
         try:
             return read_payload(self.directory, slot, manifest=self._whole[slot])
@@ -171,13 +177,14 @@ class Generations:
             raise os_error(f"{payload_path(self.directory, slot)} cannot be read.", error) from error
 
     def drop(self, generation: Generation) -> None:
-        """It is no longer whole, also after a crash: it is damaged, or the ranks agreed on another."""
+        """Removes a generation, crash-safely, because it is damaged or the ranks agreed on another."""
         self._forget(generation.slot)
 
     def begin(self) -> int:
-        """The slot that the next generation goes to: never that of the newest whole one.
+        """Begins the next generation and returns its slot, which is never that of the newest complete one.
 
-        What was there is gone from here on. Over ranks: only when all have committed the one before.
+        The slot's previous generation is lost. With several ranks, call this only once all have committed the
+        previous one.
         """
         self._begun = None
         newest = self.whole()
@@ -187,7 +194,7 @@ class Generations:
         return slot
 
     def write(self, name: str, data: memoryview) -> None:
-        """All of the record `name` of the generation that was begun.
+        """Writes all of the record `name` of the generation that was begun.
 
         `data` must not change until this returns.
         """
@@ -199,15 +206,15 @@ class Generations:
         taking = None if self.check == "never" else self._hashing.submit(digest, data)
         try:
             self._files[slot].write(data, record.offset_bytes)
-        finally:  # after an error, too, the memory is the caller's again
+        finally:  # the digest must have read `data` before the caller reuses it, also after an error
             taken = None if taking is None else taking.result()
         self._digests[slot][name] = taken
 
     def read(self, name: str, target: memoryview, *, slot: int, verify: bool = False) -> None:
-        """All of the record `name`: of a whole generation, or as it was written since `begin`.
+        """Reads all of the record `name` of a complete generation, or as written since `begin`.
 
-        `verify`: hold it against its digest, if one was taken. Raises DamagedOffloadError where it is
-        another, or where the file ends early; what `target` holds then is undefined.
+        If `verify`, checks it against its digest, if there is one. Raises DamagedOffloadError on a mismatch,
+        or if the file ends early; the content of `target` is then undefined.
         """
         record, file = self.records[name], self._files[slot]
         assert target.nbytes == record.length_bytes, "a record is read whole"
@@ -221,8 +228,10 @@ class Generations:
             raise _other_record(file.path, record)
 
     def read_part(self, name: str, target: memoryview, *, slot: int, offset: int) -> None:
-        """Bytes of the record `name` from `offset` of it on. Where all reads are held against digests, the
-        whole record is, once since it was written."""
+        """Reads bytes of the record `name`, from its `offset` on.
+
+        If `check` is "always", the whole record is verified once after each write.
+        """
         record = self.records[name]
         assert name in self._digests[slot], f"{name} was not written to slot {slot}"
         assert offset + target.nbytes <= record.length_bytes, "the bytes are the record's"
@@ -238,10 +247,10 @@ class Generations:
             _verify(file, record, expected=digests[name], hashing=self._hashing)
 
     def commit(self, step: int, payload: bytes) -> Generation:
-        """Makes the generation that was begun whole, as the state after `step` steps, and the newest one.
+        """Completes the generation that was begun, as the state after `step` steps, and makes it the newest.
 
-        Returns when that is down to the drive. `payload`: any bytes, kept with it. Every record must have
-        been written since `begin`. See [Note: one whole generation].
+        Returns once it is flushed to the drive. `payload` is any bytes to keep with it. Every record must
+        have been written since `begin`. See [Note: one whole generation].
         """
         slot, self._begun = self._begun, None
         assert slot is not None, "no generation was begun"
@@ -279,12 +288,12 @@ class Generations:
 def _found(
     directory: Path, records: Sequence[FileRecord], *, identity: Identity
 ) -> dict[int, GenerationManifest]:
-    """What is whole, by slot; what is damaged is told."""
+    """Returns the complete generations' manifests, by slot, and logs damaged ones."""
     found: dict[int, GenerationManifest] = {}
     for slot in SLOTS:
         try:
             manifest = read_manifest(directory, slot, identity=identity, records=records)
-        except (DamagedOffloadError, OSError) as error:  # also where the drive cannot read it
+        except (DamagedOffloadError, OSError) as error:  # OSError: the drive cannot read it
             logger.warning("a generation of optimizer state cannot be used: %s", error)
         else:
             found |= {} if manifest is None else {slot: manifest}
@@ -292,8 +301,8 @@ def _found(
 
 
 def discard(directory: Path) -> None:
-    """Removes a rank's directory, whatever it holds. Raises OffloadError where a process uses it."""
-    if not os.path.exists(directory):  # nor where nothing can be seen: `locked` says so
+    """Removes a rank's directory with all of its files. Raises OffloadError if a process uses it."""
+    if not os.path.exists(directory):  # also if its parent cannot be read
         return
     with exclusive(directory):
         try:
@@ -304,14 +313,14 @@ def discard(directory: Path) -> None:
                     path.unlink()
             (directory / LOCK).unlink()
             directory.rmdir()
-            with suppress(FileNotFoundError):  # another rank was the last to leave: see `remove_empty`
+            with suppress(FileNotFoundError):  # another rank removed the parent: see `remove_empty`
                 flush_directory(directory.parent)
         except OSError as error:
             raise os_error(f"{directory} cannot be removed.", error) from error
 
 
 def _make(directory: Path, size_bytes: int, *, payload_bytes: int, system: System) -> None:
-    """Data files and room for payloads, where there are none. Raises OffloadError where they do not fit."""
+    """Allocates missing data and payload files. Raises OffloadError if they do not fit."""
     missing = [slot for slot in SLOTS if not _is_there(directory, slot, size_bytes=size_bytes)]
     payloads = [slot for slot in SLOTS if not payload_path(directory, slot).exists()]
     needed = len(missing) * size_bytes + len(payloads) * payload_bytes + _MARGIN_BYTES
@@ -326,12 +335,12 @@ def _make(directory: Path, size_bytes: int, *, payload_bytes: int, system: Syste
     except OSError as error:
         if error.errno not in FULL:
             raise
-        # Between the look and now another rank has taken its own.
+        # Another rank has allocated its files since `free` was read.
         raise no_space_error(directory, needed_bytes=needed, free_bytes=free) from error
 
 
 def _is_there(directory: Path, slot: int, *, size_bytes: int) -> bool:
-    """A data file of another size is removed: it can hold no generation, and its manifest goes first."""
+    """Returns whether the data file exists. A file of another size is removed, and its manifest before it."""
     path, manifest = data_path(directory, slot), manifest_path(directory, slot)
     found = path.stat().st_size if path.exists() else None
     if found == size_bytes:
@@ -350,7 +359,7 @@ def _is_there(directory: Path, slot: int, *, size_bytes: int) -> bool:
 def _verify(
     file: DriveFile, record: FileRecord, *, expected: str | None, hashing: ThreadPoolExecutor
 ) -> None:
-    """Reads all of a record. Raises DamagedOffloadError where its digest is not what is `expected`."""
+    """Reads all of a record. Raises DamagedOffloadError if its digest is not `expected`."""
     scratch = memoryview(mmap.mmap(-1, 2 * _PIECE_BYTES))
     halves = (scratch[:_PIECE_BYTES], scratch[_PIECE_BYTES:])
     begins = range(0, record.length_bytes, _PIECE_BYTES)
@@ -362,9 +371,9 @@ def _verify(
 def _digested(
     file: DriveFile, record: FileRecord, *, pieces: Iterable[memoryview], hashing: ThreadPoolExecutor
 ) -> str:
-    """Reads a record into `pieces`, which are all of it; each is digested while the next is read."""
+    """Returns the digest of a record, read into `pieces`. Each piece is digested while the next is read."""
     found, offset = xxhash.xxh3_128(), record.offset_bytes
-    with ExitStack() as last:  # after an error, too, the memory is the caller's again
+    with ExitStack() as last:  # waits for the last digest, also after an error
         for piece in pieces:
             file.read(piece, offset)
             offset += piece.nbytes

@@ -1,4 +1,4 @@
-"""Where reduced gradients wait for their update."""
+"""Storage of reduced gradients until their update."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,16 +16,16 @@ class Gradients(Protocol):
     """The gradients of sharded parameters, by name."""
 
     def of(self, name: str) -> Tensor | None:
-        """Placed as the parameter; None where there is none."""
+        """Returns the gradient, placed like the parameter, or None if there is none."""
         ...
 
     def clear(self) -> None:
-        """Of all. They may be in use: only references are let go."""
+        """Clears all gradients. Only references are dropped, since the tensors may be in use."""
         ...
 
 
 class DeviceGradients:
-    """Where the engine leaves them: the device's memory is the host's, or has room."""
+    """Gradients left where FSDP2 puts them: the host is the device, or the device has room for them."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
@@ -39,11 +39,12 @@ class DeviceGradients:
 
 
 class HostGradients:
-    """In host memory, to which each leaves as soon as it is reduced, in the dtype of its master; those of
-    further microbatches are added to what is there, on the device.
+    """Gradients in host memory, in the dtype of their masters.
 
-    `pinned`: the host's memory is registered with a GPU, whose copies go on a stream beside those of the
-    engine. 4 bytes a parameter, allocated once.
+    Each gradient is copied there as soon as it is reduced. Gradients of further microbatches are added to it
+    on the device. The memory is allocated once: 4 bytes per parameter with fp32 masters.
+
+    pinned: whether the host memory is registered with a GPU, and copies run on a stream beside FSDP2's
     """
 
     def __init__(self, engine: Mapping[str, Any], *, pinned: bool) -> None:
@@ -77,7 +78,7 @@ class HostGradients:
 
     @torch.no_grad()
     def _take(self, name: str, parameter: nn.Parameter) -> None:
-        """Called by the engine on the stream that has reduced the gradient."""
+        """Moves a gradient to the host. Called by FSDP2 on the stream that has reduced the gradient."""
         assert isinstance(parameter.grad, DTensor), "the engine reduces sharded gradients"
         gradient, parameter.grad = parameter.grad.to_local(), None
         host, adds = self._host[name].view(gradient.shape), name in self._there

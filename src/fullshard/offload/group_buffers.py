@@ -10,10 +10,14 @@ from torch import Tensor
 from fullshard.offload.host_memory import allocate_host
 
 
-@dataclass(eq=False)  # each is itself alone
+@dataclass(eq=False)  # compared by identity
 class GroupBuffer:
-    """`holds`: the group whose newest state is in `buffer`; `meant`: which it will hold once the reads that
-    were asked for are through. `writing`: to the drive, from there."""
+    """A buffer for one group.
+
+    group: the group whose newest state is in `buffer`
+    reserved_for: the group that it will hold once the requested reads have finished
+    writing: the write of its content to the drive
+    """
 
     buffer: Tensor
     group: int | None = None
@@ -25,7 +29,7 @@ class GroupBuffer:
 
 
 class GroupBuffers:
-    """`count` of `size_bytes` each, allocated when the first is taken."""
+    """`count` buffers of `size_bytes` each, allocated when the first is taken."""
 
     def __init__(self, count: int, size_bytes: int, *, pinned: bool) -> None:
         self._count, self._size_bytes, self._pinned = count, size_bytes, pinned
@@ -37,8 +41,11 @@ class GroupBuffers:
         return sum(slot.buffer.nbytes for slot in self.all)
 
     def take(self, group: int, *, keep: Collection[int] = ()) -> GroupBuffer:
-        """The one that is meant for the group; else the one that has been idle for the longest, of those that
-        are meant for none of `keep` if there is one."""
+        """Returns the buffer reserved for the group, if there is one.
+
+        Otherwise returns the one that has been idle longest, preferably one not reserved for any group of
+        `keep`.
+        """
         if not self.all:
             self.all = [
                 GroupBuffer(allocate_host(self._size_bytes, pinned=self._pinned)) for _ in range(self._count)
@@ -55,12 +62,12 @@ class GroupBuffers:
         self._idle.append(slot)
 
     def forget(self) -> None:
-        """Whatever any of them holds is of nothing that is read again."""
+        """Marks the content of all buffers as invalid."""
         for slot in self.all:
             slot.forget()
 
     def settle(self) -> None:
-        """Returns when all are written. Raises what failed, each time."""
+        """Waits until all buffers are written. Raises the error of a failed write, on every call."""
         for slot in self.all:
             if slot.writing is not None:
                 slot.writing.result()

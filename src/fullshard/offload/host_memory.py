@@ -1,4 +1,4 @@
-"""Memory of the host that is allocated once, begins at a page, and may be registered with a GPU."""
+"""Host memory that is allocated once, begins at a page, and may be registered with a GPU."""
 
 import mmap
 from typing import Any, cast
@@ -12,10 +12,11 @@ from fullshard.spec.groups import part_bytes
 
 
 def allocate_host(size_bytes: int, *, pinned: bool) -> Tensor:
-    """`size_bytes` (at least a page) of zeros, as uint8; `pinned`: registered with CUDA, as a whole, once.
+    """Returns `size_bytes` (at least a page) of zeros, as uint8; with `pinned`, registered with CUDA at once.
 
-    A mapping of its own: torch's pinned allocator rounds up to a power of two, malloc's memory begins
-    anywhere and stays with the thread that freed it. Raises OffloadError where there is not so much.
+    The memory is a mapping of its own: torch's pinned allocator rounds up to a power of two, and malloc's
+    memory is not aligned to pages and stays with the thread that freed it. Raises OffloadError if there is
+    not enough memory.
     """
     size_bytes = part_bytes(max(1, size_bytes), 1)
     try:
@@ -35,7 +36,7 @@ def allocate_host(size_bytes: int, *, pinned: bool) -> Tensor:
 
 
 def as_memoryview(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous uint8 tensor, to be read or written."""
+    """Returns the memory of a contiguous uint8 tensor, for reading or writing."""
     return memoryview(cast(bytearray, tensor.numpy()))
 
 

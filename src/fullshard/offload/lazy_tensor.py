@@ -1,4 +1,4 @@
-"""A tensor whose elements are on a drive: read when it is used, and not kept."""
+"""A tensor whose elements are on a drive: they are read each time it is used, and not kept."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -14,9 +14,11 @@ _OF_A_MOVE = {"device", "dtype", "layout", "non_blocking"}
 
 
 class LazyTensor(torch.Tensor):
-    """Shape and dtype of a tensor, and how to read it. Whatever is done with it is done with what is read.
+    """Shape and dtype of a tensor, and a function that reads it. Operations apply to the tensor that is read.
 
-    `read`: gives all of it, on the CPU. It cannot be changed. Made by `on_drive`.
+    It cannot be changed in place. Made by `lazy_tensor`.
+
+    read: returns all of the tensor, on the CPU
     """
 
     read: Callable[[], Tensor]
@@ -24,7 +26,7 @@ class LazyTensor(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"OnDrive({tuple(self.shape)}, {self.dtype})"
 
-    # Torch would copy nothing of a tensor on meta, nor keep any of it in a file.
+    # Torch would neither copy nor save the elements of a tensor on the meta device.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.cpu()
@@ -44,14 +46,14 @@ class LazyTensor(torch.Tensor):
         if any(isinstance(leaf, LazyTensor) for leaf in tree_leaves(_changed(func, args, kwargs=kwargs))):
             raise TypeError(f"{func} would change a tensor that is on a drive")
         if func is torch.ops.aten._to_copy.default and kwargs.keys() <= _OF_A_MOVE:
-            # What was read is nobody else's: where it is what is asked for, it is not copied again.
+            # The tensor just read has no other owner, so it is not copied again if nothing changes.
             return args[0].read().to(device=kwargs.get("device"), dtype=kwargs.get("dtype"))
         read = tree_map_only(LazyTensor, lambda one: one.read(), (args, kwargs))
         return func(*read[0], **read[1])
 
 
 def _changed(func: Any, args: Sequence[Any], *, kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that the operation writes to."""
+    """Returns the arguments that the operation writes to."""
     return [
         args[place] if place < len(args) else kwargs.get(argument.name)
         for place, argument in enumerate(func._schema.arguments)
@@ -60,9 +62,9 @@ def _changed(func: Any, args: Sequence[Any], *, kwargs: Mapping[str, Any]) -> li
 
 
 def lazy_tensor(shape: torch.Size, dtype: torch.dtype, *, read: Callable[[], Tensor]) -> LazyTensor:
-    """A tensor of this shape and dtype, whose elements `read` gives, on the CPU.
+    """Returns a tensor of this shape and dtype, whose elements `read` returns on the CPU.
 
-    Its own device is meta, so that `.cpu()` is what reads it.
+    Its own device is meta, so `.cpu()` reads it.
     """
     make = cast(Callable[..., LazyTensor], torch.Tensor._make_wrapper_subclass)
     one = make(LazyTensor, shape, dtype=dtype, device="meta", requires_grad=False)

@@ -1,4 +1,4 @@
-"""Where in a store's records the state of each parameter is."""
+"""Places of each parameter's state in a store's records."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,7 +20,7 @@ class Read(Protocol):
 
 
 class ParameterRecords:
-    """Of all parameters of `groups`, whose state is in `records`, by the groups' index."""
+    """Finds the state of all parameters of `groups` in `records`, which are keyed by the groups' index."""
 
     def __init__(
         self, groups: Sequence[Group], records: Mapping[int, GroupLayout], *, moments: torch.dtype | None
@@ -32,7 +32,7 @@ class ParameterRecords:
                 self._segments.setdefault(segment.name, []).append((group, segment))
 
     def read_parts(self, name: str, *, read: Read) -> Parts | None:
-        """The state of a parameter, flat, that `read` reads when it is used; None where there is none."""
+        """Returns the state of a parameter, flat, read with `read` when it is used; None if there is none."""
         if name not in self._segments:
             return None
         size = torch.Size([self._numel(name)])
@@ -43,14 +43,14 @@ class ParameterRecords:
         return Parts(*tensors)
 
     def allocate_parts(self, name: str) -> Parts | None:
-        """Memory for as much."""
+        """Returns memory for the state of a parameter; None if it has none."""
         if name not in self._segments:
             return None
         return Parts(*(torch.empty(self._numel(name), dtype=dtype) for dtype in self._dtypes(name)))
 
     def _read(self, name: str, part: int, *, read: Read) -> Tensor:
         dtype, numel = self._dtypes(name)[part], self._numel(name)
-        # It begins at a page, and so may be read into past the page cache.
+        # Aligned to a page, so that it can be read into directly, bypassing the page cache.
         whole = allocate_host(numel * dtype.itemsize, pinned=False).view(dtype)[:numel]
         for group, segment in self._segments[name]:
             begin = self._records[group.index].begins[part] + segment.offset * dtype.itemsize

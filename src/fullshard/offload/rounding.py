@@ -1,4 +1,4 @@
-"""AdamW in bfloat16, and the rounding that lets it learn: up or down at random, right in the mean."""
+"""AdamW in bf16 with stochastic rounding, which lets it learn: up or down at random, exact in the mean."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 class AdamOptions(NamedTuple):
-    """Of one update of some parameters."""
+    """Hyperparameters of one update."""
 
     lr: float
     beta1: float
@@ -25,8 +25,10 @@ def adamw_rounded(
     options: AdamOptions,
     generator: torch.Generator,
 ) -> None:
-    """One update of (value, first moment, second moment), in place: computed in fp32, rounded at random into
-    their dtype. `step`: from 1."""
+    """Updates (value, first moment, second moment) in place.
+
+    The update is computed in fp32, and rounded stochastically into their dtype. `step` counts from 1.
+    """
     value, first, second = state
     g = gradient.float()
     m = first.float().lerp_(g, 1 - options.beta1)
@@ -39,11 +41,11 @@ def adamw_rounded(
 
 
 def round_stochastically(exact: Tensor, *, out: Tensor, generator: torch.Generator) -> None:
-    """Writes fp32 `exact` into `out`; to bf16 by adding random low bits and cutting them.
+    """Writes fp32 `exact` into `out`; to bf16 by adding random low bits and truncating.
 
-    A bf16 is the upper half of an fp32: of the 2^16 equally likely additions, as many carry into the upper
-    half as the lower half's value, so the mean over roundings is `exact`, and what bf16 can hold stays as it
-    is. Infinities, NaNs and other dtypes are copied to nearest.
+    A bf16 is the upper half of an fp32. Of the 2^16 equally likely additions, as many carry into the upper
+    half as the value of the lower half. So the mean over roundings is `exact`, and values that bf16 can
+    represent are unchanged. Infinities and NaNs, and other dtypes, are rounded to nearest.
     """
     if out.dtype is not torch.bfloat16:
         out.copy_(exact)
@@ -54,7 +56,7 @@ def round_stochastically(exact: Tensor, *, out: Tensor, generator: torch.Generat
 
 
 def shard_index(parameter: Tensor) -> int:
-    """The rank's place along the mesh axis that shards the parameter; the same on all replicas of a shard."""
+    """Returns the rank's index along the mesh axis that shards the parameter, equal on a shard's replicas."""
     if not isinstance(parameter, DTensor):
         return 0
     for axis, placement in enumerate(parameter.placements):

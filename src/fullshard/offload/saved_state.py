@@ -1,4 +1,4 @@
-"""What the files of a run that is over hold, for one who does not go on from them."""
+"""Offloaded state that a finished run has left on a drive, for runs that do not resume from it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +9,13 @@ from fullshard.offload.generation_manifest import read_world_size, sound_manifes
 
 @dataclass(frozen=True)
 class SavedRunState:
-    """`step`: the newest that is whole on all of the run's ranks whose files lie in `directory`, which on
-    drives of several nodes are a node's. `world_size`: how many ranks the run had."""
+    """State that a run left on a drive.
+
+    directory: the run's directory; with drives on several nodes, one node's
+    step: newest step that is complete on all of the run's ranks with files in `directory`
+    world_size: number of ranks of the run
+    taken_bytes: size of these ranks' files on the drive
+    """
 
     directory: Path
     step: int
@@ -19,10 +24,11 @@ class SavedRunState:
 
 
 def find_saved_state(directory: Path) -> SavedRunState | None:
-    """Of a run's directory, `<offload.path>/<run id>`; None where no step is whole that a run can go on from.
+    """Finds the state in a run's directory, `<offload.path>/<run id>`.
 
-    Records are not held against their digests. Files of other ranks than its first rank's run had are left
-    over from before, and say nothing. None also where this user cannot read them.
+    Returns None if no step is complete that a run can resume from, or if this user cannot read the files.
+    Records are not checked against their digests. Ranks whose world size differs from the first rank's are
+    leftovers of an earlier run, and are ignored.
     """
     try:
         return _held(directory)
@@ -35,7 +41,7 @@ def _held(directory: Path) -> SavedRunState | None:
     own = [one for one in directory.glob(RANKS) if read_world_size(one) == world_size]
     if world_size is None or not own:
         return None
-    # Without a payload it is a state in mid-load, which nothing goes on from.
+    # A state without a payload is one during a load, from which no run resumes.
     steps = [{one.step for one in sound_manifests(rank) if one.payload_bytes} for rank in own]
     step = max(set[int].intersection(*steps), default=None)
     return (

@@ -1,4 +1,4 @@
-"""What a rank keeps outside of the device: masters and moments of its trained shards, and shards."""
+"""State that a rank keeps outside the device: masters and moments of its trained shards, and shards."""
 
 import weakref
 from collections import Counter
@@ -34,8 +34,12 @@ Update = Callable[[Group, Parts], None]
 
 
 class ShardsOnDrive(Protocol):
-    """Makes shards on a drive, of the engine's parameters and the number of the unit that gathers each, in
-    the dtype computed in, or, `frozen`, in their own."""
+    """Makes a source of shards on a drive.
+
+    engine: FSDP2's objects of the parameters, by name
+    units: number of the unit that gathers each parameter
+    frozen: whether the shards keep their own dtype, rather than the compute dtype
+    """
 
     def __call__(
         self, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool
@@ -44,12 +48,17 @@ class ShardsOnDrive(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """How and where. `on_drive`: what makes the store of these groups; None: the host's memory.
+    """Placement and grouping of offloaded state.
 
-    `shards_outside`: the shards in the dtype computed in, and those that are frozen, are not on the device
-    either; `shards_on_drive`: but in what this makes. `moments`: their dtype; None: the master's.
-    `alternate`: every other update goes through the groups from the last to the first: those that are still
-    in memory need not be read, and the next forward waits for all. `traffic`: counts what the drive moves.
+    device: the device that computes
+    group_parameters: largest number of elements of a group
+    shards_outside: whether shards in the compute dtype, and frozen shards, are off the device as well
+    moments: dtype of the moments; None for the master's
+    alternate: whether every other update visits the groups in reverse; groups still in memory need not be
+        read again then, but the next forward waits for the whole update
+    on_drive: makes the drive store of these groups; None for host memory
+    shards_on_drive: makes the drive source of shards, if `shards_outside`; None for host memory
+    traffic: counts the bytes that the drive moves
     """
 
     device: torch.device
@@ -67,13 +76,13 @@ class Settings:
 
     @property
     def is_device(self) -> bool:
-        """Where the state is: the host's memory is the device's."""
+        """True if the state lives in the device's own memory, because the device is the host."""
         return self.on_drive is None and not self.on_gpu
 
     def shards_of(
         self, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool = False
     ) -> SeparateShards:
-        """What is gathered of these, as `ShardsOnDrive` has it."""
+        """Makes the source that all-gathers of these parameters read. See `ShardsOnDrive`."""
         if self.shards_on_drive is not None and engine:
             return self.shards_on_drive(engine, units, frozen=frozen)
         home = torch.device("cpu") if self.shards_outside else self.device
@@ -82,13 +91,15 @@ class Settings:
 
 
 class OffloadedState:
-    """Of one sharded model on one rank. Made while `fullshard.shard` gives it values; see `Keeper` there.
+    """Offloaded state of one sharded model on one rank. It is the `ShardSink` that `fullshard.shard` fills.
 
-    `names`: of the parameters whose state it has, in the order of use: those that are trained and sharded.
-    `names_of`: the same, by the parameters. `engine`: the engine's object of each. `masters`: the master of
-    each, where the engine's shards are the masters; elsewhere they stand for them, and are NaN.
-    `shards`: what the engine gathers; `frozen`: what it gathers of those that are not trained, and are not on
-    the device, as `elsewhere` says of each. `updates`: what goes on beside training.
+    names: parameters whose state is offloaded (the trained, sharded ones), in the order of use
+    names_of: name of each of these parameters, by its tensor
+    engine: FSDP2's object of each, by name
+    masters: master of each, by name, if it is FSDP2's shard; otherwise empty, and the shards are NaN
+    shards: source of the all-gathers
+    frozen: source of the all-gathers of frozen parameters that are not on the device
+    updates: thread that runs updates beside training
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -101,11 +112,14 @@ class OffloadedState:
         self._release: Callable[[str], None] = lambda _name: None
         self._backwards = False
 
-    # What `fullshard.sharding.apply.Keeper` asks for
+    # `fullshard.sharding.apply.ShardSink`
 
     def start(self, model: nn.Module, *, unset: bool = False) -> None:
-        """The engine has the parameters, without values; `unset`: nor will `take` bring any, and a load must,
-        so that what is not the device's is not written twice."""
+        """Takes over the model, whose parameters FSDP2 holds without values.
+
+        If `unset`, `put_unit` brings no values either, and a load must set them: state outside the device is
+        then written only once.
+        """
         held: list[ShardSize] = []
         frozen: dict[str, Any] = {}
         for unit, name, one in gathered_parameters(model):
@@ -130,7 +144,7 @@ class OffloadedState:
             self._filling = _Filling(self.store.stream(self._own, fresh=True), self._publish)
 
     def put_unit(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """The values of one unit's parameters; the units come in the order of use. Their memory is let go."""
+        """Takes the values of one unit's parameters, and frees their memory. Called in the order of use."""
         engine = fsdp_params(self)
         own = {name: _flat(p) for name, p in parameters.items() if name in engine}
         if self._filling is not None:
@@ -142,18 +156,20 @@ class OffloadedState:
             )
 
     def finish(self) -> None:
-        """Of all units."""
+        """Finishes the initialisation, after the last unit."""
         if self._filling is not None:
             self._filling.end()
         self.frozen.shards.settle()
         self.updates.settle(to_load=True)
 
-    # What an optimizer and a checkpoint ask for
+    # For optimizers and checkpoints
 
     def update(self, function: Update, *, release: Callable[[str], None]) -> None:
-        """Has `function` change the parts of every group: see [Note: the next forward need not wait].
-        `release`: called in the caller's thread once a parameter is updated; with all of them by the next
-        `settle`."""
+        """Runs `function` on the parts of every group, on the update thread.
+
+        See [Note: the next forward need not wait]. `release` is called in the caller's thread once a
+        parameter is updated, and for all parameters by the next `settle`.
+        """
         self.settle()
         self.settings.traffic.begin_update()
         self._release = release
@@ -181,11 +197,14 @@ class OffloadedState:
 
         self.updates.begin(update, units=tuple(left))
         if self.settings.is_device:
-            self.settle()  # nothing to wait for but the processor, which the caller wants too
+            self.settle()  # the update would only compete with the caller for the processor
 
     def settle(self, *, to_load: bool = False) -> None:
-        """Returns when no update goes on. Raises OffloadError for what failed, now and ever after, and where
-        a load was broken off, unless it is `to_load` again."""
+        """Waits until no update is running.
+
+        Raises OffloadError for an update that failed, on this call and every later one. Also raises it after
+        an interrupted load, except when called with `to_load` to load again.
+        """
         try:
             self.updates.settle(to_load=to_load)
         finally:
@@ -193,17 +212,23 @@ class OffloadedState:
                 self._release(name)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """`master`, `exp_avg`, `exp_avg_sq` of a parameter, placed as it is; not to be changed. Of state on
-        a drive each is read when it is used: until the update after the next one it is what it is now."""
+        """Returns `master`, `exp_avg` and `exp_avg_sq` of a parameter, placed like it; not to be changed.
+
+        State on a drive is read each time a tensor is used. The values stay valid until the second update
+        from now.
+        """
         return _placed(self.engine[name], self.store.read_parts(name), moments=self.settings.moments)
 
     def live_tensors(self, name: str) -> dict[str, Tensor]:
-        """The same, but always what the last update has left, as the host's memory has it: of state on a
-        drive each is read when it is used, and what is there then counts. During `refill` that is what was
-        there before. Reading raises OffloadError where the state is let go, or cannot be read."""
+        """Returns the tensors of `tensors`, which always show the result of the last update.
+
+        State on a drive is read each time a tensor is used, and reflects the drive's content at that time.
+        During `refill` that is the state from before it. Reading raises OffloadError if the state was closed
+        or cannot be read.
+        """
         parts = self.store.read_parts(name)
         if parts is not None and self.settings.on_drive is not None:
-            # A state dict that somebody keeps does not keep the model, and the lock of its directory.
+            # A weak reference: a state dict must not keep the model and the directory's lock alive.
             me: weakref.ref[OffloadedState] = weakref.ref(self)
             reads = [partial(_now, me, name, part=part) for part in range(len(parts))]
             pairs = zip(parts, reads, strict=True)
@@ -211,18 +236,22 @@ class OffloadedState:
         return _placed(self.engine[name], parts, moments=self.settings.moments)
 
     def refill(self, *, keep: bool = False, frozen: bool = False) -> Generator[dict[str, dict[str, Tensor]]]:
-        """Gives new values to all state, in portions: yields name -> key -> a tensor to be filled, placed as
-        the parameter; what stands in them when the next portion is asked for is taken over. On every rank
-        there are as many portions, of the same names.
+        """Sets new values of all state, in portions.
 
-        Where it is broken off, nothing can be done with the state but to fill it again. `keep`: what is
-        `living` can be read for the new values. `frozen`: what is frozen gets new values, too.
+        Yields name -> key -> a tensor to fill, placed like the parameter. The content of these tensors is
+        stored when the next portion is requested. Every rank gets the same number of portions, with the same
+        names.
+
+        After an interrupted refill, the state is unusable until it is filled again.
+
+        keep: whether `live_tensors` can be read for the new values
+        frozen: whether frozen parameters get new values too
         """
         self.settle(to_load=True)
         if keep:
             self.store.retain_previous()
         self.updates.unusable = half_loaded
-        self.shards.begin(backwards=True)  # nobody gathers meanwhile
+        self.shards.begin(backwards=True)  # no all-gather runs meanwhile
         stream = self.store.stream(self._own, fresh=True)
         for portion in portions(self.groups):
             names = dict.fromkeys(name for group in portion for name in group.names)
@@ -244,19 +273,18 @@ class OffloadedState:
             self.updates.base_unusable = None
 
     def publish_all(self, *, verify: bool) -> None:
-        """What is gathered follows the masters anew; `verify`: all that is read is held against digests."""
+        """Rewrites the shards from the masters. If `verify`, checks the state against its digests."""
         self.shards.begin(backwards=True)
         for group, parts in self.store.read_stream(self._own, verify=verify):
             self._publish(group, parts)
         self.updates.unusable = None
 
     def close(self) -> None:
-        """Lets go of the drive, when what goes on is through. Without it that is done with the last
-        reference."""
+        """Waits for running work and releases the drive. Otherwise dropping the last reference does so."""
         self.closing()
 
     def _order(self) -> tuple[Group, ...]:
-        """Of the next update."""
+        """Returns the order of the next update."""
         return self._own[::-1] if self._backwards else self._own
 
     def _make(self, frozen: Mapping[str, Any]) -> None:
@@ -288,7 +316,7 @@ class OffloadedState:
                 partial(_settle, self.store, self.shards), hurried=self.shards.hurried
             )
             closing.callback(self.updates.thread.shutdown)
-            # Nothing that knows the model: it knows this, and neither would ever be let go.
+            # The callbacks must not reference the model, which references this: neither would be freed.
             self.closing = weakref.finalize(self, closing.pop_all().close)
 
     def _publish(self, group: Group, parts: Parts) -> None:
@@ -297,7 +325,7 @@ class OffloadedState:
 
     @torch.no_grad()
     def _shard_for_gather(self, name: str, dtype: torch.dtype) -> Tensor:
-        """This rank's shard, when its unit is updated. Called by the engine, when it gathers."""
+        """Returns this rank's shard once its unit is updated. Called by FSDP2 in an all-gather."""
         self.updates.wait_for(self._units[name])
         if name in self.frozen.engine:
             return self.frozen.shards.read(name, dtype)
@@ -308,7 +336,7 @@ class OffloadedState:
 def _publishing(
     shards: GatherSource, group: Group, *, parts: Parts, backwards: bool = False
 ) -> Iterator[Segment]:
-    """Its segments, published; of a unit that goes on in another group none comes in between."""
+    """Publishes and yields the group's segments. A unit split over groups is not interleaved with another."""
     for segment in reversed(group.segments) if backwards else group.segments:
         values = parts.master[segment.offset : segment.offset + segment.numel]
         shards.write(segment.name, segment.begin, values=values)
@@ -316,17 +344,17 @@ def _publishing(
 
 
 def host_bytes_of(offloaded: OffloadedState) -> int:
-    """What it takes of the host's memory, gradients left out."""
+    """Returns the host memory that the state takes, without gradients."""
     return offloaded.store.host_bytes + offloaded.shards.host_bytes + offloaded.frozen.shards.host_bytes
 
 
 def fsdp_params(offloaded: OffloadedState) -> dict[str, Any]:
-    """The engine's objects of all parameters that it has, trained or frozen."""
+    """Returns FSDP2's objects of all offloaded parameters, trained or frozen, by name."""
     return {**offloaded.engine, **offloaded.frozen.engine}
 
 
 def offloaded_parameters(offloaded: OffloadedState) -> set[Tensor]:
-    """The parameters whose values are not in the shards that the model has."""
+    """Returns the parameters whose values are not in the model's own shards."""
     return (
         set()
         if offloaded.settings.is_device
@@ -335,8 +363,10 @@ def offloaded_parameters(offloaded: OffloadedState) -> set[Tensor]:
 
 
 def shards_for_loading(offloaded: OffloadedState) -> Iterator[set[Tensor]]:
-    """As `OffloadedState.refill`, of the values alone, frozen ones too: they are the shards of the parameters
-    that it yields as long as that lasts; moments become zero."""
+    """Yields sets of parameters to load, trained and frozen, as `OffloadedState.refill` does.
+
+    While a set is yielded, the parameters' local shards are the memory to fill. Moments are set to zero.
+    """
     engine = fsdp_params(offloaded)
     for portion in offloaded.refill(frozen=True):
         own = {name: engine[name].sharded_param for name in portion}
@@ -353,7 +383,7 @@ def shards_for_loading(offloaded: OffloadedState) -> Iterator[set[Tensor]]:
 
 
 def _placed(one: Any, parts: Parts | None, *, moments: torch.dtype | None) -> dict[str, Tensor]:
-    """As the engine's parameter `one` is. None: it has no row here."""
+    """Returns the parts as DTensors placed like FSDP2's `one`. None means this rank has no row of it."""
     if parts is None:
         dtype = str(one.sharded_param.dtype).removeprefix("torch.")
         parts = Parts(*(torch.empty(0, dtype=own) for own in dtypes_of(dtype, moments)))
@@ -361,7 +391,7 @@ def _placed(one: Any, parts: Parts | None, *, moments: torch.dtype | None) -> di
 
 
 def _now(of: "weakref.ref[OffloadedState]", name: str, *, part: int) -> Tensor:
-    """This part of a parameter's state, read."""
+    """Reads one part of a parameter's state."""
     state = of()
     if state is None or not state.closing.alive:
         raise OffloadError(
@@ -381,7 +411,7 @@ def _settle(store: GroupStore, shards: GatherSource) -> None:
 
 
 class _Filling:
-    """Puts values into a new store, in the order of its groups; moments are zero."""
+    """Puts values into a new store, in the order of its groups. Moments are zero."""
 
     def __init__(self, stream: Iterator[tuple[Group, Parts]], publish: Update) -> None:
         self._stream, self._publish = stream, publish
@@ -418,11 +448,11 @@ def _flat(parameter: nn.Parameter) -> Tensor:
     return cast(DTensor, parameter.detach()).to_local().reshape(-1)
 
 
-_ATTRIBUTE = "_fullshard_offloaded"  # of the model
+_ATTRIBUTE = "_fullshard_offloaded"  # attribute of the model
 
 
 def attach(model: nn.Module, state: OffloadedState) -> None:
-    """Makes `offloaded_of` find `state` by its model."""
+    """Registers `state` on its model, for `offloaded_of`."""
     setattr(model, _ATTRIBUTE, state)
 
 

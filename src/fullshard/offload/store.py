@@ -1,10 +1,10 @@
-"""Where the groups' state lives, and the one way through it: group by group.
+"""Stores of the groups' state, which is accessed by streaming, group by group:
 
     for group, parts in store.stream(order):
-        ...                                    # what is changed in `parts` is kept
+        ...                                    # changes to `parts` are kept
 
-`HostStore` has it all in memory. `DriveStore` has three groups in memory: one is read, one is in the caller's
-hands, one is written.
+`HostStore` has all groups in memory. `DriveStore` has three: one is being read, one is in the caller's hands,
+one is being written.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from fullshard.spec.groups import Group, part_bytes
 
 
 class Parts(NamedTuple):
-    """The state of one group, each flat, with `group.numel` elements."""
+    """The state of one group: three flat tensors of `group.numel` elements each."""
 
     master: Tensor
     exp_avg: Tensor
@@ -27,7 +27,7 @@ class Parts(NamedTuple):
 
 
 class GroupLayout:
-    """How the parts of a group lie in its bytes: one after the other, each from a page on, at `begins`."""
+    """Layout of a group's parts in its bytes: consecutive, each aligned to a page, at offsets `begins`."""
 
     def __init__(self, group: Group, *, moments: torch.dtype | None) -> None:
         self.group = group
@@ -37,7 +37,7 @@ class GroupLayout:
         self.size_bytes = sum(sizes)
 
     def parts(self, buffer: Tensor) -> Parts:
-        """Views of the first `size_bytes` of a slab."""
+        """Returns views of the first `size_bytes` of a buffer."""
         return Parts(
             *(
                 buffer[begin : begin + self.group.numel * dtype.itemsize].view(dtype)
@@ -47,49 +47,63 @@ class GroupLayout:
 
 
 class GroupStore(Protocol):
-    """The state of a rank's groups. One thread at a time uses it. `host_bytes`: what it takes of the host's
-    memory, once it is used."""
+    """The state of a rank's groups. Used by one thread at a time.
+
+    host_bytes: host memory that it takes once it is used
+    """
 
     @property
     def host_bytes(self) -> int: ...
 
     def stream(self, order: Sequence[Group], *, fresh: bool = False) -> Iterator[tuple[Group, Parts]]:
-        """Every group of the store once, in `order`. What is in the parts when the next group is asked for
-        (or the iterator ends) is the new state; the parts are not to be used after that. `fresh`: what was
-        there is not wanted: they begin as zeros in a new store, as anything in another."""
+        """Yields every group of the store once, in `order`.
+
+        The content of the parts when the next group is requested (or the iterator ends) is the new state; the
+        parts must not be used after that. If `fresh`, the old state is not read: the parts begin as zeros in
+        a new store, and as anything in another.
+        """
         ...
 
     def read_ahead(self, order: Sequence[Group]) -> None:
-        """The next `stream` is of this order: its first groups may be read now. Called when one has ended."""
+        """Announces the order of the next `stream`, so that its first groups may be read now.
+
+        Called when a stream has ended.
+        """
         ...
 
     def retain_previous(self) -> None:
-        """What is there now can be read, by `whole`, while the next `stream` goes on, and after one that was
-        broken off."""
+        """Keeps the present state readable, by `read_parts`, during and after the next `stream`, even an
+        aborted one.
+        """
         ...
 
     def read_stream(self, order: Sequence[Group], *, verify: bool = False) -> Iterator[tuple[Group, Parts]]:
-        """The same for some groups, which are not changed. `verify`: held against digests, if there are."""
+        """Yields some groups, not to be changed. If `verify`, checks them against their digests, if any."""
         ...
 
     def read_parts(self, name: str) -> Parts | None:
-        """The state of one parameter, flat; not to be changed. None: this rank has no row of it."""
+        """Returns the state of one parameter, flat, not to be changed. None if this rank has no row of it."""
         ...
 
     def allocate_parts(self, name: str) -> Parts | None:
-        """Memory for the state of one parameter, flat. It may be where its state is."""
+        """Returns memory for the state of one parameter, flat, which may be where its state is.
+
+        None if this rank has no row of it.
+        """
         ...
 
     def settle(self) -> None:
-        """Returns when all that `stream` was given is where it stays. Raises what failed."""
+        """Waits until all streamed state is stored. Raises the error of a failed write."""
         ...
 
     def close(self) -> None: ...
 
 
 class HostStore:
-    """All in the host's memory: of each dtype of a master three flat slabs, in the order of the groups, so
-    that also a parameter cut over groups is in one piece."""
+    """Store in host memory: three flat slabs per master dtype, in the order of the groups.
+
+    So even a parameter that is cut over several groups is contiguous.
+    """
 
     def __init__(self, groups: Sequence[Group], *, moments: torch.dtype | None, pinned: bool) -> None:
         self._parts: dict[int, Parts] = {}
@@ -122,7 +136,7 @@ class HostStore:
     def read_ahead(self, order: Sequence[Group]) -> None: ...
 
     def retain_previous(self) -> None:
-        """Each group stays as it is until it is the caller's."""
+        """Does nothing: each group stays as it is until the caller changes it."""
 
     def read_stream(self, order: Sequence[Group], *, verify: bool = False) -> Iterator[tuple[Group, Parts]]:
         yield from self.stream(order)
@@ -138,18 +152,18 @@ class HostStore:
 
 
 def sizes_of(groups: Iterable[Group]) -> dict[str, int]:
-    """Elements of each parameter."""
+    """Returns the number of elements of each parameter."""
     return {segment.name: segment.end for group in groups for segment in group.segments}
 
 
 def dtypes_of(master: str, moments: torch.dtype | None) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """Of the parts, for a master of this dtype."""
+    """Returns the dtypes of the parts, for a master of this dtype."""
     own = torch_dtype(master)
     return own, moments or own, moments or own
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """`float32` -> torch.float32."""
+    """Returns the torch dtype of this name: `float32` -> torch.float32."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype), name
     return dtype

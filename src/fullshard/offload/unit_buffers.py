@@ -1,13 +1,15 @@
-"""The few units whose shards are in memory while all are on the drive, and which goes for another.
+"""Buffers for the few units whose shards are in memory while all are on the drive, and their eviction.
 
-[Note: units in memory] Each buffer holds one unit's own shards, as they are gathered. What an update has made
-stays until it is gathered: an update that is further ahead of forward waits, so that nothing of it need be
-read again. It goes on where somebody waits for it (who gathers in another order, or looks at the state), and
-when for HELD_SECONDS nothing has come (a process that ends): then of what it has made goes what is gathered
-last. Else that goes which was used longest ago: gathers go to and fro over the units, so of these its own is
-farthest, too.
+[Note: units in memory] Each buffer holds one unit's own shards, in the form in which they are gathered.
+Shards that an update has made stay until they are gathered. An update that is further ahead of forward waits,
+so that none of its shards need to be read again. The wait ends when another thread waits for the update (for
+a gather in another order, or to read the state), or after HELD_SECONDS without a change (a process that is
+ending). Of the shards that the update has made, those gathered last are then evicted.
 
-The engine has copied a unit's shards when it asks for another's, so only the unit asked for last is in use.
+Otherwise the least recently used unit is evicted. Gathers alternate between forward and backward order, so
+its next use is also the farthest.
+
+FSDP2 has copied a unit's shards when it asks for those of another, so only the last requested unit is in use.
 """
 
 import threading
@@ -25,7 +27,10 @@ HELD_SECONDS = 2.0
 
 @dataclass(eq=False)
 class Buffer:
-    """`missing`: elements of its unit that an update has still to put there."""
+    """A buffer for one unit's shards.
+
+    missing: number of elements that an update has yet to write
+    """
 
     memory: Tensor
     unit: int | None = None
@@ -35,34 +40,36 @@ class Buffer:
 
     @property
     def is_busy(self) -> bool:
-        """Something is read into it or written from it."""
+        """True while the buffer is being read into or written to the drive."""
         return any(one is not None and not one.done() for one in (self.reading, self.writing))
 
     def raise_failed(self) -> None:
-        """Raises what was done with it last, if that failed: maybe nobody else comes."""
+        """Raises the error of the last read or write, which no other thread may have waited for."""
         for done in (self.reading, self.writing):
             if done is not None:
                 done.result()
 
 
-Transfer = Callable[[Buffer, int], Future[None]]  # of this unit
+Transfer = Callable[[Buffer, int], Future[None]]  # takes the buffer and the unit's number
 Wait = Callable[[threading.Condition, float], bool]
 
 
 class UnitBuffers:
-    """`count` of them, of `size_bytes`: see [Note: units in memory]. One thread makes, another gathers.
+    """`count` buffers of `size_bytes` each, for one thread that makes shards and one that gathers.
 
-    `wait`: waits for a condition for at most this many seconds, and returns whether it was notified.
+    See [Note: units in memory].
+
+    wait: waits for a condition for at most this many seconds, and returns whether it was notified
     """
 
     def __init__(self, count: int, size_bytes: int, *, pinned: bool, wait: Wait) -> None:
         self._wait = wait
         self._all = [
             Buffer(allocate_host(size_bytes, pinned=pinned)) for _ in range(count)
-        ]  # the last used last
+        ]  # the most recently used last
         self._changed = threading.Condition()
         self._in_use: int | None = None
-        self._made: list[int] = []  # and not gathered since; what is gathered last is last
+        self._made: list[int] = []  # not gathered since; in the order of gathers
         self._due: set[int] = set()
         self._backwards = self._holds = False
         self._waited_for: list[int | None] = []
@@ -72,8 +79,10 @@ class UnitBuffers:
         return sum(one.memory.nbytes for one in self._all)
 
     def begin(self, units: Iterable[int], *, backwards: bool) -> None:
-        """An update will make these; `backwards`: in the order opposite to that of gathers. What one before
-        has begun to make, and was broken off, is made anew."""
+        """Begins an update that will make these units, in the order of gathers or `backwards`.
+
+        Units left incomplete by an interrupted update are made again.
+        """
         with self._changed:
             for one in (one for one in self._all if one.missing):
                 one.unit, one.missing = None, 0
@@ -81,7 +90,7 @@ class UnitBuffers:
             self._made.clear()
 
     def settle(self) -> None:
-        """Returns when nothing is read or written. Raises OffloadError for what failed."""
+        """Waits until no read or write runs. Raises OffloadError for those that failed."""
         with self._changed:
             self._holds = False
             while any(one.is_busy for one in self._all):
@@ -91,7 +100,7 @@ class UnitBuffers:
 
     @contextmanager
     def hurried(self, unit: int | None) -> Generator[None]:
-        """Meanwhile somebody waits for an update to make `unit`; None: for all of it."""
+        """Marks, while it is open, that a thread waits for an update to make `unit` (None: all units)."""
         with self._changed:
             self._waited_for.append(unit)
             self._changed.notify_all()
@@ -102,7 +111,10 @@ class UnitBuffers:
                 self._waited_for.remove(unit)
 
     def to_make(self, unit: int, *, elements: int) -> tuple[Buffer, bool]:
-        """Where an update puts the unit, of which so many `elements` are to come; and if they begin to."""
+        """Returns the buffer in which an update makes the unit, and whether the unit is new there.
+
+        elements: number of elements that the update will write
+        """
         with self._changed:
             while (buffer := self._of(unit) or self._spare(made_too=not self._is_held)) is None or (
                 buffer.is_busy
@@ -116,7 +128,7 @@ class UnitBuffers:
             return buffer, True
 
     def made(self, buffer: Buffer, write: Transfer) -> None:
-        """All of the unit is there, and is written behind it."""
+        """Marks the unit as complete, and starts its write to the drive."""
         with self._changed:
             assert buffer.unit is not None, "it is made"
             buffer.writing = _told(self._changed, write(buffer, buffer.unit))
@@ -124,11 +136,11 @@ class UnitBuffers:
             self._made.insert(0 if self._backwards else len(self._made), buffer.unit)
 
     def in_use(self, unit: int) -> bool:
-        """Whether it was asked for last."""
+        """Returns whether the unit was requested last."""
         return unit == self._in_use
 
     def use(self, unit: int, read: Transfer) -> Buffer:
-        """The unit is gathered: its buffer, into which it may still be read."""
+        """Returns the buffer of a unit that is being gathered. A read into it may still be running."""
         with self._changed:
             if unit in self._made:
                 self._made.remove(unit)
@@ -146,7 +158,10 @@ class UnitBuffers:
             return buffer
 
     def read_ahead(self, unit: int, read: Transfer) -> None:
-        """Where a buffer is idle, and one more for an update, and no update will make the unit anew."""
+        """Reads a unit into an idle buffer.
+
+        Does nothing if no other buffer would remain for an update, or if an update will make the unit.
+        """
         with self._changed:
             idle = self._idle()
             if self._of(unit) is None and unit not in self._due and len(idle) > 1 and not idle[0].is_busy:
@@ -161,7 +176,7 @@ class UnitBuffers:
         return next((one for one in self._all if one.unit == unit), None)
 
     def _idle(self) -> list[Buffer]:
-        """What may go when nothing more is read or written there: that which is used last is last."""
+        """Returns the buffers that can be reused once they are not busy, the most recently used last."""
         stays = (self._in_use, *self._made)
         return [one for one in self._all if not one.missing and (one.unit is None or one.unit not in stays)]
 
@@ -179,7 +194,7 @@ class UnitBuffers:
 
 
 def _told(changed: threading.Condition, transfer: "Future[None]") -> "Future[None]":
-    """The same, whose end wakes who waits."""
+    """Makes the end of the transfer wake all waiting threads, and returns it."""
 
     def tell(_: "Future[None]") -> None:
         with changed:

@@ -1,9 +1,9 @@
-"""What goes on beside training: the update of the groups, and what comes after it.
+"""The thread that updates the groups, and does the work that follows, beside training.
 
-[Note: the next forward need not wait] An update goes through the groups in the order in which units are
-gathered. Each gather waits for its own unit and no others, so that the tail of an update, and its writes, go
-on beside the next forward and backward. `settle` is where all of it must be through: before
-the next update, and before anybody else looks.
+[Note: the next forward need not wait] An update visits the groups in the order in which units are gathered.
+Each gather waits for its own unit only, so that the end of an update, and its writes, run beside the next
+forward and backward. `settle` waits for all of it: before the next update, and before other code reads the
+state.
 """
 
 import threading
@@ -17,12 +17,14 @@ Lacking = Callable[[], OffloadError]
 
 
 class UpdateThread:
-    """One thread, which does one thing after the other; after one that failed, nothing.
+    """Runs submitted work in order on one thread, and stops after the first failure.
 
-    What failed is raised as it is, and an OffloadError with what it means for the run.
-    `settle`: what must be done besides until all is where it stays. `hurried`: while somebody waits for a
-    unit, or (None) for all, nothing that comes before it is put off. `lacking`: the error for all but a load,
-    as long as there are no values, or those of two states; `base_lacking`: of what is frozen.
+    An OffloadError is raised with its consequence for the run; other errors are raised unchanged.
+
+    settle: waits until all state is stored
+    hurried: while open, nothing before a unit is delayed, because a thread waits for it (None: for all units)
+    unusable: error for all uses except a load, while there are no values, or those of two states
+    base_unusable: the same for frozen parameters
     """
 
     def __init__(
@@ -37,22 +39,22 @@ class UpdateThread:
         self._error: BaseException | None = None
 
     def begin(self, act: Callable[[], None], *, units: Iterable[int]) -> None:
-        """Has `act` called, which says of each of `units` when it is `done`."""
+        """Runs `act`, which calls `unit_done` for each of `units`."""
         self._pending = {unit: threading.Event() for unit in units}
         self.submit(act)
 
     def submit(self, act: Callable[[], None]) -> None:
-        """Has `act` called, after all that is under way."""
+        """Runs `act` after all work submitted before."""
         future = self.thread.submit(lambda: None if self._error else act())
         future.add_done_callback(self._ended)
         self._running.append(future)
 
     def unit_done(self, unit: int) -> None:
-        """The unit is updated."""
+        """Marks the unit as updated."""
         self._pending[unit].set()
 
     def wait_for(self, unit: int) -> None:
-        """Returns when it is updated. Raises OffloadError where it never will be."""
+        """Waits until the unit is updated. Raises OffloadError if it never will be."""
         event = self._pending.get(unit)
         if event is not None and not event.is_set():
             with self._hurried(unit):
@@ -60,12 +62,15 @@ class UpdateThread:
         self._raise()
 
     def settle(self, *, to_load: bool = False) -> None:
-        """Returns when nothing goes on. Raises OffloadError for what failed, now and ever after, and for what
-        is `lacking`, unless it is `to_load` it."""
+        """Waits until no work is running.
+
+        Raises OffloadError for work that failed, on this call and every later one. Also raises `unusable` and
+        `base_unusable` if set, unless `to_load`.
+        """
         running, self._running = self._running, []
         with self._hurried(None):
             for future in running:
-                future.exception()  # waits; what it is `_ended` has kept
+                future.exception()  # waits; `_ended` has recorded the error
         if self._error is None:
             try:
                 self._settle()
@@ -100,7 +105,7 @@ class UpdateThread:
 
 
 def half_loaded() -> OffloadError:
-    """A load has begun, and is not at its end."""
+    """Returns the error for a load that was interrupted."""
     return OffloadError(
         "the optimizer's state was loaded in part.",
         why="the load was broken off by an error, and what is there now is of two states",
@@ -109,7 +114,7 @@ def half_loaded() -> OffloadError:
 
 
 def base_half_loaded() -> OffloadError:
-    """The same, of what is frozen."""
+    """Returns the error for frozen parameters that were only partly loaded."""
     return OffloadError(
         "the frozen parameters were loaded in part.",
         why="the load was broken off by an error, and what is there now is of two states",
@@ -118,7 +123,7 @@ def base_half_loaded() -> OffloadError:
 
 
 def not_loaded() -> OffloadError:
-    """Nothing has given any values yet."""
+    """Returns the error for a model that has no values yet."""
     return OffloadError(
         "the model has no values yet.",
         why='fullshard.shard(..., values="unset") leaves them to a load',

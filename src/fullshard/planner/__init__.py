@@ -1,1 +1,1 @@
-"""ModelSpec and Plan -> predictions, from shapes alone. Nothing in this room imports torch."""
+"""Predictions from a ModelSpec and a Plan, computed from shapes alone. This package does not import torch."""

@@ -1,17 +1,17 @@
-"""Saved activations on the host: what they take of it, and how long their copies are under way.
+"""Saved activations on the host: host memory and duration of their copies.
 
 [Note: activations on the host]
-See [Note: moving activations] in `sharding.activations`. Copies out are issued when a block's forward ends,
-and computing waits for them at the end of the next such block's; copies back are issued when a block's
-backward begins, for the block before, where computing will wait for them. So of what one block saved, both
-take nothing as long as they pass beside one period of blocks:
+See [Note: moving activations] in `sharding.activations`. Copies out are issued when a block's forward ends;
+computing waits for them at the end of the next such block's forward. Copies back are issued when a block's
+backward begins, for the block before, where computing waits for them. So a block's copies are free as long as
+they fit beside the computing of one period of blocks:
 
     exposed = max(0, bytes / host rate - computing of one period)        each way, each block
 
-They share the wires with the copies of a tier, in the order in which they are issued.
+They share the host link with the copies of an offload target, in order of issue.
 
-host      what all blocks but the last have saved, of one microbatch. Torch's pinned memory comes in powers of
-          two, and so each storage is rounded up to one.
+Host memory holds the activations of one microbatch for all blocks except the last. Torch allocates pinned
+memory in powers of two, so each storage is rounded up to one.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,12 @@ from fullshard.spec.prediction import ActivationTerms
 
 
 class Moved(NamedTuple):
-    """Ticks of copies to the host and from it that begin in a phase. `waits`: for those that began before."""
+    """Copies of activations that begin in a phase.
+
+    out: ticks of copies to the host.
+    back: ticks of copies from the host.
+    waits: the phase waits for the copies that began before.
+    """
 
     out: int
     back: int
@@ -34,9 +39,9 @@ class Moved(NamedTuple):
 
 
 def moved_of(phases: Sequence[Phase], plan: Plan, *, hardware: Hardware) -> tuple[Moved, ...]:
-    """Of each phase; nothing at all where none moves anything.
+    """Returns the copies of each phase; an empty tuple if no phase has any.
 
-    Raises PlanError where `hardware` does not say how fast copies are.
+    Raises PlanError if `hardware` lacks the copy rate.
     """
     if not moves(phases):
         return ()
@@ -58,14 +63,16 @@ def moved_of(phases: Sequence[Phase], plan: Plan, *, hardware: Hardware) -> tupl
 
 
 def moves(phases: Sequence[Phase]) -> bool:
-    """Whether any of `phases` moves what was saved."""
+    """Returns whether any of `phases` copies activations to or from the host."""
     return any(phase.out or phase.back for phase in phases)
 
 
 def activation_terms(
     plan: Plan, phases: Sequence[Phase], *, turns: Sequence[int], hardware: Hardware
 ) -> ActivationTerms:
-    """What the plan's `phases`, each so many `turns` a microbatch, take of one rank's host."""
+    """Returns the host bytes and copy seconds of one rank. `turns`: times that each phase runs per
+    microbatch.
+    """
     held = copied = 0
     for phase, times in zip(phases, turns, strict=True):
         for line in phase.out:

@@ -1,13 +1,13 @@
-"""fitted(hardware, steps): the hardware under which predicted steps come nearest to measured ones.
+"""fitted(hardware, steps): the hardware whose predicted steps come nearest to the measured ones.
 
 [Note: fitting by whole steps]
-A rate measured alone is not the rate that an operation gets in a step: caches are full of other things, fresh
-memory must be mapped, the interpreter runs between two launches. So a few whole steps are measured too, and
-what was measured alone is scaled by as few factors as kinds of work, such that
+A rate measured alone differs from the rate of the same operation in a step: caches hold other data, fresh
+memory must be mapped, and the interpreter runs between two launches. So a few whole steps are measured too,
+and the rates are scaled by one factor per kind of work that minimises
 
     sum over steps of log(predicted / measured)² + PRIOR · sum over factors of log(factor)²
 
-is least. The second part keeps a factor at 1 that no step says anything of.
+The second sum keeps a factor at 1 if no step depends on it.
 """
 
 import math
@@ -20,16 +20,16 @@ from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import DeviceType, Plan
 
 PRIOR = 0.01
-# Host times measured alone may be nothing; what is nothing no factor changes.
+# Host times measured alone may be 0, which no factor can change.
 _LEAST_LAUNCH, _LEAST_UNIT = 1e-6, 2e-5
-# What is first supposed that ranks wait for each other; on GPUs they are queued long before.
+# First guess of the time that ranks wait for each other; on GPUs collectives are queued long before.
 _FIRST_WAIT: dict[DeviceType, float] = {"cpu": 5e-4, "cuda": 1e-6}
 _FIRST_STEP, _LAST_STEP = math.log(1.5), math.log(1.02)
 _BOUND = math.log(16)
 
 
 class StepSample(NamedTuple):
-    """A step that was measured. Seconds."""
+    """A measured step. `seconds`: its duration."""
 
     spec: ModelSpec
     plan: Plan
@@ -37,8 +37,10 @@ class StepSample(NamedTuple):
 
 
 class RateFactors(NamedTuple):
-    """By what each kind of work takes longer in a step than alone. `watched`: how much longer the host takes
-    to launch what selective recompute watches, in launches; `waiting`: for each other, over a first guess.
+    """Slowdown of each kind of work in a step, compared with the work alone.
+
+    watched: extra host time per launch watched by selective recompute, in launches.
+    waiting: time that ranks wait for each other, relative to a first guess.
     """
 
     compute: float = 1.0
@@ -52,7 +54,13 @@ class RateFactors(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """`errors`: predicted over measured, less 1, of each step, after the fit; `before`, without it."""
+    """Result of the fit.
+
+    hardware: the scaled hardware.
+    factors: its factors.
+    errors: for each step, predicted / measured - 1 after the fit.
+    errors_before: the same before the fit.
+    """
 
     hardware: Hardware
     factors: RateFactors
@@ -61,7 +69,7 @@ class Fit(NamedTuple):
 
 
 def fitted(hardware: Hardware, steps: Sequence[StepSample]) -> Fit:
-    """See [Note: fitting by whole steps]. Coordinate search from what was measured alone."""
+    """Fits the factors by coordinate search from 1. See [Note: fitting by whole steps]."""
 
     def cost(point: Sequence[float]) -> float:
         scaled_by = scaled(hardware, RateFactors(*map(math.exp, point)))
@@ -75,7 +83,7 @@ def fitted(hardware: Hardware, steps: Sequence[StepSample]) -> Fit:
 
 
 def scaled(hardware: Hardware, factors: RateFactors) -> Hardware:
-    """The hardware on which each kind of work takes so much longer."""
+    """Returns the hardware with each kind of work slowed down by its factor."""
     rates = hardware.rates
     launch = max(rates.launch_seconds, _LEAST_LAUNCH) * factors.launch
     updated = rates.model_copy(
@@ -117,7 +125,7 @@ def _slower_link(hardware: Hardware, link: Link, *, factors: RateFactors) -> Lin
 
 
 def _descend(cost: Callable[[Sequence[float]], float], start: list[float]) -> list[float]:
-    """Along one coordinate after the other, in steps that shrink where none helps."""
+    """Minimises `cost` along one coordinate at a time, in steps that shrink if none helps."""
     point, least, step = list(start), cost(start), _FIRST_STEP
     while step > _LAST_STEP:
         helped = False

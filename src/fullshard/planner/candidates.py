@@ -1,8 +1,8 @@
-"""What a run leaves open, spelled out: every combination of mechanisms that differs in what it does.
+"""Candidate plans of a run: every combination of the settings that it leaves open.
 
-The order is part of the meaning: of two plans that take as long, the one that comes first here is preferred.
-It goes from plain to elaborate: full_shard before the other strategies, the engine's own prefetch before none
-and explicit, nothing recomputed before something, not compiled before compiled, larger microbatches first.
+The order matters: of two plans that take equally long, the first one here is preferred. It goes from plain to
+elaborate: full_shard before the other strategies, FSDP2's own prefetch before none and explicit, no recompute
+before some, uncompiled before compiled, larger microbatches first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,12 @@ _ORDER = (
 
 
 class Mesh(NamedTuple):
-    """A strategy on its mesh; `reshard_to`: over how many ranks parameters are kept after forward."""
+    """A strategy with its shard degree.
+
+    strategy: the sharding strategy.
+    shard_degree: number of ranks that share the parameters.
+    reshard_to: number of ranks that parameters stay sharded over after forward; None if not set.
+    """
 
     strategy: Strategy
     shard_degree: int
@@ -36,20 +41,25 @@ class Mesh(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The strategy's name; `hpz` where it reshards to fewer ranks."""
+        """Name of the strategy; `hpz` if it reshards to fewer ranks."""
         if self.reshard_to is None:
             return str(self.strategy)
         return "hpz" if self.strategy is Strategy.FULL_SHARD else f"{self.strategy}_hpz"
 
     @property
     def frees(self) -> bool:
-        """Whether parameters are freed after forward, as `Plan.from_run` has it."""
+        """True if unsharded parameters are freed after forward, as in `Plan.from_run`."""
         keeping = (Strategy.ZERO1, Strategy.SHARD_GRAD_OP, Strategy.HYBRID_SHARD_ZERO2)
         return self.reshard_to is not None or self.strategy not in keeping
 
 
 class Batch(NamedTuple):
-    """How a rank's sequences of a step are cut, and when gradients are reduced."""
+    """Division of a rank's sequences per step.
+
+    microbatch: sequences per microbatch.
+    accumulation: microbatches per step.
+    sync: reduce gradients after each microbatch, or after the last.
+    """
 
     microbatch: int
     accumulation: int
@@ -57,29 +67,34 @@ class Batch(NamedTuple):
 
 
 class OffloadAndTensorParallel(NamedTuple):
-    """What can be planned and not be run yet: the tier, and over how many ranks matmuls are split."""
+    """Offload target (`offload.tier`) and tensor-parallel degree of a candidate."""
 
     tier: Tier = "none"
     tensor: int = 1
 
     @property
     def label(self) -> str:
-        """What comes behind the name of the strategy."""
+        """Suffix to the name of the strategy."""
         tier = f" {self.tier}" if self.tier != "none" else ""
         return tier + (f" tp={self.tensor}" if self.tensor > 1 else "")
 
 
 class WhatIf(NamedTuple):
-    """What is tried in place of what the run says: all of these tiers, and all degrees of the
-    tensor-parallel axis."""
+    """Settings to try instead of the run's own.
+
+    tiers: offload targets.
+    tensor: tensor-parallel degrees.
+    """
 
     tiers: tuple[Tier, ...] = ()
     tensor: tuple[int, ...] = ()
 
 
 class Candidate(NamedTuple):
-    """One combination. `is_double`: under another strategy's name it is the same run, and stands here
-    before."""
+    """One combination of settings.
+
+    `is_duplicate`: it equals a combination of another strategy, which comes earlier.
+    """
 
     mesh: Mesh
     batch: Batch
@@ -97,10 +112,10 @@ class Candidate(NamedTuple):
 def candidates(
     spec: ModelSpec, hardware: Hardware, *, run: Run, what_if: WhatIf | None = None
 ) -> Iterator[Candidate]:
-    """All that `run` leaves open on all ranks of `hardware`; what it pins is taken as it is, but for what is
-    tried in its place.
+    """Yields all combinations that `run` leaves open on all ranks of `hardware`.
 
-    Raises PlanError where the batch, or what is pinned, cannot be laid out on so many ranks.
+    Pinned settings are kept, except those that `what_if` replaces. Raises PlanError if the batch, or a pinned
+    setting, cannot be laid out on this many ranks.
     """
     own: Tier = "none" if run.offload.tier == "auto" else run.offload.tier
     tiers = (what_if and what_if.tiers) or (own,)
@@ -116,7 +131,7 @@ def _candidates(
     run = with_offload(run, apart)
     world = hardware.world_size // apart.tensor
     meshes = list(_meshes(run, world))
-    # A plan with all that is pinned: what is impossible is said where plans are made.
+    # Building a plan with all pinned settings raises early if they are impossible.
     check_split(
         spec,
         Plan.for_prediction(_pinned(run, meshes[0]), world_size=hardware.world_size, device=hardware.device),
@@ -133,14 +148,14 @@ def _candidates(
 
 
 def with_offload(run: Run, apart: OffloadAndTensorParallel) -> Run:
-    """The run with a tier and a degree of its own."""
+    """Returns the run with the offload target and tensor-parallel degree of `apart`."""
     offload = run.offload.model_copy(update={"tier": apart.tier})
     sharding = run.sharding.model_copy(update={"tensor_parallel": apart.tensor})
     return run.model_copy(update={"offload": offload, "sharding": sharding})
 
 
 def to_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
-    """`run` with all of it settled."""
+    """Returns the plan of `run` with all settings of the candidate."""
     mesh, batch = candidate.mesh, candidate.batch
     train = run.train.model_copy(update={"microbatch": batch.microbatch, "accumulate_sync": batch.sync})
     settled = _pinned(with_offload(run, candidate.apart), mesh).model_copy(
@@ -175,7 +190,7 @@ def _pinned(run: Run, mesh: Mesh) -> Run:
 
 
 def divisors(count: int) -> list[int]:
-    """All of them, the largest first."""
+    """Returns all divisors of `count`, largest first."""
     small = [d for d in range(1, int(count**0.5) + 1) if count % d == 0]
     return sorted({*small, *(count // d for d in small)}, reverse=True)
 
@@ -204,7 +219,7 @@ def _meshes(run: Run, world: int) -> Iterator[Mesh]:
         return
     yield from plain
     if section.strategy != "auto":
-        return  # a strategy that is named is meant as it is
+        return  # a named strategy is taken literally
     for mesh in freeing:
         inner = [d for d in divisors(mesh.shard_degree) if d not in (1, mesh.shard_degree)]
         yield from (mesh._replace(reshard_to=degree) for degree in inner)
@@ -213,7 +228,7 @@ def _meshes(run: Run, world: int) -> Iterator[Mesh]:
 def _batches(run: Run, mesh: Mesh, *, world: int) -> Iterator[Batch]:
     each_rank = run.train.global_batch // world
     sizes = divisors(each_rank) if run.train.microbatch is None else [run.train.microbatch]
-    if run.optimizer.in_backward:  # for steps of one microbatch
+    if run.optimizer.in_backward:  # supports only one microbatch per step
         sizes = [each_rank]
     for microbatch in sizes:
         accumulation = each_rank // microbatch
@@ -227,13 +242,16 @@ def _syncs(run: Run, mesh: Mesh, *, accumulation: int) -> tuple[Literal["each", 
         return (pinned,)
     if mesh.strategy is Strategy.ZERO1:
         return ("last",)
-    # shard_grad_op that reduces once a step is zero1.
+    # shard_grad_op with one reduction per step is zero1.
     return ("each",) if accumulation == 1 or mesh.strategy is Strategy.SHARD_GRAD_OP else ("each", "last")
 
 
 def _recomputes(spec: ModelSpec, run: Run, *, microbatch: int, hardware: Hardware) -> list[RecomputeSection]:
-    """The modes that the spec was traced under, the plain ones first. Activations go to a host only where it
-    is another memory, and its speed is known."""
+    """Returns the modes that the spec was traced under, plain ones first.
+
+    Activations are offloaded only if the host has memory separate from the device, and its copy rate is
+    known.
+    """
     if run.recompute.mode != "auto":
         return [run.recompute]
     known: list[RecomputeSection] = []

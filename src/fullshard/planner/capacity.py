@@ -1,5 +1,4 @@
-"""The questions around a plan: the fewest GPUs for a deadline, and the largest of something that still
-fits."""
+"""Capacity questions: the fewest GPUs for a deadline, and the largest setting that still fits."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,7 +17,13 @@ _SECONDS_A_DAY = 86_400
 
 
 class ClusterSize(FrozenModel):
-    """A number of ranks, the best plan on them, and the days that it takes for the tokens asked for."""
+    """A number of ranks with its best plan.
+
+    nodes: number of nodes.
+    ranks_per_node: ranks in each.
+    plan: the best plan on them.
+    days: days that it takes for the requested tokens.
+    """
 
     nodes: int
     ranks_per_node: int
@@ -27,8 +32,11 @@ class ClusterSize(FrozenModel):
 
 
 class Largest(FrozenModel):
-    """The largest `size` that fits (a microbatch, a sequence length, a number of parameters), and its
-    plan."""
+    """The largest value that fits, and its plan.
+
+    size: a microbatch, a sequence length, or a number of parameters.
+    plan: its best plan.
+    """
 
     size: int
     plan: Plan
@@ -37,14 +45,14 @@ class Largest(FrozenModel):
 def fewest_ranks(
     spec: ModelSpec, hardware: Hardware, *, run: Run, tokens: int, days: float, most_nodes: int = 4096
 ) -> ClusterSize:
-    """The fewest ranks of this kind that see `tokens` in `days`.
+    """Returns the fewest ranks of this kind that process `tokens` in `days`.
 
-    Numbers of ranks are those that a cluster is given out in and that `train.global_batch` can be shared out
-    over: up to a node the divisors of its ranks, then whole nodes. More ranks are not always faster (a
-    smaller batch a rank hides less), so each number is tried, from the fewest on; a number is passed over
-    without a search if not even the chips' peak would do.
+    Numbers of ranks are those that clusters offer and that divide `train.global_batch`: up to a node the
+    divisors of its ranks, then whole nodes. More ranks are not always faster (a smaller batch per rank hides
+    less communication), so each number is tried, from the fewest on. A number is skipped without a search if
+    even the chips' peak is too slow.
 
-    Raises PlanError if none does: with the nearest.
+    Raises PlanError, with the nearest, if none is fast enough.
     """
     nearest: ClusterSize | None = None
     got = "not even at the chips' peak"
@@ -73,7 +81,7 @@ def fewest_ranks(
 
 
 def largest_microbatch(spec: ModelSpec, hardware: Hardware, *, run: Run) -> Largest:
-    """The largest microbatch that fits, whatever the rest. Raises PlanError if none does."""
+    """Returns the largest microbatch that fits with any other settings. Raises PlanError if none does."""
     each_rank = run.train.global_batch // (hardware.world_size // run.sharding.tensor_parallel or 1)
     for microbatch in divisors(each_rank) if each_rank else []:
         train = run.train.model_copy(update={"microbatch": microbatch})
@@ -86,10 +94,10 @@ def largest_microbatch(spec: ModelSpec, hardware: Hardware, *, run: Run) -> Larg
 def largest_sequence(
     describe: Callable[[Run], ModelSpec], hardware: Hardware, *, run: Run, lengths: Sequence[int]
 ) -> Largest:
-    """The largest of `lengths` that fits. `describe(run)`: the spec of a run with another sequence length.
+    """Returns the largest of `lengths` that fits. `describe(run)`: the spec for another sequence length.
 
-    Longer sequences need no fewer bytes, so the lengths are halved in between. The context that the model is
-    made for (`model.max_sequence`) grows with the length where it must. Raises PlanError if none fits.
+    Longer sequences never need fewer bytes, so the search is binary. The model's context
+    (`model.max_sequence`) grows with the length if needed. Raises PlanError if none fits.
     """
 
     def best_at(length: int) -> Plan | None:
@@ -110,7 +118,7 @@ def largest_sequence(
 
 
 def largest_model(specs: Sequence[ModelSpec], hardware: Hardware, *, run: Run) -> Largest:
-    """The largest of `specs`, by parameters, that fits. Raises PlanError if none does."""
+    """Returns the largest of `specs`, by parameters, that fits. Raises PlanError if none does."""
     for spec in sorted(specs, key=lambda one: -one.numel):
         best = search(spec, hardware, run).best
         if best is not None:
@@ -129,11 +137,11 @@ def _fleets(hardware: Hardware, run: Run, *, most_nodes: int) -> list[tuple[int,
 
 
 def _least_days(spec: ModelSpec, hardware: Hardware, *, tokens: int) -> float:
-    """At the fastest of the chip's peaks; 0 where they are not known."""
+    """Returns the days at the fastest of the chip's peaks; 0 if they are not known."""
     peak = max(hardware.chip.flops_per_second.values(), default=0.0)
     if not peak or spec.flops_per_token is None:
         return 0.0
-    # Attention in it counts all pairs of positions, of which a causal kernel computes half.
+    # The attention FLOP include all pairs of positions, of which a causal kernel computes half.
     needed = spec.flops_per_token / 2 * tokens
     return needed / (peak * hardware.world_size) / _SECONDS_A_DAY
 

@@ -1,18 +1,18 @@
-"""Seconds of a collective over one axis of the mesh.
+"""Seconds of a collective over one mesh axis.
 
 [Note: where groups lie]
-Ranks are numbered node by node, and the mesh is (replicate, shard): a shard group is S ranks in a row, a
-replicate group R ranks at distance S. A group whose ranks all stand in one node uses the link within it.
-Another one crosses nodes. NCCL then lays rings through all ranks of the group, which enter a node at one of
-them and leave it at another, one ring for each NIC; so with p ranks of the group in each node
+Ranks are numbered node by node, and the mesh is (replicate, shard): a shard group is S consecutive ranks, a
+replicate group is R ranks at distance S. A group within one node uses the link within it. Any other group
+crosses nodes. NCCL then builds rings through all ranks of the group, one per NIC, each of which enters a node
+at one rank and leaves it at another. With p ranks of the group in each node
 
     bytes_per_second = min(within, p * across)
 
-where `across` is one rank's share of its node's NICs. Where nodes hold different numbers of the group's
-ranks, the fewest decide. Latency: of the n - 1 hops of a ring, m - 1 are from node to node. An all-reduce
-over many nodes goes over trees instead, with at most 2 * log2(m) such hops at the ring's bandwidth (NCCL
-since 2.4: Jeaugey, "Massively Scale Your Deep Learning Training with NCCL 2.4"). Groups of other axes that
-work at the same time have their own share of the NICs already.
+where `across` is one rank's share of its node's NICs. If nodes have different numbers of the group's ranks,
+the smallest number decides. Latency: of the n - 1 hops of a ring, m - 1 are from node to node. An all-reduce
+over many nodes uses trees instead, with at most 2 * log2(m) such hops at the ring's bandwidth (NCCL since
+2.4: Jeaugey, "Massively Scale Your Deep Learning Training with NCCL 2.4"). Groups of other axes that run at
+the same time already have their own share of the NICs.
 """
 
 from math import ceil, log2
@@ -25,7 +25,12 @@ Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
 class CollectiveGroup(NamedTuple):
-    """The ranks of one collective: `ranks` of them, the fewest in a node `in_node`, over `nodes` nodes."""
+    """Ranks of one collective.
+
+    ranks: number of ranks.
+    in_node: the fewest of them in a node.
+    nodes: number of nodes.
+    """
 
     ranks: int
     in_node: int
@@ -33,7 +38,7 @@ class CollectiveGroup(NamedTuple):
 
 
 def shard_group(degree: int, *, per_node: int, world_size: int) -> CollectiveGroup:
-    """The worst laid out of the groups of `degree` ranks in a row."""
+    """Returns the worst layout among the groups of `degree` consecutive ranks."""
     if degree <= per_node and (per_node % degree == 0 or world_size <= per_node):
         return CollectiveGroup(degree, degree, 1)
     if degree % per_node == 0:
@@ -49,7 +54,7 @@ def shard_group(degree: int, *, per_node: int, world_size: int) -> CollectiveGro
 
 
 def replicate_group(replicas: int, shard_degree: int, *, per_node: int) -> CollectiveGroup:
-    """The groups of `replicas` ranks that are `shard_degree` apart."""
+    """Returns the layout of groups of `replicas` ranks that are `shard_degree` apart."""
     if replicas * shard_degree <= per_node:
         return CollectiveGroup(replicas, replicas, 1)
     in_node = min(max(1, per_node // shard_degree), replicas)
@@ -59,9 +64,9 @@ def replicate_group(replicas: int, shard_degree: int, *, per_node: int) -> Colle
 def collective_seconds(
     kind: Collective, count: float, *, group: CollectiveGroup, hardware: Hardware
 ) -> float:
-    """Seconds of a collective of `count` bytes (the whole, unsharded). See [Note: where groups lie].
+    """Seconds of a collective of `count` bytes (unsharded). See [Note: where groups lie].
 
-    Raises PlanError for a group that crosses nodes on hardware that does not say what joins them.
+    Raises PlanError for a group that crosses nodes if `hardware` lacks the link between nodes.
     """
     if group.ranks <= 1:
         return 0.0
@@ -80,7 +85,7 @@ def collective_seconds(
     if kind == "all_reduce":
         far = min(far, 2 * ceil(log2(group.nodes)))
     moved = count * (group.ranks - 1) / group.ranks
-    # Each of the rings moves its part over `far` hops: what the whole would be of which so much is moved.
+    # Each ring moves its part over `far` hops; `seconds` takes the unsharded size that moves as many bytes.
     seconds = across.seconds(moved / group.in_node * (far + 1) / far, far + 1)
     if near:
         seconds = max(seconds, moved / within.bytes_per_second) + near * within.hop_seconds

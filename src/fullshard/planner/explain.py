@@ -1,5 +1,4 @@
-"""explain(found, hardware): why this plan, what binds, what the others would cost, and what rules of thumb
-say."""
+"""explain(found, hardware): why this plan, what limits it, the cost of the others, and the rules of thumb."""
 
 from typing import Literal
 
@@ -15,21 +14,24 @@ from fullshard.spec.value import FrozenModel
 Binding = Literal["memory", "links", "host", "computing"]
 _LARGEST = 3
 _RUNNERS_UP = 6
-# A part of the step that is worth naming: from here on another plan, or other hardware, would show.
+# Fraction of the step from which a term is reported: another plan, or other hardware, would be noticeable.
 _NOTABLE = 0.05
 
 
 class Term(FrozenModel):
-    """One term of a prediction: `count` bytes."""
+    """One term of a prediction. `count`: bytes."""
 
     name: str
     count: int
 
 
 class RunnerUp(FrozenModel):
-    """A plan that was not taken: what it would cost more than the one that was (less, where negative).
+    """A plan that was not chosen.
 
-    `lacks_bytes`: by how much it does not fit; 0 if it does.
+    plan: the plan.
+    seconds: extra seconds per step over the chosen plan; negative if it is faster.
+    needed_bytes: extra bytes over the chosen plan; negative if it needs fewer.
+    lacks_bytes: bytes by which it does not fit; 0 if it fits.
     """
 
     plan: Plan
@@ -39,12 +41,23 @@ class RunnerUp(FrozenModel):
 
 
 class Explanation(FrozenModel):
-    """Of `plan`, the best (or if nothing fits, the closest): what `binds` it, and `because` of what.
+    """Explanation of `plan`, the best plan (or, if nothing fits, the closest).
+
+    plan: the plan.
+    fits: whether it fits.
+    binds: its limit, one of the values below.
+    because: the reason, as text.
+    largest: the largest memory terms.
+    runners_up: plans that were not chosen.
+    rules: the rules of thumb.
+
+    Values of `binds`:
 
     memory      a faster plan is known, and does not fit
     links       a notable part of the step is waiting for collectives
-    host        (or copies of the engine or a tier) a notable part is neither computing nor waiting for links
-    computing   nothing but the kernels themselves
+    host        a notable part is neither computing nor waiting for links: the host, or copies by FSDP2 or an
+                offload target
+    computing   only the kernels themselves
     """
 
     plan: Plan
@@ -56,7 +69,7 @@ class Explanation(FrozenModel):
     rules: tuple[Rule, ...]
 
     def lines(self) -> tuple[str, ...]:
-        """As text, line by line."""
+        """Returns the explanation as text, line by line."""
         largest = ", ".join(
             f"{term.name.replace('_', ' ')} {format_bytes(term.count)}" for term in self.largest
         )
@@ -70,7 +83,7 @@ class Explanation(FrozenModel):
 
 
 def explain(found: SearchResult, hardware: Hardware, *, spec: ModelSpec) -> Explanation:
-    """Why `found` came out as it did, for the `spec` and `hardware` that were searched."""
+    """Explains the result of a search over `spec` and `hardware`."""
     plan = found.best or found.closest
     assert plan is not None, "a search that considered something has a best plan or a closest"
     prediction = _of(plan)
@@ -124,7 +137,7 @@ def _binding(found: SearchResult, prediction: Prediction) -> tuple[Binding, str]
 
 
 def _runners_up(found: SearchResult, chosen: Plan) -> tuple[RunnerUp, ...]:
-    """The next fastest, the fastest without regard to memory, and the best of each other kind."""
+    """Returns the next fastest plan, the fastest regardless of memory, and the best of each other kind."""
     best = _of(chosen)
     others: list[Plan] = []
     for plan in (*found.ranked[1:2], found.fastest, *found.by_strategy.values()):

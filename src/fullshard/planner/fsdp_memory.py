@@ -1,4 +1,4 @@
-"""What the engine allocates and frees at each of its acts. See [Note: the replay] in `planner.memory`."""
+"""Memory that FSDP2 allocates and frees at each event. See [Note: the replay] in `planner.memory`."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -10,16 +10,18 @@ from fullshard.planner.unit_bytes import UnitBytes, update_temporaries
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import PrefetchSection
 
-MAX_OFFLOADING_GRADIENTS = 2  # units whose gradients are on their way to the host at once
+MAX_OFFLOADING_GRADIENTS = 2  # units whose gradients are in transit to the host at once
 
 
 class HeldBytes(NamedTuple):
-    """Bytes that the engine holds at a moment.
+    """Bytes allocated by FSDP2 at one moment.
 
-    `in_flight`: gathered parameters and reduce-scatter inputs; `buffers`: of all-gathers, which their own
-    stream allocates; `reduced`: outputs of reduce-scatters on their way to be gradients, and `gradients` of
-    the own shards, which the reduce-scatter stream allocates; `whole` gradients of units, kept without sync.
-    `chunks`: the part of `reduced` that is held to the end of backward.
+    in_flight: unsharded parameters and reduce-scatter inputs.
+    buffers: all-gather buffers, allocated on the all-gather stream.
+    reduced: reduce-scatter outputs that are not yet gradients, allocated on the reduce-scatter stream.
+    gradients: sharded gradients, allocated on the reduce-scatter stream.
+    whole: unsharded gradients, kept without sync.
+    chunks: the part of `reduced` that lives until the end of backward.
     """
 
     in_flight: int = 0
@@ -35,21 +37,21 @@ class HeldBytes(NamedTuple):
 
 
 class MemoryLedger:
-    """What the engine holds now; the highest moment so far, with what the model held; and each stream's
-    highest.
+    """Bytes allocated by FSDP2 now, and the peaks so far.
 
-    A stream's memory is not given to another: what the allocator reserves is the sum of their peaks.
+    The highest moment is kept with FSDP2's and the model's bytes at it. Each stream's own peak is kept too:
+    memory of one stream is not given to another, so the allocator reserves the sum of their peaks.
     """
 
     def __init__(self) -> None:
         self.in_flight = self.buffers = self.reduced = self.gradients = self.whole = self.chunks = 0
-        self.moment: tuple[str, int] = ("", -1)  # what happens, to which unit
+        self.moment: tuple[str, int] = ("", -1)  # event, index of its unit
         self.highest = -1
         self.best: tuple[tuple[str, int], HeldBytes, LiveBytes] = (self.moment, HeldBytes(), LiveBytes())
         self.compute_pool = self.gather_pool = self.reduce_pool = 0
 
     def observe(self, live: LiveBytes) -> None:
-        """Takes this moment down if it is the highest; `live` is what the model's own computation holds."""
+        """Records this moment if it is the highest. `live`: bytes of the model's own computation."""
         computed = self.in_flight + self.whole + live[0] + live[1] + live[2] + live[3]
         reduced = self.reduced + self.gradients
         held = computed + self.buffers + reduced
@@ -64,7 +66,7 @@ class MemoryLedger:
         return HeldBytes(self.in_flight, self.buffers, self.reduced, self.gradients, self.whole, self.chunks)
 
     def skip(self, before: HeldBytes, times: int) -> None:
-        """What changed since `before` happens `times` more."""
+        """Repeats the change since `before` another `times` times."""
         now = self.held()
         self.in_flight, self.buffers, self.reduced, self.gradients, self.whole, self.chunks = (
             b + times * (b - a) for a, b in zip(before, now, strict=True)
@@ -73,16 +75,16 @@ class MemoryLedger:
 
 @dataclass
 class _Gathered:
-    """One unit's parameters. `pending`: bytes of the all-gather buffer that is not copied out yet."""
+    """State of one unit's parameters. `pending`: bytes of the all-gather buffer until it is copied out."""
 
     is_unsharded: bool = False
     pending: int | None = None
-    resharded: int = 0  # kept after forward, over fewer ranks
-    places: list[int] = field(default_factory=list[int])  # in the order of forwards
+    resharded: int = 0  # bytes kept after forward, sharded over fewer ranks
+    places: list[int] = field(default_factory=list[int])  # positions in the order of forwards
 
 
 class UnshardBytes:
-    """Unshard, reshard and prefetch. `by_position`: units as registered, which prefetch goes by."""
+    """Memory of unshard, reshard and prefetch. `by_position`: units in registration order, for prefetch."""
 
     def __init__(
         self,
@@ -94,8 +96,8 @@ class UnshardBytes:
     ) -> None:
         self.sizes, self.ledger, self.section, self.by_position = sizes, ledger, section, by_position
         self.units = [_Gathered() for _ in sizes]
-        self.buffer = 0  # of the last unit that forward gathered
-        self.order: list[int] = []  # units as their forwards ended
+        self.buffer = 0  # all-gather buffer of the last unit gathered in forward
+        self.order: list[int] = []  # units in the order in which their forwards ended
 
     def pre_forward(self, index: int, live: LiveBytes) -> None:
         self._unshard(index, live, forward=True)
@@ -135,7 +137,7 @@ class UnshardBytes:
             self.ledger.in_flight -= self.sizes[index].gathered
 
     def end_backward(self) -> None:
-        """A unit that was prefetched, but not used, is let go."""
+        """Frees the buffers of units that were prefetched but not used."""
         self.order.clear()
         for unit in self.units:
             self.ledger.buffers -= unit.pending or 0
@@ -147,7 +149,7 @@ class UnshardBytes:
             self._issue(target, live)
 
     def _issue(self, index: int, live: LiveBytes) -> None:
-        """Starts the all-gather of a unit that is neither gathered nor on its way."""
+        """Starts the all-gather of a unit that is neither unsharded nor in flight."""
         unit, size = self.units[index], self.sizes[index]
         if unit.is_unsharded or unit.pending is not None:
             return
@@ -155,14 +157,14 @@ class UnshardBytes:
             unit.pending = 0
             return
         unit.pending = size.gathered
-        kept = size.shard_degree // size.reshard_degree  # shards' worth of input
+        kept = size.shard_degree // size.reshard_degree  # input size, in shards
         copied = kept * size.kept_copy if unit.resharded else size.cast_copy
         self.ledger.buffers += size.gathered + copied
         self.ledger.observe(live)
         self.ledger.buffers -= copied
 
     def _unshard(self, index: int, live: LiveBytes, *, forward: bool) -> None:
-        """Gathers a unit, and copies it out of the buffer into its parameters."""
+        """Gathers a unit, and copies it from the all-gather buffer into its parameters."""
         self._issue(index, live)
         unit, size = self.units[index], self.sizes[index]
         if unit.pending is None:
@@ -171,7 +173,7 @@ class UnshardBytes:
         self.ledger.in_flight += size.gathered + cast
         self.ledger.observe(live)
         if forward:
-            self.end_forward()  # the engine lets go of the buffer before, which it named until it had copied
+            self.end_forward()  # FSDP2 references the previous buffer until this copy is issued
         self.ledger.in_flight -= cast + unit.resharded
         unit.resharded = 0
         if forward and self.section.mode != "none":
@@ -183,26 +185,29 @@ class UnshardBytes:
 
 @dataclass
 class _Reduced:
-    """One unit's gradients, beside those that autograd holds."""
+    """One unit's gradients, except those that autograd references."""
 
-    whole: int = 0  # kept without sync
+    whole: int = 0  # unsharded, kept without sync
     partial: int = 0  # reduced over shards, not yet over replicas
     has_gradient: bool = False
 
 
 class ReduceBytes:
-    """What becomes of a unit's whole gradients when its backward ends."""
+    """Memory of a unit's gradients from the end of its backward on."""
 
     def __init__(self, sizes: Sequence[UnitBytes], ledger: MemoryLedger, *, plan: Plan) -> None:
         self.sizes, self.ledger, self.plan = sizes, ledger, plan
         self.units = [_Reduced() for _ in sizes]
-        self.buffer = 0  # the reduce-scatter input of the last unit
+        self.buffer = 0  # reduce-scatter input of the last unit
         self.leaving: deque[int] = deque()
 
     def post_backward(self, index: int, live: LiveBytes, *, last: bool) -> None:
-        """`last`: of the step's microbatches. Without sync, the gradients before it are kept whole."""
+        """Reduces or keeps the unit's gradients. `last`: whether this is the step's last microbatch.
+
+        Without sync, the gradients of earlier microbatches are kept unsharded.
+        """
         unit, size, ledger = self.units[index], self.sizes[index], self.ledger
-        fresh = min(size.whole, live.gradients)  # 0 where autograd adds to those that it has
+        fresh = min(size.whole, live.gradients)  # 0 if autograd accumulates into existing gradients
         taken = live._replace(gradients=live.gradients - fresh)
         if not (last or self.plan.sync_each_microbatch):
             self._keep_whole(index, taken, fresh=fresh)
@@ -223,28 +228,28 @@ class ReduceBytes:
         self._reduce(index, taken, last=last)
 
     def end_backward(self) -> None:
-        """The engine lets go of all but the gradients."""
+        """Frees everything that FSDP2 references except the gradients."""
         self.ledger.in_flight -= self.buffer
         self.ledger.reduced -= self.ledger.chunks
         self.buffer = self.ledger.chunks = 0
 
     def _keep_whole(self, index: int, live: LiveBytes, *, fresh: int) -> None:
-        """The gradients stay, in the dtype that they are reduced in; `fresh` bytes of them came just now."""
+        """Keeps the unsharded gradients, in the reduce dtype. `fresh`: bytes that this backward added."""
         unit, size = self.units[index], self.sizes[index]
         is_cast = size.whole != size.whole_reduced
         kept = 0 if unit.whole else size.whole_reduced if is_cast else fresh
         unit.whole += kept
         self.ledger.whole += kept
         if fresh and is_cast:
-            # One by one: the last stands in both dtypes for a moment, or is cast to be added to the sum.
+            # Cast one by one: the last exists in both dtypes for a moment, or is cast to be added to the sum.
             both = size.largest_whole + (0 if kept else size.largest_whole_reduced)
             self.ledger.observe(live._replace(gradients=live.gradients + both))
 
     def _reduce(self, index: int, live: LiveBytes, *, last: bool) -> None:
-        """From the reduced chunk, which is in flight, to the gradient of the own shard."""
+        """Turns the reduced chunk, which is in flight, into the gradient of the own shard."""
         unit, size, ledger = self.units[index], self.sizes[index], self.ledger
         chunk, replicated = size.reduce_output, size.replicate_degree > 1
-        if replicated and not last:  # replicas are reduced once a step; until then the chunks are added up
+        if replicated and not last:  # replicas are reduced once per step; until then the chunks are summed
             ledger.reduced -= chunk if unit.partial else 0
             unit.partial = chunk
             return
@@ -254,7 +259,9 @@ class ReduceBytes:
             ledger.observe(live)
             ledger.reduced -= size.gradient
         is_gradient = not is_cast and not unit.has_gradient
-        # The chunk becomes the gradient, or is cast to it, or is added to it; replicas hold it meanwhile.
+        # The chunk becomes the gradient, is cast to it, or is added to it. With replicas, it stays allocated
+        # until
+        # the end of backward in the last two cases.
         held = chunk if replicated and not is_gradient else 0
         ledger.chunks += held
         ledger.reduced += held - chunk - unit.partial
@@ -266,19 +273,19 @@ class ReduceBytes:
             self._update(index, live)
 
     def _update(self, index: int, live: LiveBytes) -> None:
-        """The unit is updated, and its gradient let go."""
+        """Updates the unit in backward and frees its gradient."""
         size = self.sizes[index]
-        # Until it has reduced, the engine's loop over whole gradients names the last.
+        # FSDP2's loop over unsharded gradients references the last one until the reduction is issued.
         named = size.last_whole if size.shard_degree > 1 else 0
         temporaries = update_temporaries([size], self.plan)
-        self.ledger.reduced += temporaries  # on the stream that has reduced
+        self.ledger.reduced += temporaries  # allocated on the reduce-scatter stream
         self.ledger.observe(live._replace(gradients=live.gradients + named))
         self.ledger.reduced -= temporaries
         self.units[index].has_gradient = False
         self.ledger.gradients -= size.gradient
 
     def _leave(self, index: int) -> None:
-        """A gradient goes to the host, and the one before the last has gone. See [Note: tiers]."""
+        """Starts copying a gradient to the host; the one before the last is then freed. See [Note: tiers]."""
         self.units[index].has_gradient = False
         self.leaving.append(self.sizes[index].gradient)
         if len(self.leaving) > MAX_OFFLOADING_GRADIENTS:

@@ -1,4 +1,4 @@
-"""What would make a plan fit that its host has no room for."""
+"""Suggestions for a plan that fits its device but not its host."""
 
 from fullshard.planner.step_time import StepTimer
 from fullshard.quantities import format_bytes
@@ -6,11 +6,11 @@ from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 
-_SMALLEST_GROUP = 1_000_000  # smaller ones are read and written in pieces that no drive is quick with
+_SMALLEST_GROUP = 1_000_000  # parameters; smaller groups make reads and writes too short for any drive
 
 
 def suggest_host_memory_changes(plan: Plan, spec: ModelSpec, *, hardware: Hardware) -> list[str]:
-    """Settings under which `plan`, which its device has room for, has room on its host too."""
+    """Returns settings under which `plan`, which fits its device, also fits its host."""
     prediction, section = plan.prediction, plan.run.offload
     assert prediction is not None, "only what is predicted is found not to fit"
     ways: list[str] = []
@@ -27,7 +27,7 @@ def suggest_host_memory_changes(plan: Plan, spec: ModelSpec, *, hardware: Hardwa
 
 
 def _largest_group(plan: Plan, spec: ModelSpec, *, hardware: Hardware) -> int | None:
-    """Of halves of the groups' size the first that fits; None where none does."""
+    """Halves the group size until the plan fits; None if it never does."""
     prediction, section = plan.prediction, plan.run.offload
     assert prediction is not None, "as above"
     assert prediction.offload is not None, "it has a tier"

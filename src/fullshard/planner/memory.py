@@ -1,27 +1,28 @@
-"""peak_bytes(spec, plan): the most that one rank holds at once in a step, term by term, from shapes alone.
+"""peak_bytes(spec, plan): peak memory of one rank in a step, term by term, from shapes alone.
 
 [Note: the replay]
-A step is the model's own computation (the trace in the ModelSpec: phases, each with its highest moment) and
-what the engine does between two phases. What the engine holds does not change within a phase, so the peak is
-the largest, over all phases, of (the phase's own highest + what the engine holds then), and of a few moments
-inside the engine's acts. These are the acts of `torch.distributed.fsdp._fully_shard` (2.11 to 2.13):
+A step consists of the model's own computation (the trace in the ModelSpec: phases, each with its highest
+moment) and of FSDP2's events between phases. FSDP2's memory does not change within a phase. So the peak is
+the maximum over all phases of (the phase's highest moment + FSDP2's bytes then), and over a few moments
+inside the events. These are the events of `torch.distributed.fsdp._fully_shard` (2.11 to 2.13):
 
-unshard       a unit's shards, cast to the dtype computed in (W/N bytes, freed at once), are gathered into one
-              buffer of W bytes, which is copied out into the parameters, W bytes more. W: the parameters of
-              the unit, dim 0 padded to a multiple of N, in that dtype. Over one rank there is no buffer, only
-              the copy. In forward the buffer lives until after the next unit's copy-out (so that the next
-              gather may overlap), or the end of forward; in backward it is freed after its own.
+unshard       a unit's shards, cast to the compute dtype (W/N bytes, freed at once), are gathered into one
+              buffer of W bytes, which is copied out into the parameters, another W bytes. W: the parameters
+              of the unit in that dtype, dim 0 padded to a multiple of N. Over one rank there is only the
+              copy. In forward the buffer lives until after the next unit's copy-out (so that the next gather
+              may overlap), or until forward ends. In backward it is freed after its own copy-out.
 reshard       the parameters' W bytes are freed; resharding to k ranks keeps W/k of them.
-prefetch      in backward, once a unit is there, the buffer of the one before it is gathered already.
+prefetch      in backward, once a unit is unsharded, the buffer of the one before it is already gathered.
 reduce        a unit's gradients are copied into one buffer of R bytes (in the reduce dtype, padded),
-              and freed; the reduced chunk of R/N bytes, cast to the master dtype, becomes the gradients. The
-              buffer lives until the next unit's backward ends. With replicas, the chunk as it was all-reduced
-              is held to the end of backward, beside its cast.
-without sync  gradients stay whole, in the dtype that they are reduced in, until the last microbatch.
-in backward   with `optimizer.in_backward` a unit is updated once it is reduced, and its gradients are freed.
+              and freed. The reduced chunk of R/N bytes, cast to the master dtype, becomes the gradients. The
+              buffer lives until the next unit's backward ends. With replicas, the all-reduced chunk is kept
+              until the end of backward, beside its cast.
+without sync  gradients stay unsharded, in the reduce dtype, until the last microbatch.
+in backward   with `optimizer.in_backward` a unit is updated once it is reduced; its gradients are freed.
 
-Collectives need no memory of their own: NCCL's is no tensor, gloo's are replaced (`sharding.collectives`).
-Not counted: the random state that recompute keeps for each block (5,056 bytes on the CPU).
+Collectives need no tensor memory of their own: NCCL's is not a tensor, gloo's are replaced
+(`sharding.collectives`). Not counted: the random state that recompute saves for each block (5,056 bytes on
+the CPU).
 """
 
 from fullshard.errors import PlanError
@@ -36,14 +37,15 @@ from fullshard.spec.plan import Plan
 
 
 def peak_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> MemoryTerms:
-    """The predicted peak of `rank` (rank 0 never holds less than another). See [Note: the replay].
+    """Returns the predicted peak of `rank`. Rank 0 never needs less than another. See [Note: the replay].
 
     Raises PlanError if `spec` was traced with another microbatch, sequence, precision or recompute than the
-    plan's, or if the state of its optimizer is not known.
+    plan's, or if its optimizer's state is not known.
     """
     check_spec(spec, plan)
     replay = _Replay(spec, plan, rank=rank)
-    # The first microbatch makes what later ones add to; the last reduces. All between are alike.
+    # The first microbatch allocates gradients that later ones accumulate into; the last reduces. Those in
+    # between are equal, so one represents them.
     for index in range(min(plan.accumulation, 3)):
         last = index == min(plan.accumulation, 3) - 1
         adds = index > 0 and not plan.sync_each_microbatch and bool(replay.trace.accumulating)
@@ -71,12 +73,12 @@ def check_spec(spec: ModelSpec, plan: Plan) -> None:
 
 
 def sizes_by_kind(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> dict[int, UnitBytes]:
-    """The sizes of one unit of each kind, by the index of the first of its kind."""
+    """Returns the sizes of one unit of each kind, by the index of the first unit of its kind."""
     return {kind: unit_bytes(spec.units[kind], plan, rank=rank) for kind in set(spec.unit_kinds)}
 
 
 class _Replay:
-    """Goes through a step's beats, and through what the engine does between them."""
+    """Replays a step's phases, and FSDP2's events between them."""
 
     def __init__(self, spec: ModelSpec, plan: Plan, *, rank: int) -> None:
         self.spec, self.plan = spec, plan
@@ -99,7 +101,12 @@ class _Replay:
         self.passing = update_bytes(spec, plan, rank=rank)
 
     def microbatch(self, number: int, *, last: bool, accumulating: bool) -> None:
-        """`number`: counted from 1. `accumulating`: on top of whole gradients."""
+        """Replays one microbatch.
+
+        number: counted from 1.
+        last: whether it is the step's last.
+        accumulating: whether unsharded gradients of earlier microbatches exist.
+        """
         found = memory_trace(
             self.spec,
             self.trace,
@@ -120,7 +127,7 @@ class _Replay:
                 ledger.skip(before, beat.skipped_periods)
 
     def finish(self) -> MemoryTerms:
-        """The peak, the optimizer's step taken in."""
+        """Returns the peak, including the optimizer step."""
         sizes, kinds = self.kinds, self.spec.unit_kinds
         if not self.plan.run.optimizer.in_backward:
             self.ledger.moment = ("optimizer step", -1)
@@ -150,7 +157,7 @@ class _Replay:
         )
 
     def _act(self, beat: PhaseBytes, live: LiveBytes, *, last: bool) -> None:
-        """What the engine does at the event that opens `beat`; `live` is the model's own until then."""
+        """Runs FSDP2's event that opens `beat`. `live`: the model's own bytes until then."""
         match beat.event:
             case "pre_forward":
                 self.gathering.pre_forward(beat.unit, live)

@@ -1,4 +1,4 @@
-"""A quick bound below `peak_bytes`, from what several plans share."""
+"""Fast lower bound on `peak_bytes`, from terms that several plans share."""
 
 from typing import NamedTuple
 
@@ -10,10 +10,14 @@ from fullshard.spec.plan import Plan
 
 
 class BackwardPeak(NamedTuple):
-    """The highest `live` bytes at which backward of a unit of one kind runs, after and before units of
-    others.
+    """Most `live` bytes in the backward of a unit of one kind, between units of two other kinds.
 
-    -1 where there is none (or none with parameters).
+    kind: kind of the unit.
+    behind: kind of the unit whose backward ran before; -1 if there is none.
+    ahead: kind of the unit whose backward runs next; -1 if there is none.
+    live: bytes.
+
+    Units without parameters have kind -1.
     """
 
     kind: int
@@ -23,7 +27,13 @@ class BackwardPeak(NamedTuple):
 
 
 class ActivationBound(NamedTuple):
-    """Of one trace and microbatch: `crests`, what is alive as the loss is made, and the most of all."""
+    """Bytes that depend only on the trace and the microbatch.
+
+    crests: peaks in backward, by kinds of neighbouring units.
+    loss: bytes alive when the loss is computed.
+    highest: the most bytes alive at any moment.
+    batch: bytes of the batch.
+    """
 
     crests: tuple[BackwardPeak, ...]
     loss: int
@@ -32,7 +42,15 @@ class ActivationBound(NamedTuple):
 
 
 class MeshBytes(NamedTuple):
-    """Of one mesh: by the first unit of each kind, sizes; over all units, sums."""
+    """Bytes that depend only on the mesh.
+
+    sizes: sizes of each kind of unit.
+    static: shards, optimizer state and buffers, over all units.
+    gathered: unsharded parameters, over all units.
+    whole: unsharded gradients that are cast to the reduce dtype, over all units.
+    gradients: sharded gradients, over all units; 0 if they are offloaded or used in backward.
+    chunks: reduce-scatter outputs, over all units.
+    """
 
     sizes: dict[int, UnitBytes]
     static: int
@@ -43,7 +61,7 @@ class MeshBytes(NamedTuple):
 
 
 def activation_bound(spec: ModelSpec, plan: Plan) -> ActivationBound:
-    """What of `peak_bytes` depends on the recompute and the microbatch alone."""
+    """Returns the part of `peak_bytes` that depends only on the recompute and the microbatch."""
     trace = spec.trace(plan.run.recompute, plan.microbatch)
     found = memory_trace(spec, trace, microbatch=plan.microbatch, reach=1, tensor=plan.tensor_parallel)
     kinds = [spec.unit_kinds[unit] if spec.units[unit].parameters else -1 for unit in found.units]
@@ -64,7 +82,7 @@ def activation_bound(spec: ModelSpec, plan: Plan) -> ActivationBound:
 
 
 def mesh_bytes(spec: ModelSpec, plan: Plan) -> MeshBytes:
-    """What of it depends on the mesh alone."""
+    """Returns the part of `peak_bytes` that depends only on the mesh."""
     sizes = sizes_by_kind(spec, plan)
     counts = {kind: spec.unit_kinds.count(kind) for kind in sizes}
 
@@ -72,13 +90,13 @@ def mesh_bytes(spec: ModelSpec, plan: Plan) -> MeshBytes:
         return sum(int(getattr(size, name)) * counts[kind] for kind, size in sizes.items())
 
     optimizer = sum(optimizer_bytes(size, plan) * counts[kind] for kind, size in sizes.items())
-    # Of a tier's gradients, and of those that are used in backward, hardly any are here at once.
+    # Few gradients are in memory at once if they are offloaded or used in backward.
     stays = not (plan.gradients_leave or plan.run.optimizer.in_backward)
     return MeshBytes(
         sizes,
         static=over_all("shards") + optimizer + spec.buffer_bytes,
         gathered=over_all("gathered"),
-        # Gradients that need no cast are counted as autograd has left them, which the trace tells.
+        # Gradients that need no cast are counted by the trace, as autograd leaves them.
         whole=sum(s.whole_reduced * counts[kind] for kind, s in sizes.items() if s.whole != s.whole_reduced),
         gradients=over_all("gradient") if stays else 0,
         chunks=over_all("reduce_output"),
@@ -86,8 +104,13 @@ def mesh_bytes(spec: ModelSpec, plan: Plan) -> MeshBytes:
 
 
 class PlanTraits(NamedTuple):
-    """Of a plan: more than one microbatch a step; gradients reduced in each; parameters kept gathered over
-    microbatches; gathered ahead of their use."""
+    """Traits of a plan that affect its peak.
+
+    accumulates: more than one microbatch per step.
+    syncs: gradients are reduced after each microbatch.
+    keeps: parameters stay unsharded between microbatches.
+    prefetches: units are gathered ahead of their use.
+    """
 
     accumulates: bool
     syncs: bool
@@ -96,9 +119,11 @@ class PlanTraits(NamedTuple):
 
 
 def least_bytes(relief: ActivationBound, held: MeshBytes, *, habits: PlanTraits) -> int:
-    """No less than this is alive at the peak of a step: at the end of backward, as the loss is made, and
-    while a unit's backward runs. Then its parameters are gathered, the gradients of the unit behind it are on
-    their way, and the unit ahead is being gathered.
+    """Returns a lower bound on the peak of a step, in bytes.
+
+    It is the maximum of the bytes alive at the end of backward, when the loss is computed, and in a unit's
+    backward. In backward, the unit's parameters are unsharded, the gradients of the unit before it are being
+    reduced, and the next unit is being gathered.
     """
     kept = 0
     if habits.accumulates:

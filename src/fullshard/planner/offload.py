@@ -1,48 +1,50 @@
-"""Tiers: what of a rank's bytes goes to the host or to its drive, and what a step then waits for.
+"""Offload targets (`offload.tier`): bytes on the host and its drive, and the time they cost per step.
 
 [Note: tiers]
-P: trained parameters of the own shards, c and m: bytes of one in the dtype computed in and in the master's.
-F: bytes of the own shards that are frozen, in their own dtype.
+P         trained parameters of the rank's own shards
+c, m      bytes per parameter in the compute dtype, and in the master's
+F         bytes of the rank's frozen shards, in their own dtype
+S         bytes of master and moments: 3 m P, or (m + 4) P with `moments = "bf16"`; each group's parts start
+          at a page boundary
 
-device    optimizer:*    shards in the dtype computed in (c P): the master is where the moments are. A reduced
-                         gradient leaves as it was reduced (a cast to c would round it); two units' are on
-                         their way at once, and a third waits.
-          params+*       no shards; of each all-gather the own shard, copied in, and freed when it is sent.
-host      *:cpu          master and moments (S) and gradients (4 P: fp32 sums), parameters c P and F
-                         (params+), and of updated parameters what is on its way to the device, a segment of
-                         a group
-          *:nvme         gradients (they never go to the drive), that segment, three of the largest group's
-                         S, and with params+ three of the largest unit's shards, and of its frozen ones
-drive     *:nvme         two generations (a crash leaves one whole) of S, room beside them for the rest of a
-                         run's state, parameters (they can be made again from S: one generation), and F
+device    optimizer:*    shards in the compute dtype (c P); masters are stored with the moments. A gradient
+                         leaves in the dtype it was reduced in (a cast to c would round it). Gradients of at
+                         most two units are in transit; a third waits.
+          params+*       no shards. Each all-gather copies in the own shard, and frees it when it is sent.
+host      *:cpu          S, gradients (4 P: fp32 sums), with params+ the parameters (c P and F), and updated
+                         parameters on their way to the device (one segment of a group)
+          *:nvme         gradients (they never go to the drive), that segment, three times the largest
+                         group's S, and with params+ buffers for three units' shards and three frozen ones
+drive     *:nvme         two generations of S (one is always complete after a crash), space beside them for
+                         other run state, parameters (one generation, since S can rebuild them), and F
 
-S: 3 m P; with `moments = "bf16"` (m + 4) P; each group's parts begin at a page. On the CPU the host is the
-device: masters of *:cpu are the shards, gradients stay where they are, and nothing is on its way.
+On the CPU the host is the device: the masters of *:cpu are the shards, gradients stay in place, and nothing
+is in transit.
 
-The update of a step is group by group, after the global norm is known (clipping is exact):
+A step's update runs group by group, after the global norm is known (clipping is exact):
 
     read 3 m, update, write 3 m (and c with params+), copy c to the device
 
-with read, update and copy beside each other. So it takes at least
+with read, update and copy overlapped. So it takes at least
 
     max((3 m read + 3 m written) / disk rate, P / adam rate, copies / host rate)
 
-where the drive's rate is that of reads and writes together. Groups are taken in the order of forward, so that
-the next step's forward begins when its first unit is there; each unit's first all-gather waits for its own
-update. Reads are ahead of it, see `slots_hold`. (Reversing the order each step saves reading three groups,
-and costs that overlap, which is planned as if it were there.) With params+optimizer:nvme the first gather of
-a unit finds in memory what its update has made; for others the drive reads what is in none of UNIT_BUFFERS,
-see [Note: units in memory] in `offload.unit_buffers`. What is frozen has as many of its own, is written once
-before the first step, and stays there from step to step.
+The drive's rate is that of reads and writes together. Groups are updated in forward order, so that the next
+step's forward starts when its first unit is ready; each unit's first all-gather waits for its own update.
+Reads run ahead of the update, see `slots_hold`. (Reversing the order each step saves reading three groups but
+loses that overlap, which is still planned.) With params+optimizer:nvme, the first gather of a unit uses the
+result of its update from memory. Later gathers read from the drive any shard that is not in one of
+UNIT_BUFFERS, see [Note: units in memory] in `offload.unit_buffers`. Frozen shards have as many buffers of
+their own; they are written once before the first step and stay buffered from step to step.
 
-With `update = "device"` state and gradients (m a parameter) pass through two buffers there, in pieces, beside
-each other in both directions, changed in between at the rate of the device's own update:
+With `update = "device"`, state and gradients (m per parameter) pass through two device buffers in pieces.
+Copies in both directions overlap, and each piece is updated at the rate of the device's own update:
 
     read 3 m, copy 3 m and m in, update, copy 3 m out, write 3 m, copy c to the device
 
-It takes two pieces of state and gradients of the device's memory, and what rounding at random needs for one.
-On GPUs `auto` is the device where the longer direction of the copies (in) and the update there, one after the
-other, take less than the host's update: see `faster_update`.
+This takes device memory for two pieces of state and gradients, and the temporaries of stochastic rounding for
+one. On GPUs `auto` selects the device if the longer copy direction (in) plus the update there takes less time
+than the host's update: see `faster_update`.
 """
 
 import math
@@ -70,11 +72,11 @@ TIERS: tuple[Tier, ...] = (
     "params+optimizer:nvme",
 )
 _SLOTS = 3
-_PAYLOAD = 16 << 20  # allocated beside each generation
-_SUM = 4  # gradients are summed in fp32
-_ADAM_TOUCHES = 7  # value, gradient and two moments are read, all but the gradient written
-_ROUNDING_TOUCHES = 86  # where values are rounded at random: see `step_time`
-_ROUNDING_BYTES = 31  # an element of a piece, meanwhile: see `unit_bytes.update_temporaries`
+_PAYLOAD = 16 << 20  # bytes allocated beside each generation
+_SUM = 4  # bytes per gradient: gradients are summed in fp32
+_ADAM_TOUCHES = 7  # reads value, gradient and two moments; writes all of these except the gradient
+_ROUNDING_TOUCHES = 86  # with stochastic rounding: see `step_time`
+_ROUNDING_BYTES = 31  # temporaries per element of a piece: see `unit_bytes.update_temporaries`
 _NO_COST = {
     "leave": 0,
     "add": 0,
@@ -90,8 +92,13 @@ _NO_COST = {
 
 
 class HostRates(NamedTuple):
-    """Seconds of a byte to or from the host and the drive, and of a parameter's update: by the host, and in
-    the device's memory."""
+    """Rates of an offload target.
+
+    copy: seconds per byte copied to or from the host.
+    disk: seconds per byte read from or written to the drive.
+    adam: seconds per parameter updated by the host.
+    on_device: seconds per parameter updated in device memory.
+    """
 
     copy: float
     disk: float
@@ -100,13 +107,16 @@ class HostRates(NamedTuple):
 
 
 def host_rates(plan: Plan, hardware: Hardware) -> HostRates:
-    """Raises PlanError where `hardware` does not say what the plan's tier needs."""
+    """Returns the rates of the plan's offload target.
+
+    Raises PlanError if `hardware` lacks a rate that the target needs.
+    """
     section = plan.run.offload
     check_tier(plan.run)
     copy, disk = hardware.host_bytes_per_second, hardware.disk_bytes_per_second
     touches = _ROUNDING_TOUCHES if _rounds(plan) else _ADAM_TOUCHES
     on_device = memory_seconds(touches * 4e8, hardware.rates.optimizer) / 1e8
-    if hardware.device == "cpu":  # the device is the host's memory: a copy reads and writes it
+    if hardware.device == "cpu":  # device memory is host memory: a copy reads and writes it
         whole = memory_seconds(2e8, hardware.rates.memory) / 1e8
         update = memory_seconds(_ADAM_TOUCHES * 4e8, hardware.rates.optimizer) / 1e8
         return HostRates(whole, _per(disk, hardware, section=section), update, update)
@@ -119,8 +129,10 @@ def host_rates(plan: Plan, hardware: Hardware) -> HostRates:
 
 
 def faster_update(plan: Plan, hardware: Hardware) -> Literal["host", "device"]:
-    """Where the state of the plan's tier is updated sooner: what `offload.update = "auto"` is. The host,
-    where the device's memory is the host's, or nothing is known of the way there. See [Note: tiers]."""
+    """Returns the device that updates offloaded state faster: the meaning of `offload.update = "auto"`.
+
+    Returns "host" if device memory is host memory, or the copy rate is unknown. See [Note: tiers].
+    """
     section, copy = plan.run.offload, hardware.host_bytes_per_second
     if not section.takes_optimizer or hardware.device == "cpu" or copy is None:
         return "host"
@@ -152,13 +164,15 @@ def _per(
 
 
 def with_untimed_drive(hardware: Hardware) -> Hardware:
-    """The same hardware where nobody has measured the drive: for plans of all that does not need its rate. In
-    them it takes no time, and what is predicted says so: see `OffloadTerms.disk_seconds`."""
+    """Returns `hardware` with an infinitely fast drive, for plans on a drive whose rate was not measured.
+
+    The prediction then marks drive time as unknown: see `OffloadTerms.disk_seconds`.
+    """
     return hardware.model_copy(update={"disk_bytes_per_second": math.inf})
 
 
 def with_host(cost: UnitCost, size: UnitBytes, *, plan: Plan, rates: HostRates) -> UnitCost:
-    """The unit's costs with those of its tier. See [Note: tiers]."""
+    """Returns the unit's costs with those of its offload target. See [Note: tiers]."""
     section = plan.run.offload
     if not section.takes_optimizer:
         return cost
@@ -196,19 +210,19 @@ def with_host(cost: UnitCost, size: UnitBytes, *, plan: Plan, rates: HostRates) 
 
 
 def without_host(cost: UnitCost) -> UnitCost:
-    """The same with an infinitely fast host and drive."""
+    """Returns `cost` with an infinitely fast host and drive."""
     return replace(cost, **_NO_COST)
 
 
 def norm_ticks(plan: Plan, trained: int, *, rates: HostRates) -> int:
-    """The host's pass over the gradients for their global norm: one of the seven that an update makes."""
+    """Returns the host's ticks to read all gradients for their norm: one of an update's seven accesses."""
     return ticks(rates.adam * trained / _ADAM_TOUCHES) if plan.run.optimizer.clip_norm else 0
 
 
 def gathers_of(
     plan: Plan, trace: Trace, *, costs: Sequence[UnitCost], counts: Sequence[int]
 ) -> tuple[int, ...]:
-    """How often a step brings the own shard of each unit of the trace, over all that it stands for."""
+    """Returns the loads per step of each traced unit's own shard, over all its repeats."""
     frees = plan.reshard_after_forward is not False
     times = plan.accumulation if frees else 1
     found: list[int] = []
@@ -221,8 +235,13 @@ def gathers_of(
 
 
 class Busy(NamedTuple):
-    """Ticks of a step that each of the host's streams is busy. `in_`, `out`: copies to the device, and from
-    it."""
+    """Busy ticks per step of each host stream.
+
+    disk: drive reads and writes.
+    update: updates, gradient sums and the norm.
+    in_: copies to the device.
+    out: copies from the device.
+    """
 
     disk: int
     update: int
@@ -231,8 +250,13 @@ class Busy(NamedTuple):
 
 
 def busy_of(costs: Iterable[tuple[UnitCost, int, int]], *, reductions: int, norm: int, disk: int) -> Busy:
-    """`costs`: of each unit, with how often it stands in the model and how often it is gathered a step.
-    `disk`: of the drive besides updates; below 0 where it need not read all of their state."""
+    """Returns the busy ticks of a step.
+
+    costs: for each unit, its costs, its count in the model, and its gathers per step.
+    reductions: gradient reductions per step.
+    norm: ticks of the gradient norm.
+    disk: ticks of the drive beside updates; negative if it need not read all of their state.
+    """
     update = into = out = 0
     for cost, count, gathers in costs:
         disk += count * cost.update_disk
@@ -244,10 +268,13 @@ def busy_of(costs: Iterable[tuple[UnitCost, int, int]], *, reductions: int, norm
 
 def least_shards_read(
     plan: Plan,
-    units: Sequence[tuple[UnitCost, int, int]],  # signature: as `busy_of` has them
+    units: Sequence[tuple[UnitCost, int, int]],  # signature: as in `busy_of`
 ) -> int:
-    """Bytes of shards that the drive reads in a step at least: what is updated is gathered once before it is
-    read, and each way over the units begins with those that the way before has left in memory."""
+    """Returns a lower bound on the bytes of shards that the drive reads per step.
+
+    An updated unit is gathered once from memory. Each pass over the units starts with those that the previous
+    pass left in memory.
+    """
     ways = 2 * plan.accumulation
     largest = max((cost.shards_on_disk for cost, *_ in units), default=0)
     again = sum(max(0, gathers - count) * cost.shards_on_disk for cost, count, gathers in units)
@@ -258,8 +285,12 @@ def least_shards_read(
 
 
 class SlotCounts(NamedTuple):
-    """Bytes of a step's state that are in the three slots when the update begins: `kept` since the last one,
-    which are not read again; `ahead`: read when that was written. `behind`: which are written last."""
+    """Bytes of a step's state in the three slots when the update begins.
+
+    kept: kept since the last update, so not read again.
+    ahead: read while the last update was being written.
+    behind: written last.
+    """
 
     kept: int = 0
     ahead: int = 0
@@ -267,7 +298,11 @@ class SlotCounts(NamedTuple):
 
 
 def slots_hold(plan: Plan, records: Sequence[int]) -> SlotCounts:
-    """`records`: of each group's state. When a group has been read, two before it may still be written."""
+    """Returns the contents of the slots. When a group has been read, the two before it may still be being
+    written.
+
+    `records`: bytes of each group's state.
+    """
     section, places = plan.run.offload, range(len(records))
     if not section.on_disk or not records:
         return SlotCounts()
@@ -278,7 +313,7 @@ def slots_hold(plan: Plan, records: Sequence[int]) -> SlotCounts:
 
 
 def update_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
-    """Of the device's memory, for the update of a tier's state there: see [Note: tiers]."""
+    """Returns the device memory, in bytes, for updating offloaded state on the device. See [Note: tiers]."""
     section = plan.run.offload
     if not (section.takes_optimizer and section.update == "device"):
         return 0
@@ -292,7 +327,7 @@ def update_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
 
 
 def records_of(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
-    """Bytes of each group's state on rank 0."""
+    """Returns the bytes of each group's state on rank 0."""
     return tuple(
         sum(part_bytes(group.numel, size) for size in (master, *_moment_sizes(plan, master)))
         for group, master in _groups_of(spec, plan, rank=0)
@@ -300,7 +335,7 @@ def records_of(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
 
 
 def _groups_of(spec: ModelSpec, plan: Plan, *, rank: int) -> Iterator[tuple[Group, int]]:
-    """A rank's groups, and bytes of an element of their masters."""
+    """Yields a rank's groups, each with the bytes per element of its masters."""
     held: list[ShardSize] = []
     itemsizes: dict[str, int] = {}
     for unit in sorted(spec.units, key=lambda unit: unit.position):
@@ -317,7 +352,7 @@ def _groups_of(spec: ModelSpec, plan: Plan, *, rank: int) -> Iterator[tuple[Grou
 
 
 def _rounds(plan: Plan) -> bool:
-    """An update rounds masters or moments at random."""
+    """Returns whether the update rounds masters or moments stochastically."""
     return plan.run.offload.moments != "fp32" or plan.precision.stochastic_rounding
 
 
@@ -327,17 +362,17 @@ def _moment_sizes(plan: Plan, master: int) -> tuple[int, int]:
 
 
 def _state_bytes(plan: Plan, master: int) -> int:
-    """Of an element: its master and both moments."""
+    """Returns the bytes per element of the master and both moments."""
     return master + sum(_moment_sizes(plan, master))
 
 
 def _passing(plan: Plan, master: int) -> tuple[int, int]:
-    """Bytes of an element that come to the device to be updated, its gradient too, and that leave it."""
+    """Returns the bytes per element copied in for an update (gradient included), and copied back."""
     state = _state_bytes(plan, master)
     return state + master, state
 
 
-def offload_terms(  # signature: what `step_time` knows of a tier
+def offload_terms(  # signature: what `step_time` knows of an offload target
     plan: Plan,
     units: Sequence[tuple[UnitBytes, int]],
     *,
@@ -346,8 +381,12 @@ def offload_terms(  # signature: what `step_time` knows of a tier
     shards_read: int,
     hardware: Hardware,
 ) -> OffloadTerms:
-    """Bytes and seconds of the plan's tier; `units`: the sizes of each, and how often it stands in the model;
-    `records`: of each group's state; `shards_read`: bytes of a step."""
+    """Returns bytes and seconds of the plan's offload target.
+
+    units: sizes of each unit, with its count in the model.
+    records: bytes of each group's state.
+    shards_read: bytes of shards read from the drive per step.
+    """
     section = plan.run.offload
     compute = ITEMSIZE[plan.precision.param]
     trained = sum(size.trained * count for size, count in units)
@@ -380,5 +419,5 @@ def offload_terms(  # signature: what `step_time` knows of a tier
 
 
 def _in_buffers(units: Sequence[int]) -> int:
-    """Of what of each unit is on the drive."""
+    """Returns the bytes of the unit buffers. `units`: bytes of each unit on the drive."""
     return min(UNIT_BUFFERS, sum(size > 0 for size in units)) * max(units, default=0)

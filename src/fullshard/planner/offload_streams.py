@@ -1,4 +1,4 @@
-"""What a tier puts on the streams of the host and of its drive. See [Note: tiers] in `planner.offload`."""
+"""Work of an offload target on the host's and drive's streams. See [Note: tiers] in `planner.offload`."""
 
 from dataclasses import dataclass, field
 
@@ -9,8 +9,13 @@ from fullshard.spec.groups import UNIT_BUFFERS
 
 @dataclass
 class InBuffers:
-    """The units whose own shards are in the host's buffers, the one used last last; and those of whom what is
-    frozen is in those of its own. See [Note: units in memory] in `offload.unit_buffers`."""
+    """Units in the host's buffers, the most recently used last.
+
+    trained: units whose own shards are buffered.
+    frozen: units whose frozen shards are buffered.
+
+    See [Note: units in memory] in `offload.unit_buffers`.
+    """
 
     trained: list[int] = field(default_factory=list[int])
     frozen: list[int] = field(default_factory=list[int])
@@ -21,10 +26,11 @@ class InBuffers:
 
 
 def fetch_shard(streams: Streams, cost: UnitCost, *, updates: bool, reads: bool, reads_frozen: bool) -> int:
-    """What comes before a unit is gathered; returns when its own shard is on the device.
+    """Loads a unit's own shard to the device before its all-gather; returns when it is there.
 
-    `updates`: it was not gathered yet in this step, so its group is updated first. `reads`: its own shard
-    is on the drive, and in no buffer; `reads_frozen`: what of it is frozen.
+    updates: this is the unit's first gather of the step, so its group is updated first.
+    reads: its own shard is on the drive and not in a buffer.
+    reads_frozen: its frozen shard is on the drive and not in a buffer.
     """
     ready = 0
     if reads_frozen:
@@ -32,7 +38,7 @@ def fetch_shard(streams: Streams, cost: UnitCost, *, updates: bool, reads: bool,
         ready = streams.disk = max(streams.disk, streams.fetched) + cost.fetch_frozen
     if updates and cost.update:
         streams.disk += cost.update_disk
-        if streams.serial:  # only the drive works beside
+        if streams.serial:  # only the drive works in parallel
             streams.wait(streams.disk, "host")
             ready = _spend(streams, cost.update_in + cost.update_out + cost.update + cost.back)
         else:
@@ -52,19 +58,19 @@ def fetch_shard(streams: Streams, cost: UnitCost, *, updates: bool, reads: bool,
 
 
 def touch_buffer(unit: int, buffers: list[int]) -> bool:
-    """Whether what is gathered of the unit was in one of these `buffers`, where it is now as used last."""
+    """Returns whether the unit was in `buffers`, and marks it most recently used."""
     was_there = unit in buffers
     buffers[:] = [*(one for one in buffers if one != unit), unit][-UNIT_BUFFERS:]
     return was_there
 
 
 def _update(streams: Streams, cost: UnitCost) -> int:
-    """Of state that is in the host's memory; returns when it is there again."""
+    """Updates state in host memory; returns when the result is there."""
     if not cost.update_in:
         streams.updating = max(streams.updating, streams.disk) + cost.update
         return streams.updating
-    # Pieces go out beside others that come in: when the last is in, hardly more than that is left to go out.
-    # Gradients have left before; activations that leave meanwhile are planned as if they did not meet them.
+    # Pieces are copied out while others are copied in: when the last is in, about one piece is left to copy
+    # out. Gradients have left before. Contention with activations that leave meanwhile is ignored.
     into = streams.host_in = max(streams.host_in, streams.disk) + cost.update_in
     busy = streams.updating + max(cost.update, cost.update_out)
     streams.updating = max(busy, into + cost.update)
@@ -72,7 +78,7 @@ def _update(streams: Streams, cost: UnitCost) -> int:
 
 
 def offload_gradient(streams: Streams, cost: UnitCost, *, adds: bool) -> None:
-    """A reduced gradient goes to the host; `adds`: to what is there of it."""
+    """Copies a reduced gradient to the host. `adds`: and adds it to the gradient there."""
     if not cost.leave:
         return
     if streams.serial:
@@ -86,12 +92,12 @@ def offload_gradient(streams: Streams, cost: UnitCost, *, adds: bool) -> None:
 
 
 def wait_for_gradients(streams: Streams, *, norm: int) -> None:
-    """The step ends with all gradients on the host, and their norm known, which takes `norm`."""
+    """Waits until all gradients are on the host, and for `norm` ticks while the host computes their norm."""
     streams.wait(max(streams.host_out, streams.host_sum), "host")
     _spend(streams, norm)
 
 
 def _spend(streams: Streams, length: int) -> int:
-    """Computing waits so long for the host."""
+    """Makes computing wait `length` ticks for the host; returns the compute clock."""
     streams.wait(streams.compute + length, "host")
     return streams.compute

@@ -1,4 +1,4 @@
-"""Seconds of what a model computes: each launch takes as long as the slower of its arithmetic and its bytes.
+"""Roofline model: each launch takes as long as the slower of its arithmetic and its memory traffic.
 
 Williams et al., "Roofline", CACM 52(4), 2009. The rates are data (`Rates`): curves over the size of a launch.
 """
@@ -11,7 +11,7 @@ from fullshard.spec.hardware import ComputeDtype, Curve, Rates, rate_at
 from fullshard.spec.model import Kernel, Phase
 from fullshard.spec.plan import Dtype
 
-# What a launch runs at where its own dtype has no curve: first what shares its units, then what is wider.
+# Fallback order if a dtype has no curve: first dtypes of the same compute units, then wider ones.
 _NEAREST: dict[Dtype, tuple[ComputeDtype, ...]] = {
     "fp32": ("fp32", "tf32", "bf16", "fp16"),
     "bf16": ("bf16", "fp16", "tf32", "fp32"),
@@ -20,19 +20,19 @@ _NEAREST: dict[Dtype, tuple[ComputeDtype, ...]] = {
 
 
 class PhaseCost(NamedTuple):
-    """`seconds` of the device's work, and from how many `launches` of the host."""
+    """Cost of a phase. `seconds`: device time. `launches`: kernels launched by the host."""
 
     seconds: float
     launches: int
 
 
 def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int, split: int = 1) -> float:
-    """Seconds of one launch:
+    """Seconds of one launch.
 
         max(flops / rate(flops), bytes / memory(bytes))
 
-    with the curve of its kind and dtype (or the nearest that is there); elementwise ones have bytes alone.
-    `split`: so many ranks share its work.
+    The rate is the curve of its kind and dtype, or of the nearest dtype that has one. Elementwise launches
+    count bytes only. `split`: number of ranks that share the work.
     """
     moved = memory_seconds(kernel.bytes.at(microbatch) / split, rates.memory)
     if kernel.kind == "elementwise":
@@ -54,7 +54,7 @@ def memory_seconds(count: float, curve: Curve) -> float:
 
 
 def nearest_curve(curves: Mapping[ComputeDtype, Curve], dtype: Dtype) -> Curve:
-    """The curve of `dtype`, or of the nearest dtype that has one. Raises PlanError if none has."""
+    """Returns the curve of `dtype`, or of the nearest dtype that has one. Raises PlanError if none has."""
     for name in _NEAREST[dtype]:
         if name in curves:
             return curves[name]
@@ -74,8 +74,11 @@ def phase_costs(
     fused: bool,
     split: int = 1,
 ) -> tuple[PhaseCost, ...]:
-    """What each phase costs. `fused`: runs of elementwise operations are one kernel, as the compiler makes
-    them. `split`: over so many ranks."""
+    """Returns the cost of each phase.
+
+    fused: runs of elementwise operations are one kernel, as the compiler makes them.
+    split: number of ranks that share the work.
+    """
     seconds: dict[int, float] = {}
     costs: list[PhaseCost] = []
     for phase in phases:

@@ -1,8 +1,7 @@
-"""The old rules of thumb, with this case's figures, held against what the planner chose.
+"""Common rules of thumb, evaluated for this case and compared with the planner's choice.
 
-They say what people did before there was a planner, and where they come from, as far as that is known. The
-planner uses none of them; where they disagree with it, `docs/design/rules-of-thumb.md` says who is right, and
-why.
+They reflect practice without a planner, with their sources as far as known. The planner uses none of them.
+`docs/design/rules-of-thumb.md` explains who is right where they disagree.
 """
 
 from fullshard.planner.step_time import StepTimer
@@ -14,14 +13,21 @@ from fullshard.spec.plan import ITEMSIZE, Plan
 from fullshard.spec.run import Strategy
 from fullshard.spec.value import FrozenModel
 
-_ROOM = 0.5  # of the device for what is kept between steps; the rest is for activations
-_FAST = 4.0  # from this ratio of links on, shards stay within a node
-_BUCKET = 25 * 2**20  # the default bucket of DistributedDataParallel (`bucket_cap_mb`)
+_ROOM = 0.5  # fraction of the device for state kept between steps; activations take the other half
+_FAST = 4.0  # ratio of link rates, within to across nodes, from which shards stay within a node
+_BUCKET = 25 * 2**20  # bytes; default bucket of DistributedDataParallel (`bucket_cap_mb`)
 
 
 class Rule(FrozenModel):
-    """What a rule `says`, the `figures` that it goes by, what it `advises`, and what the planner has
-    `chosen`."""
+    """A rule of thumb and its verdict.
+
+    name: short name of the rule.
+    says: its text.
+    figures: figures of this case that it depends on.
+    advises: the choice that it recommends.
+    chosen: the planner's choice.
+    agrees: whether both are the same.
+    """
 
     name: str
     says: str
@@ -31,13 +37,13 @@ class Rule(FrozenModel):
     agrees: bool
 
     def lines(self) -> tuple[str, str]:
-        """As text."""
+        """Returns the rule as two lines of text."""
         verdict = "as planned" if self.agrees else f"planned: {self.chosen}"
         return (f"rule of thumb, {self.name}: {self.says}", f"  {self.figures} -> {self.advises}; {verdict}")
 
 
 def rules_of_thumb(plan: Plan, hardware: Hardware, *, spec: ModelSpec) -> tuple[Rule, ...]:
-    """What each rule says of the case in which `plan` was chosen."""
+    """Returns each rule's verdict on the case in which `plan` was chosen."""
     rules = [_strategy(plan, hardware, numel=spec.numel), _offload(plan, hardware, numel=spec.numel)]
     rules.append(_precision(plan, hardware))
     if plan.world_size > 1:
@@ -47,8 +53,9 @@ def rules_of_thumb(plan: Plan, hardware: Hardware, *, spec: ModelSpec) -> tuple[
 
 
 def _strategy(plan: Plan, hardware: Hardware, *, numel: int) -> Rule:
-    """Shard no more than the memory asks for (ZeRO, arXiv:1910.02054, table 1), and keep shards behind fast
-    links (MiCS, arXiv:2205.00119)."""
+    """Shard no more than memory requires (ZeRO, arXiv:1910.02054, table 1), and keep shards within fast links
+    (MiCS, arXiv:2205.00119).
+    """
     capacity, ranks = hardware.capacity_bytes, plan.world_size
     master, compute = ITEMSIZE[plan.precision.master], ITEMSIZE[plan.precision.param]
     whole = 4 * master * numel
@@ -78,8 +85,10 @@ def _strategy(plan: Plan, hardware: Hardware, *, numel: int) -> Rule:
 
 
 def _offload(plan: Plan, hardware: Hardware, *, numel: int) -> Rule:
-    """Offload what does not fit even when sharded (ZeRO-Offload, arXiv:2101.06840). A tier is only planned
-    where the run names it."""
+    """Offload state that does not fit even when sharded (ZeRO-Offload, arXiv:2101.06840).
+
+    The planner offloads only if the run names a target.
+    """
     state = 4 * ITEMSIZE[plan.precision.master] * numel / (plan.shard_degree * plan.tensor_parallel)
     share, has_tier = state / hardware.capacity_bytes, plan.run.offload.takes_optimizer
     return Rule(
@@ -93,8 +102,7 @@ def _offload(plan: Plan, hardware: Hardware, *, numel: int) -> Rule:
 
 
 def _precision(plan: Plan, hardware: Hardware) -> Rule:
-    """bf16 where the chip has it, else fp16 with a loss scale; fp8 is for chips that have it, and not
-    planned."""
+    """Use bf16 if the chip has it, else fp16 with a loss scale. fp8 is not planned."""
     peaks = hardware.chip.flops_per_second
     best = next((dtype for dtype in ("bf16", "fp16") if dtype in peaks), "fp32")
     gain = peaks[best] / peaks["fp32"] if best in peaks and "fp32" in peaks else None  # type: ignore[index]
@@ -110,8 +118,7 @@ def _precision(plan: Plan, hardware: Hardware) -> Rule:
 
 
 def _prefetch(plan: Plan, timer: StepTimer) -> Rule:
-    """Overlap hides communication as long as there is more computing (FSDP, arXiv:2304.11277, section
-    3.3)."""
+    """Overlap hides communication if computing takes longer (FSDP, arXiv:2304.11277, section 3.3)."""
     demand, computing = timer.demand(plan), timer.computing(plan)
     sent = (demand.network + demand.apart + demand.replicas) / TICKS
     ratio = computing.device / TICKS / sent if sent else float("inf")
@@ -128,7 +135,7 @@ def _prefetch(plan: Plan, timer: StepTimer) -> Rule:
 
 
 def _bucket(plan: Plan, timer: StepTimer) -> Rule:
-    """A collective should be long against its latency (PyTorch DDP, arXiv:2006.15704, section 3.2.2)."""
+    """A collective should far exceed its latency (PyTorch DDP, arXiv:2006.15704, section 3.2.2)."""
     trace = timer.spec.trace(plan.run.recompute, plan.microbatch)
     units = timer.units(plan, trace)
     sent = [size.gathered for size in units.sizes if size.gathered]

@@ -1,4 +1,4 @@
-"""A trace as the order in which the engine acts on the model's units, with what repeats said once."""
+"""Schedule of a trace: the order of FSDP2's events on the model's units, with repeats stored once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +9,13 @@ from fullshard.spec.model import Event, ModelSpec, Phase, Repeat, Trace
 
 
 class ScheduleStep(NamedTuple):
-    """One phase: its `event`, the model's unit (in a repeated segment: on the first turn; -1: the run), the
-    unit that stands for it in the trace, and the phase's own index."""
+    """One phase.
+
+    event: the FSDP2 event that opens it.
+    unit: the model's unit; in a repeated segment, that of the first turn; -1 for none.
+    traced: the traced unit that stands for it.
+    phase: index of the phase in the trace.
+    """
 
     event: Event
     unit: int
@@ -19,7 +24,7 @@ class ScheduleStep(NamedTuple):
 
 
 class ScheduleSegment(NamedTuple):
-    """Phases that follow each other `times` times; each turn is about units `stride` further on."""
+    """Phases that run in order, `times` times; each turn moves on by `stride` units."""
 
     steps: tuple[ScheduleStep, ...]
     times: int = 1
@@ -28,11 +33,13 @@ class ScheduleSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The acts of one microbatch.
+    """Events of one microbatch.
 
-    `segments`: as the phases are; `turns` of each phase. `traced`: which unit of the trace stands for each
-    unit of the model. `before`: for each of the model's units, which one's forward ended right before each of
-    its own (-1: none), in order; the engine prefetches it in backward.
+    segments: in the order of the phases.
+    repeats: number of times that each phase runs.
+    traced: for each unit of the model, the traced unit that stands for it.
+    before: for each unit of the model, the units whose forward ended right before each of its own forwards
+        (-1: none), in order. FSDP2 prefetches them in backward.
     """
 
     segments: tuple[ScheduleSegment, ...]
@@ -42,7 +49,7 @@ class Schedule:
 
     @property
     def first_units(self) -> tuple[int, ...]:
-        """For each unit of the trace the first of the model that it stands for."""
+        """For each traced unit, the first unit of the model that it stands for."""
         found: dict[int, int] = {}
         for unit, traced in enumerate(self.traced):
             found.setdefault(traced, unit)
@@ -50,7 +57,10 @@ class Schedule:
 
 
 def program_of(spec: ModelSpec, trace: Trace, *, phases: Sequence[Phase]) -> Schedule:
-    """`phases` are `trace.phases` or `trace.accumulating`. Raises PlanError where the units do not add up."""
+    """Returns the schedule of `phases`, which are `trace.phases` or `trace.accumulating`.
+
+    Raises PlanError if the trace's units do not add up to the model's.
+    """
     traced, firsts = _units(spec, trace)
     segments: list[ScheduleSegment] = []
     turns = [1] * len(phases)
@@ -71,12 +81,14 @@ def program_of(spec: ModelSpec, trace: Trace, *, phases: Sequence[Phase]) -> Sch
 
 
 def runs_of(phases: Sequence[Phase], repeats: Sequence[Repeat]) -> list[tuple[int, int, Repeat | None]]:
-    """Stretches of phases, each of one period or of none. What the run itself does amid a period is part of
-    it."""
+    """Returns runs of phases as (start, end, period or None).
+
+    Phases without a unit in the middle of a period belong to it.
+    """
     of_unit = {unit: r for r in repeats for unit in range(r.first, r.first + r.units)}
     runs: list[tuple[int, int, Repeat | None]] = []
     start, current = 0, None
-    pending = 0  # phases of the run itself, at the end of what may or may not go on
+    pending = 0  # phases without a unit at the end of a run that may or may not continue
     for index, phase in enumerate(phases):
         if phase.unit < 0:
             pending += 1
@@ -95,7 +107,7 @@ def runs_of(phases: Sequence[Phase], repeats: Sequence[Repeat]) -> list[tuple[in
 
 
 def _units(spec: ModelSpec, trace: Trace) -> tuple[tuple[int, ...], list[int]]:
-    """For each unit of the model its unit in the trace, and for each of the trace the first of the model."""
+    """Returns the traced unit of each unit of the model, and the first model unit of each traced unit."""
     starts: dict[int, Repeat] = {repeat.first: repeat for repeat in trace.repeats}
     missing = sum((repeat.times - 1) * repeat.units for repeat in trace.repeats)
     count = len(spec.units) - missing

@@ -1,15 +1,17 @@
 """search(spec, hardware, run): the fastest plan that fits, the next ones, and the nearest if none fits.
 
 [Note: exact pruning]
-The search is over all candidates, and its answer is that of predicting each. What it need not predict in full
-it leaves out by bounds: a candidate that cannot be done before another is (its computing alone, or one of its
-streams alone, takes longer) or cannot fit (what its mesh holds and what its microbatch makes, without most of
-what the engine adds). Candidates are taken in the order of their bound on time, so that the fastest come
-early.
+The search covers all candidates, and its answer is the same as if each were predicted in full. Bounds let it
+skip a candidate that cannot win:
 
-Two plans whose times differ by less than the rounding of what is known, a thousandth, are taken to be equally
-fast, and the plainer one (see `planner.candidates`) goes first. So that "equally fast" has no chains, times
-are sorted into bins a thousandth wide, and compared by bin.
+- It cannot finish before another: its computing alone, or one of its streams alone, takes longer.
+- It cannot fit: the bytes of its mesh and of its microbatch, without most of FSDP2's own, are too many.
+
+Candidates are taken in the order of their time bound, so that the fastest come early.
+
+Two plans whose times differ by less than the rounding of the inputs, a thousandth, count as equally fast, and
+the plainer one (see `planner.candidates`) ranks first. So that "equally fast" is transitive, times are sorted
+into bins a thousandth wide and compared by bin.
 """
 
 import math
@@ -47,13 +49,16 @@ Order = tuple[int, int]
 
 
 class SearchResult(FrozenModel):
-    """What a search found. Every plan in it carries its prediction.
+    """Result of a search. Every plan in it carries its prediction.
 
-    `best`: the fastest that fits; None if none does. `ranked`: it and the next fastest that fit, best first.
-    `fastest`: if memory had no limit. `closest`: if none fits, the one that needs the fewest bytes.
-    `by_strategy`: of each kind (a strategy, or `hpz`: full_shard that reshards to fewer ranks) the fastest
-    that fits, or the one that needs the fewest bytes. `considered`: distinct candidates, of which `predicted`
-    had to be predicted in full; the others cannot be among these.
+    best: the fastest plan that fits; None if none does.
+    ranked: the fastest plans that fit, best first.
+    fastest: the fastest plan if memory had no limit.
+    closest: if none fits, the plan that needs the fewest bytes; otherwise None.
+    by_strategy: for each kind (a strategy, or `hpz`: full_shard that reshards to fewer ranks), the fastest
+        plan that fits, or the one that needs the fewest bytes.
+    considered: number of distinct candidates.
+    predicted: number of candidates predicted in full; the others cannot be among these results.
     """
 
     best: Plan | None
@@ -74,14 +79,14 @@ def search(  # signature: the library's, the same for all its questions
     memory: Memory = peak_bytes,
     what_if: WhatIf | None = None,
 ) -> SearchResult:
-    """The fastest plans of `spec` on all ranks of `hardware`, over everything that `run` leaves open.
+    """Returns the fastest plans of `spec` on all ranks of `hardware`, over everything that `run` leaves open.
 
-    `capacity_bytes`: what one rank may take of its device, context included; unset, `hardware` says.
-    `memory`: what tells a plan's peak; never below `least_bytes`. See [Note: exact pruning].
-    `what_if`: tiers and degrees of the tensor-parallel axis to try in place of the run's own. Tiers that the
-    run leaves open are tried where nothing fits without.
+    capacity_bytes: device memory available to one rank, context included; unset, `hardware` decides.
+    memory: function that returns a plan's peak; never below `least_bytes`. See [Note: exact pruning].
+    what_if: offload targets and tensor-parallel degrees to try instead of the run's own. If the run leaves
+        the offload target open, targets are tried only if nothing fits without one.
 
-    Raises PlanError where the global batch cannot be shared out, what is pinned cannot be laid out, or `spec`
+    Raises PlanError if the global batch cannot be divided, the pinned settings cannot be laid out, or `spec`
     was described under other settings.
     """
     if capacity_bytes is not None:
@@ -97,10 +102,10 @@ def search(  # signature: the library's, the same for all its questions
 def predict(  # signature: the library's
     spec: ModelSpec, plan: Plan, hardware: Hardware
 ) -> Plan:
-    """`plan` with its prediction: bytes and seconds, term by term.
+    """Returns `plan` with its prediction: bytes and seconds, term by term.
 
-    Ranks are laid out on nodes as `hardware` has them, however many the plan has. Raises PlanError if `spec`
-    does not tell what this plan needs (see `peak_bytes`), or `hardware` not what joins its nodes.
+    Ranks are laid out on nodes as in `hardware`, for any number of ranks. Raises PlanError if `spec` lacks
+    something that this plan needs (see `peak_bytes`), or `hardware` lacks the link between its nodes.
     """
     memory = with_workspace(peak_bytes(spec, plan), hardware)
     return _predicted(plan, StepTimer(spec, hardware), memory=memory)
@@ -109,8 +114,10 @@ def predict(  # signature: the library's
 def plan(  # signature: the library's
     spec: ModelSpec, hardware: Hardware, run: Run
 ) -> Plan:
-    """The fastest plan that fits. Raises PlanError if none does: with the closest, and what would make it
-    fit."""
+    """Returns the fastest plan that fits.
+
+    Raises PlanError if none fits, with the closest plan and the changes that would make it fit.
+    """
     found = search(spec, hardware, run)
     if found.best is not None:
         return found.best
@@ -119,19 +126,21 @@ def plan(  # signature: the library's
 
 
 def with_capacity(hardware: Hardware, capacity_bytes: int) -> Hardware:
-    """The same hardware, of whose devices a process may take so many bytes."""
+    """Returns `hardware` with `capacity_bytes` of device memory available to a process."""
     chip = hardware.chip.model_copy(update={"memory_bytes": capacity_bytes})
     return hardware.model_copy(update={"chip": chip, "usable_fraction": 1.0})
 
 
 def with_workspace(memory: MemoryTerms, hardware: Hardware) -> MemoryTerms:
-    """The same, with what the hardware's matmul library keeps."""
+    """Returns `memory` with the workspace of the hardware's matmul library."""
     return memory.model_copy(update={"workspace": hardware.workspace_bytes})
 
 
 def reserve_bytes(hardware: Hardware, memory: MemoryTerms) -> int:
-    """What a caching allocator takes beyond the tensors' peak: the sum of the streams' own peaks, for it
-    gives none of them another's memory, and what does not fit its blocks. The CPU's gives back what is freed.
+    """Returns the bytes that a caching allocator reserves beyond the tensors' peak.
+
+    Memory of one stream is not given to another, so the allocator reserves the sum of the streams' own peaks,
+    plus fragmentation. 0 on the CPU, whose allocator returns freed memory.
     """
     if hardware.device == "cpu":
         return 0
@@ -140,12 +149,12 @@ def reserve_bytes(hardware: Hardware, memory: MemoryTerms) -> int:
 
 
 def order_of(seconds: float, index: int) -> Order:
-    """What candidates are ranked by: see [Note: exact pruning]."""
+    """Returns the sort key of a candidate. See [Note: exact pruning]."""
     return math.floor(math.log(seconds) / _SAME), index
 
 
 def no_plan_fits(closest: Plan, *, spec: ModelSpec, hardware: Hardware, run: Run) -> PlanError:
-    """The error of a `run` that no plan fits: how near the closest comes, and what would make it fit."""
+    """Returns the error for a `run` that no plan fits, with the closest plan and changes that would fit."""
     prediction = closest.prediction
     assert prediction is not None, "the closest plan is predicted"
     over = prediction.needed_bytes - prediction.capacity_bytes
@@ -169,7 +178,7 @@ def no_plan_fits(closest: Plan, *, spec: ModelSpec, hardware: Hardware, run: Run
 
 
 def describe_plan(plan: Plan) -> str:
-    """The mechanisms of a plan in one line."""
+    """Returns the mechanisms of a plan in one line."""
     mesh = f"dp_shard={plan.shard_degree}"
     if plan.replicate_degree > 1:
         mesh = f"dp_replicate={plan.replicate_degree}, {mesh}"
@@ -187,13 +196,13 @@ def describe_plan(plan: Plan) -> str:
 
 
 def _suggest_change(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str:
-    """The cheapest change that fits, and the cheapest tier that would."""
+    """Returns the cheapest change that fits, and the cheapest offload target that fits."""
     way, tier = _change(spec, hardware, run=run), _tier(spec, hardware, run=run)
     return f"{way}; or {tier}" if tier else way
 
 
 def possible_tiers(hardware: Hardware, run: Run) -> tuple[Tier, ...]:
-    """Those whose rates are known, where the run's optimizer can be kept outside."""
+    """Returns the offload targets with known rates, if the run's optimizer can be offloaded."""
     drive = hardware.disk_bytes_per_second is not None
     host = hardware.host_bytes_per_second is not None or hardware.device == "cpu"
     if run.optimizer.name.lower() != "adamw" or not host:
@@ -202,7 +211,7 @@ def possible_tiers(hardware: Hardware, run: Run) -> tuple[Tier, ...]:
 
 
 def _tier(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str | None:
-    """The fastest plan that fits with a tier; None if none does, or the run has one."""
+    """Returns the fastest plan that fits with an offload target; None if none fits, or the run has one."""
     tiers = possible_tiers(hardware, run)
     if run.offload.tier != "none" or not tiers:
         return None
@@ -216,14 +225,14 @@ def _tier(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str | None:
 
 
 def _change(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str:
-    """A pin let go, else the fewest times as many ranks."""
+    """Returns one pinned setting to release, else the smallest multiple of ranks that fits."""
     for change, freed in _without_pins(run):
         best = search(spec, hardware, freed).best
         if best is not None:
             return f"{change}: {_cost_of(best)}"
     for factor in (2, 4, 8, 16, 32, 64):
         more = hardware.on(nodes=hardware.nodes * factor, ranks_per_node=hardware.ranks_per_node)
-        if more.across is None:  # one node it must remain
+        if more.across is None:  # without a link between nodes, add ranks to the one node
             more = hardware.on(nodes=1, ranks_per_node=hardware.ranks_per_node * factor)
         ranks = more.world_size // run.sharding.tensor_parallel
         batch = -(-run.train.global_batch // ranks) * ranks
@@ -236,7 +245,7 @@ def _change(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str:
 
 
 def _without_pins(run: Run) -> Iterator[tuple[str, Run]]:
-    """The run with one pin less, and how to let go of it; the least change first."""
+    """Yields the run with one pinned setting released, and the way to release it; the least change first."""
     if run.prefetch.mode != "auto":
         section = run.prefetch.model_copy(update={"mode": "auto"})
         yield 'prefetch.mode = "auto"', run.model_copy(update={"prefetch": section})
@@ -290,7 +299,9 @@ def _predicted(plan: Plan, timer: StepTimer, *, memory: MemoryTerms) -> Plan:
 
 
 def _outside(timer: StepTimer, plan: Plan, *, memory: MemoryTerms) -> OffloadTerms | None:
-    """What the plan's tier takes. On the CPU the host has what the device has left."""
+    """Returns the offload terms of the plan. On the CPU, host capacity is the memory that the device has
+    left.
+    """
     terms = timer.offload(plan)
     if terms is None or plan.device != "cpu" or terms.host_capacity_bytes is not None:
         return terms
@@ -299,21 +310,25 @@ def _outside(timer: StepTimer, plan: Plan, *, memory: MemoryTerms) -> OffloadTer
 
 
 def _peak_flops(hardware: Hardware, plan: Plan) -> float | None:
-    """The chip's dense matmul peak in the dtype that the plan computes in."""
+    """Returns the chip's dense matmul peak in the plan's compute dtype."""
     dtype: ComputeDtype = plan.precision.param
     return hardware.chip.flops_per_second.get(dtype)
 
 
 @dataclass
 class _StrategyResult:
-    """What is known of the candidates of one kind."""
+    """Candidates of one kind.
+
+    best: the best plan so far, with its order.
+    too_large: candidates that do not fit, as (bound on bytes, index, candidate).
+    """
 
     best: tuple[Order, Plan] | None = None
     too_large: list[tuple[int, int, Candidate]] = field(default_factory=list[tuple[int, int, Candidate]])
 
 
 class _Search:
-    """One search; remembers what candidates share."""
+    """One search, with caches of the terms that candidates share."""
 
     def __init__(
         self, spec: ModelSpec, hardware: Hardware, *, run: Run, memory: Memory, what_if: WhatIf | None
@@ -332,7 +347,7 @@ class _Search:
         self._peaks: dict[object, MemoryTerms] = {}
 
     def found(self) -> SearchResult:
-        """Goes through the candidates."""
+        """Tries all candidates and returns the result."""
         bounded = [
             (self._least_seconds(one), index, one)
             for index, one in enumerate(
@@ -340,7 +355,7 @@ class _Search:
             )
         ]
         if not bounded:
-            self.spec.trace(self.run.recompute, self.run.train.microbatch or 1)  # says what is missing
+            self.spec.trace(self.run.recompute, self.run.train.microbatch or 1)  # raises: no trace
             raise PlanError(f"the spec of {self.spec.name} has no trace.", fix="describe(model, plan)")
         for least, index, candidate in sorted(bounded, key=lambda one: one[:2]):
             self._try(candidate, index, least=order_of(least, index))
@@ -385,7 +400,9 @@ class _Search:
             self.fastest = (order, plan)
 
     def _smallest(self, kind: _StrategyResult) -> tuple[Order, Plan] | None:
-        """Of candidates that do not fit the one that needs the fewest bytes, and of these the plainest."""
+        """Returns the candidate that needs the fewest bytes among those that do not fit; of equals, the
+        plainest.
+        """
         best: tuple[int, int, Candidate] | None = None
         for bound, index, candidate in sorted(kind.too_large, key=lambda one: one[:2]):
             if best is not None and bound > best[0]:
@@ -411,11 +428,13 @@ class _Search:
         return memory.total + reserve_bytes(self.hardware, memory) + self.hardware.context_bytes
 
     def _may_fit(self, tensors: int) -> bool:
-        """Of a bound. The allocator reserves nothing for it, so that this holds however that is told."""
+        """Returns whether a lower bound on tensor bytes fits. The allocator's reserve is left out, so it
+        stays a bound.
+        """
         return tensors + self.hardware.context_bytes <= self.hardware.capacity_bytes
 
     def _ordered(self, candidate: Candidate, index: int) -> tuple[Order, Plan]:
-        """The candidate, predicted in full, with what it is ranked by."""
+        """Predicts the candidate in full and returns it with its order."""
         self.predicted += 1
         plan = _predicted(self._plan(candidate), self.timer, memory=self._peak(candidate))
         assert plan.prediction is not None, "it was just predicted"
@@ -459,7 +478,7 @@ class _Search:
 
 
 def _by_shortfall(one: tuple[Order, Plan]) -> tuple[int, int, int, Order]:
-    """By what is over the device's memory, then by what is over the host's, then by bytes."""
+    """Sort key: bytes over the device's capacity, then over the host's, then bytes needed."""
     prediction = one[1].prediction
     assert prediction is not None, "plans of a search are predicted"
     over = max(0, prediction.needed_bytes - prediction.capacity_bytes)

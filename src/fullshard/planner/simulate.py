@@ -1,6 +1,6 @@
-"""A step on the streams, act by act, with what repeats itself counted and not walked through.
+"""Simulation of a step on the streams, event by event, with repeated turns skipped.
 
-See [Note: skipping] in `planner.cycles`, and [Note: the engine's order] in `planner.streams`.
+See [Note: skipping] in `planner.steady_state`, and [Note: the engine's order] in `planner.streams`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,15 +32,17 @@ from fullshard.spec.groups import UNIT_BUFFERS
 from fullshard.spec.model import Event
 from fullshard.spec.run import PrefetchSection
 
-# Its copies begin, and are waited for, as one of these does; in forward, as it ends.
+# Phases that start, and wait for, copies of activations when they begin; in forward, when they end.
 _BACKWARD = ("pre_backward", "post_backward", "end_backward")
 
 
 class Work(NamedTuple):
-    """One microbatch: the acts, and for each phase the ticks of the device and of the host's launches.
+    """Work of one microbatch.
 
-    `sent`: of the device's, those of the collectives between ranks that share matmuls. `moved`: of each
-    phase, or nothing where none moves activations.
+    program: the events.
+    lengths: for each phase, ticks of the device and of the host's launches.
+    sent: for each phase, the device ticks of tensor-parallel collectives.
+    moved: for each phase, its copies of activations; empty if there are none.
     """
 
     program: Schedule
@@ -51,23 +53,43 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy:
-    """What of a plan the order of acts depends on. `by_position`: the model's units as
-    registered; `place`: where each stands there."""
+    """Settings of a plan that decide the order of events.
+
+    prefetch: the run's prefetch settings.
+    keeps: parameters stay unsharded between microbatches.
+    syncs: gradients are reduced in each microbatch.
+    by_position: the model's units in registration order.
+    place: index of each unit in `by_position`.
+    act: ticks of the host to gather a unit, or to reduce its gradients.
+    norm: ticks of the host for the norm of offloaded gradients; None without an offload target.
+    update_first: forward waits for the whole offloaded update, which ends with the first units.
+    skips: skip repeated turns, see [Note: skipping].
+    """
 
     prefetch: PrefetchSection
-    keeps: bool  # parameters stay gathered from microbatch to microbatch
-    syncs: bool  # gradients are reduced in each microbatch
+    keeps: bool
+    syncs: bool
     by_position: Sequence[int]
     place: Mapping[int, int]
-    act: int  # ticks of the host for gathering a unit, or reducing its gradients
-    norm: int | None = None  # ticks of the host for the norm of gradients that a tier has there
-    update_first: bool = False  # forward waits for all of a tier's update, which ends with the first units
+    act: int
+    norm: int | None = None
+    update_first: bool = False
     skips: bool = True
 
 
 @dataclass
 class StepSimulation:
-    """Puts microbatches on `streams`. `costs`: of the units of the trace."""
+    """Runs microbatches on `streams`. `costs`: for each unit of the trace.
+
+    pending: when each unit's all-gather is done, for units in flight.
+    put_back: when each unit's copy for fewer ranks (hpZ) is made.
+    unsharded: units whose parameters are unsharded.
+    uses: number of backward prefetch decisions made for each unit.
+    in_buffers: units in the host's buffers.
+    buffered: the last all-gather buffer of forward is still allocated.
+    in_backward: backward has begun.
+    updates: this is the step's first microbatch.
+    """
 
     streams: Streams
     costs: Sequence[UnitCost]
@@ -79,10 +101,10 @@ class StepSimulation:
     in_buffers: InBuffers = field(default_factory=InBuffers)
     buffered: bool = False
     in_backward: bool = False
-    updates: bool = False  # this is the step's first forward
+    updates: bool = False
 
     def step(self, work: Work, *, accumulating: Work, accumulation: int) -> None:
-        """All microbatches of a step; `accumulating` are those after the first."""
+        """Runs all microbatches of a step. `accumulating`: the work of those after the first."""
         marks: list[StreamSnapshot] = []
         index = 0
         if self.policy.update_first:
@@ -94,8 +116,7 @@ class StepSimulation:
             self.streams.slack = NEVER
             first, last = index == 0, index == accumulation - 1
             self._microbatch(work if first else accumulating, first=first, last=last)
-            # The next forward lets the gather streams wait for the compute stream, and that has waited for
-            # all.
+            # At the next forward the gather streams wait for the compute stream, which waited for reductions.
             raise_to_compute(self.streams, (*GATHER_CLOCKS, *REDUCE_CLOCKS))
             if not first:
                 marks.append(snapshot(self.streams, self.pending, in_buffers=self.in_buffers))
@@ -116,7 +137,7 @@ class StepSimulation:
             return
         prefetch = self.policy.prefetch
         ahead = max(prefetch.forward, prefetch.backward) if prefetch.mode == "explicit" else 1
-        behind = ahead // abs(segment.stride) + 1  # turns that see units behind the segment
+        behind = ahead // abs(segment.stride) + 1  # last turns, which reach units behind the segment
         marks: list[StreamSnapshot] = []
         turn, slack = 0, self.streams.slack
         while turn < segment.times:
@@ -223,7 +244,7 @@ class StepSimulation:
         offload_gradient(streams, cost, adds=adds and not cost.is_replicated)
 
     def _charge_hook(self, unit: int) -> None:
-        """The host's work for a unit that is not there yet; a hook that finds it gathered does nothing."""
+        """Charges the host for gathering a unit; the hook does nothing if it is already unsharded."""
         if unit not in self.unsharded:
             self.streams.on_host(self.policy.act)
 
@@ -234,12 +255,12 @@ class StepSimulation:
                 self._issue(unit, cost)
 
     def _issue(self, unit: int, cost: UnitCost) -> None:
-        """Starts the all-gather of a unit that is neither gathered nor on its way."""
+        """Starts the all-gather of a unit that is neither unsharded nor in flight."""
         if unit in self.unsharded or unit in self.pending:
             return
         again = self.in_backward and cost.reshards
         there = 0
-        # What is kept over fewer ranks (hpZ) is on the device, and comes from there.
+        # Parameters kept over fewer ranks (hpZ) are gathered from the device, not from the host.
         if not (again and cost.resharded):
             updates = self.updates and not self.in_backward
             is_there = not cost.shards_on_disk or touch_buffer(unit, self.in_buffers.trained)
@@ -257,7 +278,7 @@ class StepSimulation:
         )
 
     def _wait_and_copy_out(self, unit: int, cost: UnitCost, *, forward: bool) -> None:
-        """Waits for a unit's all-gather, and copies it out."""
+        """Waits for a unit's all-gather, and copies its parameters out."""
         there = self.pending.pop(unit, None)
         if there is None:
             return
@@ -267,7 +288,7 @@ class StepSimulation:
         streams.wait(there, "all_gather")
         streams.copy(cost.copy_out)
         if not cost.is_sharded:
-            streams.fetched = streams.compute  # the next own shard is copied in beside this unit's computing
+            streams.fetched = streams.compute  # the next own shard is copied in while this unit computes
         if defers:
             streams.copied_out, self.buffered = streams.compute, True
         elif cost.is_sharded:
@@ -282,7 +303,7 @@ class StepSimulation:
         )
 
     def _copy_states(self, segment: ScheduleSegment, turn: int, *, skipped: int) -> None:
-        """What was skipped is left as the last turn left its units."""
+        """Gives skipped units the state in which the last turn left its units."""
         if not skipped:
             return
         units = {step.unit for step in segment.steps}
@@ -305,9 +326,9 @@ def simulate_steady_step(  # signature: as `StepSimulation`
     works: tuple[Work, Work],
     accumulation: int,
 ) -> None:
-    """A step that follows another like it, of which what is frozen is still in the host's buffers.
+    """Simulates a step after an equal one, so that frozen shards are still in the host's buffers.
 
-    `works`: of the first microbatch, and of those after it.
+    `works`: of the first microbatch, and of the later ones.
     """
     found = InBuffers()
     if any(cost.frozen_on_disk for cost in costs):

@@ -1,12 +1,14 @@
-"""When turns that are alike repeat themselves, so that what is left of them can be added at once.
+"""Detection of repeated turns in a simulation, so that the remaining ones can be added at once.
 
 [Note: skipping]
-A step is made of turns that are alike: blocks in forward and in backward, and microbatches. What a turn does
-to the clocks depends on their differences alone. So once these are after a turn what they were some turns
-ago, all further turns up to the last few take as long, and are added at once. Clocks are whole numbers, which
-makes this exact. Three kinds of clock may differ all the same, since no later act can see them: those of the
-reduction, where they lie before the compute stream's, for which each later reduction waits; those that no act
-of the turn has touched; and the host's, as long as it is ahead, and will be.
+A step consists of similar turns: blocks in forward and in backward, and microbatches. The effect of a turn on
+the clocks depends only on their differences. If the differences after a turn equal those some turns ago, all
+further turns except the last few take as long, and are added at once. Clocks are whole numbers, so this is
+exact. Three kinds of clock may differ, because no later event can see them:
+
+- reduction clocks that are behind the compute stream's, since every later reduction waits for that;
+- clocks that no event of the turn has touched;
+- the host's clock, as long as the host is ahead and stays ahead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,8 +54,17 @@ _SUMS = (
 
 
 class StreamSnapshot(NamedTuple):
-    """The state at the end of a turn. `pending`: the units on their way, and when they will be there;
-    `buffered`: those in each kind of the host's buffers, the last used last."""
+    """State at the end of a turn.
+
+    compute: clock of the compute stream.
+    host: clock of the host.
+    gathers: clocks named in GATHER_CLOCKS.
+    reduces: clocks named in REDUCE_CLOCKS.
+    sums: accumulated durations.
+    pending: units in flight, and when they arrive.
+    buffered: units in each kind of the host's buffers, the most recently used last.
+    slack: the least lead of the host over the turn.
+    """
 
     compute: int
     host: int
@@ -66,8 +77,14 @@ class StreamSnapshot(NamedTuple):
 
 
 class _Cycle(NamedTuple):
-    """From one state to one alike: so many turns and ticks. `behind`: how much of its lead the host loses,
-    and `most`: how often it can."""
+    """Turns that lead from one state to an equal one.
+
+    turns: number of turns.
+    length: ticks.
+    before: the state before them.
+    behind: ticks of its lead that the host loses per cycle.
+    most: number of cycles for which it stays ahead.
+    """
 
     turns: int
     length: int
@@ -77,14 +94,16 @@ class _Cycle(NamedTuple):
 
 
 def raise_to_compute(streams: Streams, clocks: Sequence[str]) -> None:
-    """Sets clocks to the compute stream's where they lie before it. See [Note: skipping] for when this is no
-    change."""
+    """Raises clocks that are behind the compute stream's to it.
+
+    See [Note: skipping] for when this changes nothing.
+    """
     for clock in clocks:
         setattr(streams, clock, max(getattr(streams, clock), streams.compute))
 
 
 def snapshot(streams: Streams, pending: Mapping[int, int], *, in_buffers: InBuffers) -> StreamSnapshot:
-    """The state now."""
+    """Returns the current state."""
     return StreamSnapshot(
         streams.compute,
         streams.host,
@@ -106,10 +125,12 @@ def skip_repeated(  # signature: all that a turn changes
     pending: dict[int, int],
     in_buffers: InBuffers,
 ) -> int:
-    """Adds as many of the `left` turns as can be told, to `streams`, `pending` and `in_buffers`; says how
-    many.
+    """Adds those of the `left` turns that are known to repeat, to `streams`, `pending` and `in_buffers`.
 
-    `marks`: after each turn so far; `stride`: how many units further on the next turn acts.
+    Returns the number of turns added.
+
+    marks: the state after each turn so far.
+    stride: number of units by which the next turn moves on.
     """
     for turns in range(1, min(_LONGEST_CYCLE, len(marks) - 1, left) + 1):
         cycle = _cycle(marks, turns, stride=stride)
@@ -137,7 +158,7 @@ def skip_repeated(  # signature: all that a turn changes
 
 
 def _cycle(marks: Sequence[StreamSnapshot], turns: int, *, stride: int) -> _Cycle | None:
-    """The last `turns` turns, if they led back to the state before them."""
+    """Returns the last `turns` turns as a cycle if they led back to the state before them, else None."""
     before, now = marks[-1 - turns], marks[-1]
     length = now.compute - before.compute
     if any(new - old not in (0, length) for old, new in zip(before.gathers, now.gathers, strict=True)):

@@ -1,19 +1,18 @@
-"""step_seconds(spec, plan, hardware): how long a step takes, term by term, by simulating one rank's streams.
+"""step_seconds(spec, plan, hardware): time of a step, term by term, by simulating one rank's streams.
 
     total = (streams + contention + optimizer + offload) * (1 + stragglers)
 
-streams      when the compute stream is done with all microbatches: see [Note: the engine's order] in
-             `planner.streams`. The time is computing, copies, or waiting for one kind of collective.
-contention   hardware.contention * overlapped, where of the seconds of all collectives
+streams      when the compute stream finishes all microbatches: see [Note: the engine's order] in
+             `planner.streams`. The time is spent computing, copying, or waiting for a kind of collective.
+contention   hardware.contention * overlapped: the seconds of collectives that overlap the compute stream,
                  overlapped = min(busy, sent + busy - streams)      busy = computing + copies
-             pass beside what the compute stream does.
-optimizer    the norm of the gradients (read once), their scaling (read and written), and the update, which
-             for fused AdamW reads value, gradient and two moments and writes all but the gradient: 28 bytes a
-             parameter in fp32. All over the own shards. In backward it takes the same, unit by unit, and a
-             second sum over ranks: of the loss before backward, of the norm after it.
-offload      of a plan with a tier, or with activations on the host, by how much its streams take longer than
-             with an infinitely fast host and drive (see [Note: tiers] in `planner.offload`, and [Note:
-             activations on the host]); a tier's update is there, and no part of `optimizer`.
+optimizer    the gradient norm (read once), gradient scaling (read and written), and the update. Fused AdamW
+             reads value, gradient and two moments and writes all except the gradient: 28 bytes per parameter
+             in fp32. All over the own shards. In backward it takes as long, unit by unit, plus a second sum
+             over ranks: the loss is summed before backward, the norm after it.
+offload      the extra time of the streams compared with an infinitely fast host and drive, for a plan with an
+             offload target or with activations on the host (see [Note: tiers] in `planner.offload`, and
+             [Note: activations on the host]). It includes an offloaded update; `optimizer` does not.
 """
 
 from dataclasses import dataclass, field
@@ -49,22 +48,33 @@ from fullshard.spec.plan import ITEMSIZE, Plan
 from fullshard.spec.prediction import ActivationTerms, OffloadTerms, TimeTerms
 from fullshard.spec.run import RecomputeSection
 
-_ROUNDING = 1e-6  # what whole ticks may be below their durations, and more
+_ROUNDING = 1e-6  # bound on the relative error of rounding durations to whole ticks
 _SUM_BYTES = 32  # loss, count, squared norm and stop, in fp64: see `training.step`
 
 
 def step_seconds(  # signature: as `search.predict`
     spec: ModelSpec, plan: Plan, hardware: Hardware
 ) -> TimeTerms:
-    """Seconds of one optimizer step of `plan`. Raises PlanError where `spec` or `hardware` cannot tell."""
+    """Returns the seconds of one optimizer step of `plan`.
+
+    Raises PlanError if `spec` or `hardware` lacks something that the prediction needs.
+    """
     return StepTimer(spec, hardware).seconds(plan)
 
 
 class Units(NamedTuple):
-    """The units of a trace on one mesh: their sizes and costs, how often each stands in the model, and ticks
-    of the optimizer's step (`all_reduce`: of it, the sum over ranks; `norm`: of a tier's, on the host).
-    `records`: bytes of each group of a tier's state; `spared`, `ahead`: ticks of the drive that a step saves,
-    and that are behind it when it begins."""
+    """Units of a trace on one mesh.
+
+    sizes: bytes of each unit.
+    costs: costs of each unit.
+    counts: number of times that each occurs in the model.
+    update: ticks of the optimizer step on the device.
+    all_reduce: ticks of its sum over ranks.
+    norm: ticks of the gradient norm on the host; None without an offload target.
+    records: bytes of each group's offloaded state.
+    spared: ticks of drive reads that a step saves.
+    ahead: ticks by which the drive's work is ahead when a step begins.
+    """
 
     sizes: tuple[UnitBytes, ...]
     costs: tuple[UnitCost, ...]
@@ -78,19 +88,32 @@ class Units(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """Ticks of a step that no order of acts can save: see `least_seconds`."""
+    """Ticks per step that no order of events can save: see `StepTimer.least_seconds`.
+
+    copied: copies on the compute stream.
+    network: collectives on the shard axis's network.
+    apart: backward all-gathers on a separate network.
+    replicas: all-reduces on a separate network.
+    inline: added to `copied` if all-gathers are not prefetched.
+    tail: the optimizer step with its sum over ranks.
+    host: the busiest stream of the host or the drive.
+    """
 
     copied: int
     network: int
     apart: int
     replicas: int
-    inline: int  # on top of `copied` where gathers are not prefetched
+    inline: int
     tail: int
-    host: int = 0  # of the host's or the drive's busiest stream
+    host: int = 0
 
 
 class Computing(NamedTuple):
-    """Ticks of a step's phases: of the device, and of the host's launches."""
+    """Ticks of a step's phases.
+
+    device: ticks of kernels on the device.
+    issue: ticks of the host's launches.
+    """
 
     device: int
     issue: int
@@ -101,7 +124,7 @@ WorkKey = tuple[int, int, bool, bool, int]
 
 @dataclass
 class StepTimer:
-    """Times plans of one spec on one hardware; remembers what they share. `skips`: see [Note: skipping]."""
+    """Times plans of one spec on one hardware; caches shared terms. `skips`: see [Note: skipping]."""
 
     spec: ModelSpec
     hardware: Hardware
@@ -116,7 +139,7 @@ class StepTimer:
         self._serial = self.hardware.device == "cpu"
 
     def seconds(self, plan: Plan) -> TimeTerms:
-        """Seconds of one step of `plan`, term by term."""
+        """Returns the seconds of one step of `plan`, term by term."""
         trace = self.spec.trace(plan.run.recompute, plan.microbatch)
         units = self.units(plan, trace)
         again = self._recomputed(plan, trace)
@@ -126,7 +149,7 @@ class StepTimer:
         fast = units._replace(costs=tuple(map(without_host, units.costs)), norm=None, ahead=0)
         streams = self._simulated(plan, trace, units=fast, moves_nothing=True)
         terms = self._terms(plan, streams, units=units, recompute=again)
-        # However far ahead it reads, the drive has all of its own to do in every step.
+        # The drive must finish all of its work within every step, no matter how far ahead it reads.
         busy = _busy(plan, trace, units=units, hardware=self.hardware, shards_read=slow.shards_read)
         end = max(slow.compute, busy.disk)
         waits = max(0, end - streams.compute) / TICKS
@@ -134,7 +157,7 @@ class StepTimer:
         return longer.model_copy(update={"stragglers": self.hardware.stragglers * longer.total})
 
     def offload(self, plan: Plan) -> OffloadTerms | None:
-        """What the plan's tier takes; None without one."""
+        """Returns the terms of the plan's offload target; None without one."""
         trace = self.spec.trace(plan.run.recompute, plan.microbatch)
         units = self.units(plan, trace)
         if units.norm is None:
@@ -151,7 +174,7 @@ class StepTimer:
         )
 
     def activations(self, plan: Plan) -> ActivationTerms | None:
-        """What activations that are saved on the host take; None where none are."""
+        """Returns the terms of activations saved on the host; None if there are none."""
         trace = self.spec.trace(plan.run.recompute, plan.microbatch)
         if not moves(trace.phases):
             return None
@@ -180,7 +203,7 @@ class StepTimer:
         return streams
 
     def units(self, plan: Plan, trace: Trace) -> Units:
-        """Sizes and costs of the trace's units on the plan's mesh."""
+        """Returns the sizes and costs of the trace's units on the plan's mesh."""
         mesh = (plan.replicate_degree, plan.shard_degree, plan.reshard_after_forward, plan.precision)
         apart = (plan.tensor_parallel, plan.run.offload)
         update = (plan.run.optimizer.name, plan.run.optimizer.momentum, plan.run.optimizer.in_backward)
@@ -190,7 +213,7 @@ class StepTimer:
         return self._units[key]
 
     def demand(self, plan: Plan) -> Demand:
-        """What a step takes at least beside computing; the same for all recompute modes and prefetches."""
+        """Returns the least ticks of a step beside computing, for any recompute mode and prefetch."""
         trace = self.spec.trace(plan.run.recompute, plan.microbatch)
         units = self.units(plan, trace)
         begun = [
@@ -226,7 +249,7 @@ class StepTimer:
         return Demand(copied, network, apart, replicas, inline, units.update + units.all_reduce, host)
 
     def computing(self, plan: Plan) -> Computing:
-        """What a step computes; the same for all meshes."""
+        """Returns the ticks of a step's computing; the same for all meshes."""
         trace = self.spec.trace(plan.run.recompute, plan.microbatch)
         device = issue = 0
         for work, times in zip(self._works(plan, trace), (1, plan.accumulation - 1), strict=True):
@@ -236,10 +259,7 @@ class StepTimer:
         return Computing(device, issue)
 
     def least_seconds(self, computing: Computing, demand: Demand, *, inline: bool) -> float:
-        """A bound below `seconds(plan).total`: no stream is done before it has done its own.
-
-        `inline`: gathers are not prefetched.
-        """
+        """Returns a lower bound on `seconds(plan).total`, from each stream's work. `inline`: no prefetch."""
         busy = computing.device + demand.copied
         if self._serial:
             busy += computing.issue
@@ -248,13 +268,13 @@ class StepTimer:
         end += int((1 - self.hardware.overlap) * sent) if not inline or self._serial else 0
         end = max(end, computing.issue, demand.network, demand.apart, demand.replicas, demand.host)
         overlapped = min(busy, max(0, sent + busy - end))
-        # Where collectives cost computing more than their own time, waiting for them may be the shorter way.
+        # If contention costs more than a collective's own time, waiting may be faster than overlapping.
         contention = self.hardware.contention if self.hardware.contention <= 1 else 0.0
         total = (end + contention * overlapped + demand.tail) / TICKS + self.hardware.rates.step_seconds
         return total * (1 + self.hardware.stragglers) * (1 - _ROUNDING)
 
     def _works(self, plan: Plan, trace: Trace) -> tuple[Work, Work]:
-        """The first microbatch, and the others."""
+        """Returns the work of the first microbatch, and of the later ones."""
         fused = plan.run.run.compile is True
         adds = bool(trace.accumulating) and not plan.sync_each_microbatch
         return tuple(  # pyright: ignore[reportReturnType]
@@ -317,7 +337,7 @@ class StepTimer:
         )
 
     def _recomputed(self, plan: Plan, trace: Trace) -> int:
-        """Ticks of a step by which its phases take longer than those of the trace that saves everything."""
+        """Returns the ticks per step that recompute adds, compared with the trace that saves everything."""
         none = RecomputeSection(mode="none")
         plain = next((one for one in self.spec.traces if one.holds_for(none, plan.microbatch)), trace)
         if plain is trace:
@@ -336,7 +356,7 @@ class StepTimer:
         recompute = min(recompute, streams.computed - sent)
         busy = streams.computed + streams.copied - streams.idle
         overlapped = min(busy, max(0, streams.sent + busy - streams.compute))
-        # The step before ended with the host reading the loss: the device waits for what it does in between.
+        # The previous step ended with the host reading the loss: the device idles in between.
         between = self.hardware.rates.step_seconds
         terms = TimeTerms(
             compute=(streams.computed - recompute - sent) / TICKS + between,
@@ -353,7 +373,7 @@ class StepTimer:
 
 
 def _with_tier(units: Units, plan: Plan, *, records: tuple[int, ...], rates: HostRates) -> Units:
-    """The same with what the plan's tier adds."""
+    """Returns `units` with the costs of the plan's offload target."""
     pairs = list(zip(units.sizes, units.counts, strict=True))
     trained, held = sum(size.trained * count for size, count in pairs), slots_hold(plan, records)
     return units._replace(
@@ -369,18 +389,18 @@ def _with_tier(units: Units, plan: Plan, *, records: tuple[int, ...], rates: Hos
 
 
 def _touched(plan: Plan) -> float:
-    """How often the update reads or writes a value of the size of the shards.
+    """Returns the number of times that the update reads or writes a value of the size of the shards.
 
-    Rounding stochastically takes some fifty launches, not one: measured, 0.69 s for 8.03e9 bf16 parameters on
-    an H200 that moves 4.0 TB/s (bench/results/2026-11-20-gpu.md), which is 344 bytes a parameter.
-    Raises PlanError for an optimizer that is not known.
+    Stochastic rounding takes about fifty launches instead of one: measured, 0.69 s for 8.03e9 bf16 parameters
+    on an H200 that moves 4.0 TB/s (bench/results/2026-11-20-gpu.md), which is 344 bytes per parameter. Raises
+    PlanError for an unknown optimizer.
     """
     section = plan.run.optimizer
     name = section.name.lower()
     if name == "adamw":
         return 344 / ITEMSIZE[plan.precision.master] if plan.precision.stochastic_rounding else 7
     if name == "adamw8bit":
-        return 4  # value, gradient, and a byte of each moment read and written: what cannot be spared
+        return 4  # the least: value, gradient, and one byte of each moment, read and written
     if name == "sgd":
         return 5 if section.momentum else 3
     raise PlanError(
@@ -393,7 +413,10 @@ def _touched(plan: Plan) -> float:
 def _busy(
     plan: Plan, trace: Trace, *, units: Units, hardware: Hardware, shards_read: int | None = None
 ) -> Busy:
-    """`shards_read`: bytes that the drive reads besides; None: at least what any order of acts reads."""
+    """Returns the busy ticks of the host's streams.
+
+    `shards_read`: bytes of shards that the drive reads; None: the least that any order of events reads.
+    """
     reductions = plan.accumulation if plan.sync_each_microbatch and plan.replicate_degree == 1 else 1
     gathers = gathers_of(plan, trace, costs=units.costs, counts=units.counts)
     each = list(zip(units.costs, units.counts, gathers, strict=True))
@@ -403,7 +426,7 @@ def _busy(
 
 
 def _device_ticks(work: Work, *, serial: bool) -> int:
-    """Without what is sent between ranks that share matmuls."""
+    """Returns the ticks of all phases, except tensor-parallel collectives."""
     return sum(
         (length - sent + (launched if serial else 0)) * turns
         for (length, launched), sent, turns in zip(work.lengths, work.sent, work.program.repeats, strict=True)
@@ -411,7 +434,7 @@ def _device_ticks(work: Work, *, serial: bool) -> int:
 
 
 def _sent(works: tuple[Work, Work], *, accumulation: int) -> int:
-    """Ticks of a step that computing waits for ranks which share its matmuls."""
+    """Returns the ticks per step that computing waits for tensor-parallel collectives."""
     return sum(
         sent * turns * times
         for work, times in zip(works, (1, accumulation - 1), strict=True)

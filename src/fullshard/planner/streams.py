@@ -1,31 +1,31 @@
-"""The streams of one rank, and what the engine puts on them, in the order in which it really does.
+"""Streams of one rank, and FSDP2's work on them, in the order in which FSDP2 issues it.
 
 [Note: the engine's order]
-What `torch.distributed.fsdp._fully_shard` (2.11 to 2.13) does on CUDA; the host issues it all and never
-waits:
+The engine is `torch.distributed.fsdp._fully_shard` (FSDP2, 2.11 to 2.13) on CUDA. The host issues everything
+and never waits:
 
-gather        copied into its buffer on a stream of its own, sent on the all-gather stream. Both wait first
-              for a copy-out: in forward that of the unit before the last gathered one (two buffers), in
-              backward that of the last. `prefetch.mode = none` copies on the compute stream, and sends after
-              it.
+gather        copied into its buffer on a copy-in stream, sent on the all-gather stream. Both first wait for a
+              copy-out: in forward that of the unit before the last gathered one (two buffers), in backward
+              that of the last. With `prefetch.mode = none`, the copy is on the compute stream, and the send
+              follows it.
 wait          the compute stream waits for the gather, and copies the parameters out.
-prefetch      forward, implicit: none is asked for; the host has run ahead to the next unit by itself.
-              Backward, implicit: once a unit is there, the one that ran forward before it. Explicit: the next
-              ones as registered, after each unit's own gather in forward and in backward.
-reduce        the compute stream waits for the reduce-scatter before this one (one input buffer lives), copies
-              gradients in; the reduce-scatter stream sends, casts and adds. Replicas are all-reduced on a
-              stream of their own, in the last microbatch only.
-communicator  gathers and reduce-scatters over the shard axis are one NCCL communicator, which works them off
-              in the order of issue. A gather over fewer ranks (hpZ) and the all-reduce have their own. They
-              pass beside the others if one is within nodes and the other across; over the same wires no two
-              are sent in less than the sum of their times, and so they are put in the same row.
-end           after each backward the compute stream waits for all reductions; the next root's forward lets
-              the gather streams wait for the compute stream.
+prefetch      forward, implicit: none is requested; the host has already run ahead to the next unit.
+              Backward, implicit: once a unit is unsharded, the one that ran forward before it. Explicit: the
+              next units in registration order, after each unit's own gather in forward and in backward.
+reduce        the compute stream waits for the previous reduce-scatter (only one input buffer lives) and
+              copies gradients in; the reduce-scatter stream sends, casts and adds. Replicas are all-reduced
+              on a stream of their own, in the last microbatch only.
+communicator  gathers and reduce-scatters over the shard axis share one NCCL communicator, which runs them in
+              the order of issue. A gather over fewer ranks (hpZ) and the all-reduce have their own. They
+              overlap the others if one is within nodes and the other across. Over the same links, no two take
+              less than the sum of their times, so they are put in the same queue.
+end           after each backward the compute stream waits for all reductions. At the next root's forward the
+              gather streams wait for the compute stream.
 
-tier          see [Note: tiers] in `planner.offload`. Before a unit's first all-gather of the step its group
-              is updated: the drive, the host's update and the copy to the device each work off what stands
-              in their row. With params+ each all-gather's own shard is copied in, while the one before is
-              sent. A reduced gradient is copied out behind its reduction; the next but one waits for it.
+offload       see [Note: tiers] in `planner.offload`. Before a unit's first all-gather of the step its group
+              is updated: the drive, the host's update and the copy to the device each process their own
+              queue. With params+, each all-gather's own shard is copied in while the previous one is sent. A
+              reduced gradient is copied out after its reduction; the next but one waits for it.
 
 activations   see [Note: activations on the host] in `planner.activations`.
 
@@ -42,13 +42,21 @@ Cause = Literal["all_gather", "reduce_scatter", "all_reduce", "copy", "host"]
 
 @dataclass(slots=True)
 class Streams:
-    """Clocks in ticks: when each stream is done with all that was put on it; and where the time went.
+    """Clocks in ticks (when each stream finishes the work queued on it), and sums of the time spent.
 
-    `compute` is always the sum of `computed` (with `idle`, the gaps in which it waited for the host),
-    `copied` and `waited_*`. `sent`: of all collectives. `shards_read`:
-    bytes that the drive reads to be gathered. `slack`: by how much, at least, the host was ahead
-    since it was last reset; negative if it was waited for. `serial`: host and device are one. `blocking`:
-    which part of a collective computing waits for in any case.
+        compute = computed + copied + sum of waited_*
+
+    serial: host and device share one timeline.
+    blocking: fraction of a collective that computing always waits for.
+    computed: time in kernels, including `idle`.
+    copied: time in copies.
+    waited_*: time waiting, by cause.
+    idle: gaps in which the compute stream waited for the host.
+    sent: time of all collectives.
+    shards_read: bytes of shards that the drive reads for gathers.
+    slack: the host's least lead since it was last reset; negative if the compute stream waited for the host.
+
+    The other fields are clocks.
     """
 
     serial: bool
@@ -57,19 +65,19 @@ class Streams:
     compute: int = 0
     copy_in: int = 0
     gather: int = 0
-    network: int = 0  # the shard axis's communicator, and what shares its wires
-    hpz_network: int = 0  # that of gathers over fewer ranks, if over other wires
+    network: int = 0  # communicator of the shard axis, and collectives that share its links
+    hpz_network: int = 0  # gathers over fewer ranks, if over other links
     reduce: int = 0
     all_reduce: int = 0
-    reduce_input_free: int = 0  # when the reduce-scatter's input may go
-    copied_out: int = 0  # what the next forward's copy-out lets the gather streams wait for
+    reduce_input_free: int = 0  # when the reduce-scatter's input may be freed
+    copied_out: int = 0  # copy-out that the gather streams wait for at forward's next copy-out
     disk: int = 0
     updating: int = 0  # the host's update
     host_in: int = 0  # copies to the device
-    fetched: int = 0  # when the last own shard that was copied in may go
+    fetched: int = 0  # when the last own shard that was copied in may be freed
     host_out: int = 0  # copies from the device
-    last_gradient_out: int = 0  # when the last gradient is out, and the one before it
-    previous_gradient_out: int = 0
+    last_gradient_out: int = 0  # end of the last gradient's copy to the host
+    previous_gradient_out: int = 0  # end of the copy before that one
     host_sum: int = 0  # the host's sums of gradients
     activation_copy: int = 0  # the last copies of activations
     computed: int = 0
@@ -80,11 +88,14 @@ class Streams:
     waited_host: int = 0
     idle: int = 0
     sent: int = 0
-    shards_read: int = 0  # bytes: by the drive
+    shards_read: int = 0  # bytes
     slack: int = 0
 
     def work(self, length: int, *, issue: int) -> None:
-        """Kernels that take `length`, and the host `issue` to launch. It stays ahead, or is waited for."""
+        """Runs kernels for `length` ticks; the host needs `issue` ticks to launch them.
+
+        The compute stream waits for the host if that is not ahead.
+        """
         if self.serial:
             self.compute += length + issue
             self.computed += length + issue
@@ -99,14 +110,14 @@ class Streams:
         self.host += issue
 
     def on_host(self, length: int) -> None:
-        """The engine's own work for an act."""
+        """Runs FSDP2's own host work for an event."""
         self.host += length
         if self.serial:
             self.compute = self.host
             self.copied += length
 
     def copy(self, length: int) -> None:
-        """A copy on the compute stream."""
+        """Runs a copy on the compute stream."""
         if not length:
             return
         self._reach_host()
@@ -116,7 +127,7 @@ class Streams:
             self.host = self.compute
 
     def wait(self, until: int, cause: Cause) -> None:
-        """The compute stream waits."""
+        """Makes the compute stream wait."""
         gap = until - self.compute
         if gap <= 0:
             return
@@ -126,7 +137,7 @@ class Streams:
             self.host = self.compute
 
     def start_gather(self, cost: UnitCost, *, again: bool, inline: bool, after: int) -> int:
-        """Issues an all-gather; returns when it will be there. `after`: what its streams wait for before."""
+        """Issues an all-gather; returns when it is done. `after`: time that its streams wait for first."""
         into, length = (cost.again_in, cost.backward_gather) if again else (cost.copy_in, cost.gather)
         inline = inline or self.serial
         if inline:
@@ -149,12 +160,12 @@ class Streams:
         return end
 
     def hold_gathers(self, until: int) -> None:
-        """The gather streams wait."""
+        """Makes the gather streams wait."""
         self.copy_in = max(self.copy_in, until)
         self.gather = max(self.gather, until)
 
     def scatter(self, cost: UnitCost) -> None:
-        """Gradients into the buffer, and the reduce-scatter; over one rank it is a copy."""
+        """Copies gradients into the buffer and runs the reduce-scatter (over one rank, a copy)."""
         self.reduce = max(self.reduce, self.previous_gradient_out)
         self.wait(self.reduce_input_free, "reduce_scatter" if cost.is_sharded else "copy")
         self.copy(cost.pack)
@@ -167,7 +178,7 @@ class Streams:
         self.reduce_input_free = self.reduce
 
     def move(self, *, out: int, back: int, waits: bool) -> None:
-        """Computing waits for activations that are on their way, and others set out."""
+        """Waits for activations in transit, then starts other copies."""
         if waits:
             self.wait(self.activation_copy, "host")
         if out:
@@ -176,13 +187,13 @@ class Streams:
             self.activation_copy = self.host_in = max(self.host_in, self.compute) + back
 
     def on_reduce(self, length: int) -> None:
-        """A copy on the reduce-scatter stream, after what the compute stream has done until now."""
+        """Runs a copy on the reduce-scatter stream, after the compute stream's work so far."""
         if self.serial:
             self.copy(length)
         self.reduce = max(self.reduce, self.compute) + (0 if self.serial else length)
 
     def start_all_reduce(self, cost: UnitCost, *, settle: int) -> None:
-        """The all-reduce over replicas, and the cast behind it."""
+        """Runs the all-reduce over replicas, and the cast after it."""
         end = max(self.all_reduce, self.reduce) + cost.all_reduce
         if cost.shares_wires:
             end = self.network = max(self.all_reduce, self.reduce, self.network) + cost.all_reduce
@@ -192,7 +203,7 @@ class Streams:
         self.all_reduce = max(end, self.compute) if self.serial else end + settle
 
     def finish(self, *, is_sharded: bool) -> None:
-        """The compute stream waits for all reductions."""
+        """Makes the compute stream wait for all reductions."""
         self.wait(self.reduce, "reduce_scatter" if is_sharded else "copy")
         self.wait(self.all_reduce, "all_reduce")
 

@@ -1,24 +1,27 @@
-"""The tensor-parallel axis: T ranks next to each other share each block's matmuls.
+"""Tensor-parallel axis: T adjacent ranks share each block's matmuls.
 
 [Note: tensor parallel]
 The form is that of Korthikanti et al., arXiv:2205.05198, with sequence parallelism between the matmuls, as an
-approximation unit by unit. With b sequences of s tokens at once and a model of width d,
+approximation unit by unit. b: sequences per microbatch, s: tokens per sequence, d: width of the model.
 
-parameters    matrices are split over T, by rows or columns; vectors (norms) are whole on each of the T ranks.
-              What is left is sharded over world / T ranks: a rank's share of a matrix is as before.
-computing     each launch does 1/T of its FLOP and moves 1/T of its bytes, there are as many launches; the
-              embedding, the head and the loss are split over the vocabulary.
-activations   1/T of all that is saved (their equation 4). Beside it stands what is gathered at once: in
-              forward one b s d input, in backward that input again and the output's gradient: of each the
-              (T - 1) / T that the rank does not have already, counted twice in either.
+parameters    matrices are split over T, by rows or columns; vectors (norms) are replicated on all T ranks.
+              They are then sharded over world / T ranks, so a rank's share of a matrix does not change.
+computing     each launch does 1/T of its FLOP and moves 1/T of its bytes; the number of launches is the
+              same. The embedding, the head and the loss are split over the vocabulary.
+activations   1/T of everything saved (their equation 4), plus the bytes gathered at once: in forward one
+              b s d input, in backward that input again and the output's gradient. Of each, the (T - 1) / T
+              that the rank lacks is counted, twice in either direction.
 collectives   a block gathers the sequence before attention and before the feed-forward, and reduce-scatters
-              after: two of each in forward, and two of each in backward, b s d values a time. A block that is
-              computed again gathers again, in the part of its matmuls that is. The embedding and the head
-              send b s d once in forward and once in backward. Computing waits for each: nothing hides them.
+              after each: two of each in forward and two of each in backward, b s d values each. Recompute
+              gathers again, in proportion to the matmuls that it repeats. The embedding and the head send
+              b s d once in forward and once in backward. Computing waits for each; nothing overlaps them.
 
-Left out: the all-reduce of the norms' gradients and of the loss (b s numbers), keys and values that are
-repeated where T is over their heads, and the input that Megatron gathers a second time for the gradient of
-the weights, under the gradient of the input.
+Left out:
+
+- the all-reduce of the norms' gradients and of the loss (b s numbers);
+- keys and values repeated if T exceeds their heads;
+- the input that Megatron gathers a second time for the weights' gradient, overlapped with the input's
+  gradient.
 """
 
 from collections import Counter
@@ -32,12 +35,14 @@ from fullshard.spec.model import ModelSpec, Phase, UnitSpec
 from fullshard.spec.model_section import DecoderConfig
 from fullshard.spec.plan import ITEMSIZE, Plan
 
-_OF_A_BLOCK = 4  # collectives of a block in one direction
+_OF_A_BLOCK = 4  # collectives of a block per direction
 
 
 def split_shape(shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
-    """The part of a parameter that one of `degree` ranks has: of a matrix 1/T of the first dimension that
-    divides; a vector is whole."""
+    """Returns the shape of a parameter on one of `degree` ranks.
+
+    The first dim of a matrix that T divides is split; a vector is not split.
+    """
     if degree == 1 or len(shape) < 2:
         return shape
     for dim, rows in enumerate(shape):
@@ -47,33 +52,38 @@ def split_shape(shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
 
 
 def width_of(spec: ModelSpec) -> int:
-    """The width d of what runs from block to block: the dimension that most of a block's parameters have
-    (each norm and each matrix of one has it; the feed-forward's only three, and the keys' two)."""
+    """Returns the width d of the hidden state: the size that most of a block's parameters have as a dim.
+
+    Each norm and each matrix of a block has it; the feed-forward's size is in only three, the keys' in two.
+    """
     blocks = [unit for unit in spec.units if unit.is_block] or list(spec.units)
     counted = Counter(dim for p in blocks[0].parameters for dim in set(p.shape))
     return max(counted, key=lambda dim: (counted[dim], dim)) if counted else 1
 
 
 def hidden_bytes(spec: ModelSpec, microbatch: int) -> int:
-    """b s d values in the dtype computed in."""
+    """Bytes of b s d values in the compute dtype."""
     return microbatch * spec.sequence_length * width_of(spec) * ITEMSIZE[spec.precision.param]
 
 
 def gathered_bytes(spec: ModelSpec, microbatch: int, *, degree: int) -> int:
-    """What a rank holds beside its own part of the sequence while a block computes."""
+    """Bytes that a rank allocates beside its own part of the sequence while a block computes."""
     return 2 * hidden_bytes(spec, microbatch) * (degree - 1) // degree
 
 
 def check_split(spec: ModelSpec, plan: Plan) -> None:
-    """Raises PlanError where T does not divide what it must: the matrices of blocks, and of the reference
-    decoder the heads, keys' heads (or the other way round) and d_ff."""
+    """Raises PlanError if T does not divide a size that it must divide.
+
+    These are the matrices of blocks, and for the reference decoder the heads, d_ff, and kv_heads (which may
+    also divide T).
+    """
     degree = plan.tensor_parallel
     if degree == 1:
         return
     matrices = [p for u in spec.units if u.is_block for p in u.parameters if len(p.shape) > 1]
     whole = [p.name for p in matrices if split_shape(p.shape, degree) == p.shape]
     model = plan.run.model
-    # A spec that was saved stands beside whatever sizes the run has.
+    # A saved spec may come with a run whose model has other sizes.
     is_decoder = isinstance(model, DecoderConfig) and any(
         set(p.shape) == {model.d_ff, model.d_model} for p in matrices
     )
@@ -99,8 +109,10 @@ def _undivided(model: DecoderConfig, degree: int) -> dict[str, int]:
 def axis_seconds(
     spec: ModelSpec, phases: Sequence[Phase], *, plan: Plan, units: Sequence[int], hardware: Hardware
 ) -> list[float]:
-    """Seconds of the axis's collectives in each phase. `units`: of each of the trace's the model's first.
-    See [Note: tensor parallel]."""
+    """Returns the seconds of the axis's collectives in each phase. See [Note: tensor parallel].
+
+    `units`: for each traced unit, the first unit of the model.
+    """
     degree, per_node = plan.tensor_parallel, hardware.ranks_per_node
     if degree == 1:
         return [0.0] * len(phases)
@@ -129,7 +141,7 @@ def axis_seconds(
 
 
 def _collectives(unit: UnitSpec) -> float:
-    """Of one direction."""
+    """Returns the number of collectives per direction."""
     if unit.is_block:
         return _OF_A_BLOCK
     return 1 if any(len(p.shape) > 1 and prod(p.shape) for p in unit.parameters) else 0
@@ -138,7 +150,7 @@ def _collectives(unit: UnitSpec) -> float:
 def _matmul_flops(
     spec: ModelSpec, phases: Sequence[Phase], *, event: str, microbatch: int
 ) -> dict[int, float]:
-    """By unit of the trace. Backward's are twice those of forward, and those that are computed again."""
+    """Returns matmul FLOP by traced unit. Backward has twice those of forward, plus the recomputed ones."""
     found: dict[int, float] = {}
     for phase in phases:
         if phase.event != event or phase.unit < 0:

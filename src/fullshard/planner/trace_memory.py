@@ -1,10 +1,10 @@
-"""A trace at one size of microbatch, as plain numbers, with its repeated periods shown a few times.
+"""A trace at one microbatch size, as plain numbers, with its repeated periods shown a few times.
 
 [Note: skipping periods]
-Alike units in the middle of a model do alike: from one period to the next everything that is alive grows or
-shrinks by the same amount. So what is highest in a run of periods is highest in the first or in the last of
-them, and the ones between need not be gone through: it is enough to know by how much they change what is
-alive. A few periods stand on either side, as many as an act of the engine can reach ahead (prefetch).
+Equal units in the middle of a model behave equally: from one period to the next, live bytes grow or shrink by
+the same amount. So the peak of a run of periods is in the first or the last one. The periods in between are
+skipped; only their change of live bytes is needed. A few periods are kept on either side, as many as FSDP2
+can reach ahead (prefetch).
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from fullshard.spec.model import Event, ModelSpec, Moment, Phase, Repeat, Trace
 
 
 class LiveBytes(NamedTuple):
-    """Bytes; see `fullshard.spec.model.Moment`."""
+    """Live bytes by kind; see `fullshard.spec.model.Moment`."""
 
     activations: int = 0
     loss: int = 0
@@ -30,11 +30,15 @@ class LiveBytes(NamedTuple):
 
 
 class PhaseBytes(NamedTuple):
-    """A phase: `peak` the highest in it, `end` at its end. `phase` is its index in the trace.
+    """Live bytes of one phase.
 
-    `opens`: it begins a period, `skips` stands on the phase that ends it: so many more like it follow unseen,
-    and
-    `end` is what lives after those.
+    event: the FSDP2 event that opens it.
+    unit: index of its unit among those shown; -1 if it has none.
+    phase: index in the trace.
+    peak: bytes at its highest moment.
+    end: bytes at its end; after a phase with `skipped_periods`, at the end of the skipped ones.
+    starts_period: it begins a period.
+    skipped_periods: on the phase that ends a period, the number of equal periods skipped after it.
     """
 
     event: Event
@@ -48,14 +52,14 @@ class PhaseBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryTrace:
-    """`units`: for each unit that the beats count with, its index in the spec."""
+    """Phases of a trace, in `beats`. `units`: for each unit that they refer to, its index in the spec."""
 
     beats: tuple[PhaseBytes, ...]
     units: tuple[int, ...]
 
 
 class _RepeatedRun(NamedTuple):
-    """Phases `start` to `end - 1` are one period's part of forward or of backward."""
+    """Phases `start` to `end - 1`: one period's part of forward or of backward."""
 
     start: int
     end: int
@@ -71,10 +75,10 @@ def memory_trace(
     accumulating: bool = False,
     tensor: int = 1,
 ) -> MemoryTrace:
-    """The beats of `trace`; `reach`: how many units ahead the engine acts at most. See [Note: skipping
-    periods]. `tensor`: over so many ranks activations are split, see [Note: tensor parallel].
+    """Returns the phases of `trace`, cached on the spec, since a search needs the same ones repeatedly.
 
-    Kept with the spec: a search asks for the same again and again.
+    reach: the most units ahead that FSDP2 acts on. See [Note: skipping periods].
+    tensor: number of ranks that activations are split over. See [Note: tensor parallel].
     """
     key = (id(trace), microbatch, reach, accumulating, tensor)
     found = spec.kept.get(key)
@@ -89,7 +93,7 @@ def memory_trace(
 
 
 def _split(found: MemoryTrace, spec: ModelSpec, *, degree: int, gathered: int) -> MemoryTrace:
-    """What one of `degree` ranks holds: its part, and while a block computes what is `gathered`."""
+    """Returns the bytes on one of `degree` ranks: its share, plus `gathered` bytes while a block computes."""
     beats: list[PhaseBytes] = []
     for beat in found.beats:
         computes = beat.event in ("pre_forward", "pre_backward") and beat.unit >= 0
@@ -118,7 +122,7 @@ def _score(trace: Trace, microbatch: int, *, units: int, reach: int, accumulatin
             _at(phases[run.end - 1].end, microbatch), _at(phases[at - 1].end, microbatch), times=-1
         )
         copies = shown[run.repeat]
-        backward = run.repeat in done  # from the last of them to the first
+        backward = run.repeat in done  # from the last period to the first
         done.add(run.repeat)
         for number in range(copies):
             skips = run.repeat.times - copies if number == copies // 2 else 0
@@ -135,7 +139,7 @@ def _score(trace: Trace, microbatch: int, *, units: int, reach: int, accumulatin
 
 
 def _place(unit: int, copy: int, *, repeats: Sequence[Repeat], shown: dict[Repeat, int]) -> int:
-    """Where a unit of the trace stands among those shown."""
+    """Returns the index of a traced unit among the units shown."""
     place = unit
     for repeat in repeats:
         if unit >= repeat.first + repeat.units:
@@ -146,7 +150,10 @@ def _place(unit: int, copy: int, *, repeats: Sequence[Repeat], shown: dict[Repea
 
 
 def _spec_units(repeats: Sequence[Repeat], shown: dict[Repeat, int], *, units: int) -> tuple[int, ...]:
-    """The units shown, by their index in the spec of so many; of a repeated one the copies at both ends."""
+    """Returns the spec index of each unit shown. `units`: number of units in the spec.
+
+    A repeated unit is represented by its copies at both ends.
+    """
     found: list[int] = []
     index = skipped = 0
     for repeat in sorted(repeats, key=lambda one: one.first):

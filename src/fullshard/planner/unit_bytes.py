@@ -1,4 +1,4 @@
-"""The sizes of one unit's tensors, from its shapes and the plan."""
+"""Sizes of one unit's tensors, from its shapes and the plan."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,24 +14,38 @@ from fullshard.spec.unit import UnitSettings
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """Bytes of one unit on one rank's device. N: shard degree; padded: dim 0 to a multiple of N; of matrices
-    that the ranks of a tensor-parallel axis share, this rank's part.
+    """Bytes of one unit on one rank's device.
 
-    shards          own shards in the master dtype, padded; with a tier: [Note: tiers] in `planner.offload`
-    own_shards      those that are trained, in the dtype computed in, be they kept here or not
-    on_drive        the same in a file, where each begins at a page
-    frozen          the others, in their own dtype, be they kept here or not; `frozen_on_drive`: in a file
-    gathered        all parameters in the dtype computed in, padded: the all-gather buffer, and again its copy
-    cast_copy       own shards cast for the all-gather; 0 where no cast is needed
-    kept_copy       the same, of what is kept over fewer ranks after forward, for each own shard of it
-    largest_cast    the same for the largest parameter alone: over one rank they are cast one by one
-    whole           gradients as autograd leaves them; `last_whole`: of the last parameter
-    whole_reduced   the same in the dtype that they are reduced in
-    reduce_input    the same, padded: the reduce-scatter's input
-    reduce_output   its output, 1/N of it
-    gradient        the output in the master dtype: the gradients of the own shards (with a tier: as reduced)
-    trained         elements of the own shards that the optimizer updates, without padding; `in_eight_bits`:
-                    bytes of one moment of them that torchao keeps in 8
+    N is the shard degree. Padded: dim 0 is rounded up to a multiple of N. With tensor parallelism, matrices
+    are this rank's part. Shards may be offloaded: see [Note: tiers] in `planner.offload`.
+
+    shard_degree: N.
+    replicate_degree: number of replicas.
+    reshards: parameters are resharded after forward.
+    reshard_degree: number of ranks that they stay sharded over after forward; 1 if it is not set.
+    shards: own shards on the device, in the master dtype unless offloaded, padded.
+    own_shards: trained own shards in the compute dtype, wherever they are stored.
+    on_drive: `own_shards` in a file, where each shard starts at a page boundary.
+    frozen: frozen own shards in their own dtype, wherever they are stored.
+    frozen_on_drive: `frozen` in a file.
+    gathered: all parameters in the compute dtype, padded: the all-gather buffer, and again its copy.
+    cast_copy: own shards cast for the all-gather; 0 if no cast is needed.
+    kept_copy: the same for parameters kept over fewer ranks after forward, per own shard that they consist
+        of.
+    largest_cast: `cast_copy` of the largest parameter; over one rank, parameters are cast one by one.
+    whole: gradients as autograd leaves them, unsharded.
+    whole_reduced: `whole` in the reduce dtype.
+    largest_whole: `whole` of the largest parameter.
+    last_whole: `whole` of the last parameter.
+    largest_whole_reduced: `whole_reduced` of the largest parameter.
+    reduce_input: `whole_reduced`, padded: the reduce-scatter's input.
+    reduce_output: the reduce-scatter's output, 1/N of its input.
+    gradient: gradients of the own shards in the master dtype (as reduced if they are offloaded).
+    trained: elements of the own shards that the optimizer updates, without padding.
+    trained_parameters: number of trained parameters.
+    largest_trained: elements of the largest trained own shard.
+    in_eight_bits: bytes of one moment as torchao stores it in 8 bits.
+    master_itemsize: bytes per element of the master dtype.
     """
 
     shard_degree: int
@@ -63,18 +77,18 @@ class UnitBytes:
 
 
 def padded_numel(shape: tuple[int, ...], shard_degree: int) -> int:
-    """ceil(shape[0] / N) * N * prod(shape[1:]): what N ranks hold of a parameter sharded on dim 0."""
+    """ceil(shape[0] / N) * N * prod(shape[1:]): elements on N ranks of a parameter sharded on dim 0."""
     return -(-shape[0] // shard_degree) * shard_degree * prod(shape[1:])
 
 
 def shard_numel(shape: tuple[int, ...], shard_degree: int, *, rank: int) -> int:
-    """Elements of the own shard: chunks of ceil(shape[0] / N) rows, the last ones smaller, or empty."""
+    """Elements of the own shard: a chunk of ceil(shape[0] / N) rows; the last chunks are smaller or empty."""
     rows = -(-shape[0] // shard_degree)
     return min(rows, max(0, shape[0] - rank * rows)) * prod(shape[1:])
 
 
 def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
-    """The sizes of `unit` on `rank`."""
+    """Returns the sizes of `unit` on `rank`."""
     settings = UnitSettings.of(plan, unit.override, kept=unit.kept)
     degree, reshard = settings.shard_degree, settings.reshard_after_forward
     precision = settings.precision
@@ -126,12 +140,17 @@ def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
 def _shards_and_casts(
     unit: UnitSpec, plan: Plan, *, settings: UnitSettings
 ) -> tuple[int, list[int], list[int], int]:
-    """Bytes of the own shards on the device, of each shard that is cast or copied for an all-gather, of
-    those of them that are so again where the gather is of what is kept after forward, and of the largest that
-    is copied in and cast then."""
+    """Returns bytes on the device as (shards, casts, again, uncast).
+
+    shards: bytes of the own shards.
+    casts: bytes of each shard that is cast or copied in for an all-gather.
+    again: the entries of `casts` that are also copied when gathering parameters kept after forward.
+    uncast: bytes of the largest shard that is copied in and then cast.
+    """
     tier, on_cpu, degree = plan.run.offload, plan.device == "cpu", settings.shard_degree
     compute, master = ITEMSIZE[settings.precision.param], ITEMSIZE[settings.precision.master]
-    # On the CPU a tier's host is the device: its masters are the shards, and copies only where these are not.
+    # On the CPU, host memory is device memory: masters of an offload target are the shards, unless on the
+    # drive.
     is_master = not tier.takes_optimizer or (on_cpu and not tier.on_disk)
     shards, casts, again, uncast = 0, list[int](), list[int](), 0
     for parameter in unit.parameters:
@@ -142,10 +161,10 @@ def _shards_and_casts(
         of_tier = tier.takes_optimizer if is_trained else tier.takes_parameters and not is_master
         is_elsewhere = of_tier and (tier.takes_parameters or is_master)
         shards += 0 if is_elsewhere else elements * kept
-        # One that is copied in from the host stands in the device's memory as one that is cast does.
+        # A shard copied in from the host occupies device memory like a shard that is cast.
         if used != kept or (is_elsewhere and not on_cpu):
             casts.append(elements * used)
-            # What of a tier's is kept the engine sends as it is; the rest it copies before that.
+            # FSDP2 sends offloaded parameters kept after forward without a copy, and copies the others first.
             again += [] if of_tier else [elements * used]
             if used != kept and is_elsewhere and not on_cpu:
                 uncast = max(uncast, elements * kept)
@@ -153,25 +172,30 @@ def _shards_and_casts(
 
 
 def _eight_bits(numel: int, itemsize: int) -> int:
-    """Bytes of a moment: codes of 1 byte, a scale of 4 for each block of 256, and the 256 values that codes
-    stand for; in the master dtype where a shard is small or no multiple of a block. torchao.optim, 0.18."""
+    """Bytes of one moment in 8 bits: 1 per code, a 4-byte scale per block of 256, and the 256 fp32 values of
+    the codes.
+
+    The moment has the master dtype if the shard is small or not a multiple of a block. torchao.optim, 0.18.
+    """
     if numel < 4096 or numel % 256:
         return numel * itemsize
     return numel + 4 * (numel // 256) + 4 * 256
 
 
 def split_unit(unit: UnitSpec, degree: int) -> UnitSpec:
-    """The unit as one rank of a tensor-parallel axis has it."""
+    """Returns the unit as one rank of a tensor-parallel axis has it."""
     parts = tuple(p.model_copy(update={"shape": split_shape(p.shape, degree)}) for p in unit.parameters)
     return unit.model_copy(update={"parameters": parts})
 
 
 def optimizer_bytes(size: UnitBytes, plan: Plan) -> int:
-    """What the optimizer keeps for the own shards of a unit, in the master dtype: 2 · numel for AdamW (and a
-    step count of 4 bytes a parameter), 1 · numel for SGD with momentum, 0 for SGD without; about 2 bytes an
-    element for AdamW in 8 bits.
+    """Returns the bytes of optimizer state on the device for the own shards of a unit.
 
-    Nothing on the device where a tier has it, but the step counts on the CPU, where they always are.
+    - AdamW: 2 · numel in the master dtype, and a 4-byte step count per parameter.
+    - AdamW in 8 bits: about 2 bytes per element, and the step counts.
+    - SGD: 1 · numel with momentum, 0 without.
+    - Offloaded: 0, except the step counts on the CPU, where they always are.
+
     Raises PlanError for an optimizer whose state is not known.
     """
     section = plan.run.optimizer
@@ -192,13 +216,13 @@ def optimizer_bytes(size: UnitBytes, plan: Plan) -> int:
 
 
 def update_temporaries(sizes: Iterable[UnitBytes], plan: Plan) -> int:
-    """What the update needs beside what lasts, over the units of `sizes`. Fused AdamW works in place.
+    """Returns the bytes of the update's temporaries over the units of `sizes`. Fused AdamW works in place.
 
-    SGD adds the decay to a copy of the gradients: of one parameter at a time on the CPU, of all on GPUs.
-    Stochastic rounding, parameter by parameter: fp32 copies of value, gradient and both moments, and the
-    denominator (20 bytes an element), random bits (4), and masks (7).
-    AdamW in 8 bits, parameter by parameter: 53 bytes an element on the CPU, where it is not compiled; what is
-    compiled needs less, how much is not measured.
+    - SGD adds weight decay to a copy of the gradients: of one parameter at a time on the CPU, of all on GPUs.
+    - Stochastic rounding works parameter by parameter, with fp32 copies of value, gradient and both moments,
+      and the denominator (20 bytes per element), random bits (4), and masks (7).
+    - AdamW in 8 bits works parameter by parameter: 53 bytes per element on the CPU, where it is not compiled.
+      Compiled code needs less; how much is not measured.
     """
     section, units = plan.run.optimizer, list(sizes)
     if plan.run.offload.takes_optimizer:

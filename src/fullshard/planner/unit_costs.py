@@ -1,7 +1,7 @@
-"""What the engine's acts on one unit take: collectives, and the copies in and out of their buffers.
+"""Costs of FSDP2's events on one unit: collectives, and the copies in and out of their buffers.
 
-Times are whole picoseconds (`TICKS` a second): sums of them are exact, so that a simulation whose state
-repeats can be seen to repeat.
+Times are whole picoseconds (`TICKS` per second). Their sums are exact, so a simulation can detect that its
+state repeats.
 """
 
 from dataclasses import dataclass
@@ -16,25 +16,45 @@ TICKS = 1_000_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """Ticks of the acts on one unit, and what of it decides which acts there are.
+    """Ticks of the events on one unit, and the properties that decide which events occur.
 
-    copy_in, gather, copy_out   the all-gather: own shard cast and laid into the buffer, sent, laid out
-    again_in, again             the same for backward's, which may be over fewer ranks; `apart`: over other
-                                wires, so that it passes beside the shard axis's collectives
-    put_back                    own part of what is kept over fewer ranks after forward
-    pack, scatter               gradients laid into the buffer, the reduce-scatter (or, over one rank, a copy)
-    settle, settle_again        the reduced chunk cast to the master dtype; and added to an earlier one
-    add_partial                 a chunk that is not reduced over replicas yet, added to an earlier one
-    all_reduce                  over replicas; `shares_wires`: with the shard axis
-    keep, keep_again            whole gradients that stay, in the dtype that they are reduced in
+    has_parameters: the unit has parameters.
+    is_trained: it has gradients.
+    is_sharded: its shard degree is above 1.
+    is_replicated: its replicate degree is above 1.
+    reshards: it is resharded after forward.
+    resharded: it is resharded to fewer ranks (hpZ).
+    separate_network: hpZ's all-gathers use other links, and overlap the shard axis's collectives.
+    shares_wires: the all-reduce uses the same links as the shard axis.
+    copy_in: own shard cast and copied into the all-gather buffer.
+    gather: the all-gather.
+    copy_out: parameters copied out of the buffer.
+    again_in: `copy_in` in backward, which may be over fewer ranks.
+    backward_gather: `gather` in backward.
+    hpz_copy: copy of the part kept over fewer ranks after forward.
+    pack: gradients copied into the reduce-scatter buffer.
+    scatter: the reduce-scatter; over one rank, a copy.
+    cast_gradient: the reduced chunk cast to the master dtype.
+    settle_again: the same, and added to an earlier one.
+    add_partial: a chunk not yet reduced over replicas, added to an earlier one.
+    all_reduce: over replicas.
+    keep_unsynced: unsharded gradients cast to the reduce dtype, without sync.
+    keep_again: the same, and added to earlier ones.
 
-    Of a tier (see [Note: tiers] in `planner.offload`):
-    leave, add                  the reduced chunk to the host; and added there to an earlier one
-    update_disk, update, back   the group's state read and written, its update, its parameters to the device
-    update_in, update_out       with an update there: state and gradients to the device, and state from it
-    fetch_disk, fetch           the own shard from the drive, and from the host, before an all-gather;
-                                `shards_on_disk`: its bytes, if it is there
-    fetch_frozen                what of it is frozen from the drive; `frozen_on_disk`: its bytes
+    The remaining fields are costs of an offload target (see [Note: tiers] in `planner.offload`).
+
+    leave: the reduced chunk copied to the host.
+    add: the chunk added to an earlier one on the host.
+    update_disk: the group's state read from the drive and written.
+    update_in: state and gradients copied in for an update on the device.
+    update: the update.
+    update_out: state copied out after an update on the device.
+    back: updated parameters copied to the device.
+    fetch_disk: the own shard read from the drive before an all-gather.
+    fetch: the own shard copied from the host before an all-gather.
+    shards_on_disk: bytes of the own shard on the drive.
+    fetch_frozen: the frozen shard read from the drive.
+    frozen_on_disk: bytes of the frozen shard on the drive.
     """
 
     has_parameters: bool
@@ -74,10 +94,10 @@ class UnitCost:
 
 
 def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: int = 1) -> UnitCost:
-    """The costs of one unit from its sizes. What each act reads and writes: `_fsdp_collectives` of torch.
+    """Returns the costs of one unit. Bytes read and written per event: `_fsdp_collectives` of torch.
 
-    `tensor`: so many ranks in a row have parts of the same sequences, and of one shard group every
-    `tensor`-th.
+    `tensor`: number of consecutive ranks that share the same sequences; a shard group takes every `tensor`-th
+        rank.
     """
     shard, replicate, fewer = _groups(size, hardware, world_size=world_size, tensor=tensor)
 
@@ -106,7 +126,7 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
         shares_wires=sharded and (replicate.nodes > 1) == (shard.nodes > 1),
         copy_in=into,
         gather=gather,
-        # Over one rank, shards are cast one by one, and copied.
+        # Over one rank, shards are cast one by one and then copied.
         copy_out=moved(2 * size.gathered) if sharded else moved(cast_in, 2 * size.gathered),
         again_in=again_in,
         backward_gather=again if hpz else gather,
@@ -123,7 +143,7 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
 
 
 def ticks(seconds: float) -> int:
-    """Whole picoseconds."""
+    """Returns whole picoseconds."""
     return round(seconds * TICKS)
 
 

@@ -1,1 +1,1 @@
-"""From a question or a Run to a Plan: the model described, the hardware found, the planner asked."""
+"""Planning, from a command or a Run to a Plan: describes the model, finds the hardware, calls the planner."""

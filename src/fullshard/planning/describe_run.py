@@ -1,4 +1,4 @@
-"""describe_run(plan, device): the spec of the model that a run trains, from the cache where it is there."""
+"""describe_run(plan, device): the spec of the model that a run trains, from the cache if possible."""
 
 from typing import TYPE_CHECKING
 
@@ -12,10 +12,12 @@ if TYPE_CHECKING:
 
 
 def describe_run(plan: Plan | Run, device: DeviceType, *, model: "Module | None" = None) -> ModelSpec:
-    """Returns the spec of the run's model as it is trained on `device`: on its own loss and batches.
+    """Returns the spec of the run's model as it is trained on `device`: with its own loss and batches.
 
-    `model`: the same model, where it is built already. torch is imported only where the spec is neither
-    shipped nor cached (`fullshard.planning.spec_cache`). Raises what building and describing the model raise.
+    model: the same model, if it is already built
+
+    torch is imported only if the spec is neither shipped nor cached (`fullshard.planning.spec_cache`). Raises
+    the errors of building and describing the model.
     """
     key = key_of(plan, device)
     spec = find(key)
@@ -26,7 +28,7 @@ def describe_run(plan: Plan | Run, device: DeviceType, *, model: "Module | None"
 
 
 def describe_anew(plan: Plan | Run, device: DeviceType, *, model: "Module | None" = None) -> ModelSpec:
-    """Returns what `described` returns, from the model itself."""
+    """Returns the same spec as `describe_run`, always from the model itself."""
     from fullshard.models.build import build_model
     from fullshard.tracing.describe import describe
     from fullshard.training.example_batch import example

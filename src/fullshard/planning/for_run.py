@@ -1,4 +1,4 @@
-"""The plan that `fullshard train` runs: the planner's choice for this machine, with whatever the run pins."""
+"""The plan that `fullshard train` runs: the planner's choice for this machine and the run's own settings."""
 
 import os
 import sys
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def plan_run(request: "Request") -> "Request":
-    """`request` with the fastest plan that fits, and its prediction.
+    """Returns `request` with the fastest plan that fits, and its prediction.
 
-    Every process that calls this for the same run on the same machine gets the same plan. Where the planner
-    cannot tell (hardware or an optimizer that it does not know), the run's plain defaults are taken, and a
-    note on standard error says so. Raises PlanError if nothing fits, before anything is allocated.
+    Every process that calls this for the same run on the same machine gets the same plan. If the planner
+    cannot decide (because it does not know the hardware or the optimizer), the run's plain defaults are used,
+    and a note on standard error reports this. Raises PlanError if nothing fits, before anything is allocated.
     """
     from fullshard.training.schedule import warmup_note
 
@@ -33,7 +33,7 @@ def plan_run(request: "Request") -> "Request":
     ranks, device = _place(request)
     given = request.plan
     if given is not None and (given.world_size, given.device) != (ranks, device):
-        return request  # `start` says what is wrong with that
+        return request  # `start` raises the error
     if given is not None:
         from fullshard.spec.plan import check_runs
 
@@ -41,20 +41,20 @@ def plan_run(request: "Request") -> "Request":
     if given is None:
         from fullshard.spec.plan import Plan
 
-        # What is plainly wrong is found here, before torch is imported (if nothing has asked for it).
+        # Plain mistakes are found here, before torch is imported (unless something has imported it already).
         Plan.from_run(request.run, world_size=ranks, device=device)
     section = request.run.checkpoint
-    # Where nothing can be saved nothing is trained, and this is known before the model is built.
+    # A run that cannot save must not train, and this is checked before the model is built.
     if section.dir is not None:
         from fullshard.checkpoint.location import location_of
 
-        # A location that nothing can be saved to is reported before the model is built.
+        # Raises for a location that cannot be saved to.
         location_of(section.dir)
     if section.key_file is not None:
         from fullshard.checkpoint.digests import KeyFile
 
         KeyFile(Path(section.key_file)).require()
-    # A model of this package imports torch, if anything.
+    # A model of this package imports only torch, if anything.
     with gc_frozen_imports() if _is_checked(request.run) else gc_disabled():
         plan = _planned(request, ranks=ranks, device=device)
     if plan is not None and plan.prediction is not None and not plan.prediction.is_timed:
@@ -66,7 +66,7 @@ def plan_run(request: "Request") -> "Request":
 
 
 def _place(request: "Request") -> "tuple[int, DeviceType]":
-    """How many ranks the request will run on, and what each computes on."""
+    """Returns the number of ranks that the request will run on, and their device type."""
     if under_srun() and not under_torchrun():
         os.environ.update(from_slurm(os.environ))
     if not under_torchrun():
@@ -90,7 +90,7 @@ def _planned(request: "Request", *, ranks: int, device: "DeviceType") -> "Plan |
     run = _with_precision(request.run, device)
     model = None if _is_checked(run) else _checked_model(run)
     try:
-        # Under torchrun it finds by itself how the ranks lie on nodes.
+        # Under torchrun, it finds the ranks per node in the environment.
         hardware = detect_hardware(device, ranks=None if under_torchrun() else ranks)
         if run.offload.on_disk and hardware.disk_bytes_per_second is None:
             hardware = with_untimed_drive(hardware)
@@ -121,7 +121,7 @@ def _planned(request: "Request", *, ranks: int, device: "DeviceType") -> "Plan |
 
 
 def _is_checked(run: "Run") -> bool:
-    """Returns whether reading the run has checked it, as its model, data and loss are this package's own."""
+    """Returns whether reading the run has checked it: its model, data and loss belong to this package."""
     from fullshard.spec.model_section import DecoderConfig
 
     outside = run.train.loss or run.data.tokenizer or run.data.source == "python" or run.adapter.rank
@@ -129,10 +129,13 @@ def _is_checked(run: "Run") -> bool:
 
 
 def _checked_model(run: "Run") -> "Module":
-    """Returns the run's model. Raises SpecError, DataError or MissingExtraError where the ranks would."""
+    """Returns the run's model.
+
+    Raises the SpecError, DataError or MissingExtraError that the ranks would raise.
+    """
     if "torch" not in sys.modules:
-        with gc_frozen_imports():  # the user's own modules come after it
-            import_module("torch._dynamo")  # which fake tensors need
+        with gc_frozen_imports():  # the user's own modules are imported later
+            import_module("torch._dynamo")  # needed by fake tensors
             import_module("fullshard.tracing.describe")
     from fullshard.data.build import tokenizer_vocabulary
     from fullshard.models.build import build_model
@@ -151,10 +154,10 @@ def _uses_the_host(run: "Run") -> bool:
 
 
 def _without_recompute(run: "Run", hardware: "Hardware", *, model: "Module | None") -> "Plan | None":
-    """The fastest plan, if it is the fastest without regard to memory too; else None.
+    """Returns the fastest plan if it is also the fastest when memory is ignored; else None.
 
-    Recompute buys memory with time, so then no plan with recompute is faster; and tracing the model without
-    it takes a quarter of what tracing all modes takes.
+    Recompute trades time for memory, so in that case no plan with recompute is faster. Tracing the model
+    without it takes a quarter of the time of tracing all modes.
     """
     if run.recompute.mode != "auto":
         return None
@@ -167,7 +170,10 @@ def _without_recompute(run: "Run", hardware: "Hardware", *, model: "Module | Non
 
 
 def _with_precision(run: "Run", device: "DeviceType") -> "Run":
-    """`auto` is bf16 where the device has it, which the planner cannot ask."""
+    """Replaces `auto` with bf16 if the device supports it, or else fp32.
+
+    The planner cannot query the device.
+    """
     if run.precision.mode != "auto":
         return run
     bf16 = False

@@ -1,8 +1,8 @@
-"""The specs of presets, shipped with the package: `preset_specs.xz`, which `bench/preset_specs.py` writes.
+"""The specs of presets, shipped with the package in `preset_specs.xz`, which `bench/preset_specs.py` writes.
 
-Each preset is described as `fullshard plan NAME --on GPUS` asks for it: for CUDA's kernels, in bf16, at its
-own sequence length but at most 8,192, under every recompute setting that the planner tries. The specs hold
-for one version of torch, whose build (`+cpu`, `+cu130`) does not count.
+Each preset is described as `fullshard plan NAME --on GPUS` requests it: for CUDA kernels, in bf16, at its own
+sequence length up to 8,192, under every recompute setting that the planner tries. The specs are valid for one
+version of torch, regardless of its build (`+cpu`, `+cu130`).
 
 The file is LZMA over lines of UTF-8: the version of torch, then for each preset a line with its settings
 (`fullshard.planning.spec_cache.SpecKey`) and one with its spec, both JSON.
@@ -19,16 +19,16 @@ FILE = Path(__file__).with_name("preset_specs.xz")
 
 
 def shipped_spec(settings: str, *, torch: str) -> ModelSpec | None:
-    """Returns the shipped spec for these settings and this version of torch; None where there is none."""
+    """Returns the shipped spec for these settings and this version of torch, or None."""
     text = shipped(FILE, torch=public_version(torch)).get(settings)
     return None if text is None else ModelSpec.model_validate_json(text)
 
 
 @cache
 def shipped(path: Path, *, torch: str) -> Mapping[str, str]:
-    """Returns {settings: spec} of the file at `path`; nothing where it was made with another torch."""
+    """Returns {settings: spec} of the file at `path`, empty if it was made with another version of torch."""
     try:
-        import lzma  # a Python can be built without it
+        import lzma  # Python may be built without it
 
         data = read_bytes(path, most_bytes=VALUE_BYTES)
     except (ImportError, OSError):
@@ -38,7 +38,7 @@ def shipped(path: Path, *, torch: str) -> Mapping[str, str]:
 
 
 def packed(specs: Mapping[str, ModelSpec], *, torch: str) -> bytes:
-    """Returns the bytes of a file that ships `specs`, by settings."""
+    """Returns the contents of a file that ships `specs`, by settings."""
     import lzma
 
     lines = [public_version(torch)]
@@ -48,5 +48,5 @@ def packed(specs: Mapping[str, ModelSpec], *, torch: str) -> bytes:
 
 
 def public_version(version: str) -> str:
-    """Returns `2.13.0` for `2.13.0+cpu`."""
+    """Returns the version without its build: `2.13.0` for `2.13.0+cpu`."""
     return version.partition("+")[0]

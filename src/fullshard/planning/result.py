@@ -1,4 +1,4 @@
-"""What `fullshard plan` answers: the plan, why, and what else there was; as a page or as JSON."""
+"""The answer of `fullshard plan`: the plan, the reasons, and the alternatives; as a page or as JSON."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,14 +18,20 @@ if TYPE_CHECKING:
     from fullshard.spec.plan import Plan
     from fullshard.spec.run import Run
 
-# The lengths that --largest sequence tries: powers of two, and halfway between.
+# Lengths that --largest sequence tries: powers of two, and their midpoints.
 LENGTHS = tuple(sorted(1024 * part << power for part in (2, 3) for power in range(10)))
 RUNNERS_UP = 3
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is planned: settled but for what the planner chooses. `asked`: what the user pins."""
+    """A planning question: everything is settled except the planner's choices.
+
+    subject: the model
+    asked: the run, with the settings that the user pins
+    hardware: the hardware
+    spec: the spec of the model
+    """
 
     subject: "PlanTarget"
     asked: "Run"
@@ -42,7 +48,7 @@ class PlanRequest:
         spec = self.spec
         blocks = sum(unit.is_block for unit in spec.units)
         text = f"{self.subject.name}: {_parameters(spec.numel)} parameters"
-        # An embedding is looked up, which is no news; experts that a token does not reach are.
+        # Active parameters are shown for sparse experts only; an embedding lookup is not worth a mention.
         if spec.active_numel is not None and spec.active_numel < 0.7 * spec.numel:
             text += f", {_parameters(spec.active_numel)} of them for each token"
         return f"{text}, {blocks} blocks" if blocks else text
@@ -60,7 +66,14 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """The chosen plan. `found`, `explanation`: from what, and why. `largest`: of what, how large."""
+    """The chosen plan.
+
+    question: the question that it answers
+    best: the plan
+    found, explanation: the search that found it, and its reasons
+    largest: name and size of the maximised quantity
+    dry: the dry run, if one was made
+    """
 
     question: PlanRequest
     best: "Plan"
@@ -70,7 +83,7 @@ class PlanResult:
     dry: "DryRun | None" = None
 
     def show(self, budget: "Budget | None", *, compare: bool) -> None:
-        """Prints the page; with `compare` the other strategies and the rules of thumb below it."""
+        """Prints the page. With `compare`, adds the other strategies and the rules of thumb."""
         from fullshard.report.compare_plans import show_comparison
         from fullshard.report.grid import show_rows
         from fullshard.report.plan import PlanPage, show_plan
@@ -98,7 +111,7 @@ class PlanResult:
             show_rows(("", line) for line in rules)
 
     def _explained(self) -> tuple[list[str], list[str], list[str]]:
-        """What binds; the runners-up; the rules of thumb."""
+        """Returns the lines on the binding limits, on the runners-up, and on the rules of thumb."""
         if self.explanation is None:
             return [], [], []
         lines = self.explanation.lines()
@@ -110,7 +123,7 @@ class PlanResult:
         )
 
     def data(self, budget: "Budget | None") -> dict[str, object]:
-        """The same as plain data; what `best` holds is what --save writes."""
+        """Returns the result as plain data. Its `best` is what --save writes."""
         best, spec, hardware = self.best, self.question.spec, self.question.hardware
         data: dict[str, object] = {
             "model": {"name": self.question.subject.name, "parameters": spec.numel},
@@ -153,7 +166,10 @@ def _summary(plan: "Plan", budget: "Budget | None") -> Mapping[str, object]:
 
 
 def answer_of(question: PlanRequest) -> PlanResult:
-    """The fastest plan that fits. Raises PlanError if none does: with the closest, and what would help."""
+    """Returns the fastest plan that fits.
+
+    Raises PlanError if none does, with the closest plan and possible fixes.
+    """
     from fullshard.planner.explain import explain
     from fullshard.planner.search import no_plan_fits, search
 
@@ -166,7 +182,7 @@ def answer_of(question: PlanRequest) -> PlanResult:
 
 
 def largest_of(question: PlanRequest, what: Literal["microbatch", "sequence"]) -> PlanResult:
-    """The plan with the largest microbatch, or sequence, that fits. Raises PlanError if none does."""
+    """Returns the plan with the largest microbatch, or sequence, that fits. Raises PlanError if none does."""
     from fullshard.errors import SpecError
     from fullshard.planner.capacity import largest_microbatch, largest_sequence
 
@@ -188,7 +204,10 @@ def largest_of(question: PlanRequest, what: Literal["microbatch", "sequence"]) -
 
 
 def fewest_gpus(question: PlanRequest, *, days: float, budget: "Budget | None") -> PlanRequest:
-    """The same question on the fewest of that hardware that are done in time. Raises PlanError if none is."""
+    """Returns the question with the fewest GPUs of that kind that finish in time.
+
+    Raises PlanError if none do.
+    """
     from fullshard.errors import SpecError
     from fullshard.planner.capacity import fewest_ranks
 
@@ -202,7 +221,10 @@ def fewest_gpus(question: PlanRequest, *, days: float, budget: "Budget | None") 
 
 
 def with_dry_run(answer: PlanResult) -> PlanResult:
-    """With what the plan's real step holds, run without data or devices in a process of its own."""
+    """Returns the answer with a dry run: the memory of the plan's real step.
+
+    The step runs without data or devices, in a process of its own.
+    """
     from fullshard.dryrun.run import dry_run
     from fullshard.errors import SpecError
     from fullshard.spec.model_section import DecoderConfig
@@ -220,7 +242,7 @@ def with_dry_run(answer: PlanResult) -> PlanResult:
 
 
 def _parameters(count: int) -> str:
-    """`8.03B`: people say billions of parameters, not giga."""
+    """Formats a number of parameters as in `8.03B`: billions are customary here, not giga."""
     from fullshard.quantities import format_count
 
     return format_count(count).replace("G", "B")

@@ -1,8 +1,9 @@
-"""The cache of described models: a ModelSpec that was traced before is read, and torch is not imported.
+"""The cache of described models: a spec that was traced before is read without importing torch.
 
 An entry is a file in `$XDG_CACHE_HOME/fullshard/specs`, or in the directory that FULLSHARD_CACHE names. Its
 name is the digest of its key. Its first line is JSON with the key and the digest of the rest, which is the
 spec as JSON. An entry that does not match its digest or its key is ignored, and replaced by the next `keep`.
+
 The specs of presets are shipped with the package (`fullshard.planning.preset_specs`).
 """
 
@@ -33,14 +34,14 @@ from fullshard.spec.value import FrozenModel
 VARIABLE = "FULLSHARD_CACHE"
 OFF = "off"
 MOST_BYTES = 64 << 20
-"""The size of the whole cache. The entries that were used longest ago are removed first."""
+"""Limit of the size of the whole cache, in bytes. The least recently used entries are removed first."""
 
-# Rooms and modules of this package whose code decides what a spec holds; a test holds the list to it.
+# Packages and modules of fullshard whose code determines a spec. A test checks that the list is complete.
 SOURCES = (
     *("data", "distributed", "models", "planning", "sharding", "spec", "system", "tracing", "training"),
     *("errors.py", "quantities.py"),
 )
-# Packages that transformers builds other modules with, or cannot build some models without.
+# Packages that change the modules that transformers builds, or that some of its models need.
 _LIBRARIES = (
     *("transformers", "peft", "kernels", "timm", "flash-attn", "flash-linear-attention"),
     *("causal-conv1d", "mamba-ssm"),
@@ -50,9 +51,9 @@ _LIBRARIES = (
 class SpecKey(FrozenModel):
     """Everything that a spec depends on.
 
-    settings   the settings of the run or plan that `describe` and the building of the model read, as JSON
-    torch      the version of torch
-    made_by    the versions of other packages, a digest of fullshard's sources, and the kind of processor
+    settings: settings of the run or plan that `describe` and the building of the model read, as JSON
+    torch: version of torch
+    made_by: versions of other packages, a digest of fullshard's sources, and the kind of processor
     """
 
     settings: str
@@ -73,10 +74,10 @@ class _Head(FrozenModel):
 
 
 def key_of(plan: Plan | Run, device: DeviceType) -> SpecKey | None:
-    """Returns the key of the spec of `plan` on the kernels of `device`.
+    """Returns the key of the spec of `plan` with the kernels of `device`.
 
-    None for models, losses, data and code that come from outside of this package and of transformers: these
-    can change without a trace. Raises SpecError for a config.json that is not there.
+    Returns None for models, losses, data and code from outside this package and transformers, because these
+    can change undetected. Raises SpecError for a missing config.json.
     """
     run = plan.run if isinstance(plan, Plan) else plan
     outside = run.train.loss is not None or run.data.source == "python"
@@ -105,7 +106,7 @@ def key_of(plan: Plan | Run, device: DeviceType) -> SpecKey | None:
 
 
 def find(key: SpecKey | None, environment: Mapping[str, str] = os.environ) -> ModelSpec | None:
-    """Returns the spec that was kept under `key`, or shipped; None where there is none that can be read."""
+    """Returns the spec that was kept under `key`, or shipped, or None if there is no readable one."""
     if key is None or environment.get(VARIABLE) == OFF:
         return None
     shipped = shipped_spec(key.settings, torch=key.torch)
@@ -122,12 +123,12 @@ def find(key: SpecKey | None, environment: Mapping[str, str] = os.environ) -> Mo
     except (OSError, ValidationError):
         return None
     with suppress(OSError):
-        os.utime(path)  # the entries that were used longest ago are removed first
+        os.utime(path)  # the least recently used entries are removed first
     return spec
 
 
 def keep(key: SpecKey | None, spec: ModelSpec, *, environment: Mapping[str, str] = os.environ) -> None:
-    """Writes `spec` under `key`, whole or not at all. A cache that cannot be written to stays as it is."""
+    """Writes `spec` under `key` atomically. Does nothing if the cache is not writable."""
     directory = cache_directory(environment)
     if key is None or directory is None:
         return
@@ -149,7 +150,7 @@ def keep(key: SpecKey | None, spec: ModelSpec, *, environment: Mapping[str, str]
 
 
 def cache_directory(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Returns the directory of the entries; None where the cache is switched off or has no place."""
+    """Returns the directory of the entries, or None if the cache is off or has no valid path."""
     named = environment.get(VARIABLE, "")
     if named == OFF:
         return None
@@ -160,7 +161,7 @@ def cache_directory(environment: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def trim(directory: Path, *, most_bytes: int = MOST_BYTES) -> None:
-    """Removes the files that were used longest ago, until the others have at most `most_bytes`."""
+    """Removes the least recently used files until the rest take at most `most_bytes`."""
     room = most_bytes
     found = [(path.stat(), path) for path in directory.iterdir() if path.suffix in (".json", ".part")]
     for status, path in sorted(found, key=lambda one: -one[0].st_mtime):
@@ -170,7 +171,7 @@ def trim(directory: Path, *, most_bytes: int = MOST_BYTES) -> None:
 
 
 def _model(section: DecoderConfig | HuggingFaceModel) -> dict[str, Any]:
-    """Returns what the built model depends on: sizes, or the bytes of a config.json and options over it."""
+    """Returns what the built model depends on: its sizes, or a digest of its config.json and the options."""
     if isinstance(section, DecoderConfig):
         return section.model_dump(mode="json")
     path = locate(section.hf)
@@ -192,7 +193,7 @@ def _version(package: str) -> str | None:
 
 @cache
 def _sources() -> str:
-    """Returns a digest of fullshard's own code that describes: a development checkout has one version."""
+    """Returns a digest of the sources that describe a model: a development checkout keeps one version."""
     package = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for source in SOURCES:

@@ -1,4 +1,4 @@
-"""What `fullshard plan` plans for: a model by its name or file, the run around it, and its spec."""
+"""The target of `fullshard plan`: a model by name or file, the run around it, and its spec."""
 
 import json
 import math
@@ -14,19 +14,22 @@ if TYPE_CHECKING:
     from fullshard.spec.model_section import DecoderConfig
     from fullshard.spec.run import Run
 
-# Where neither the user nor a run.toml says: sequences that models are pretrained with.
+# Default if neither the user nor a run.toml sets it: a usual sequence length in pretraining.
 DEFAULT_SEQUENCE = 8192
-# And so many tokens a step, about.
+# Default tokens per step, approximately.
 DEFAULT_TOKENS = 2**20
 
 
 @dataclass(frozen=True)
 class PlanTarget:
-    """A model to plan for. `settings`: what `--set` would say for it, before what the user sets.
+    """A model to plan for.
 
-    `run_path`: a run.toml, whose model it is. `spec`: known already; the run's own [model] says nothing of
-    it. `chosen_here`: the run is made up for this question, so its steps and batch are nobody's wish.
-    `differs`: in what the reference decoder is not the model that was named.
+    name: name of the model
+    settings: equivalent `--set` arguments, which the user's own override
+    run_path: a run.toml that defines the model
+    spec: a known spec, in place of the run's own [model]
+    chosen_here: the run was made up for this question, so nobody asked for its steps and batch
+    differs: differences of the reference decoder from the named model
     """
 
     name: str
@@ -37,14 +40,16 @@ class PlanTarget:
     differs: tuple[str, ...] = ()
 
     def run(self, overrides: Sequence[str]) -> "Run":
-        """The run with the user's own `section.key=value` over it. Raises SpecError."""
+        """Returns the run with the user's `section.key=value` overrides. Raises SpecError."""
         from fullshard.spec.run import Run
 
         return Run.load(self.run_path, overrides=[*self.settings, *overrides])
 
     def described(self, run: "Run", hardware: "Hardware") -> "ModelSpec":
-        """The spec of the model as `run` trains it on `hardware`. Traces the model where that was not done
-        before."""
+        """Returns the spec of the model as `run` trains it on `hardware`.
+
+        Traces the model if it is not cached.
+        """
         if self.spec is not None:
             return self.spec
         from fullshard.launch.gc import gc_disabled
@@ -55,9 +60,9 @@ class PlanTarget:
 
 
 def find_subject(name: str | None) -> PlanTarget:
-    """The model that `name` says: a preset, a file, or a repository that is in the Hugging Face cache.
+    """Returns the model that `name` refers to: a preset, a file, or a repository in the Hugging Face cache.
 
-    None: the embedded default. Raises SpecError for a name that is none of these, with the nearest presets.
+    None means the embedded default. Raises SpecError for an unknown name, with the nearest presets.
     """
     if name is None:
         return PlanTarget(name="the embedded default model", chosen_here=False)
@@ -127,7 +132,7 @@ def _from_config(path: Path, *, name: str) -> PlanTarget:
         return PlanTarget(name=name, settings=_model_settings(found.model), differs=found.differs)
     positions = (config.get("max_position_embeddings"), config.get("n_positions"))
     longest = next((one for one in positions if isinstance(one, int) and one > 0), DEFAULT_SEQUENCE)
-    # Of images there are no tokens: each counts as one.
+    # Images have no tokens, so each counts as one.
     length = 1 if "image_size" in config and "vocab_size" not in config else min(longest, DEFAULT_SEQUENCE)
     settings = (f"data.sequence_length={length}", f"model.hf={json.dumps(str(path))}")
     return PlanTarget(name=name, settings=settings)
@@ -147,7 +152,7 @@ def _from_spec(path: Path) -> PlanTarget:
 
 
 def _mode_of(spec: "ModelSpec") -> str:
-    """The name of the precision that the spec was traced with."""
+    """Returns the name of the precision that the spec was traced with."""
     from fullshard.spec.plan import Precision
 
     own = (spec.precision.param, spec.precision.reduce, spec.precision.master)
@@ -159,16 +164,18 @@ def _mode_of(spec: "ModelSpec") -> str:
 
 
 def _model_settings(model: "DecoderConfig") -> tuple[str, ...]:
-    """As `--set` has it; and sequences that the model has positions for."""
+    """Returns the model as `--set` arguments, with a sequence length that it has positions for."""
     length = min(model.max_sequence, DEFAULT_SEQUENCE)
     own = tuple(f"model.{key}={json.dumps(value)}" for key, value in model)
     return (*own, f"data.sequence_length={length}")
 
 
 def batch_for(run: "Run", *, tokens: int | None, ranks: int) -> tuple[int, str | None]:
-    """(sequences a step, what to tell the user): about `tokens`, in whole microbatches of every rank.
+    """Returns (sequences per step, note for the user): about `tokens`, in whole microbatches of every rank.
 
-    None: about a million. Raises PlanError where every rank's one sequence is over twice what was asked for.
+    tokens: None means about a million
+
+    Raises PlanError if one sequence per rank is more than twice as much as requested.
     """
     from fullshard.errors import PlanError
     from fullshard.quantities import format_count
@@ -195,7 +202,7 @@ def batch_for(run: "Run", *, tokens: int | None, ranks: int) -> tuple[int, str |
 
 
 def batch_for_any_ranks(run: "Run", *, tokens: int | None) -> tuple[int, str | None]:
-    """(sequences a step, what to tell the user): a power of two, so that many numbers of ranks share it."""
+    """Returns (sequences per step, note for the user): a power of two, which suits many numbers of ranks."""
     wanted = 4 * DEFAULT_TOKENS if tokens is None else tokens
     sequences = 2 ** max(0, round(math.log2(max(1, wanted) / run.data.sequence_length)))
     return (
@@ -205,9 +212,9 @@ def batch_for_any_ranks(run: "Run", *, tokens: int | None) -> tuple[int, str | N
 
 
 def hardware_for(on: str | None, *, ranks: int | None, run: "Run") -> "Hardware":
-    """What `--on` says, with `ranks` ranks of it; or this machine, with as many as training would start.
+    """Returns the hardware of `--on` with `ranks` ranks, or this machine with the ranks of a training run.
 
-    Raises SpecError for unknown hardware, or ranks that fill no whole nodes.
+    Raises SpecError for unknown hardware, or ranks that do not fill whole nodes.
     """
     from fullshard.errors import SpecError
 

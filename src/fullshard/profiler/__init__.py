@@ -1,1 +1,1 @@
-"""What a run really took: time, and memory."""
+"""Measurement of real runs: time and memory."""

@@ -1,4 +1,4 @@
-"""Time: what a step takes, and the fastest matmul that a rank can do, which MFU is held against."""
+"""Time: the duration of steps, and the fastest matmul that a rank can do, which is the reference of MFU."""
 
 import time
 from collections import deque
@@ -17,26 +17,26 @@ from fullshard.spec.measurement import MatmulPeak
 from fullshard.spec.plan import Dtype
 
 _TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Edges of the square matrices that are tried. Larger ones are not faster, and the CUDA cache would keep them.
+# Sizes n of the n × n matrices to try. Larger ones are not faster, and the CUDA cache would keep them.
 _EDGES = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096)}
 
 
 class ClockTimeline(Protocol):
-    """Where work is put marks on, whose distance is read later: the host's clock, or a CUDA stream."""
+    """A timeline to put marks on, whose distances are read later: the host's clock, or a CUDA stream."""
 
     def mark(self) -> Any: ...
 
     def passed(self, mark: Any) -> bool:
-        """Whether the work before `mark` is done. Does not wait."""
+        """Returns whether the work before `mark` is done, without waiting."""
         ...
 
     def seconds(self, start: Any, end: Any) -> float:
-        """From `start` to `end`; waits until `end` has passed."""
+        """Returns the seconds from `start` to `end`. Waits until `end` has passed."""
         ...
 
 
 class HostTimeline:
-    """Marks are readings of the host's clock, for devices whose operations return when they are done."""
+    """Marks as readings of the host's clock, for devices whose operations are synchronous."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -53,7 +53,7 @@ class HostTimeline:
 
 
 class CudaTimeline:
-    """Marks are events on the current stream: the host puts them there and runs on."""
+    """Marks as events on the current stream: the host records them without waiting."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -77,14 +77,18 @@ def timeline(device: torch.device) -> ClockTimeline:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step; of these, `data_seconds` the host waited for data."""
+    """Duration of one step.
+
+    seconds: the whole step
+    data_seconds: the part that the host waited for data
+    """
 
     seconds: float
     data_seconds: float
 
 
 class StepClock:
-    """Times steps without holding up the device.
+    """Times steps without blocking the device.
 
         clock = StepClock(timeline(device))
         clock.start()
@@ -92,10 +96,10 @@ class StepClock:
             batch = next(batches)
         ...
         clock.stop()
-        clock.finished()   # the steps known by now; `read()` waits for the last one: once a logging interval
+        clock.finished()   # the steps known by now; `read()` waits for the last: once per logging interval
 
-    What happens between `stop` and the next `start` (saving, validating, the caller's own) is no step's time.
-    Which steps are warmup is not the clock's to say: see `fullshard.spec.measurement.Pace`.
+    Time between `stop` and the next `start` (saving, validation, the caller's own code) belongs to no step.
+    The clock does not decide which steps are warmup: see `fullshard.spec.measurement.Pace`.
     """
 
     def __init__(self, timeline: ClockTimeline, *, now: Callable[[], float] = time.perf_counter) -> None:
@@ -121,14 +125,14 @@ class StepClock:
         self._start = None
 
     def finished(self) -> list[StepTime]:
-        """The steps that the device has finished and that were not given out yet, in order. Does not wait."""
+        """Returns the steps that the device has finished since the last call, in order. Does not wait."""
         times: list[StepTime] = []
         while self._open and self._timeline.passed(self._open[0][1]):
             times.append(self._take())
         return times
 
     def read(self) -> list[StepTime]:
-        """All stopped steps that were not given out yet, in order. Waits for the last one to be done."""
+        """Returns all stopped steps that were not returned yet, in order. Waits for the last one."""
         return [self._take() for _ in range(len(self._open))]
 
     def _take(self) -> StepTime:
@@ -137,10 +141,10 @@ class StepClock:
 
 
 def sustained_rate(work: Callable[[], object], *, seconds: float, on: ClockTimeline) -> float:
-    """Calls of `work` per second, over a window of about `seconds`.
+    """Returns the calls of `work` per second, over a window of about `seconds`.
 
-    The mean over a window, not the best single call: where more ranks run than there are cores, a call that
-    falls between two switches shows a whole core, and a window shows this rank's share of it.
+    This is the mean over a window, not the best single call. With more ranks than cores, a call that falls
+    between two context switches shows a whole core, while a window shows this rank's share of it.
     """
     work()  # the first call of a shape chooses a kernel
     single: list[float] = []
@@ -156,17 +160,17 @@ def sustained_rate(work: Callable[[], object], *, seconds: float, on: ClockTimel
 
 
 def measure_matmul_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> float:
-    """FLOP/s of the fastest of a few square matmuls (2 · n³ FLOP), in about `seconds`.
+    """Returns the FLOP/s of the fastest of a few square matmuls (2 · n³ FLOP), measured in about `seconds`.
 
-    With a process group it is collective: all ranks measure at once, with the threads that each has, and get
-    the mean of all. So ranks that share cores find what each has while the others work too.
+    With a process group this is collective: all ranks measure at once, each with its own threads, and get the
+    mean of all. Ranks that share cores thus measure their share while the others work too.
     """
     _mean_over_ranks(0.0, device)  # a barrier that every backend has
     on, best = timeline(device), 0.0
     begin = on.mark()
     edges = _EDGES.get(device.type, _EDGES["cpu"])
     window = seconds / len(edges)
-    generator = torch.Generator(device).manual_seed(0)  # the run's own random state stays as it is
+    generator = torch.Generator(device).manual_seed(0)  # keeps the run's own random state unchanged
     for n in edges:
         if best and on.seconds(begin, on.mark()) > seconds:
             break  # slow in this dtype: the larger ones would take seconds
@@ -180,10 +184,12 @@ def measure_matmul_peak(device: torch.device, dtype: torch.dtype, *, seconds: fl
 
 
 def find_matmul_peak(device: torch.device, dtype: Dtype) -> MatmulPeak:
-    """What MFU is held against: the catalog's figure for this chip, or a measured one where there is none.
+    """Returns the reference of MFU: the catalog's figure for this chip, or else a measured one.
 
-    `dtype` is what the matmuls run in (`Plan.precision.param`). Collective where there is a process group,
-    and the ranks agree: one unknown chip among them and all measure; of different chips, the mean counts.
+    dtype: dtype of the matmuls (`Plan.precision.param`)
+
+    Collective if there is a process group, and the ranks agree: if any chip is unknown, all ranks measure;
+    for different chips, the result is the mean.
     """
     arithmetic = _arithmetic(device, dtype)
     name, listed = _listed(device, arithmetic)
@@ -195,7 +201,7 @@ def find_matmul_peak(device: torch.device, dtype: Dtype) -> MatmulPeak:
 
 
 def _listed(device: torch.device, arithmetic: ComputeDtype) -> tuple[str, float | None]:
-    """(name, FLOP/s) of the device, by the catalog where that knows it."""
+    """Returns (name, FLOP/s) of the device. The rate is None if the catalog does not list it."""
     if device.type != "cuda":
         threads = torch.get_num_threads()
         return f"{device.type}, {threads} thread{'s' if threads > 1 else ''}", None
@@ -205,7 +211,7 @@ def _listed(device: torch.device, arithmetic: ComputeDtype) -> tuple[str, float 
 
 
 def _arithmetic(device: torch.device, dtype: Dtype) -> ComputeDtype:
-    """What matmuls of `dtype` are done in: `fp32` ones may be set to tf32."""
+    """Returns the arithmetic of matmuls in `dtype`: torch may be set to compute `fp32` ones in tf32."""
     rounded = device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if dtype == "fp32" and rounded else dtype
 

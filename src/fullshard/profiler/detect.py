@@ -1,4 +1,4 @@
-"""Which hardware this is: by the user's hardware.toml, or by what the driver and the kernel call it."""
+"""Detection of this hardware: from the user's hardware.toml, or from the names that the system reports."""
 
 import json
 import os
@@ -17,8 +17,9 @@ from fullshard.spec.links import find_link
 from fullshard.spec.rates import default_cpu_rates, efficiencies
 
 HARDWARE_VARIABLE = "FULLSHARD_HARDWARE"
-# Asked in a process of its own: a CUDA context in the one that starts the ranks would take memory on a GPU of
-# theirs, and forbid it to fork. torch is asked and not NVML, which knows nothing of AMD's and of hidden GPUs.
+# Runs in its own process: a CUDA context in the process that starts the ranks would take memory on one of
+# their GPUs, and prevent it from forking. It uses torch, because NVML does not cover AMD's GPUs and hidden
+# GPUs.
 _ASK = """
 import json, torch
 n = torch.cuda.device_count()
@@ -27,13 +28,18 @@ print(json.dumps([n, p.name, p.total_memory] if p else [0, "", 0]))
 """
 
 
-# What the drivers of NVIDIA (also before its device files are made, and Jetson's), AMD and WSL show on Linux;
-# without any of them nobody need be asked.
+# Files that drivers create on Linux: NVIDIA's (also before its device files exist, and on Jetson), AMD's and
+# WSL's. Without any of them, there is no need to ask for GPUs.
 _DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
 
 
 class Gpus(NamedTuple):
-    """How many torch can use, and what the first is."""
+    """The GPUs that torch can use.
+
+    number: how many
+    name: name of the first
+    memory_bytes: memory of the first
+    """
 
     number: int
     name: str
@@ -50,14 +56,16 @@ def detect_hardware(
     ranks_per_node: int | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Hardware:
-    """The hardware that a run here would have, with `ranks` ranks in all.
+    """Returns the hardware that a run here would have, with `ranks` ranks in all.
 
-    `ranks` None: torchrun's where that has started this process, else one for each GPU; on the CPU as many
-    as the calibrated file is for, else one. A hardware.toml ($FULLSHARD_HARDWARE, or the one that `fullshard
-    calibrate` wrote) is used if it is of this chip, and on the CPU of as many ranks a node: they share the
-    cores. Otherwise the catalog knows GPUs by name, and CPUs get the figures of a measured core.
+    ranks: None takes torchrun's number if it started this process, else one per GPU; on the CPU the number
+        that the calibrated file is for, else one
 
-    Raises SpecError for a file that is not valid, or a GPU that neither knows.
+    A hardware.toml ($FULLSHARD_HARDWARE, or the file that `fullshard calibrate` wrote) is used if it
+    describes this chip. On the CPU it must also be for the same number of ranks per node, because they share
+    the cores. Otherwise the catalog knows GPUs by name, and CPUs get the figures of a measured core.
+
+    Raises SpecError for an invalid file, or a GPU that neither source knows.
     """
     if ranks is None and "WORLD_SIZE" in environment:
         ranks = int(environment["WORLD_SIZE"])
@@ -85,14 +93,14 @@ def detect_hardware(
 
 
 def find_gpus(device: Literal["auto", "cpu", "cuda"] = "auto") -> Gpus:
-    """How many GPUs torch can use here, and what the first is; none for the CPU."""
+    """Returns the number of GPUs that torch can use here, and what the first one is; zero for the CPU."""
     return _NO_GPUS if device == "cpu" else _gpus()
 
 
 def describe_machine(gpus: Gpus, *, ranks: int, ranks_per_node: int) -> Hardware:
-    """This machine by what its chip is called, whatever is saved.
+    """Returns this machine as the catalog describes its chip, ignoring any saved file.
 
-    A GPU that the catalog does not know gets placeholders for its rates, which `calibrate` measures.
+    A GPU that is not in the catalog gets placeholders for its rates, which `calibrate` measures.
     """
     nodes = max(1, ranks // ranks_per_node)
     if not gpus.number:
@@ -125,7 +133,7 @@ def describe_machine(gpus: Gpus, *, ranks: int, ranks_per_node: int) -> Hardware
 
 
 def user_hardware_path(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where the user's hardware.toml lies: $FULLSHARD_HARDWARE, or in the user's configuration."""
+    """Returns the path of the user's hardware.toml: $FULLSHARD_HARDWARE, or in the user's configuration."""
     if environment.get(HARDWARE_VARIABLE):
         return Path(environment[HARDWARE_VARIABLE])
     configuration = environment.get("XDG_CONFIG_HOME") or "~/.config"
@@ -133,7 +141,7 @@ def user_hardware_path(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def cpu_name() -> str:
-    """`AMD EPYC, 2 cores`: the model and the cores that this process may use."""
+    """Returns the model and the number of cores that this process may use, such as `AMD EPYC, 2 cores`."""
     cores = _cores()
     return f"{_cpu_model()}, {cores} core{'s' if cores > 1 else ''}"
 
@@ -146,7 +154,7 @@ def _same_chip(saved: Hardware, gpus: Gpus) -> bool:
 
 
 def may_have_gpus() -> bool:
-    """Returns False where no driver of a GPU shows, so that torch need not be imported to count none."""
+    """Returns False if there is no GPU driver, so that torch need not be imported to find none."""
     return sys.platform != "linux" or any(Path(path).exists() for path in _DRIVER_FILES)
 
 
@@ -157,7 +165,7 @@ def _gpus() -> Gpus:
     if torch is not None and torch.cuda.is_initialized():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return Gpus(torch.cuda.device_count(), properties.name, properties.total_memory)
-    if torch is not None and not torch.cuda.device_count():  # asks the driver, and makes no context
+    if torch is not None and not torch.cuda.device_count():  # asks the driver, without creating a context
         return _NO_GPUS
     try:
         done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=120)
@@ -169,7 +177,7 @@ def _gpus() -> Gpus:
 
 
 def _cpu(ranks_per_node: int) -> Hardware:
-    """A rank's part of this machine's CPU and memory, by the measured core of `rates.toml`."""
+    """Returns a rank's share of this machine's CPU and memory, based on the measured core of `rates.toml`."""
     table = efficiencies().cpu
     cores = max(_cores() / ranks_per_node, 1 / ranks_per_node)
     rates = default_cpu_rates(cores)
@@ -201,7 +209,7 @@ def _cpu(ranks_per_node: int) -> Hardware:
         rates=rates,
         within=link,
         across=link,
-        overlap=0.0,  # the ranks' threads and those that communicate share the cores
+        overlap=0.0,  # compute and communication threads share the cores
         source=f"not calibrated; {table.source}",
     )
 
@@ -222,7 +230,7 @@ def _cpu_model() -> str:
 
 
 def _host_memory_bytes() -> int:
-    """The machine's memory, or what a container may take of it."""
+    """Returns the machine's memory, or a container's limit if that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()

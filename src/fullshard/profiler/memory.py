@@ -1,9 +1,9 @@
-"""The memory meter: the highest count of tensor bytes while a block runs, and what they were.
+"""The memory meter: the peak of live tensor bytes while a block runs, and its parts.
 
-What is counted: on CUDA, the allocator's own statistics. On the CPU, every allocation and release of torch's
-CPU allocator, as the profiler's memory events tell them (`profile_memory=True`), added up over time on top of
-the tensors that were there before. Threads that torch hands its state to (autograd's, gloo's) are seen;
-memory that is no tensor (Python, thread stacks, a library's own buffers) is not.
+On CUDA, the figures are the allocator's own statistics. On the CPU, they are every allocation and release of
+torch's CPU allocator, from the profiler's memory events (`profile_memory=True`), accumulated over time on top
+of the tensors that existed before. Threads that inherit torch's state (autograd's, gloo's) are included.
+Memory outside tensors (Python, thread stacks, a library's own buffers) is not.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fullshard.distributed.tensors import local_tensor
 
-# The engine marks what it does in the profiler's trace. Activations that it casts are not its own.
+# Prefixes of FSDP2's ranges in the profiler's trace. Activations that it casts do not count as its own.
 _ENGINE, _ENGINE_CASTS = "FSDP::", "FSDP::cast_"
 _STEP = "fullshard::optimizer_step"
 
@@ -29,9 +29,13 @@ _STEP = "fullshard::optimizer_step"
 class MemoryParts:
     """Bytes at the moment of the peak; they sum to the peak.
 
-    `gradients`: of the own shards. `units_in_flight`: gathered parameters and the buffers of the collectives
-    (on the CPU; the CUDA allocator does not tell, and they are in `rest`).
-    `rest`: activations, whole gradients of a unit before they are reduced, temporaries.
+    parameter_shards: this rank's shards of the parameters
+    gradients: this rank's shards of the gradients
+    optimizer_state: state of the optimizer
+    buffers: buffers of the model
+    units_in_flight: unsharded parameters and the buffers of collectives (on the CPU only; the CUDA allocator
+        does not distinguish them, so they are in `rest`)
+    rest: activations, unreduced gradients of a unit, temporaries
     """
 
     parameter_shards: int
@@ -44,10 +48,12 @@ class MemoryParts:
 
 @dataclass
 class Peak:
-    """What `measure_peak` saw; set when its block ends.
+    """The result of `measure_peak`, set when its block ends.
 
-    `bytes`: live tensor bytes at the peak. On CUDA also `active_bytes` (with freed blocks that another
-    stream may still read) and `reserved_bytes` (what the process holds of the device); 0 on the CPU.
+    bytes: live tensor bytes at the peak
+    active_bytes: on CUDA, also including freed blocks that another stream may still read; 0 on the CPU
+    reserved_bytes: on CUDA, the device memory that the process reserves; 0 on the CPU
+    parts: the parts of the peak, if a model was given
     """
 
     bytes: int = 0
@@ -57,7 +63,10 @@ class Peak:
 
 
 def live_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind `tensors`, each storage once; of a DTensor, this rank's own part."""
+    """Returns the bytes of the storages behind `tensors`, each storage once.
+
+    A DTensor counts its local part.
+    """
     return sum(_storages(tensors).values())
 
 
@@ -65,11 +74,12 @@ def live_bytes(tensors: Iterable[Tensor]) -> int:
 def measure_peak(
     device: torch.device, *, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
 ) -> Generator[Peak]:
-    """Measures the block, which runs one step or a few. Nothing is installed before or after it.
+    """Measures the block, which runs one step or a few. Nothing stays installed afterwards.
 
-    `model`, `optimizer`: whose tensors are the baseline and the parts. On the CPU, bytes count from zero
-    without them, and gradients must be cleared when the block starts: the release of a tensor that is older
-    than the measurement is not told.
+    model, optimizer: owners of the tensors that form the baseline and the parts
+
+    On the CPU, bytes count from zero without them, and gradients must be cleared when the block starts,
+    because the release of a tensor that is older than the measurement is not recorded.
     """
     peak = Peak()
     holdings = _Holdings(model, optimizer)
@@ -81,7 +91,7 @@ def measure_peak(
         _read_cuda(peak, device, holdings=holdings)
         return
     held = holdings.storages()
-    # Kineto announces each start on stderr; it reads this once, before the first start of a process.
+    # Kineto prints each start on stderr. It reads this variable once, before the first start in a process.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with holdings.gradients_noted(), profile(use_cpu=True, use_kineto=True, profile_memory=True) as profiler:
         yield peak
@@ -95,7 +105,12 @@ def measure_peak(
 
 @dataclass(frozen=True)
 class _MemoryBlock:
-    """Bytes at an address. `birth`: index of the event that allocated it, -1 if it was there before."""
+    """A block of memory.
+
+    size: bytes
+    engine: FSDP2 allocated it
+    birth: index of the event that allocated it; -1 if it existed before
+    """
 
     size: int
     engine: bool
@@ -104,9 +119,10 @@ class _MemoryBlock:
 
 @dataclass(frozen=True)
 class _Timeline:
-    """Allocations (size > 0) and releases (size < 0) in order: (address, size, whether the engine made it).
+    """Allocations and releases in order.
 
-    `steps`: how many events came before each of the optimizer's steps.
+    events: (address, size, whether FSDP2 made it); the size is negative for a release
+    steps: number of events before each of the optimizer's steps
     """
 
     events: list[tuple[int, int, bool]]
@@ -117,7 +133,7 @@ class _Timeline:
         assert profiler.kineto_results is not None, "the profiler has ended"
         events: list[tuple[int, int, int, bool]] = []
         steps: list[int] = []
-        # Depth first by hand: a backward pass nests deeper than Python recurses.
+        # Iterative depth-first search: a backward pass nests deeper than Python's recursion limit.
         stack: list[tuple[Any, bool]] = [
             (event, False) for event in profiler.kineto_results.experimental_event_tree()
         ]
@@ -140,7 +156,10 @@ class _Timeline:
         )
 
     def live_at_peak(self, held: Mapping[int, int]) -> dict[int, _MemoryBlock]:
-        """The blocks alive at the first highest moment, by address; `held` were alive at the start."""
+        """Returns the blocks alive at the first moment of the peak, by address.
+
+        held: address -> bytes of the blocks alive at the start
+        """
         changes = list(self._changes({}))
         totals = list(itertools.accumulate(changes, initial=0))
         live = {pointer: _MemoryBlock(size, engine=False, birth=-1) for pointer, size in held.items()}
@@ -149,9 +168,9 @@ class _Timeline:
         return live
 
     def _changes(self, live: dict[int, _MemoryBlock]) -> Iterator[int]:
-        """Applies one event after the other to `live`; yields by how many bytes it changed the total."""
+        """Applies the events one by one to `live`, and yields the change of the total in bytes."""
         for index, (pointer, size, engine) in enumerate(self.events):
-            # An address that is handed out again was released before, if unseen: on another thread.
+            # An address that is allocated again was released before, even if unseen: on another thread.
             old = live.pop(pointer, None)
             change = -old.size if old is not None else 0
             if size > 0:
@@ -160,20 +179,20 @@ class _Timeline:
             yield change
 
     def births(self, pointers: Iterable[int], *, before: int | None = None) -> set[int]:
-        """The events that last allocated these addresses, among the first `before`; -1 for older blocks."""
+        """Returns the events that last allocated these addresses, among the first `before`; -1 if older."""
         last = {event[0]: i for i, event in enumerate(self.events[:before]) if event[1] > 0}
         return {last.get(pointer, -1) for pointer in pointers}
 
 
 class _Holdings:
-    """The tensors that a model and its optimizer keep, read when asked for: address -> bytes, by part."""
+    """The tensors that a model and its optimizer keep, read on demand: address -> bytes, by part."""
 
     def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
         self.model, self.optimizer = model, optimizer
-        self._noted: list[dict[int, int]] = []  # gradients, at each of the optimizer's steps
+        self._noted: list[dict[int, int]] = []  # gradients at each optimizer step
 
     def parameters(self) -> dict[int, int]:
-        # An optimizer that keeps the masters elsewhere has copies of the shards to be gathered.
+        # An optimizer with offloaded masters has copies of the shards for FSDP2 to gather.
         copies: Iterable[Tensor] = getattr(self.optimizer, "copies", ())
         own = _storages(self.model.parameters()) if self.model is not None else {}
         return own | _storages(copies)
@@ -185,7 +204,7 @@ class _Holdings:
     def optimizer_state(self) -> dict[int, int]:
         states = self.optimizer.state.values() if self.optimizer is not None else []
         own = _storages(t for state in states for t in state.values() if isinstance(t, Tensor))
-        # Of one whose state passes through the device's memory: what of it does.
+        # The part of an offloaded state that currently streams through device memory.
         passing: Iterable[Tensor] = getattr(self.optimizer, "passing", ())
         return own | _storages(passing)
 
@@ -197,7 +216,7 @@ class _Holdings:
 
     @contextmanager
     def gradients_noted(self) -> Generator[None]:
-        """A step clears its gradients before it ends: here they are noted when the optimizer steps."""
+        """Records the gradients at each optimizer step, because a step clears them before it ends."""
         if self.optimizer is None:
             yield
             return
@@ -213,7 +232,10 @@ class _Holdings:
             handle.remove()
 
     def parts(self, live: Mapping[int, _MemoryBlock], timeline: _Timeline) -> MemoryParts:
-        """Whose the blocks alive at the peak were. Addresses are used again, so the allocation must agree."""
+        """Assigns the blocks alive at the peak to parts.
+
+        Addresses are reused, so the allocation event must match.
+        """
         gradients = timeline.births(self.gradients())
         for noted, step in zip(self._noted, timeline.steps, strict=True):
             gradients |= timeline.births(noted, before=step)
@@ -234,7 +256,10 @@ class _Holdings:
         return MemoryParts(*(sum(live[pointer].size for pointer in s) for s in (*sets, engine, rest)))
 
     def sizes(self) -> list[int]:
-        """Bytes of parameters, gradients (those of the last step, where it cleared them), state, buffers."""
+        """Returns the bytes of parameters, gradients, state and buffers.
+
+        If the last step cleared its gradients, those recorded at that step count.
+        """
         gradients = self.gradients() or (self._noted[-1] if self._noted else {})
         parts = (self.parameters(), gradients, self.optimizer_state(), self.buffers())
         return [sum(storages.values()) for storages in parts]
@@ -245,13 +270,13 @@ def _read_cuda(peak: Peak, device: torch.device, *, holdings: _Holdings) -> None
     peak.bytes = stats["allocated_bytes.all.peak"]
     peak.active_bytes = stats["active_bytes.all.peak"]
     peak.reserved_bytes = stats["reserved_bytes.all.peak"]
-    # The allocator does not tell what was alive at the peak: the gradients count as if all of them were.
+    # The allocator does not report what was alive at the peak, so all gradients are assumed to be.
     sizes = holdings.sizes()
     peak.parts = MemoryParts(*sizes, units_in_flight=0, rest=max(0, peak.bytes - sum(sizes)))
 
 
 def _held_parts(tensor: Tensor) -> list[Tensor]:
-    """What holds the bytes of `tensor`: itself, or, of a quantised one, codes, scales and their like."""
+    """Returns the tensors that hold the bytes of `tensor`: itself, or codes and scales if it is quantised."""
     local = local_tensor(tensor)
     if not is_traceable_wrapper_subclass(local):
         return [local]
@@ -259,7 +284,7 @@ def _held_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Address -> bytes. Storages without data (meta, or freed by the engine) are left out."""
+    """Returns address -> bytes. Storages without data (meta, or freed by FSDP2) are omitted."""
     sizes: dict[int, int] = {}
     for tensor in itertools.chain.from_iterable(map(_held_parts, tensors)):
         storage = tensor.untyped_storage()

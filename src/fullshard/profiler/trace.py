@@ -1,18 +1,18 @@
-"""Where the seconds of a step go: what the profiler saw of it, shared out over the terms of `StepSeconds`.
+"""The breakdown of a step's seconds: the profiler's record, divided into the terms of `StepSeconds`.
 
 [Note: what counts as what]
-Ranges of the profiler named `fullshard::<kind>` (kinds: compute, all_gather, reduce_scatter, optimizer, data)
-mark what the step does, and `FSDP::...` what the engine does. Every moment of the step goes to one kind: the
-first in order of those that are active then; where none is, to `other`.
+Profiler ranges named `fullshard::<kind>` (kinds: compute, all_gather, reduce_scatter, optimizer, data) mark
+the parts of the step, and `FSDP::...` marks FSDP2's work. Every moment of the step is assigned to one kind:
+the first in the order below among those active at that moment, or `other` if none is active.
 
-CPU    What the calling thread is in, where work and waiting are one. First the collectives (an all-reduce
-       without a range lasts from its call to the thread's next operation), then the optimizer (in backward
-       the engine calls it), the engine, data, and last the range of the microbatch, which holds them all and
-       is computing otherwise.
-CUDA   What the device runs. First kernels of the model, then those that the optimizer and the engine
-       launched: so a collective counts only while none of these runs, which is what `exposed` says. Where
-       several collectives run by themselves, the first in order counts. The device idle while the host
-       fetches data is `data`, idle otherwise is `other`.
+CPU    The activity of the calling thread, where work and waiting are the same. First the collectives (an
+       all-reduce without a range lasts from its call to the thread's next operation), then the optimizer (in
+       backward FSDP2 calls it), FSDP2, data, and last the range of the microbatch, which contains all of
+       these and is otherwise computing.
+CUDA   The activity of the device. First kernels of the model, then those that the optimizer and FSDP2
+       launched. A collective thus counts only while none of these runs, which is the meaning of `exposed`. If
+       several collectives run alone, the first in the order counts. A device that is idle while the host
+       fetches data counts as `data`; otherwise an idle device counts as `other`.
 """
 
 import os
@@ -34,10 +34,10 @@ _RANGES = {
     "fullshard::optimizer": "optimizer",
     "fullshard::data": "data",
 }
-# Activations that the engine casts are the model's.
+# Activations that FSDP2 casts belong to the model.
 _ENGINE, _ENGINE_CASTS = "FSDP::", "FSDP::cast_"
 _ALL_REDUCE = "c10d::allreduce_"
-_RUNTIME = ("cuda", "cuLaunch", "hip")  # the driver's own calls, whose ids are of another count
+_RUNTIME = ("cuda", "cuLaunch", "hip")  # driver calls, whose ids are numbered separately
 _KERNELS = {
     "AllGather": "exposed_all_gather",
     "ReduceScatter": "exposed_reduce_scatter",
@@ -49,7 +49,15 @@ DEVICE_ORDER = ("compute", "optimizer", "engine", *_COLLECTIVES, "data")
 
 
 class Event(NamedTuple):
-    """One entry of a trace, in ns. `launched_by`: of a kernel, the `id` of the host's event behind it."""
+    """One entry of a trace. Times in ns.
+
+    name: name of the operation, kernel or range
+    start, end: its interval
+    thread: thread of a host event
+    id: correlation id
+    launched_by: for a kernel, the `id` of the host event that launched it
+    on_device: the event ran on the device
+    """
 
     name: str
     start: int
@@ -61,7 +69,7 @@ class Event(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Something of one kind, from `start` to `end`, ns."""
+    """An interval of one kind, from `start` to `end` in ns."""
 
     kind: str
     start: int
@@ -70,23 +78,23 @@ class Span(NamedTuple):
 
 @dataclass
 class TracedStep:
-    """What `trace_step` saw; set when its block ends."""
+    """The result of `trace_step`, set when its block ends."""
 
     seconds: StepSeconds | None = None
 
 
 @contextmanager
 def trace_step(device: torch.device) -> Generator[TracedStep]:
-    """Profiles the block, which runs one step. Nothing is installed before or after it.
+    """Profiles the block, which runs one step. Nothing stays installed afterwards.
 
-    The block is slower by what the profiler costs each operation (no shapes, stacks or memory are recorded),
-    most of which falls on computing.
+    The profiler slows down each operation (shapes, stacks and memory are not recorded). Most of this cost
+    falls on computing.
     """
     traced = TracedStep()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # as in `profiler.memory`: it announces itself otherwise
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # as in `profiler.memory`: it prints otherwise
     on_cuda = device.type == "cuda"
     if on_cuda:
-        torch.cuda.synchronize(device)  # what the step before left running is not of this one
+        torch.cuda.synchronize(device)  # work left running by the previous step is not counted
     with (
         profile(use_cpu=True, use_kineto=True, use_device="cuda" if on_cuda else None) as profiler,
         record_function(_STEP),
@@ -97,7 +105,7 @@ def trace_step(device: torch.device) -> Generator[TracedStep]:
 
 
 def step_seconds(events: Sequence[Event]) -> StepSeconds:
-    """The seconds of the step that `events` tell of, term by term. See [Note: what counts as what]."""
+    """Returns the seconds of the step in `events`, by term. See [Note: what counts as what]."""
     step = next(event for event in events if event.name == _STEP and not event.on_device)
     device = [event for event in events if event.on_device]
     if not device:
@@ -111,8 +119,10 @@ def step_seconds(events: Sequence[Event]) -> StepSeconds:
 
 
 def shared_out(spans: Iterable[Span], order: Sequence[str], *, start: int, end: int) -> dict[str, int]:
-    """By kind, how much of [start, end] is its own: where no span of a kind that stands before it in `order`
-    is active. `other` is where none is; all sum to end - start.
+    """Returns the part of [start, end] that each kind owns, in ns.
+
+    A kind owns the moments in which one of its spans is active and none of a kind earlier in `order`. `other`
+    owns the moments without any span. All parts sum to end - start.
     """
     place = {kind: index for index, kind in enumerate(order)}
     edges: list[tuple[int, int, int]] = []
@@ -133,7 +143,7 @@ def shared_out(spans: Iterable[Span], order: Sequence[str], *, start: int, end: 
 
 
 def host_spans(events: Iterable[Event]) -> list[Span]:
-    """What the ranges of the host say, and its all-reduces, which are waited for where they are called."""
+    """Returns the spans of the host's ranges and of its all-reduces, which block where they are called."""
     spans: list[Span] = []
     waiting: Event | None = None  # an all-reduce
     around: list[Event] = []  # ranges that are open
@@ -157,7 +167,7 @@ def host_spans(events: Iterable[Event]) -> list[Span]:
 
 
 def _wait(call: Event, around: Sequence[Event], *, before: Event | None) -> Span:
-    """From an all-reduce's call to the next event of its thread, or the end of the range it is in."""
+    """Returns the span from an all-reduce's call to its thread's next event, within the range around it."""
     ends = [event.end for event in around if event.thread == call.thread and event.end >= call.end]
     if before is not None and before.thread == call.thread:
         ends.append(before.start)
@@ -171,7 +181,7 @@ def _range_kind(name: str) -> str | None:
 
 
 def device_spans(events: Iterable[Event]) -> list[Span]:
-    """Kernels and copies of the device: a collective by its name, others by the range of their launch."""
+    """Returns the device's kernels and copies: collectives by name, others by the launching range."""
     events = list(events)
     ranges = _innermost(event for event in events if not event.on_device)
     spans: list[Span] = []
@@ -183,12 +193,15 @@ def device_spans(events: Iterable[Event]) -> list[Span]:
 
 
 def _device_kind(name: str, inside: str) -> str:
-    """`inside`: the innermost range around the launch."""
+    """Returns the kind of a kernel.
+
+    inside: name of the innermost range around its launch
+    """
     if "nccl" in name.lower():
         named = next((kind for part, kind in _KERNELS.items() if part in name), None)
         if named is not None:
             return named
-        # Generic kernels do not say what they do.
+        # Names of generic kernels do not identify the collective.
         if inside.startswith("FSDP::all_gather"):
             return "exposed_all_gather"
         return "exposed_reduce_scatter" if inside.startswith(_ENGINE) else "exposed_all_reduce"
@@ -197,7 +210,7 @@ def _device_kind(name: str, inside: str) -> str:
 
 
 def _innermost(events: Iterable[Event]) -> dict[int, str]:
-    """For each event of the host, the name of the innermost range around it or of itself; by its id."""
+    """Returns, for each host event by id, the name of the innermost range that is or contains it."""
     found: dict[int, str] = {}
     around: list[Event] = []
     for event in sorted(events, key=lambda one: (one.thread, one.start, -one.end)):
@@ -210,7 +223,7 @@ def _innermost(events: Iterable[Event]) -> dict[int, str]:
 
 
 def _events(profiler: profile) -> list[Event]:
-    """What the profiler recorded, without what ranges leave on the device's timeline."""
+    """Returns the profiler's events, without the copies of ranges on the device's timeline."""
     assert profiler.kineto_results is not None, "the profiler has ended"
     events: list[Event] = []
     for one in profiler.kineto_results.events():

@@ -1,1 +1,1 @@
-"""Values -> what a person reads. Nothing in this room imports torch."""
+"""Human-readable output of values. Nothing in this package imports torch."""

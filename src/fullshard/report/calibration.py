@@ -1,4 +1,4 @@
-"""What `fullshard calibrate` found, as a short table."""
+"""The result of `fullshard calibrate` as a short table."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from fullshard.spec.hardware import Curve, Hardware, Link
 
 
 def calibration_table(calibration: Calibration) -> str:
-    """A line for each figure: the best of a curve and where it is reached, and how well formulas fit."""
+    """Returns one line per figure: the best point of each curve, where it is reached, and the fit errors."""
     rows = list(_rows(calibration))
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"{label:<{width}}  {text}".rstrip() for label, text in rows)

@@ -1,4 +1,4 @@
-"""Plans side by side: one line each, the chosen one first."""
+"""Comparison of plans: one line each, the chosen one first."""
 
 from collections.abc import Iterable
 from typing import TextIO
@@ -13,12 +13,12 @@ HEADER = ("strategy", "mesh", "batch", "recompute", "bytes a rank", "step", "tok
 
 
 def show_comparison(chosen: Plan, others: Iterable[Plan], *, file: TextIO | None = None) -> None:
-    """Prints a line for each plan that has a prediction, on `file` (standard output); `chosen` first."""
+    """Prints one line per plan that has a prediction to `file` (standard output), `chosen` first."""
     show_grid(HEADER, comparison_rows(chosen, others), file=file)
 
 
 def comparison_rows(chosen: Plan, others: Iterable[Plan]) -> list[tuple[str, ...]]:
-    """The cells: the chosen plan, others that fit by their speed, then those that do not by their bytes."""
+    """Returns the cells: the chosen plan, other plans that fit, by speed, then the rest, by bytes."""
     assert chosen.prediction is not None, "the chosen plan is predicted"
     predicted = [(plan, plan.prediction) for plan in others if plan.prediction is not None and plan != chosen]
     predicted.sort(key=lambda one: _order(one[1]))
@@ -49,7 +49,7 @@ def _cells(plan: Plan, prediction: Prediction, *, chosen: Prediction) -> tuple[s
 
 
 def _verdict(prediction: Prediction, *, chosen: Prediction) -> str:
-    """Held against the chosen plan: how much longer each token takes, or what does not fit."""
+    """Compares a plan with the chosen one: the additional time per token, or what does not fit."""
     if not prediction.fits:
         return f"{format_bytes(prediction.needed_bytes - prediction.capacity_bytes)} over"
     if prediction is chosen:

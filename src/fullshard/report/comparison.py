@@ -1,16 +1,17 @@
-"""Predicted | measured: what was said of a run beside what was seen of it, term by term.
+"""Predicted | measured: the prediction of a run beside its measurement, term by term.
 
 [Note: terms that are one line]
-What the meters cannot tell apart stands on one line, and so does what was predicted of it.
+Terms that the meters cannot separate share one line, with the sum of their predictions.
 
 bytes     The rest (batch, whole gradients, activations, loss, backward) is one part on the CPU. CUDA's
-          allocator does not tell what is alive at the peak: there gradients and units in flight are in it.
-seconds   Recompute is within computing, contention makes computing slower, and the gaps in which the device
-          waits for the host are predicted as computing: all this stands beside what was measured as compute
-          and other. Stragglers are predicted apart, and measured within the waiting. With a tier the update
-          is there: by how much host and drive are predicted to hold a step up stands beside what was measured
-          as the optimizer, though gathers may wait for some of it. Where the drive's rate was not known, what
-          needs it was not predicted.
+          allocator does not report which tensors are alive at the peak, so on CUDA the rest also contains
+          gradients and units in flight.
+seconds   Recompute is part of compute, contention slows compute down, and gaps in which the device waits
+          for the host are predicted as compute: all of these are compared with measured compute and other.
+          Stragglers are predicted separately, and measured as part of the waiting. With an offload target,
+          the predicted delay by host and drive is compared with the measured optimizer, because the update
+          is there, although gathers may wait for some of it. If the drive's rate was unknown, terms that
+          need it were not predicted.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,7 +27,7 @@ from fullshard.spec.prediction import Prediction
 from fullshard.spec.value import FrozenModel
 
 HEADER = ("", "predicted", "measured", "error")
-CRUMB_BYTES = 1e-5  # the part of a rank's bytes below which a term gets no line of its own
+CRUMB_BYTES = 1e-5  # fraction of a rank's bytes below which a term gets no line of its own
 _LABELS = {
     **MEMORY_LABELS,
     **TIME_LABELS,
@@ -47,7 +48,7 @@ _SAME_SECONDS = ("exposed_all_gather", "exposed_reduce_scatter", "exposed_all_re
 
 
 class Compared(FrozenModel):
-    """One line. What was not predicted, or cannot be measured apart, is None."""
+    """One line. A term that was not predicted, or cannot be measured separately, is None."""
 
     term: str
     predicted: float | None = None
@@ -56,16 +57,20 @@ class Compared(FrozenModel):
     @computed_field
     @property
     def error_percent(self) -> float | None:
-        """100 · (predicted / measured - 1); None where one of both is not known, or nothing was measured."""
+        """100 · (predicted / measured - 1); None if either is unknown, or if nothing was measured."""
         if self.predicted is None or not self.measured:
             return None
         return 100 * (self.predicted / self.measured - 1)
 
 
 class Comparison(FrozenModel):
-    """`memory`: bytes at the peak of the fullest rank. `drive`: bytes that it moves for a tier in one step.
-    `step`: seconds of one step. `speed`: tokens/s of all ranks, and MFU. Memory and step have `total` (and
-    `reserved`) behind their terms. What was not measured is empty."""
+    """The lines of each part of the comparison. Parts that were not measured are empty.
+
+    memory: bytes at the peak of the rank that uses most, then `total` and `reserved`
+    drive: bytes that a rank moves to and from its offload drive in one step
+    step: seconds of one step, then `total`
+    speed: tokens/s of all ranks, and MFU
+    """
 
     memory: tuple[Compared, ...] = ()
     drive: tuple[Compared, ...] = ()
@@ -74,7 +79,7 @@ class Comparison(FrozenModel):
 
 
 def compare(prediction: Prediction, measurement: Measurement) -> Comparison:
-    """Holds one against the other. See [Note: terms that are one line]."""
+    """Compares a prediction with a measurement. See [Note: terms that are one line]."""
     peak = measurement.peak_bytes
     return Comparison(
         memory=() if peak is None else tuple(_memory(prediction, peak)),
@@ -85,13 +90,16 @@ def compare(prediction: Prediction, measurement: Measurement) -> Comparison:
 
 
 def show_comparison(comparison: Comparison, *, file: TextIO | None = None) -> None:
-    """Prints the table on `file` (standard output)."""
+    """Prints the table to `file` (standard output)."""
     show_grid(HEADER, comparison_rows(comparison), file=file)
 
 
 def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """The cells, under a line for memory and one for the step. What is nothing in both has no line; of memory
-    also what is less than a hundred thousandth of the whole: a tier leaves an element of each parameter."""
+    """Returns the cells, under one heading per part.
+
+    Terms that are zero on both sides are left out, and so is memory below CRUMB_BYTES of the whole: an
+    offload target leaves one element of each parameter on the device.
+    """
     rows: list[tuple[str, ...]] = []
     if comparison.memory:
         whole = max(line.measured or 0.0 for line in comparison.memory)

@@ -1,4 +1,4 @@
-"""Lines of a label and a text, and tables: fitted to a terminal; elsewhere plain, of at most 100 columns."""
+"""Label-text lines and tables. They are fitted to a terminal; elsewhere they are plain, up to 100 columns."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ PLAIN_COLUMNS = 100
 
 
 def show_rows(rows: Iterable[tuple[str, str]], *, file: TextIO | None = None) -> None:
-    """Prints (label, text) lines; a text that is too long goes on below itself."""
+    """Prints (label, text) lines; long texts continue on the lines below."""
     out: TextIO = file or sys.stdout
     rows = [(printable(label), printable(text)) for label, text in rows]
     console = Console(file=out, highlight=False, soft_wrap=True)
@@ -31,7 +31,7 @@ def show_rows(rows: Iterable[tuple[str, str]], *, file: TextIO | None = None) ->
 
 
 def show_grid(header: Sequence[str], rows: Sequence[Sequence[str]], *, file: TextIO | None = None) -> None:
-    """Prints a table: the first column to the left, the others to the right."""
+    """Prints a table with the first column left-aligned and the others right-aligned."""
     out: TextIO = file or sys.stdout
     lines = list(grid_lines(header, rows))
     if out.isatty():
@@ -42,7 +42,7 @@ def show_grid(header: Sequence[str], rows: Sequence[Sequence[str]], *, file: Tex
 
 
 def grid_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:
-    """The lines of that table."""
+    """Returns the lines of that table."""
     rows = [[printable_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, *rows]:

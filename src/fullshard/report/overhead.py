@@ -1,4 +1,4 @@
-"""What `fullshard bench overhead` found, as a page."""
+"""The result of `fullshard bench overhead` as a page."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ _PEERS = {
 
 
 def overhead_page(result: Mapping[str, Any]) -> str:
-    """The figures of `fullshard.jobs.bench_overhead.summary` as Markdown for `bench/results/`."""
+    """Returns the figures of `fullshard.jobs.bench_overhead.summary` as Markdown for `bench/results/`."""
     seconds = result["seconds_a_step"]
     lines = [
         f"{result['world_size']} ranks on {result['device']}, torch {result['torch']}; "

@@ -1,4 +1,4 @@
-"""A plan before it runs, as a person reads it: settings, bytes, seconds, speed, cost, and why."""
+"""A plan before it runs, in readable form: settings, bytes, seconds, speed, cost, and reasons."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TextIO
@@ -11,9 +11,9 @@ from fullshard.spec.run import Run, Strategy
 from fullshard.spec.value import FrozenModel, PositiveFloat, PositiveInt
 
 BAR_COLUMNS = 24
-CRUMB = 1e-3  # the part of the whole below which a term gets no line of its own
+CRUMB = 1e-3  # fraction of the whole below which a term gets no line of its own
 
-# In words, the fields of `MemoryTerms` and `TimeTerms`.
+# Labels of the fields of `MemoryTerms` and `TimeTerms`.
 MEMORY_LABELS = {
     "parameter_shards": "parameter shards",
     "gradients": "gradients",
@@ -43,7 +43,11 @@ TIME_LABELS = {
 
 
 class Budget(FrozenModel):
-    """So many tokens to train on, at a price of `price_per_hour` dollars a rank where it is known."""
+    """A number of training tokens and their price.
+
+    tokens: tokens to train on
+    price_per_hour: dollars per rank; None if unknown
+    """
 
     tokens: PositiveInt
     price_per_hour: PositiveFloat | None = None
@@ -59,9 +63,13 @@ class Budget(FrozenModel):
 
 
 class PlanPage(NamedTuple):
-    """All that is said of one plan. `model` and `hardware`: a line about each. `rates`: whence they are.
+    """The contents of the page about one plan.
 
-    `why`: paragraphs. `dry_run`: bytes by part, as a dry run of the real step counted them.
+    model, hardware: one line about each
+    rates: the source of the rates
+    why: paragraphs of reasons
+    budget: tokens to train on, if any
+    dry_run: bytes by part, as counted by a dry run of the real step
     """
 
     plan: Plan
@@ -75,12 +83,12 @@ class PlanPage(NamedTuple):
 
 
 def show_plan(page: PlanPage, *, file: TextIO | None = None) -> None:
-    """Prints the page on `file` (standard output)."""
+    """Prints the page to `file` (standard output)."""
     show_rows(plan_rows(page), file=file)
 
 
 def plan_rows(page: PlanPage) -> Iterator[tuple[str, str]]:
-    """(label, text) for each line; what is nothing has none."""
+    """Yields (label, text) lines; empty parts have none."""
     plan, prediction = page.plan, page.plan.prediction
     yield "model", page.model
     yield "hardware", page.hardware
@@ -109,7 +117,7 @@ def plan_rows(page: PlanPage) -> Iterator[tuple[str, str]]:
 
 
 def mesh_text(plan: Plan) -> str:
-    """`full_shard over 8 ranks`, `hybrid_shard over 8 ranks, in 4 replicas`."""
+    """Returns the mesh as `full_shard over 8 ranks` or `hybrid_shard over 8 ranks, in 4 replicas`."""
     if plan.strategy is Strategy.NO_SHARD:
         return f"{plan.strategy}: {_times(plan.data_parallel, 'replica')}"
     text = f"{plan.strategy} over {_times(plan.shard_degree, 'rank')}"
@@ -121,7 +129,7 @@ def mesh_text(plan: Plan) -> str:
 
 
 def recompute_text(run: Run) -> str:
-    """`every 2nd block`, `offload, every 2nd block`, `full`, `selective`, `offload`, `none`."""
+    """Returns `every 2nd block`, `offload, every 2nd block`, `full`, `selective`, `offload` or `none`."""
     section = run.recompute
     every = section.period
     if section.mode not in ("every", "offload") or (section.mode == "offload" and every == 1):
@@ -187,7 +195,7 @@ def _memory(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def traffic_lines(prediction: Prediction) -> Iterator[str]:
-    """What a step moves to and from the drive, and how fast that wears it, where the step's time is known."""
+    """Yields a step's drive traffic, and how fast it wears the drive if the step's time is known."""
     terms = prediction.offload
     assert terms is not None, "there is a tier"
     all_there = "" if terms.disk_read_bytes else " (the state that an update needs is still in memory)"
@@ -201,7 +209,7 @@ def traffic_lines(prediction: Prediction) -> Iterator[str]:
 
 
 def _outside(prediction: Prediction) -> Iterator[tuple[str, str]]:
-    """What a tier has of the host and the drive."""
+    """Yields the offload target's use of the host and the drive."""
     terms = prediction.offload
     assert terms is not None, "there is a tier"
     capacity = terms.host_capacity_bytes
@@ -219,7 +227,10 @@ def _outside(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def _on_host(terms: ActivationTerms, *, held: int) -> Iterator[tuple[str, str]]:
-    """What activations have of the host; `held`: with what a tier has there."""
+    """Yields the activations' use of the host.
+
+    held: host bytes of activations and the offload target together
+    """
     capacity = terms.host_capacity_bytes
     of = f" of {format_bytes(capacity)}" if capacity is not None else ""
     room = "" if capacity is None or held <= capacity else ": TOO MUCH"
@@ -232,7 +243,7 @@ def _on_host(terms: ActivationTerms, *, held: int) -> Iterator[tuple[str, str]]:
 
 
 def _dry_run(parts: Mapping[str, int], prediction: Prediction) -> Iterator[tuple[str, str]]:
-    """The tensors of the real step beside those that were predicted. `rest` is what no part claims."""
+    """Yields the tensors of the real step beside the predicted ones. `rest` is everything else."""
     terms = prediction.memory.terms()
     predicted = {name: terms.get(name, 0) for name in parts}
     predicted["rest"] = prediction.memory.total - sum(predicted.values())
@@ -258,7 +269,7 @@ def _time(prediction: Prediction) -> Iterator[tuple[str, str]]:
 def _bars(
     terms: Mapping[str, float], show: Callable[[float], str], *, whole: float
 ) -> Iterator[tuple[str, str]]:
-    """A line for each term: its figure, its part of the `whole`, and that as a bar. Crumbs share a line."""
+    """Yields one line per term with its figure, its share of `whole` and a bar. Small terms share a line."""
     crumbs = {label: value for label, value in terms.items() if value < CRUMB * whole}
     shown = {label: value for label, value in terms.items() if label not in crumbs}
     shown["other"] = sum(crumbs.values())
@@ -293,13 +304,13 @@ def _spending(budget: Budget, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def format_duration(seconds: float) -> str:
-    """`90` -> `1 min 30 s`; from two days on `41.2 days`."""
+    """Returns a readable time: `90` -> `1 min 30 s`; from two days on, `41.2 days`."""
     days = seconds / 86400
     return format_seconds(seconds) if days < 2 else f"{days:,.1f} days"
 
 
 def _rounded(value: float) -> str:
-    """`1234567.8` -> `1,234,568`; small figures keep two digits behind the point."""
+    """Returns `1234567.8` as `1,234,568`; small figures keep two decimals."""
     return f"{value:,.0f}" if value >= 100 else f"{value:,.2f}"
 
 

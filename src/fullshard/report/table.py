@@ -1,4 +1,4 @@
-"""The short table after a run: a Measurement as a person reads it, beside its prediction if there is one."""
+"""The short table after a run: a Measurement in readable form, beside its prediction if there is one."""
 
 import sys
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ from fullshard.system.terminal import printable, printable_line
 def show_measurement(
     measurement: Measurement, *, prediction: Prediction | None = None, file: TextIO | None = None
 ) -> None:
-    """Prints the table on `file` (standard output): fitted to a terminal, plain lines elsewhere.
+    """Prints the table to `file` (standard output): fitted to a terminal, plain lines elsewhere.
 
-    With a `prediction`, bytes and seconds by term stand beside the predicted ones, in a table of their own.
+    With a `prediction`, a second table compares bytes and seconds with the predicted ones, term by term.
     """
     out: TextIO = file or sys.stdout
     rows = [
@@ -47,7 +47,9 @@ def show_measurement(
 def measurement_rows(
     measurement: Measurement, *, prediction: Prediction | None = None
 ) -> Iterator[tuple[str, str]]:
-    """(label, text) for each line. None for what was not measured, or stands beside a `prediction`."""
+    """Yields (label, text) lines. Figures that were not measured, or that `prediction`'s table has, are left
+    out.
+    """
     m = measurement
     yield (
         "run",
@@ -141,6 +143,6 @@ def _memory(peak: PeakBytes) -> Iterator[tuple[str, str]]:
 
 
 def _flops(count: float) -> str:
-    """`1.02e11` -> `102 GFLOP`."""
+    """Returns a readable FLOP count: `1.02e11` -> `102 GFLOP`."""
     text = format_count(count)
     return f"{text[:-1]} {text[-1]}FLOP" if text[-1].isalpha() else f"{text} FLOP"

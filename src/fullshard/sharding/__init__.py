@@ -1,1 +1,1 @@
-"""Plan -> the user's own nn.Module, in place, on DTensors."""
+"""Applies a Plan to the user's own nn.Module, in place, on DTensors."""

@@ -1,27 +1,29 @@
-"""What blocks save for backward goes to the host, and comes back before their backward.
+"""Activation offload: tensors that blocks save for backward move to the host, and return for backward.
 
 [Note: moving activations]
 Each storage that a block's forward saves is copied whole, once, however many views of it are saved:
 
-forward    when a block is done, what it saved leaves: copied to the host while the next of these blocks
-           computes. When that one is done, computing waits for the copies, and the storages may go. So at
-           most two blocks' are on the device: one that leaves, and one that computes.
-backward   the first that a block's backward asks for brings all that it saved, and begins to bring what the
-           block before it saved, which comes beside this one's backward.
-the last   of the blocks saves on the device: its backward is the next thing, or nearly.
+forward    When a block is done, its saved storages are copied to the host while the next of these blocks
+           computes. When that block is done, the computing stream waits for the copies, and the storages may
+           be freed. So at most two blocks' storages are on the device: one being copied, one being computed.
+backward   The first saved tensor that a block's backward requests brings back all that the block saved. It
+           also starts the copies for the preceding block, which run beside this block's backward.
+last       The last of the blocks saves on the device: its backward runs next, or nearly so.
 
-What stays as it is: parameters (the engine frees and gathers their storages by itself, and a copy of one
-would keep it whole) and buffers; storages that are small beside the block's input; and tensors that are no
-plain strided ones, or on another device. As without hooks, a tensor that is changed in place after it was
-saved is an error in backward; torch checks none that passes through hooks, so this does.
+These stay on the device: parameters (FSDP2 frees and gathers their storages itself, and a copy of one would
+keep it whole); buffers; storages that are small compared with the block's input; tensors that are not plain
+strided ones, or are on another device.
 
-Copies are on one stream: they wait for what computing has done until they are issued, and computing waits for
-their event. Memory of the device is allocated on the computing stream, and held until it has waited: so none
-is given to another use while a copy reads or writes it. Pinned memory that a copy still reads is kept from
-other uses by torch's own allocator of it, which knows of the copy.
+As without hooks, changing a tensor in place after it was saved is an error in backward. Torch does not check
+tensors that pass through hooks, so this module does.
 
-On the CPU both sides are one memory: what leaves is copied, and the copy is what comes back. So nothing is
-gained there, but the same is done.
+Copies run on one stream. They wait for the computation enqueued before them, and the computing stream waits
+for their event. Device memory is allocated on the computing stream, and held until that has waited, so that
+it is never reused while a copy reads or writes it. Pinned memory that a copy still reads is kept from reuse
+by torch's own pinned allocator, which knows of the copy.
+
+On the CPU, device and host memory are the same: a saved tensor is copied, and the copy is what backward gets.
+This saves nothing, but runs the same steps.
 """
 
 import weakref
@@ -47,10 +49,11 @@ Forward = Callable[..., Any]
 def offload_activations(
     blocks: Sequence[nn.Module], *, least: float, device: DeviceType, lane: HostCopy | None = None
 ) -> None:
-    """Makes `blocks`, in order of use, keep on the host what they save. See [Note: moving activations].
+    """Makes `blocks`, given in order of use, keep saved tensors on the host. See [Note: moving activations].
 
-    `least`: the part of a block's input that a storage must have to be moved. `device`: the plan's. `lane`:
-    what copies, in place of the device's own.
+    least: smallest storage to move, as a fraction of the bytes of the block's input
+    device: the plan's device
+    lane: copier, in place of the device's own
     """
     mover = ActivationOffloader(device, lane=lane)
     for block in blocks:
@@ -58,7 +61,7 @@ def offload_activations(
 
 
 def _moved(block: nn.Module, mover: "ActivationOffloader", *, least: float | None) -> Forward:
-    """The block's forward under the hooks of `mover`; `least` None: nothing moves."""
+    """Returns the block's forward under the hooks of `mover`. If `least` is None, nothing moves."""
     forward = block.forward
 
     @wraps(forward)
@@ -78,8 +81,15 @@ def _moved(block: nn.Module, mover: "ActivationOffloader", *, least: float | Non
 
 @dataclass(eq=False)
 class Storage:
-    """One storage of the device that was saved. On the device it is `source`, until it has left, and then
-    `copy`, once it is brought back; both are flat views of all of it."""
+    """One device storage that was saved.
+
+    source: flat view of all of it on the device, until it has been copied to the host
+    host: its copy on the host
+    copy: flat view of all of it on the device, once it was copied back
+    coming: the copy back that computing has not waited for
+    version: version of the tensor when it was saved
+    overwritten: whether it was changed in place since
+    """
 
     reference: "weakref.ref[torch.UntypedStorage]"
     version: int
@@ -90,7 +100,7 @@ class Storage:
     overwritten: bool = False
 
     def check(self) -> None:
-        """Notes if the source was changed in place since it was saved."""
+        """Records whether the source was changed in place since it was saved."""
         if self.source is not None and self.source._version != self.version:
             self.overwritten = True
 
@@ -105,9 +115,13 @@ class PendingFetch:
 
 @dataclass(eq=False)
 class BlockForward:
-    """One forward of one block. `before`: the one before it; `saved`: what of it somebody still needs.
-    `least_bytes`: smaller storages stay; None: all do. `held`: storages that stay too; None: not known
-    beforehand, since parameters are yet to be gathered."""
+    """One forward of one block.
+
+    least_bytes: smaller storages stay on the device; if None, all do
+    before: the forward before it
+    held: parameters' and buffers' storages, which stay too; None if unknown until parameters are gathered
+    saved: storages that are still needed
+    """
 
     block: nn.Module
     device: torch.device | None
@@ -118,7 +132,7 @@ class BlockForward:
     is_in_backward: bool = False
 
     def keeps_on_device(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is kept as autograd would keep it."""
+        """Returns whether `tensor` stays on the device, as autograd would keep it."""
         if self.least_bytes is None or tensor.device != self.device:
             return True
         if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
@@ -134,7 +148,7 @@ class BlockForward:
 
 
 class KeptTensor(NamedTuple):
-    """A saved tensor that stays, and its version when it was saved."""
+    """A saved tensor that stays on the device, and its version when it was saved."""
 
     call: BlockForward
     tensor: Tensor
@@ -142,7 +156,7 @@ class KeptTensor(NamedTuple):
 
 
 class MovedView(NamedTuple):
-    """A saved tensor whose storage is moved."""
+    """A saved tensor whose storage is moved, as a view of that storage."""
 
     call: BlockForward
     storage: Storage
@@ -153,10 +167,10 @@ class MovedView(NamedTuple):
 
 
 class ActivationOffloader:
-    """What is on its way from and to the host, for all blocks of a model.
+    """Copies in progress from and to the host, for all blocks of a model.
 
-    Invariant: a tensor of the device that the lane reads or writes is held here until computing has waited
-    for the lane.
+    Invariant: a device tensor that the lane reads or writes is held here until computing has waited for the
+        lane.
     """
 
     def __init__(self, device: DeviceType, *, lane: HostCopy | None = None) -> None:
@@ -168,7 +182,7 @@ class ActivationOffloader:
         self._coming: list[PendingFetch] = []
 
     def enter(self, block: nn.Module, entering: Tensor | None, *, least_bytes: float | None) -> BlockForward:
-        """A forward begins, of a block that `entering` enters."""
+        """Begins a forward of a block whose input is `entering`."""
         gathered = not any(isinstance(parameter, DTensor) for parameter in block.parameters())
         call = BlockForward(
             block,
@@ -181,9 +195,9 @@ class ActivationOffloader:
         return call
 
     def pack(self, call: BlockForward, tensor: Tensor) -> KeptTensor | MovedView:
-        """Autograd saves `tensor`."""
+        """Packs a `tensor` that autograd saves."""
         if call.keeps_on_device(tensor):
-            # Not the tensor itself: of an output that would be a cycle, which nothing frees.
+            # Detached: the output of an operation would form a reference cycle, which is never freed.
             return KeptTensor(call, tensor.detach(), tensor._version)
         storage = self._storage(tensor)
         if not any(reference() is storage for reference in call.saved):
@@ -191,13 +205,13 @@ class ActivationOffloader:
         return MovedView(call, storage, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def leave(self, call: BlockForward) -> None:
-        """The forward is done: what the one before it saved is gone, and what it saved leaves."""
+        """Ends the forward: frees the sources of the previous one, and starts copying those of this one."""
         while self._leaving:
             ticket, storages = self._leaving.pop()
             self._lane(call).wait(ticket)
             for storage in storages:
                 _drop_source(storage)
-        for coming in self._coming:  # left by a backward that broke off
+        for coming in self._coming:  # left by an interrupted backward
             self._lane(call).wait(coming.ticket)
         self._coming.clear()
         leaving = [one for one in _alive(call) if one.source is not None and one.host is None]
@@ -207,11 +221,11 @@ class ActivationOffloader:
         if lane.beside:
             self._depart(leaving, lane)
             return
-        for storage in leaving:  # one at a time, so that no more than one is there twice
+        for storage in leaving:  # one at a time, so that at most one is in memory twice
             self._depart([storage], lane)
 
     def unpack(self, saved: KeptTensor | MovedView) -> Tensor:
-        """Backward asks for a saved tensor."""
+        """Returns a saved tensor to backward."""
         self._begin_backward(saved.call)
         if isinstance(saved, KeptTensor):
             if saved.tensor._version != saved.version:
@@ -237,7 +251,7 @@ class ActivationOffloader:
         return self._own
 
     def _storage(self, tensor: Tensor) -> Storage:
-        """The storage of `tensor`, as it is now: noted before, or noted now."""
+        """Returns the record of `tensor`'s storage in its present version, and makes one if there is none."""
         key = (storage_key(tensor), tensor._version)
         found, storage = self._storages.get(key), tensor.untyped_storage()
         if found is None or found.reference() is not storage:
@@ -257,7 +271,9 @@ class ActivationOffloader:
             self._leaving.append((ticket, storages))
 
     def _begin_backward(self, call: BlockForward) -> None:
-        """The first that backward asks of a call brings all of it, and then what it will ask for next."""
+        """Copies back all storages of a forward on its first use in backward, then starts on the preceding
+        one.
+        """
         if call.is_in_backward:
             return
         call.is_in_backward = True
@@ -298,7 +314,7 @@ def _drop_source(storage: Storage) -> None:
 
 
 def _held_by(block: nn.Module) -> set[int]:
-    """Storages of what a block holds; of what is not gathered there are none yet."""
+    """Returns the storages of a block's parameters and buffers, except parameters that are not gathered."""
     held = [*block.parameters(), *block.buffers()]
     return {storage_key(tensor) for tensor in held if not isinstance(tensor, DTensor)}
 

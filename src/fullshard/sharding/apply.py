@@ -1,7 +1,7 @@
-"""shard(model, plan): the plan applied to a module, in the order that must hold.
+"""shard(model, plan): applies the plan to a module, in the order that must hold.
 
 Recompute, then compile (both per block), then `fully_shard` from the innermost unit to the root, then values.
-The optimizer comes after: built before, it would hold parameters that are no longer the model's.
+The optimizer is built afterwards: one built earlier would hold parameters that the model no longer has.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ from fullshard.spec.plan import DeviceType, Plan, check_runs
 
 @dataclass(frozen=True)
 class Meshes:
-    """The plan's mesh, and the one of units that are left unsharded (made only if there are any)."""
+    """The plan's mesh, and the mesh of units left unsharded (made only if there are any)."""
 
     main: DeviceMesh
     unsharded: DeviceMesh
@@ -48,19 +48,21 @@ class Meshes:
 
 
 class ShardSink(Protocol):
-    """What takes the values of a model's shards as they come, where its plan keeps them outside."""
+    """Receives each unit's initialised shards when the plan offloads them."""
 
     def start(self, model: nn.Module, *, unset: bool) -> None:
-        """The engine has the parameters; they are on the meta device. `unset`: what `take` gets will be NaN
-        alone, and somebody else brings values."""
+        """Takes over the model, whose parameters FSDP2 holds on the meta device.
+
+        If `unset`, `put_unit` gets NaN only, and a later load sets the values.
+        """
         ...
 
     def put_unit(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Of one unit, by name, with their values; the units come in the order of use."""
+        """Takes the parameters of one unit, by name, with their values. Units come in the order of use."""
         ...
 
     def finish(self) -> None:
-        """Of all units."""
+        """Finishes, after the last unit."""
         ...
 
 
@@ -74,19 +76,23 @@ def shard(
     values: Literal["initialised", "unset"] = "initialised",
     keeper: ShardSink | None = None,
 ) -> nn.Module:
-    """Shards `model` in place as `plan` says, and gives it values. Returns the same module.
+    """Shards `model` in place as `plan` says, and sets its values. Returns the same module.
 
     A model on the meta device is initialised shard by shard, so that its values depend on `run.seed` and the
-    model alone, not on ranks or strategy: by `init(module)`, or the modules' own `reset_parameters`, then
-    the model's `_init_weights(module)`. A model that holds its weights, on every rank or on rank 0 alone,
-    gets rank 0's. One unit at a time is whole on a rank. `units(name, module)` overrides the plan's unit
-    policy. `methods`: names of methods of `model` that compute with its parameters as `forward` does
-    (`generate`), so that these are gathered for them too. `values = "unset"` leaves parameters on the meta
-    device to somebody who sets them (`load_pretrained`): until then their shards are NaN.
+    model only, not on ranks or strategy. The initialiser is `init(module)`, or the modules' own
+    `reset_parameters` and then the model's `_init_weights(module)`. A model that holds its weights, on every
+    rank or on rank 0 only, gets rank 0's. A rank holds at most one whole unit at a time.
 
-    Raises PlanError if the ranks are not the plan's, ShardError for a model that cannot be sharded so. Of a
-    model whose sharding failed nothing can be used. Warns of units too small or too large (UnitSizeWarning),
-    and of a model that lacks some of its weights (InitialisedWarning).
+    units: predicate `units(name, module)` that overrides the plan's unit policy
+    methods: names of methods of `model` that compute with its parameters as `forward` does (`generate`), so
+        that these are gathered for them too
+    values: "unset" leaves parameters on the meta device to be set by a load (`load_pretrained`); until then
+        their shards are NaN
+    keeper: receives the shards if they are offloaded
+
+    Raises PlanError if the ranks are not the plan's, and ShardError for a model that cannot be sharded like
+    this. A model whose sharding failed cannot be used. Warns of units that are too small or too large
+    (UnitSizeWarning), and of a model that lacks some of its weights (MissingWeightsWarning).
     """
     prepared = prepare(model, plan, units=units)
     _refuse_methods(model, methods)
@@ -111,7 +117,10 @@ def shard(
 
 @dataclass(frozen=True)
 class ShardingInputs:
-    """What a model is about to be sharded into. `blocks`: what recompute and the compiler apply to."""
+    """Units, blocks and meshes for sharding a model.
+
+    blocks: the modules that recompute and the compiler apply to
+    """
 
     units: list[Unit]
     blocks: Sequence[nn.Module]
@@ -119,7 +128,7 @@ class ShardingInputs:
 
 
 def prepare(model: nn.Module, plan: Plan, *, units: Predicate | None = None) -> ShardingInputs:
-    """The first part of `shard`: the model is looked at, and stays as it is. Raises what `shard` does."""
+    """Runs the first part of `shard`, which does not change the model. Raises what `shard` does."""
     check_runs(plan.run)
     _refuse(model)
     section = plan.run.sharding.units
@@ -139,8 +148,10 @@ def apply_fully_shard(
     methods: Sequence[str] = (),
     stands_for: DeviceType | None = None,
 ) -> None:
-    """The second part: the engine takes over, with every shard on the meta device. `stands_for`: the device
-    that fake tensors stand for; unset, the plan's."""
+    """Runs the second part of `shard`: applies FSDP2, with every shard on the meta device.
+
+    `stands_for` is the device that fake tensors stand for; by default the plan's.
+    """
     units = prepared.units
     meta_parameters(model, units, plan=plan)
     _recompute_and_compile(prepared.blocks, units, plan=plan, device=stands_for or plan.device)
@@ -154,7 +165,7 @@ def apply_fully_shard(
 
 
 def finish_sharding(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> None:
-    """The last part of `shard`, once shards and buffers are allocated."""
+    """Runs the last part of `shard`, once shards and buffers are allocated."""
     cast_buffers(model, plan.precision)
     apply_prefetch(_in_order_of_use(model, units), plan.run.prefetch)
 
@@ -195,18 +206,18 @@ def _check_overrides(units: Sequence[Unit], plan: Plan) -> None:
 def _recompute_and_compile(
     blocks: Sequence[nn.Module], units: Sequence[Unit], *, plan: Plan, device: DeviceType
 ) -> None:
-    """Replaces `forward`s, not modules: names in the state dict stay as they are."""
+    """Replaces `forward`s, not modules, so that names in the state dict do not change."""
     section = plan.run.recompute
     if not plan.run.run.compile:
         apply_recompute(blocks, section, device=device)
         return
-    if section.mode == "offload":  # by hooks around what is compiled, which then saves as other code does
+    if section.mode == "offload":  # hooks around the compiled forward, which saves tensors like eager code
         for block in blocks:
             block.forward = torch.compile(block.forward)
         apply_recompute(blocks, section, device=device)
         return
-    # Gathering breaks the graph, and what is recomputed must be one graph or none: a block that holds units
-    # is compiled in pieces, and these computed again; another is compiled with what it computes again.
+    # An all-gather breaks the graph, and the compiler recomputes a whole graph or none. So a block that holds
+    # units is compiled first, in pieces, and recomputed around them. Others are compiled with recompute.
     inner = {module for unit in units if not unit.is_root for module in unit.modules}
     in_pieces = [block for block in blocks if any(m in inner for m in block.modules() if m is not block)]
     if in_pieces and section.mode == "selective":
@@ -227,7 +238,7 @@ def _recompute_and_compile(
 def _fully_shard(unit: Unit, plan: Plan, *, meshes: Meshes, scalars: set[nn.Parameter]) -> None:
     settings = unit.settings(plan)
     modules = list(unit.modules)
-    engine = cast(Callable[..., Any], fully_shard)  # its types allow a list of modules only in an overload
+    engine = cast(Callable[..., Any], fully_shard)  # its type allows a list of modules only in an overload
     engine(
         modules if len(modules) > 1 else modules[0],
         mesh=meshes.main if settings.shard_degree == plan.shard_degree else meshes.unsharded,
@@ -238,14 +249,14 @@ def _fully_shard(unit: Unit, plan: Plan, *, meshes: Meshes, scalars: set[nn.Para
     engine_module = cast(FSDPModule, modules[0])
     if plan.device == "cpu":
         use_gloo_collectives(engine_module)
-    # Experts that none of a rank's tokens reached have no gradient there; it must still take part in their
-    # reduction. A torch that has no word for this reduces different parameters on different ranks.
+    # Experts that none of a rank's tokens reached have no gradient there, but the rank must still take part
+    # in their reduction. A torch without this setting reduces different parameters on different ranks.
     if unit.holds_experts and hasattr(engine_module, "set_reduce_scatter_unused_params"):
         engine_module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, whose error about a parameter that is not gathered says so."""
+    """Returns `forward` with a clear error for a parameter that is not gathered."""
 
     @wraps(forward)
     def explained(*args: Any, **kwargs: Any) -> Any:  # signature: the model's own
@@ -266,11 +277,11 @@ def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_order_of_use(model: nn.Module, units: Sequence[Unit]) -> list[FSDPModule]:
-    """The engine's modules, of the units as `_in_forward_order` has them."""
+    """Returns FSDP2's modules of the units, in the order of `_in_forward_order`."""
     return [cast(FSDPModule, unit.modules[0]) for unit in _in_forward_order(model, units)]
 
 
 def _in_forward_order(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
-    """The units in order of registration, the root first: its pre-forward is the first of all."""
+    """Returns the units in order of registration, the root first: its pre-forward runs before all others."""
     by_module = {unit.modules[0]: unit for unit in units}
     return [by_module[module] for module in model.modules() if module in by_module]

@@ -1,4 +1,4 @@
-"""A module tree as sharding sees it: its repeated blocks, what lies around them, and who calls whom."""
+"""Structure of a module tree for sharding: repeated blocks, modules around them, and called modules."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -9,12 +9,12 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether `module` can be called: lists and dicts of modules or parameters only hold them."""
+    """Returns whether `module` can be called: lists and dicts of modules or parameters only hold them."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def called_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules below the root that hold parameters and are called, so that the engine's hooks run."""
+    """Returns modules below the root that hold parameters and are called, so that FSDP2's hooks run."""
     modules = dict(model.named_modules())
     return {
         name: module
@@ -24,7 +24,7 @@ def called_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def nearest_called(modules: Mapping[str, nn.Module], name: str) -> str:
-    """The name of the module itself if it is called, else of the nearest above it; `""` is the root."""
+    """Returns the module's name if it is called, else of the nearest called one above; `""` is the root."""
     while name:
         parent = modules[name.rpartition(".")[0]]
         # Attention reads the weights of its output projection, and never calls it.
@@ -35,16 +35,16 @@ def nearest_called(modules: Mapping[str, nn.Module], name: str) -> str:
 
 
 def holds_parameters(module: nn.Module) -> bool:
-    """Whether `module` or one below it has a parameter."""
+    """Returns whether `module` or a module below it has a parameter."""
     return any(True for _ in module.parameters())
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks: members of the outermost containers that hold modules of one class twice.
+    """Returns the repeated blocks: members of the outermost containers that hold two modules of one class.
 
-    A list of a single block counts too, so that a model of one layer is still a model of blocks. Containers
-    in a container are its stages, and their members the blocks. Where any blocks hold other modules,
-    repeated plain layers (an MLP beside a transformer) are no blocks.
+    A list of a single block counts too, so that a model of one layer still has blocks. Containers in a
+    container are its stages, and their members are the blocks. If any blocks hold other modules, repeated
+    plain layers (an MLP beside a transformer) are not blocks.
     """
     groups = list(_repeated_groups("", model))
     composite = [group for group in groups if _any_composite(group)]
@@ -54,15 +54,15 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 def around_blocks(
     model: nn.Module, blocks: Mapping[str, nn.Module], *, left_out: set[int]
 ) -> list[dict[str, nn.Module]]:
-    """Runs of modules that hold parameters themselves, outside of the blocks, in order of registration.
+    """Returns runs of modules outside the blocks that hold parameters themselves, in order of registration.
 
-    The first run stands before all blocks, the last behind all of them, the others each between two blocks;
-    any may be empty. A module that blocks lie in runs around them: its own parameters are in no run, and
-    neither is a module that holds a parameter of `left_out` (ids).
+    The first run comes before all blocks, the last after all of them, and each other between two blocks; any
+    may be empty. A module that contains blocks is in no run, and neither is a module that holds a parameter
+    of `left_out` (ids).
     """
     runs: list[dict[str, nn.Module]] = [{}]
     modules = dict(model.named_modules())
-    taken = "."  # a module in a run covers all that is below it
+    taken = "."  # a module in a run covers all modules below it
     for name, module in modules.items():
         if name in blocks and (runs[-1] or len(runs) == 1):
             runs.append({})
@@ -99,12 +99,15 @@ def _repeated_groups(name: str, module: nn.Module) -> Iterator[dict[str, nn.Modu
 
 
 def _repeated(name: str, container: nn.Module) -> dict[str, nn.Module]:
-    """The members that repeat: of a list, which is there to be gone through, all if any do; of a sequence or
-    a dict, those of a class that occurs twice."""
+    """Returns the members that repeat.
+
+    If any member of a ModuleList repeats, all of its members count. Of a Sequential or a dict, the members of
+    a class that occurs twice count.
+    """
     members = _members(name, container)
     classes = Counter(type(child) for child in members.values())
     if isinstance(container, nn.ModuleList):
-        single = len(members) == 1 and _any_composite(members)  # one layer, or one that is used many times
+        single = len(members) == 1 and _any_composite(members)  # one layer, possibly used many times
         return members if single or max(classes.values(), default=0) > 1 else {}
     repeated = {key: child for key, child in members.items() if classes[type(child)] > 1}
     composite = {key: child for key, child in repeated.items() if _any_composite({key: child})}
@@ -113,14 +116,14 @@ def _repeated(name: str, container: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_stage(module: nn.Module) -> bool:
-    """A container that is a member of another: of modules that it does not call, or of blocks."""
+    """Returns whether `module` is a container in another one, which holds blocks or is not called itself."""
     if not isinstance(module, _CONTAINERS):
         return False
     return not is_called(module) or _any_composite(_repeated("", module))
 
 
 def _called_below(name: str, module: nn.Module) -> dict[str, nn.Module]:
-    """The topmost called modules below one that is not called."""
+    """Returns the topmost called modules below one that is not called."""
     found: dict[str, nn.Module] = {}
     for key, child in _members(name, module).items():
         found |= {key: child} if is_called(child) else _called_below(key, child)
@@ -143,5 +146,5 @@ def _is_inside(name: str, blocks: Mapping[str, nn.Module]) -> bool:
 
 
 def _is_below(name: str, above: str) -> bool:
-    """Every module is below the root, whose name is empty; the root is not."""
+    """Returns whether `name` is below `above`. The root's name is empty; all other modules are below it."""
     return name.startswith(f"{above}.") if above else bool(name)

@@ -1,6 +1,6 @@
-"""Collectives that the engine is given in place of its own, where its own are poor.
+"""Collectives that replace FSDP2's own on gloo, where these are slow or need more memory.
 
-Each is a range of its own in a profiler's trace, by which `fullshard.profiler.trace` tells the kinds apart.
+Each has its own range in a profiler's trace, by which `fullshard.profiler.trace` distinguishes the kinds.
 """
 
 from collections.abc import Sequence
@@ -12,22 +12,23 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
-_REDUCTION = 1  # the tag of its messages: a gather ahead of time may be on its way between the same ranks
+_REDUCTION = 1  # message tag: a prefetched all-gather may run between the same ranks
 
 
 class DirectReduceScatter:
-    """Reduce-scatter for gloo: every rank sends every other its chunk, and adds up what it gets of its own.
+    """Reduce-scatter for gloo: each rank sends every other its chunk, and adds up the chunks it receives.
 
-    gloo's own all-reduces a copy of its input: twice the bytes that have to go anywhere. This took 0.5× the
-    time of an all-reduce in place for 26 MB over two ranks, 0.6× over three and four, and needs no memory:
-    the first chunk arrives in the output, each other where one was that is sent. The sum is of one rank after
-    the other, from the own one backwards, in the dtype reduced in.
+    gloo's own all-reduces a copy of its input, which moves twice the necessary bytes. Compared with an
+    all-reduce in place, this took 0.5× the time for 26 MB over two ranks, and 0.6× over three and four. It
+    needs no extra memory: the first chunk arrives in the output, and each later one in the place of a chunk
+    already sent. The sum starts with the rank's own chunk and continues with those of the preceding ranks, in
+    the reduce dtype.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(  # the engine's signature; the input is used up
+    def __call__(  # FSDP2's signature; the input is overwritten
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
@@ -51,16 +52,16 @@ class DirectReduceScatter:
 
 
 class DirectAllGather:
-    """All-gather for gloo: every rank sends its chunk to every other, straight into its place.
+    """All-gather for gloo: every rank sends its chunk to every other, straight into its place in the output.
 
-    gloo's own gathers into a second buffer as large as the result, and its thread lets go of both late. This
-    took 0.6× the time for 4 MB over two ranks, and the peak is what the shapes say.
+    gloo's own gathers into a second buffer as large as the result, and its thread frees both late. This took
+    0.6× the time for 4 MB over two ranks, and its peak memory follows from the shapes alone.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(  # the engine's signature; the input lies in its place in the output already
+    def __call__(  # FSDP2's signature; the input already lies in its place in the output
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
         ranks, own, length = dist.get_world_size(group), dist.get_rank(group), input_tensor.numel()
@@ -71,7 +72,7 @@ class DirectAllGather:
                 chunk = output_tensor.narrow(0, source * length, length)
                 works.append(dist.irecv(chunk, group=group, group_src=source))
                 works.append(dist.isend(input_tensor, group=group, group_dst=target))
-            # The engine takes one thing to wait for, or none: all but the last are waited for here.
+            # FSDP2 accepts at most one Work to wait for: all except the last are waited for here.
             last = works.pop() if async_op and works else None
             _wait(works)
         return last
@@ -84,6 +85,6 @@ def _wait(works: Sequence[dist.Work | None]) -> None:
 
 
 def use_gloo_collectives(unit: FSDPModule) -> None:
-    """For a unit on a CPU mesh."""
+    """Sets both collectives on a unit of a CPU mesh."""
     unit.set_custom_all_gather(cast(Any, DirectAllGather()))
     unit.set_custom_reduce_scatter(cast(Any, DirectReduceScatter()))

@@ -1,4 +1,4 @@
-"""How tensors get from a device to its host and back: on a CUDA stream, in plain memory, or only told."""
+"""Copies of tensors between a device and its host: on a CUDA stream, in plain memory, or only reported."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
@@ -9,33 +9,35 @@ from torch import Tensor
 from fullshard.spec.plan import DeviceType
 
 Way = Literal["out", "back", "wait"]
-Tell = Callable[[Way, int], None]  # what is done, and how many bytes of one storage (0 for a wait)
+Tell = Callable[[Way, int], None]  # the act, and the bytes of one storage (0 for a wait)
 
 
 class HostCopy(Protocol):
-    """Copies flat tensors. `beside`: while computing goes on, so that what it reads from (`leave`) and writes
-    to (`fetch`) must be held until computing has waited for the ticket. A ticket of None needs no waiting.
+    """Copies flat tensors. A ticket marks the end of some copies; a ticket of None needs no waiting.
 
-    What stands for a tensor on the host is the lane's own affair.
+    The form in which tensors are kept on the host is up to the implementation.
+
+    beside: whether copies run concurrently with computing; the tensors that `to_host` reads and `to_device`
+        writes must then be kept until computing has waited for the ticket
     """
 
     beside: bool
 
     def to_host(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
-        """Copies to the host, after what was computed until now."""
+        """Copies to the host, after all computation enqueued so far. Returns the copies and their ticket."""
         ...
 
     def to_device(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
-        """Copies back; the host's own may be dropped at once."""
+        """Copies back to the device. The host's copies may be dropped at once."""
         ...
 
     def wait(self, ticket: Any) -> None:
-        """What is computed from now on comes after the copies of `ticket`."""
+        """Makes computation enqueued from now on wait for the copies of `ticket`."""
         ...
 
 
 class CpuHostCopy:
-    """On the CPU: out of the device's memory is into it. What comes back is the copy that was made."""
+    """Copies on the CPU, where device and host memory are the same. `to_device` returns the copies made."""
 
     beside = False
 
@@ -50,7 +52,7 @@ class CpuHostCopy:
 
 
 class CudaHostCopy:
-    """Through pinned memory, on one stream, so that what comes back comes after it has left."""
+    """Copies through pinned memory, on one stream, so that a copy back runs after the copy out."""
 
     beside = True
 
@@ -67,8 +69,8 @@ class CudaHostCopy:
             return list(hosts), self._stream.record_event()
 
     def to_device(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
-        # Allocated on the computing stream: its memory may have been another tensor's until just now, so the
-        # copy waits for that stream too.
+        # Allocated on the computing stream, where another tensor may have used this memory until just now. So
+        # the copy waits for that stream too.
         flats = [torch.empty(host.shape, dtype=host.dtype, device=device) for host in hosts]
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -81,14 +83,14 @@ class CudaHostCopy:
 
 
 class AbsentTensor(NamedTuple):
-    """A tensor on a host that is not there."""
+    """Placeholder for a host tensor that is not allocated."""
 
     numel: int
     dtype: torch.dtype
 
 
 class FakeHostCopy:
-    """For fake tensors, which stand for a GPU's and lie on none: copies nothing, and tells what would be."""
+    """Copies nothing, for fake tensors that stand for a GPU's, and reports the copies to a callback."""
 
     beside = True
 
@@ -115,7 +117,7 @@ class FakeHostCopy:
 
 
 def lane_for(device: DeviceType, actual: torch.device) -> HostCopy:
-    """The lane of a plan for `device` whose tensors lie on `actual`."""
+    """Returns the copier of a plan for `device` whose tensors lie on `actual`."""
     if device == "cpu":
         return CpuHostCopy()
     return CudaHostCopy(actual) if actual.type == "cuda" else FakeHostCopy()

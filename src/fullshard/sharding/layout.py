@@ -1,4 +1,4 @@
-"""layout(model): who holds what."""
+"""layout(model): a table of the parameters that this rank holds."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,10 @@ from fullshard.quantities import format_bytes, format_count
 
 @dataclass(frozen=True)
 class LayoutRow:
-    """One parameter as this rank holds it. `aliases`: the other names of a tied parameter."""
+    """One parameter as this rank holds it.
+
+    aliases: the other names of a tied parameter
+    """
 
     unit: str
     parameter: str
@@ -28,7 +31,7 @@ class LayoutRow:
 
 @dataclass(frozen=True)
 class Layout:
-    """All parameters of a model in order; prints as a table of one line each."""
+    """All parameters of a model in order. Prints as a table with one line per parameter."""
 
     rows: tuple[LayoutRow, ...]
 
@@ -56,9 +59,9 @@ class Layout:
 
 
 def sharding_table(model: nn.Module) -> Layout:
-    """Which unit, shape, dtype, device and placement each parameter of `model` has on this rank.
+    """Returns the unit, shape, dtype, device and placement of each parameter of `model` on this rank.
 
-    Works for a sharded module, and for one that is not (every parameter is then whole, in no unit).
+    Works for a sharded module, and for an unsharded one (every parameter is then whole, in no unit).
     """
     units = _unit_names(model)
     names: dict[int, list[str]] = {}
@@ -91,9 +94,9 @@ def _row(parameter: nn.Parameter, names: list[str], *, units: dict[str, str]) ->
 
 
 def _unit_names(model: nn.Module) -> dict[str, str]:
-    """Module name -> the name of the unit that gathers its own parameters.
+    """Returns module name -> the name of the unit that gathers its own parameters.
 
-    Modules of one unit share the engine's state, which is how they are known to belong together.
+    Modules of one unit share FSDP2's state object, which identifies the unit.
     """
     grouped: dict[int, list[str]] = {}
     for name, module in model.named_modules():

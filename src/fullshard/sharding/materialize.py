@@ -1,12 +1,14 @@
 """Values for a module that was sharded on the meta device: initialised, or rank 0's.
 
 [Note: the same values at any rank count]
-Modules initialise whole parameters, and each rank then cuts its shard out. One unit at a time is whole; the
-other parameters stand on the meta device meanwhile, where writing costs nothing, so that a module may
-initialise what it holds across units. Every random operation is seeded by the run's seed, the name of the
-module whose initialiser runs, and how many random operations that has made before, those on the meta device
-counted in. So values depend neither on ranks nor strategy nor units. (DTensor's own random operators do not
-work on CPU meshes, and give each mesh its own numbers.)
+Modules initialise whole parameters, and each rank then cuts out its shard. One unit at a time is whole. The
+other parameters are on the meta device meanwhile, where writes cost nothing, so that a module may initialise
+parameters of several units.
+
+Every random operation is seeded by the run's seed, the name of the module whose initialiser runs, and the
+number of random operations that it has run before, including those on the meta device. So values depend
+neither on ranks nor strategy nor units. (DTensor's own random operators do not work on CPU meshes, and give
+each mesh its own numbers.)
 """
 
 import hashlib
@@ -35,10 +37,10 @@ Keep = Callable[[Mapping[str, nn.Parameter]], None]
 
 @contextmanager
 def parameters_on_meta() -> Generator[None]:
-    """Within it, modules put their parameters on the meta device, and compute their buffers as usual.
+    """Makes modules put their parameters on the meta device, and compute their buffers as usual, while open.
 
-    For modules that fill buffers in their constructor and could not fill them again later. Not for threads
-    that build modules at the same time: it swaps `nn.Module.register_parameter`.
+    For modules that fill buffers in their constructor and could not fill them again later. It replaces
+    `nn.Module.register_parameter`, so other threads must not build modules at the same time.
     """
     register = nn.Module.register_parameter
 
@@ -59,8 +61,9 @@ def parameters_on_meta() -> Generator[None]:
 def meta_parameters(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> None:
     """Replaces every parameter by one on the meta device, trainable ones in their unit's master dtype.
 
-    Ties stay tied. Frozen parameters keep their dtype: they have no update to lose. Scalars, which cannot be
-    sharded, likewise become meta parameters, and real ones again in `fill`.
+    Ties are kept. Frozen parameters keep their dtype: they have no updates that rounding could lose. Scalars,
+    which cannot be sharded, also become meta parameters, and real ones again in `initialise_shards` or
+    `allocate`.
     """
     masters = {
         id(p): TORCH_DTYPE[unit_precision(unit.override, plan).master]
@@ -94,10 +97,11 @@ def initialise_shards(
     init: Initialise | None,
     keep: Keep | None = None,
 ) -> None:
-    """Allocates the shards and gives them values, unit by unit; then the buffers. `keep` gets each unit's.
+    """Allocates the shards and sets their values, unit by unit, and then the buffers.
 
-    See [Note: the same values at any rank count]. `values` is emptied as it is used, so that rank 0 lets go
-    of what it has given. Raises ShardError for what nothing initialises.
+    See [Note: the same values at any rank count]. `keep` gets the parameters of each unit. `values` is
+    emptied as it is used, so that rank 0 frees the values that it has sent. Raises ShardError for parameters
+    and buffers that nothing initialises.
     """
     filler = _Filler(model, device_of(plan), seed=plan.run.run.seed, init=init)
     filler.register(filler.stand_ins)
@@ -115,7 +119,10 @@ def initialise_shards(
 def allocate(
     model: nn.Module, units: Sequence[Unit], *, values: Rank0Values, plan: Plan, keep: Keep | None = None
 ) -> None:
-    """As `fill`, but parameters that `values` lacks are NaN: somebody else sets them."""
+    """Allocates shards as `initialise_shards` does, and sets those that `values` has.
+
+    The others are NaN, and are set by a later load.
+    """
     filler = _Filler(model, device_of(plan), seed=plan.run.run.seed, init=None)
     for unit in units:
         for name in [name for name in filler.names_in(unit) if name not in values.tensors]:
@@ -129,10 +136,10 @@ def allocate(
 
 
 def initialise(model: nn.Module, names: Iterable[str], *, plan: Plan, init: Initialise | None = None) -> None:
-    """Gives the parameters `names` of a sharded model (or of a plain one) the values that `shard` would have.
+    """Sets the parameters `names` of a sharded (or plain) model to the values that `shard` would give them.
 
-    See [Note: the same values at any rank count]; one module's are whole at a time. Raises ShardError for
-    names that the model does not have, and for what nothing initialises.
+    See [Note: the same values at any rank count]. One module's parameters are whole at a time. Raises
+    ShardError for names that the model does not have, and for parameters that nothing initialises.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -154,7 +161,7 @@ def initialise(model: nn.Module, names: Iterable[str], *, plan: Plan, init: Init
 
 
 def allocate_fake(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Allocates on the CPU what `fill` would, and sets no value: for tensors that are fake, and have none."""
+    """Allocates shards and buffers on the CPU without values, for fake tensors, which have none."""
     filler = _Filler(model, torch.device("cpu"), seed=0, init=None)
     filler.register({name: filler.unset(name) for name in filler.parameters})
     for unit in units:
@@ -168,9 +175,9 @@ def allocate_fake(model: nn.Module, units: Sequence[Unit]) -> None:
 def materialize(
     model: nn.Module, *, seed: int, device: torch.device | None = None, init: Initialise | None = None
 ) -> nn.Module:
-    """Gives an unsharded meta model, on this process alone, the very values that `shard` would. Returns it.
+    """Gives an unsharded meta model, on this process alone, exactly the values that `shard` would.
 
-    Raises ShardError for what nothing initialises.
+    Returns the model. Raises ShardError for parameters and buffers that nothing initialises.
     """
     filler = _Filler(model, device or torch.device("cpu"), seed=seed, init=init)
     filler.register(filler.stand_ins)
@@ -185,7 +192,12 @@ def materialize(
 
 
 class _Filler:
-    """Fills one model. `parameters`: by first name; `slots`: where in the model each of them hangs."""
+    """Fills one model.
+
+    parameters: by first name
+    slots: the modules and keys under which each parameter is registered
+    stand_ins: a meta parameter for each
+    """
 
     def __init__(self, model: nn.Module, device: torch.device, *, seed: int, init: Initialise | None) -> None:
         self.model, self.device, self.seed = model, device, seed
@@ -202,18 +214,18 @@ class _Filler:
         }
 
     def register(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Registers them wherever the parameters of these names belong."""
+        """Registers parameters wherever those of the same names belong."""
         for name, parameter in parameters.items():
             for module, key in self.slots[name]:
                 module._parameters[key] = parameter  # pyright: ignore[reportPrivateUsage]
 
     def names_in(self, unit: Unit) -> list[str]:
-        """The unit's own parameters; with the root's, the scalars, which are in no unit."""
+        """Returns the names of the unit's parameters; the root also has the scalars, which are in no unit."""
         scalars = [name for name, p in self.parameters.items() if p.ndim == 0] if unit.is_root else []
         return [*scalars, *unit.parameters]
 
     def fill_unit(self, unit: Unit, whole: dict[str, Tensor], *, values: Rank0Values) -> None:
-        """From `whole`, which is emptied, else from `values`. No more than this unit is whole at any time."""
+        """Fills a unit from `whole`, which is emptied, else from `values`. Only this unit is whole then."""
         for name in self.names_in(unit):
             if name in whole or name in values.tensors:
                 value = whole.pop(name) if name in whole else values.take(name, self.device)
@@ -222,7 +234,7 @@ class _Filler:
             unit.parameters[name] = self.parameters[name]
 
     def _put(self, name: str, data: Tensor) -> None:
-        """The engine knows its parameter by identity, so a DTensor changes its data; a scalar is replaced."""
+        """Sets a parameter's data. FSDP2 knows a DTensor by identity, which is kept; a scalar is replaced."""
         old = self.parameters[name]
         new = nn.Parameter(data, requires_grad=old.requires_grad)
         if isinstance(old, DTensor):
@@ -231,7 +243,7 @@ class _Filler:
             self.parameters[name] = new
 
     def unset(self, name: str) -> nn.Parameter:
-        """Puts a shard that holds no value in the place of the parameter, and returns that."""
+        """Replaces the parameter by a shard without values, and returns it."""
         old = self.parameters[name]
         shape = old.to_local().shape if isinstance(old, DTensor) else old.shape
         local = torch.empty(shape, dtype=old.dtype, device=self.device)
@@ -239,7 +251,7 @@ class _Filler:
         return self.parameters[name]
 
     def initialised(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Whole, initialised values of these parameters, in fp32 (or their own dtype if frozen)."""
+        """Returns whole, initialised values of these parameters, in fp32 (or their own dtype if frozen)."""
         if not names:
             return {}
         self.register({name: self._uninitialised(self.parameters[name]) for name in names})
@@ -261,12 +273,15 @@ class _Filler:
         return nn.Parameter(data, requires_grad=False)
 
     def _run_initialisers(self, concerned: set[nn.Module]) -> None:
-        """Children before parents, as `nn.Module.apply` does: a parent may refine what its child has set."""
+        """Initialises children before parents, as `nn.Module.apply` does.
+
+        A parent may refine its child's values.
+        """
         with _random_states_kept(self.device), torch.no_grad():
             for module in self.order:
                 if module in concerned:
                     seed = _seed_of(self.seed, self.names[module])
-                    random.seed(seed)  # for initialisers that draw from these, who knows why
+                    random.seed(seed)  # for initialisers that use Python's or NumPy's generator
                     np.random.seed(seed % 2**32)
                     with _SeededRandom(self.seed, self.names[module], device=self.device):
                         self._initialise_module(module)
@@ -300,7 +315,7 @@ class _Filler:
                 )
 
     def fill_buffers(self, values: Rank0Values) -> None:
-        """Rank 0's buffers where it has them; else the module computes them again; else ShardError."""
+        """Sets buffers to rank 0's, else the module computes them again. Raises ShardError if it cannot."""
         real = {
             id(buffer): values.take(name, self.device).clone()
             for name, buffer in self.model.named_buffers()
@@ -337,7 +352,7 @@ class _Filler:
 
 
 class _SeededRandom(TorchDispatchMode):
-    """Seeds each random operation on its own. See [Note: the same values at any rank count]."""
+    """Seeds each random operation separately. See [Note: the same values at any rank count]."""
 
     def __init__(self, seed: int, name: str, *, device: torch.device) -> None:
         super().__init__()
@@ -364,7 +379,7 @@ def _random_states_kept(device: torch.device) -> Generator[None]:
 
 
 def _cut(whole: Tensor, parameter: nn.Parameter) -> Tensor:
-    """This rank's part of `whole`, as `parameter` is placed; every rank has the same `whole`."""
+    """Returns this rank's part of `whole`, as `parameter` is placed. Every rank has the same `whole`."""
     if not isinstance(parameter, DTensor):
         return whole.to(parameter.dtype, copy=True)
     mesh, placements, local = parameter.device_mesh, parameter.placements, whole
@@ -372,30 +387,30 @@ def _cut(whole: Tensor, parameter: nn.Parameter) -> Tensor:
         if placement.is_shard(0):
             chunks, rank = local.chunk(mesh.size(axis)), mesh.get_local_rank(axis)
             local = chunks[rank] if rank < len(chunks) else local[:0]
-    # A copy, or the shard would keep the whole tensor's storage alive.
+    # A copy: a view would keep the whole tensor's storage alive.
     return _as_placed(local.to(parameter.dtype, copy=True), parameter)
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part, which shares its memory."""
+    """Returns this rank's part of a tensor, which shares its memory."""
     return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def device_of(plan: Plan) -> torch.device:
-    """The one that this rank of the plan computes on."""
+    """Returns the device on which this rank of the plan computes."""
     on_cuda = plan.device == "cuda"
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
 def _as_placed(local: Tensor, like: DTensor) -> DTensor:
-    """This rank's part of a tensor with the shape and placements of `like`."""
+    """Makes `local` this rank's part of a DTensor with the shape and placements of `like`."""
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
 def _fill_nan(tensor: Tensor) -> None:
-    """NaN: what still has it after initialisation was never set."""
+    """Fills with NaN, which marks values that no initialiser sets."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
 
@@ -443,10 +458,10 @@ def _post_order(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _class_name(module: nn.Module) -> str:
-    """The name of the user's class; the engine's own, made from it, has a prefix."""
+    """Returns the name of the user's class, without the prefix of the class that FSDP2 derives from it."""
     return type(module).__name__.removeprefix("FSDP")
 
 
 def _seed_of(seed: int, name: str) -> int:
-    """63 bits of a hash of both: modules' numbers are independent, and stay so when names are added."""
+    """Returns 63 bits of a hash of both: modules' seeds are independent, also when names are added."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1

@@ -1,4 +1,4 @@
-"""The ranks of a run, and the mesh that a Plan lays them out in."""
+"""The ranks of a run, and the device mesh of a Plan."""
 
 import importlib
 import os
@@ -19,14 +19,19 @@ from fullshard.errors import LaunchError, PlanError
 from fullshard.spec.plan import DeviceType, Plan
 
 REPLICATE_AXIS, SHARD_AXIS = "dp_replicate", "dp_shard"
-_MEETING = "fullshard"  # where in torchrun's store the ranks of an attempt find each other: see `meet`
+_MEETING = "fullshard"  # key prefix in torchrun's store: see `agree_on_store_prefix`
 _STORE_TIMEOUT = timedelta(seconds=60)
 _TURN_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is among all: global and on its machine, and the device that is its own."""
+    """This process's ranks, global and on its machine, and its device.
+
+    rank, world_size: over all machines
+    local_rank, local_world_size: on this machine
+    device: the device that this process alone uses
+    """
 
     rank: int
     world_size: int
@@ -36,7 +41,7 @@ class Ranks:
 
 
 def pick_device_type(asked: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceType:
-    """`auto` is CUDA where there is one. Raises LaunchError if CUDA is asked for and absent."""
+    """Returns the device type; `auto` prefers CUDA. Raises LaunchError if CUDA is asked for and absent."""
     if asked == "cuda" and not torch.cuda.is_available():
         raise LaunchError(
             "this machine has no CUDA device that torch can use.",
@@ -52,17 +57,17 @@ def pick_device_type(asked: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceTy
 def process_group(
     device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_seconds: float = 600
 ) -> Generator[Ranks]:
-    """The default process group, from torchrun's environment; one rank alone where there is none.
+    """Opens the default process group, from torchrun's environment, or with a single rank if there is none.
 
-    A group that is already initialised is used as it is, and left as it is. On CUDA the group serves CPU
+    A group that is already initialised is used, and stays open afterwards. On CUDA the group serves CPU
     tensors too (gloo beside NCCL), so that offloaded gradients can be reduced.
 
-    Where all ranks are on this machine, their sockets are on its loopback interface: GLOO_SOCKET_IFNAME and
-    NCCL_SOCKET_IFNAME say so while the context is open, unless they are set already.
+    If all ranks are on this machine, their sockets use its loopback interface: GLOO_SOCKET_IFNAME and
+    NCCL_SOCKET_IFNAME are set while the context is open, unless they are set already.
     """
     kind = pick_device_type(device)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    # A scheduler may show each process its own GPU alone, which then is number 0.
+    # A scheduler may make only its own GPU visible to each process, as number 0.
     own = f"cuda:{local_rank % torch.cuda.device_count()}" if kind == "cuda" else "cpu"
     own_device = torch.device(own)
     if kind == "cuda":
@@ -91,7 +96,7 @@ def _leave(kind: DeviceType, *, clean: bool) -> None:
         dist.barrier()  # a rank that tears down early aborts the others' last collectives
     if clean or kind == "cpu":
         dist.destroy_process_group()
-    # Otherwise the process is about to end: tearing NCCL down would wait for what a failed rank never sent.
+    # Otherwise the process is about to end: destroying NCCL would wait for messages a failed rank never sent.
 
 
 def _initialise(kind: DeviceType, timeout: timedelta) -> None:
@@ -100,7 +105,7 @@ def _initialise(kind: DeviceType, timeout: timedelta) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # torchrun says so where the store at MASTER_ADDR:MASTER_PORT is its own, which outlives our processes.
+    # Set by torchrun if the store at MASTER_ADDR:MASTER_PORT is its own, which outlives our processes.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = _agent_store(timeout)
     elif all_ranks_are_local() and "MASTER_PORT" in os.environ:
@@ -128,7 +133,7 @@ def _local_store(rank: int, timeout: timedelta) -> dist.Store:
 def _agent_store(timeout: timedelta) -> dist.Store:
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
-        # It was there before this process was started, so there is no long waiting for it.
+        # The store existed before this process was started, so a short timeout is enough.
         return dist.TCPStore(host, int(port), timeout=min(timeout, _STORE_TIMEOUT), wait_for_workers=False)
     except dist.DistError as error:
         raise LaunchError(
@@ -140,15 +145,17 @@ def _agent_store(timeout: timedelta) -> dist.Store:
 
 
 def agree_on_store_prefix(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """A part of `store` that only the ranks of this attempt have. Every rank calls it.
+    """Returns a part of `store` that only the ranks of this attempt use. Every rank calls it.
 
-    torchrun's store stays over its restarts, and gloo and NCCL take the addresses that they find in it, also
-    those of an attempt that has died (https://github.com/pytorch/pytorch/issues/135712). A count of restarts
-    does not tell attempts apart: each agent counts its own. So rank 0 names the attempt, and tells the name
-    to those who ask now: a rank asks under a name of its own, which no rank of another attempt has. What dead
-    ranks have asked is answered too, and read by nobody.
+    torchrun's store survives its restarts. gloo and NCCL use any address that they find in it, also those of
+    a dead attempt (https://github.com/pytorch/pytorch/issues/135712). A restart count does not identify an
+    attempt, since each agent counts its own restarts.
 
-    Raises LaunchError if they do not all come within `timeout`.
+    So rank 0 names the attempt, and answers each rank that asks for the name. A rank asks under a unique
+    name, which no rank of another attempt has. Questions of dead ranks are answered too, and nobody reads
+    these answers.
+
+    Raises LaunchError if the ranks do not all come within `timeout`.
     """
     try:
         if rank == 0:
@@ -177,7 +184,7 @@ def _named(store: dist.Store, *, world_size: int, timeout: timedelta) -> str:
     if asks:
         store.wait(asks, timeout)
     while (here := store.add(f"{attempt}/here", 0)) < len(asks):
-        # A rank that had not asked yet when its dead predecessor was answered is seen in another turn.
+        # A rank may ask after its dead predecessor was answered: a later turn of the loop answers it.
         for own in set(store.multi_get(asks)) - answered:
             store.set(f"{_MEETING}/answer/{own.decode()}", attempt)
             answered.add(own)
@@ -196,7 +203,7 @@ def _not_all_there(rank: int, world_size: int, *, got: str) -> LaunchError:
 
 
 def build_mesh(plan: Plan) -> DeviceMesh:
-    """The mesh of the plan: (`dp_shard`,), or (`dp_replicate`, `dp_shard`) where it replicates.
+    """Returns the mesh of the plan: (`dp_shard`,), or (`dp_replicate`, `dp_shard`) if it replicates.
 
     Raises PlanError if the plan is for another number of ranks than there are.
     """
@@ -219,18 +226,19 @@ def build_mesh(plan: Plan) -> DeviceMesh:
 
 
 def replicating_mesh(device: DeviceType, *, replicate_degree: int, shard_degree: int) -> DeviceMesh:
-    """(`dp_replicate`, `dp_shard`) over all ranks; neighbours shard, since their links are the faster."""
+    """Returns a mesh (`dp_replicate`, `dp_shard`). Adjacent ranks shard, since their links are faster."""
     shape = (replicate_degree, shard_degree)
     return init_device_mesh(device, shape, mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))
 
 
 @contextmanager
 def shared_post_forward_mesh() -> Generator[None]:
-    """Within it, units that are kept over fewer ranks after forward (`reshard_to`) share one mesh of these.
+    """Makes units that stay sharded over fewer ranks after forward (`reshard_to`) share one mesh.
 
-    `fully_shard(reshard_after_forward=<int>)` makes a mesh, and with it process groups, for every unit: at 80
-    blocks on NCCL hundreds of communicators. It takes no mesh for this, so the class that it makes one of is
-    exchanged while it runs; where a torch has no such name, every unit has its own groups, and works.
+    `fully_shard(reshard_after_forward=<int>)` makes a mesh, and with it process groups, for every unit: with
+    80 blocks on NCCL, hundreds of communicators. It accepts no mesh for this, so its `DeviceMesh` class is
+    replaced while the context is open. If a torch has no such name, every unit has its own groups, which also
+    works.
     """
     engine: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_init")
     mesh_class = getattr(engine, "DeviceMesh", None)

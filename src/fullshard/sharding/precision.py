@@ -1,4 +1,4 @@
-"""The plan's dtypes as torch's, and as the engine's policy."""
+"""The plan's dtypes as torch dtypes, and as FSDP2's mixed-precision policy."""
 
 import torch
 from torch import nn
@@ -16,12 +16,12 @@ TORCH_DTYPE: dict[Dtype, torch.dtype] = {
 
 
 def unit_precision(override: UnitOverride | None, plan: Plan) -> Precision:
-    """The plan's precision, or the unit's own where its override names one."""
+    """Returns the plan's precision, or the unit's own if its override has one."""
     return UnitSettings.of(plan, override, kept=False).precision
 
 
 def engine_policy(precision: Precision, *, is_root: bool) -> MixedPrecisionPolicy:
-    """What `fully_shard` takes. The output dtype is the root's alone: blocks hand on what they compute in."""
+    """Returns the policy for `fully_shard`. Only the root casts outputs; blocks keep their compute dtype."""
     output = TORCH_DTYPE[precision.output] if precision.output and is_root else None
     return MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE[precision.param],
@@ -32,9 +32,9 @@ def engine_policy(precision: Precision, *, is_root: bool) -> MixedPrecisionPolic
 
 
 def cast_buffers(model: nn.Module, precision: Precision) -> None:
-    """Casts floating-point buffers to the plan's buffer dtype, which the engine has no word for.
+    """Casts floating-point buffers to the plan's buffer dtype, which FSDP2 has no setting for.
 
-    Complex and integer buffers keep theirs. A buffer that several modules share stays shared.
+    Complex and integer buffers keep their dtype. A buffer that several modules share stays shared.
     """
     if precision.buffer is None:
         return

@@ -1,4 +1,4 @@
-"""The values that a module holds before it is sharded: rank 0's, for all ranks."""
+"""Values that a module holds before it is sharded: rank 0's, which are sent to all ranks."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -14,19 +14,22 @@ from fullshard.errors import ShardError
 
 @dataclass
 class Rank0Values:
-    """`tensors`: by name, rank 0's own; on the other ranks stand-ins on the meta device, of the same dtypes.
+    """Rank 0's parameters and buffers.
 
-    The names, and so the collectives that give the values out, are the same on all ranks.
+    The names, and so the order of the broadcasts, are the same on all ranks.
+
+    tensors: rank 0's tensors by name; on the other ranks, meta tensors of the same shapes and dtypes
+    receive_buffer: memory that every broadcast is received in
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     receive_buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     def take(self, name: str, device: torch.device) -> Tensor:
-        """The whole tensor on every rank, which stays until the next is taken. Collective."""
+        """Returns the whole tensor on every rank, valid until the next `take`. Collective."""
         value = self.tensors[name]
         if value.is_meta:
-            # All land in one place: gloo's thread may hold a tensor for a while after its broadcast is done.
+            # One buffer for all: gloo's thread may keep a tensor for a while after its broadcast has ended.
             if self.receive_buffer.nbytes < value.nbytes:
                 largest = max(tensor.nbytes for tensor in self.tensors.values())
                 self.receive_buffer = torch.empty(largest, dtype=torch.uint8, device=device)
@@ -40,13 +43,14 @@ class Rank0Values:
 
 
 class MissingWeightsWarning(UserWarning):
-    """A model that holds its weights lacks some of them, which are initialised."""
+    """Some weights are missing in a model that holds its weights, and are initialised."""
 
 
 def warn_of_missing(model: nn.Module, values: Rank0Values, *, stacklevel: int) -> None:
-    """Issues an InitialisedWarning, on rank 0, for a model that is partly on the meta device.
+    """Issues a MissingWeightsWarning, on rank 0, for a model that is partly on the meta device.
 
-    New adapters are meant so; weights that a checkpoint did not have would go unseen. NeMo Automodel#1148.
+    For new adapters this is intended. Without the warning, weights missing from a checkpoint would go
+    unnoticed (NeMo Automodel#1148).
     """
     missing = [name for name, _ in model.named_parameters() if name not in values.tensors]
     given = len(list(model.parameters())) - len(missing)
@@ -59,7 +63,7 @@ def warn_of_missing(model: nn.Module, values: Rank0Values, *, stacklevel: int) -
 
 @dataclass(frozen=True)
 class _TensorInfo:
-    """What a rank says of one of its tensors."""
+    """Description of a rank's tensor, for comparison with rank 0's."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -68,11 +72,11 @@ class _TensorInfo:
     requires_grad: bool
 
 
-_Finding = tuple[str, str, str, str]  # of a ShardError: what, got, why, fix
+_Finding = tuple[str, str, str, str]  # fields of a ShardError: what, got, why, fix
 
 
 def collect_rank0_values(model: nn.Module) -> Rank0Values:
-    """Rank 0's real parameters and buffers.
+    """Returns rank 0's real parameters and buffers.
 
     Raises ShardError on all ranks if they hold different models, or one holds weights that rank 0 does not.
     """
@@ -93,7 +97,7 @@ def collect_rank0_values(model: nn.Module) -> Rank0Values:
 
 
 def _agree(own: dict[str, _TensorInfo]) -> dict[str, _TensorInfo]:
-    """What rank 0 holds. Each rank compares it with its own; what one finds all raise, so that none waits."""
+    """Returns rank 0's tensors. If one rank's differ, all ranks raise, so that none waits."""
     sent = [own]
     dist.broadcast_object_list(sent, src=0)
     findings = cast(list[_Finding | None], [None] * dist.get_world_size())
@@ -134,7 +138,7 @@ def _difference(first: _TensorInfo | None, given: _TensorInfo | None) -> str | N
         return None
     if first.requires_grad != given.requires_grad:
         return "trainable" if given.requires_grad else "frozen"
-    # Trainable ones get the plan's master dtype anyway.
+    # Trainable parameters get the plan's master dtype in any case.
     frozen_apart = not first.requires_grad and first.dtype != given.dtype
     return f"{given.dtype}, not {first.dtype}," if frozen_apart else None
 

@@ -1,4 +1,4 @@
-"""What is computed again in backward, or waits for it on the host, and is not saved on the device.
+"""Activation checkpointing (recompute) and activation offload, applied per block.
 
 Recompute: Chen et al., arXiv:1604.06174.
 """
@@ -19,7 +19,7 @@ from fullshard.spec.run import RecomputeSection
 
 _ATEN = torch.ops.aten
 # Matmuls and attention: most of a block's FLOPs, but less than half of the bytes that it would save.
-# Looked up by name, since a build of torch has the attention kernels of its own devices only.
+# Looked up by name, since a build of torch has only the attention kernels of its own devices.
 _SAVED_NAMES = (
     "mm",
     "addmm",
@@ -50,11 +50,13 @@ def apply_recompute(
     device: DeviceType = "cpu",
     lane: HostCopy | None = None,
 ) -> None:
-    """Makes the blocks compute again in backward what `section` says not to save.
+    """Makes the blocks recompute or offload the activations that `section` says not to save on the device.
 
-    The block's `forward` is replaced, not the block: names in the state dict stay as they are. `compiled`: it
-    is going to be compiled. `device`: where it will run. `lane`: what copies in mode `offload`, in place of
-    the device's own; that mode is applied to what is compiled already, not to what will be.
+    The block's `forward` is replaced, not the block, so that names in the state dict do not change.
+
+    compiled: whether the blocks are going to be compiled; mode `offload` is applied after compilation instead
+    device: the device on which the blocks will run
+    lane: copier of mode `offload`, in place of the device's own
     """
     if section.mode == "none":
         return
@@ -77,9 +79,9 @@ def _recomputed(forward: Callable[..., Any], contexts: Contexts | None) -> Calla
 
 
 class _SavePolicy:
-    """Torch's policy of selective recompute: attention and every k-th matmul of a block are saved.
+    """Torch's policy for selective recompute: saves attention and every k-th matmul of a block.
 
-    Forward and what is computed again count for themselves, so that both choose the same ones.
+    Forward and recompute are counted separately, so that both choose the same matmuls.
     """
 
     def __init__(self, every: int) -> None:
@@ -102,10 +104,10 @@ def _contexts(save_matmuls: int, *, compiled: bool) -> tuple[Any, Any]:
 
 
 class _SavePolicyForSaved(TorchDispatchMode):
-    """Shows SAVED_OPERATIONS to one of torch's contexts, and no other.
+    """Passes SAVED_OPERATIONS, and no others, to one of torch's contexts.
 
-    These count every operation, and break off where forward and backward differ. But a unit inside of the
-    block is gathered in one and not in the other, by operations that are none of these.
+    Torch's contexts count every operation, and raise if forward and recompute differ. A unit inside the block
+    is gathered in only one of them, by operations that are not in SAVED_OPERATIONS.
     """
 
     def __init__(self, context: TorchDispatchMode) -> None:

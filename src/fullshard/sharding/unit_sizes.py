@@ -1,4 +1,4 @@
-"""Whether units have a size that sharding is good for."""
+"""Warnings for units whose size makes sharding inefficient."""
 
 import warnings
 from collections.abc import Sequence
@@ -10,15 +10,15 @@ from fullshard.sharding.units import Unit
 from fullshard.spec.plan import ITEMSIZE, Plan
 
 # A ring of N ranks gathers in N - 1 hops, each of a latency and one rank's share of the bytes (Thakur,
-# Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005). With 5 µs a hop
-# and the 50 GB/s of a 400 Gb/s link, latency is half of the time at 5 µs · 50 GB/s = 250 kB a rank, and most
-# of it below.
+# Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005). With 5 µs per
+# hop and the 50 GB/s of a 400 Gb/s link, latency is half of the time at 5 µs · 50 GB/s = 250 kB per rank, and
+# most of it below.
 LEAST_BYTES_A_RANK = 256 * 1024
-# Below this share of the model, what is left sharded beside a gathered unit is most of it.
+# Below this share, most of the model stays sharded while a unit is gathered.
 LARGEST_SHARE = 0.5
-# Smaller models are trials, and train in any units.
+# Smaller models are trials, and train with any units.
 LEAST_MODEL_BYTES = 64 * 1024**2
-# A few small units cost a few latencies a step.
+# A few small units cost only a few latencies per step.
 FEW_UNITS = 8
 
 
@@ -27,17 +27,18 @@ class UnitSizeWarning(UserWarning):
 
 
 def warn_of_unit_sizes(units: Sequence[Unit], plan: Plan, *, stacklevel: int) -> None:
-    """Issues a UnitSizeWarning for each of `unit_size_findings`, on rank 0 alone."""
+    """Issues a UnitSizeWarning for each of `unit_size_findings`, on rank 0 only."""
     if dist.get_rank() == 0:
         for finding in unit_size_findings(units, plan):
             warnings.warn(finding, UnitSizeWarning, stacklevel=stacklevel + 1)
 
 
 def unit_size_findings(units: Sequence[Unit], plan: Plan) -> list[str]:
-    """What is wrong with the sizes of `units` under `plan`, with figures; empty for a model below 64 MiB.
+    """Returns problems with the sizes of `units` under `plan`, with figures; none for a model below 64 MiB.
 
-    Too small: most units, and 8 at least, are gathered from less than 256 KiB a rank. Too large: a unit is
-    more than half of the model, under a strategy that frees units after use so that at most two are whole.
+    Too small: most units, and at least 8, are gathered from less than 256 KiB per rank. Too large: a unit is
+    more than half of the model, under a strategy that reshards units after use, so that at most two are
+    whole.
     """
     gathered = {unit: _gathered_bytes(unit, plan) for unit in units if unit.parameters}
     if sum(gathered.values()) < LEAST_MODEL_BYTES:

@@ -1,4 +1,4 @@
-"""Which modules form a communication unit: what is gathered, used and freed together."""
+"""Communication units: modules whose parameters are gathered, used and freed together."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,10 +26,12 @@ ROOT = "(root)"
 
 @dataclass(eq=False)
 class Unit:
-    """Modules that are gathered together, and the parameters that this unit alone answers for.
+    """Modules that are gathered together, and the parameters that belong to this unit only.
 
-    `name` is the first module's, with the others after a `+`; `is_block`: chosen as one of the repeated
-    blocks, or by name, size or predicate; `keep_until_backward`: its backward comes right after its forward.
+    name: the first module's name, with the others after a `+`
+    is_block: whether it was chosen as one of the repeated blocks, or by name, size or predicate
+    keep_until_backward: whether its backward comes right after its forward
+    override: the override of `sharding.units` that applies to it
     """
 
     name: str
@@ -49,20 +51,21 @@ class Unit:
 
     @property
     def holds_experts(self) -> bool:
-        """Whether some of its parameters may get no gradient on a rank whose tokens went elsewhere."""
+        """True if some parameters may get no gradient on a rank whose tokens went to other experts."""
         return any("experts" in name.split(".") for name in self.parameters)
 
     def settings(self, plan: Plan) -> UnitSettings:
-        """What `plan` says of this unit, its override taken in."""
+        """Returns the unit's settings under `plan`, with its override applied."""
         return UnitSettings.of(plan, self.override, kept=self.is_root or self.keep_until_backward)
 
 
 def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate | None = None) -> list[Unit]:
-    """The units of `model` in order of registration, what lies inside another before it, the root last.
+    """Returns the units of `model` in order of registration, inner units before the outer one, the root last.
 
     Every parameter that has a dimension to shard belongs to exactly one unit. A parameter that modules of two
-    units share (tied weights) forms a unit of its own with all the modules that hold it, or joins the root; a
-    module that stands in two units likewise.
+    units share (tied weights) forms a unit of its own with all the modules that hold it, or joins the root.
+    The same holds for a module that occurs in two units.
+
     Raises ShardError if there is nothing to shard, no repeated block is found, or a name matches no module.
     """
     _check_parameters(model)
@@ -79,10 +82,10 @@ def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate |
 
 
 def find_repeated(model: nn.Module, section: UnitSection, *, units: Sequence[Unit]) -> list[nn.Module]:
-    """The blocks that recompute and compile work on, whatever the units are.
+    """Returns the blocks that recompute and compile apply to, whatever the units are.
 
-    They are the repeated blocks (or those that `names` match); where there are none, the modules that were
-    chosen as units, without those that lie inside others.
+    These are the repeated blocks (or those that `names` match). If there are none, they are the modules
+    chosen as units, except those inside others.
     """
     if section.policy == "block" and section.names:
         return list(_matching(model, section.names).values())
@@ -132,14 +135,17 @@ def _by_block(model: nn.Module, section: UnitSection) -> list[Unit]:
     paths = dict(model.named_modules(remove_duplicate=False))
     runs = around_blocks(model, blocks, left_out=set(_tied(paths)))
     for run in runs:
-        # Vectors alone (a norm) are not worth a collective: the root holds them.
+        # A run of vectors only (a norm) is not worth a collective: the root holds it.
         if any(parameter.ndim > 1 for module in run.values() for parameter in module.parameters()):
             units += _run_units(paths, run, last=run is runs[-1])
     return units
 
 
 def _run_units(paths: Mapping[str, nn.Module], run: Mapping[str, nn.Module], *, last: bool) -> list[Unit]:
-    """One unit for the run, but a module that stands in several places, called from each, is one alone."""
+    """Makes one unit of the run.
+
+    A module that occurs in several places, and is called from each, is a unit of its own.
+    """
     places = Counter(paths.values())
     alone = {name: module for name, module in run.items() if places[module] > 1}
     together = {name: module for name, module in run.items() if name not in alone}
@@ -150,11 +156,11 @@ def _run_units(paths: Mapping[str, nn.Module], run: Mapping[str, nn.Module], *, 
 
 
 def _expert_units(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[Unit]:
-    """The `experts` of a block, apart from its attention.
+    """Makes the `experts` of a block units apart from its attention.
 
-    A list of experts is never called, and an expert of it may not be called on a rank where no token reached
-    it, while the others wait in the all-gather. So they are one unit with the module that holds and calls
-    them; if that is the block itself, they stay in it.
+    A list of experts is never called. One of its experts may not be called on a rank whose tokens did not
+    reach it, while the other ranks wait in the all-gather. So all experts form one unit with the module that
+    holds and calls them; if that is the block itself, they stay in the block.
     """
     modules = dict(model.named_modules())
     experts = [
@@ -171,7 +177,7 @@ def _expert_units(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[Uni
 
 
 def _by_size(model: nn.Module, min_parameters: int) -> list[Unit]:
-    """Bottom up: a module becomes a unit once the parameters not yet in a unit below it reach the minimum."""
+    """Makes a module a unit, bottom up, once its parameters not yet in a unit below it reach the minimum."""
     units: list[Unit] = []
     taken: set[int] = set()
     called = set(called_modules(model).values())
@@ -201,7 +207,7 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
 
 
 def _is_outermost_match(name: str, pattern: str) -> bool:
-    """`*` stands for dots too, but `blocks.*` means the blocks, and not all that is in them."""
+    """Returns whether the name matches and no name above it: `blocks.*` means the blocks only."""
     above = name.rpartition(".")[0]
     while above and not fnmatchcase(above, pattern):
         above = above.rpartition(".")[0]
@@ -216,12 +222,12 @@ def _named_units(named: Mapping[str, nn.Module], *, what: str) -> list[Unit]:
 
 # Sharing #
 def _settle_shared(paths: Mapping[str, nn.Module], units: list[Unit]) -> None:
-    """Changes `units` until no module and no parameter stands in two of them, or in one and in the root.
+    """Changes `units` until no module and no parameter is in two of them, or in one and in the root.
 
-    A module that does becomes a unit of its own. The modules that hold one parameter are joined to one unit:
-    the engine gathers a parameter once for the modules of one `fully_shard` call; a tied weight in two calls
-    would be sharded twice, and its two copies drift apart (accelerate#4171, torchtitan#2495). What the root
-    itself reads stays with the root, and so do all modules that lead there.
+    A module that is becomes a unit of its own. The modules that hold one parameter are joined into one unit:
+    FSDP2 gathers a parameter once for the modules of one `fully_shard` call. A tied weight in two calls would
+    be sharded twice, and its two copies would drift apart (accelerate#4171, torchtitan#2495). Parameters that
+    the root itself reads stay with the root, and so do all modules on the path to them.
     """
     names, tied = _first_names(paths), list(_tied(paths).values())
     free = {paths[""]}  # modules that no unit may hold
@@ -244,7 +250,7 @@ def _settle_shared(paths: Mapping[str, nn.Module], units: list[Unit]) -> None:
 
 
 def _torn_module(paths: Mapping[str, nn.Module], owners: Mapping[str, Unit | None]) -> nn.Module | None:
-    """The first called module whose places have different owners."""
+    """Returns the first called module whose places have different owners."""
     seen: dict[nn.Module, Unit | None] = {}
     for name, module in paths.items():
         apart = seen.setdefault(module, owners[name]) is not owners[name]
@@ -254,7 +260,7 @@ def _torn_module(paths: Mapping[str, nn.Module], owners: Mapping[str, Unit | Non
 
 
 def _and_above(name: str) -> list[str]:
-    """`"a.b.c"` -> `["a.b.c", "a.b", "a"]`."""
+    """Returns a name and the names above it: `"a.b.c"` -> `["a.b.c", "a.b", "a"]`."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(len(parts), 0, -1)] if name else []
 
@@ -271,7 +277,7 @@ def _first_names(paths: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
 
 
 def _tied(paths: Mapping[str, nn.Module]) -> dict[int, set[nn.Module]]:
-    """id(parameter) -> the modules that hold it, for those that several hold; see `nearest_called`."""
+    """Returns id(parameter) -> the modules that hold it, if several do; see `nearest_called`."""
     holders: dict[int, set[nn.Module]] = defaultdict(set)
     for name, module in paths.items():
         for parameter in module.parameters(recurse=False):
@@ -280,7 +286,7 @@ def _tied(paths: Mapping[str, nn.Module]) -> dict[int, set[nn.Module]]:
 
 
 def _owners(paths: Mapping[str, nn.Module], units: Iterable[Unit]) -> dict[str, Unit | None]:
-    """For each path of a module, the innermost unit that it lies in; None is the root."""
+    """Returns for each path of a module the innermost unit that it lies in; None is the root."""
     by_module = {module: unit for unit in units for module in unit.modules}
     owners: dict[str, Unit | None] = {}
     for name, module in paths.items():
@@ -291,13 +297,13 @@ def _owners(paths: Mapping[str, nn.Module], units: Iterable[Unit]) -> dict[str, 
 
 # Order #
 def _innermost_first(paths: Mapping[str, nn.Module], units: Sequence[Unit]) -> list[Unit]:
-    """In order of registration, but a unit that lies in another before it."""
+    """Sorts units in order of registration, with a unit that lies in another before it."""
     names = _first_names(paths)
     position = {module: i for i, module in enumerate(names)}
     units = sorted(units, key=lambda unit: min(position[module] for module in unit.modules))
     inside = _inside(paths, units)
     for unit in units:
-        # Units that lie in each other (tied weights, crossed) can only be gathered as one.
+        # Units that lie in each other (crossed tied weights) can only be gathered as one.
         ring = [other for other in inside[unit] if other is not unit and unit in inside[other]]
         if ring:
             modules = {module for one in (unit, *ring) for module in one.modules}
@@ -316,7 +322,7 @@ def _innermost_first(paths: Mapping[str, nn.Module], units: Sequence[Unit]) -> l
         place(unit)
     owners = _owners(paths, units)
     for unit in ordered:
-        # Modules that lie in others of the same unit, wherever they stand, are gathered with these.
+        # Modules that lie in other modules of the same unit, in all of their places, are gathered with these.
         apart = {paths[name] for name in paths if owners.get(name.rpartition(".")[0]) is not unit or not name}
         if outermost := [module for module in unit.modules if module in apart]:
             unit.modules, unit.name = tuple(outermost), "+".join(names[module] for module in outermost)
@@ -324,7 +330,7 @@ def _innermost_first(paths: Mapping[str, nn.Module], units: Sequence[Unit]) -> l
 
 
 def _inside(paths: Mapping[str, nn.Module], units: Sequence[Unit]) -> dict[Unit, set[Unit]]:
-    """For each unit, those that lie in it, or in what lies in it."""
+    """Returns for each unit the units that lie in it, directly or in a unit inside it."""
     by_module = {module: unit for unit in units for module in unit.modules}
     inside: dict[Unit, set[Unit]] = {unit: set() for unit in units}
     around: dict[str, frozenset[Unit]] = {}
@@ -346,7 +352,7 @@ def _inside(paths: Mapping[str, nn.Module], units: Sequence[Unit]) -> dict[Unit,
 
 
 def _assign_parameters(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Each parameter to the innermost unit of the modules that hold it; scalars to none: they are whole."""
+    """Assigns each parameter to the innermost unit of its modules. Scalars stay whole and get no unit."""
     owners = _owners(dict(model.named_modules()), units[:-1])
     for name, parameter in model.named_parameters():
         if parameter.ndim > 0:

@@ -1,1 +1,1 @@
-"""The values that the stages hand to each other. Nothing in this room imports torch."""
+"""The values that packages exchange. Nothing in this package imports torch."""

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from fullshard.spec.value import Count, Fraction, FrozenModel, Options, PositiveScalar
 
-# What needs values of the whole base, which no rank ever has, or stands elsewhere.
+# LoraConfig options that need the whole base weights, which no rank ever has, or that have their own key.
 _REFUSED = {
     "use_dora": "its magnitudes are norms of the whole base weights",
     "loftq_config": "it rewrites the base weights",
@@ -20,16 +20,19 @@ _REFUSED = {
 
 
 class AdapterSection(FrozenModel):
-    """LoRA (Hu et al., arXiv:2106.09685) through peft (extra `hf`): a linear module W of `targets` computes
-    W x + alpha / rank · B A x; A and B, of `rank` rows and columns, are trained, W is not. `rank` 0: nothing
-    is added, and everything is trained.
+    """LoRA (Hu et al., arXiv:2106.09685) through peft (extra `hf`).
 
-    `targets`: ends of modules' names (`q_proj`), or `all-linear`: every linear module of a block. `trained`:
-    ends of names of modules that are trained whole beside them (`lm_head`, `norm`).
-    `base_dtype`: what frozen parameters are kept in; `auto` is what the model's config says, else fp32. They
-    have no update to lose, and cost no gradient and no optimizer state.
-    `save`: what checkpoints hold; without the base, a start reads that from where [model] says.
-    `options`: other values of peft's LoraConfig, such as `use_rslora`, `bias`, `layers_to_transform`.
+    A linear module W of `targets` computes W x + alpha / rank · B A x. A and B, of `rank` rows and columns,
+    are trained; W is frozen.
+
+    `rank`: 0 adds no adapter, and all parameters are trained
+    `targets`: suffixes of module names (`q_proj`), or `all-linear`: every linear module of a block
+    `trained`: suffixes of the names of modules that are also trained, in full (`lm_head`, `norm`)
+    `base_dtype`: dtype of frozen parameters; `auto` is the dtype in the model's config, else fp32. Frozen
+        parameters have no update whose precision matters, no gradient and no optimizer state.
+    `save`: contents of checkpoints; with `adapters`, a run reads the base from the source in [model] when it
+        starts
+    `options`: other values of peft's LoraConfig, such as `use_rslora`, `bias`, `layers_to_transform`
     """
 
     rank: Count = 0
@@ -43,7 +46,7 @@ class AdapterSection(FrozenModel):
 
     @property
     def saved_alone(self) -> bool:
-        """Whether checkpoints lack the base."""
+        """True if checkpoints hold the adapters without the base."""
         return self.rank > 0 and self.save == "adapters"
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Calibration: what `fullshard calibrate` is asked for, and what it found."""
+"""Calibration: the settings of `fullshard calibrate`, and its result."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,33 +12,41 @@ SETTINGS_NAME, RESULT_NAME = "calibrate.json", "calibration.json"
 
 
 class CalibrationSettings(FrozenModel):
-    """`seconds`: about how long to measure, starting the ranks not counted. `drive`: a directory on the drive
-    to be measured, as every rank finds it."""
+    """Settings of a calibration.
+
+    seconds: approximate measuring time, excluding the start of the ranks
+    drive: a directory on the drive to measure, as a path that is valid on every rank
+    """
 
     seconds: PositiveFloat = 36.0
     drive: str = "."
 
     def save(self, directory: Path) -> None:
-        """Leaves it where every rank's job looks for it."""
+        """Writes the settings where every rank's job reads them."""
         Path(directory, SETTINGS_NAME).write_text(self.model_dump_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """Reads what `save` left. Raises SpecError."""
+        """Reads settings that `save` wrote. Raises SpecError if there are none."""
         return cls.read_json(Path(directory, SETTINGS_NAME), what="what a calibration is asked for")
 
 
 class MeasuredStep(FrozenModel):
-    """The seconds of one step of a decoder, as `plan` runs it on these ranks."""
+    """Seconds of one step of a decoder, run with `plan` on these ranks."""
 
     plan: Plan
     seconds: PositiveFloat
 
 
 class Calibration(FrozenModel):
-    """`fit_errors`: for each collective (`within.all_gather`) the largest relative error of its line over the
-    sizes that were measured. `steps`: whole steps that were measured too, `step_errors` what is predicted of
-    them over what was measured, less 1. `took_seconds`: how long measuring took."""
+    """Result of a calibration.
+
+    steps: whole steps that were measured too
+    step_errors: predicted over measured seconds of each of `steps`, minus 1
+    fit_errors: for each collective (`within.all_gather`), the largest relative error of its fitted line over
+        the measured sizes
+    took_seconds: duration of the measurement
+    """
 
     hardware: Hardware
     steps: tuple[MeasuredStep, ...] = ()
@@ -51,5 +59,5 @@ class Calibration(FrozenModel):
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """What `save` left. Raises SpecError where there is nothing."""
+        """Reads a result that `save` wrote. Raises SpecError if there is none."""
         return cls.read_json(Path(directory, RESULT_NAME), what="the result of a calibration")

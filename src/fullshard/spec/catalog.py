@@ -1,6 +1,6 @@
-"""The catalog of known accelerators: what each can do at most, and which datasheet says so.
+"""The catalog of known accelerators: the peaks of each, with the datasheet that they come from.
 
-The figures stand in `catalog.toml`, whose head says what they are; the rest in `links.toml` and `rates.toml`.
+The figures are in `catalog.toml`, whose head explains them, and in `links.toml` and `rates.toml`.
 """
 
 import re
@@ -14,7 +14,7 @@ from fullshard.spec.value import FrozenModel, PositiveFloat, PositiveInt
 
 
 class ListedChip(FrozenModel):
-    """One entry of `catalog.toml`, whose head says what each field is."""
+    """One entry of `catalog.toml`, whose head explains each field."""
 
     name: str
     device_names: tuple[str, ...]
@@ -46,25 +46,26 @@ class ListedChip(FrozenModel):
         )
 
     def answers_to(self, key: str) -> bool:
-        """Whether people call it so; `key` as `chip_key` makes it."""
+        """Returns True if `key`, in the form of `chip_key`, is one of the chip's names."""
         return key in {chip_key(name) for name in (self.name, *self.aliases, *self.device_names)}
 
 
 @cache
 def listed_chips() -> tuple[ListedChip, ...]:
-    """All chips of the catalog."""
+    """Returns all chips of the catalog."""
     text = read_text(Path(__file__).with_name("catalog.toml"), most_bytes=SETTINGS_BYTES)
     entries = parse_toml(text)["chips"]
     return tuple(ListedChip.parse(entry, source=f"catalog.toml, {entry['name']}") for entry in entries)
 
 
 def find_chip(device_name: str, *, memory_bytes: int | None = None) -> Chip | None:
-    """The chip that `torch.cuda.get_device_name` (or `torch.hpu`'s) calls `device_name`; None if unknown.
+    """Returns the chip that torch calls `device_name` (`torch.cuda.get_device_name`, or `torch.hpu`'s), or
+    None.
 
-    Names are compared whole, never by a part: `NVIDIA H100 PCIe`, `NVIDIA H100 NVL` and `NVIDIA H100 80GB
-    HBM3` (SXM) are three chips, and `NVIDIA A100-SXM4-40GB MIG 3g.20gb` is a slice of one. A partition that
-    bears the whole chip's name (AMD's do) shows in its memory: where `memory_bytes` is given and is not
-    about the chip's own, the answer is None too.
+    Names are compared whole, never in part: `NVIDIA H100 PCIe`, `NVIDIA H100 NVL` and `NVIDIA H100 80GB HBM3`
+    (SXM) are three chips, and `NVIDIA A100-SXM4-40GB MIG 3g.20gb` is a slice of one. A partition that has the
+    whole chip's name (AMD's do) is recognised by its memory: if `memory_bytes` is passed and is not close to
+    the chip's own, the result is None too.
     """
     name = " ".join(device_name.lower().split())
     for vendor in ("nvidia ", "amd ", "intel "):
@@ -76,12 +77,12 @@ def find_chip(device_name: str, *, memory_bytes: int | None = None) -> Chip | No
 
 
 def find_entry(chip: Chip) -> ListedChip | None:
-    """The entry of a chip that `find_chip` gave."""
+    """Returns the catalog entry of a chip that `find_chip` returned."""
     return next((entry for entry in listed_chips() if entry.name == chip.name), None)
 
 
 def chip_key(name: str) -> str:
-    """A name without its case, blanks, dashes and vendor: `NVIDIA H100-PCIe` -> `h100pcie`."""
+    """Returns a name without its case, blanks, dashes and vendor: `NVIDIA H100-PCIe` -> `h100pcie`."""
     key = re.sub(r"[^a-z0-9]", "", name.lower())
     for word in ("nvidia", "amd", "intel", "geforce", "instinct"):
         key = key.removeprefix(word)

@@ -1,4 +1,4 @@
-"""[data]: what a run trains on."""
+"""[data]: the training data of a run."""
 
 from typing import Any, Literal, Self
 
@@ -20,16 +20,18 @@ TokenDtype = Literal["uint8", "uint16", "uint32", "int16", "int32", "int64"]
 
 
 class SourceFields(FrozenModel):
-    """Where the data lies, and what in it is text.
+    """The files or dataset of one source, and which of its fields are text.
 
-    `paths`: files, or globs of them (`**` and `~` are known); for `datasets` directories. `name`, `subset`,
-    `split`: a dataset by name, from this machine's cache; `split` also of one on disk.
-    `records`: what a row of jsonl, parquet or datasets is: `text` in `text_field`; `messages`, a list of
-    {role, content} in `messages_field`, written out by the tokenizer's chat template; or `completion`,
-    `prompt_field` and `completion_field`.
-    `memmap`: tokens in .npy, in .bin with an .idx beside (Megatron-LM), or in .bin of `dtype`.
-    `document_end`: the token that ends a document there; unset, a file is one document (a row is, of .npy in
-    two dimensions, and an .idx tells).
+    `paths`: files or globs (`**` and `~` are expanded); for `datasets`, directories
+    `name`, `subset`, `split`: a dataset by name, from this machine's cache; `split` also applies to a dataset
+        on disk
+    `records`: content of a row of jsonl, parquet or datasets. `text`: the text in `text_field`. `messages`: a
+        list of {role, content} in `messages_field`, formatted by the tokenizer's chat template. `completion`:
+        `prompt_field` and `completion_field`.
+    `dtype`: dtype of the tokens of a `memmap` .bin without an .idx. `memmap` reads .npy, .bin with an .idx
+        beside it (Megatron-LM), and .bin of `dtype`.
+    `document_end`: token that ends a document in a `memmap` source; unset, each file is one document (each
+        row of a two-dimensional .npy; an .idx marks its own documents)
     """
 
     paths: tuple[PathText, ...] = ()
@@ -46,8 +48,11 @@ class SourceFields(FrozenModel):
 
 
 class DataSource(SourceFields):
-    """One of several. `weight`: its share of the sequences of a run, exactly, next to the others' weights.
-    All have one, or none: then all are one source, whose epoch has each token once."""
+    """One of several sources.
+
+    `weight`: its exact share of a run's sequences, relative to the other weights. Either all sources have a
+        weight or none. Without weights, all are one source, whose epoch has each token once.
+    """
 
     source: Literal["text", "jsonl", "parquet", "datasets", "memmap"]
     weight: PositiveScalar | None = None
@@ -59,24 +64,27 @@ class DataSource(SourceFields):
 
 
 class DataSection(SourceFields):
-    """`source`: `stdlib` is the standard library of the interpreter that runs; `text` has a document a file;
-    `python` is `factory` = `package.module:make`, called with the run (`options` are for it): any Batches.
-    `sources`: several, instead. What the keys from `paths` to `document_end` say: docs/data.md.
+    """The training data, its tokenizer and how documents fill sequences.
 
-    `tokenizer`: a directory, or a tokenizer.json; unset, the tokens are bytes. `end_token` is put behind each
-    document; unset, what the tokenizer names.
-    `trust_remote_code`: true runs the Python code that comes with the tokenizer, which may do whatever you
-    may do on this machine; false refuses a tokenizer that cannot be loaded without it. Only `messages` load
-    more of a tokenizer than its tokenizer.json.
-    `packing`: `concat` cuts the documents, joined, into full sequences; `best_fit` fills sequences with whole
-    documents, cuts only those that are longer, and pads; `none` has one document a sequence.
-    `document_mask`: attention and positions begin anew with each document, and no label crosses from one to
-    the next.
-    `train_on`: of `messages` `assistant` trains on what the assistant says alone; of `completion` records
-    `completion` leaves the prompt out.
-    `on_error`: a record that is corrupt ends the run, or is left out and counted.
-    `cache`: where tokens are kept. `processes`: that make them; 0 is one a core.
-    `ahead_steps`: so many steps' microbatches are made in the background.
+    `source`: `stdlib`: the standard library of the running interpreter. `text`: one document per file.
+        `python`: any Batches from `factory`. The others: docs/data.md.
+    `sources`: several sources instead of one. The keys from `paths` to `document_end` are explained in
+        docs/data.md.
+    `factory`: `package.module:make`, called with the run; `options` are its options
+    `tokenizer`: a directory or a tokenizer.json; unset, the tokens are bytes. Only `messages` load more of a
+        tokenizer than its tokenizer.json.
+    `end_token`: appended to each document; unset, the tokenizer's own
+    `trust_remote_code`: true runs the Python code that comes with the tokenizer, which has your permissions
+        on this machine; false refuses a tokenizer that cannot be loaded without it
+    `packing`: `concat` joins the documents and cuts them into full sequences. `best_fit` fills sequences with
+        whole documents, cuts only longer ones, and pads. `none` has one document per sequence.
+    `document_mask`: attention and positions restart with each document, and no label crosses a boundary
+    `train_on`: `assistant` trains only on the assistant's part of `messages`; `completion` excludes the
+        prompt of `completion` records
+    `on_error`: a corrupt record ends the run (`stop`), or is left out and counted (`skip`)
+    `cache`: directory where tokens are kept
+    `processes`: number of processes that tokenize; 0 is one per core
+    `ahead_steps`: number of steps whose microbatches are prepared in the background
     """
 
     source: Literal["stdlib", "text", "jsonl", "parquet", "datasets", "memmap", "python"] = "stdlib"
@@ -98,7 +106,7 @@ class DataSection(SourceFields):
 
     @property
     def kinds(self) -> set[str]:
-        """Of all sources, each once."""
+        """Kinds of all sources, each once."""
         return {source.source for source in self.sources} or {self.source}
 
     @model_validator(mode="after")

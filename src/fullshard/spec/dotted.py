@@ -1,4 +1,4 @@
-"""`package.module:name`: what a run.toml names of somebody's own code."""
+"""`package.module:name`: references of a run.toml to the user's own code."""
 
 import importlib
 import sys
@@ -10,10 +10,12 @@ from fullshard.errors import SpecError
 
 
 def import_object(dotted: str, *, key: str) -> Callable[..., Any]:
-    """The callable that `dotted` names. The working directory is searched after the installed packages.
+    """Returns the callable that `dotted` names. The working directory is searched after the installed
+    packages.
 
-    `key`: where it stands in the run, for the message. Raises SpecError where there is no such module, no
-    such name in it, or what has the name cannot be called.
+    key: its key in the run, for the message
+
+    Raises SpecError if the module or the name does not exist, or the object is not callable.
     """
     module_name, _, name = dotted.partition(":")
     if not module_name or not name or not all(part.isidentifier() for part in module_name.split(".")):
@@ -25,7 +27,7 @@ def import_object(dotted: str, *, key: str) -> Callable[..., Any]:
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.append(
             str(Path.cwd())
-        )  # as `python -m` has it, so that the command and its ranks see the same
+        )  # as `python -m` does, so that the command and its ranks import the same modules
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""How a rank's trained shards are cut into groups: what a tier reads, updates and writes at once."""
+"""Groups of a rank's trained shards: the portions that an offload target reads, updates and writes."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -6,20 +6,25 @@ from itertools import pairwise
 
 from fullshard.errors import PlanError
 
-# A large shard is cut at multiples of it: no vector of a fused update crosses a cut, so that the numbers
-# are those of an update of the whole.
+# A large shard is split at multiples of this. No vector of a fused update then crosses a split, so the
+# results equal those of an update of the whole shard.
 CUT_ELEMENTS = 1024
-PAGE_BYTES = 4096  # each part of a group's state begins at one
-UNIT_BUFFERS = 3  # units whose own shards are in memory while all are on the drive
-_PIECE_ELEMENTS = 1 << 22  # 64 MiB of fp32 state and gradients: long enough a copy for the full rate
+PAGE_BYTES = 4096  # each part of a group's state begins at a page
+UNIT_BUFFERS = 3  # units whose shards are in memory while all shards are on the drive
+_PIECE_ELEMENTS = 1 << 22  # 64 MiB of fp32 state and gradients: large enough to copy at the full rate
 _MOST_GROUPS = 100_000
-_BEGIN_ELEMENTS = 64  # segments begin at multiples of it: full vectors from their first element on
+_BEGIN_ELEMENTS = 64  # segments begin at multiples of this: full vectors from their first element on
 
 
 @dataclass(frozen=True)
 class ShardSize:
-    """One trained parameter, of which this rank holds `numel` elements, and no rank more than `most`, in the
-    dtype `dtype` (as torch names it: `float32`)."""
+    """Size of one trained parameter's shards.
+
+    name: the parameter
+    numel: elements that this rank holds
+    most: the most elements that any rank holds
+    dtype: as torch names it: `float32`
+    """
 
     name: str
     numel: int
@@ -29,7 +34,10 @@ class ShardSize:
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements `begin` to `end` of this rank's shard of the parameter `name`, from `offset` of the group."""
+    """Elements `begin` to `end` of this rank's shard of the parameter `name`.
+
+    offset: position of the first element in the group
+    """
 
     name: str
     begin: int
@@ -43,8 +51,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Group:
-    """Segments of one dtype. `names`: the parameters, on every rank the same; `segments`: what this rank has
-    of them, maybe nothing."""
+    """Segments of one dtype that are read, updated and written together.
+
+    names: the parameters, identical on every rank
+    segments: this rank's elements of them, possibly none
+    """
 
     index: int
     dtype: str
@@ -53,28 +64,36 @@ class Group:
 
     @property
     def numel(self) -> int:
-        """Elements from the first to behind the last, gaps counted."""
+        """Elements from the first to the end of the last segment, including gaps."""
         return self.segments[-1].offset + self.segments[-1].numel if self.segments else 0
 
 
 def piece_elements(groups: Iterable[Group]) -> int:
-    """How many elements of a group are copied into the device's memory at once, where it is updated there: a
-    sixteenth of the largest group, so that what does not overlap at its ends is little; at most 4 Mi."""
+    """Returns the number of elements of a group that are copied into device memory at once for an update
+    there.
+
+    This is a sixteenth of the largest group, so that little remains unoverlapped at its ends; at most 4 Mi.
+    """
     largest = max((group.numel for group in groups), default=0)
     return max(CUT_ELEMENTS, min(_PIECE_ELEMENTS, largest // 16) // CUT_ELEMENTS * CUT_ELEMENTS)
 
 
 def part_bytes(numel: int, itemsize: int) -> int:
-    """Of one part of a group's state (masters, or one of the moments), or of one shard: whole pages."""
+    """Returns the bytes of one part of a group's state (masters, or one of the moments), or of one shard.
+
+    They are rounded up to whole pages.
+    """
     return -(-numel * itemsize // PAGE_BYTES) * PAGE_BYTES
 
 
 def group_shards(held: Iterable[ShardSize], *, group_parameters: int) -> tuple[Group, ...]:
-    """Groups of at most `group_parameters` elements (or of CUT_ELEMENTS, if that is more), in the order of
-    `held`; on every rank as many, with the same parameters. A parameter stays whole where it fits into a
-    group; of one that does not, each part but the last fills its group.
+    """Returns groups of at most `group_parameters` elements (or CUT_ELEMENTS, if larger), in the order of
+    `held`.
 
-    Raises PlanError for more groups than an update can go through one by one.
+    Every rank gets the same number of groups, with the same parameters. A parameter that fits into a group is
+    not split. Each part of a split parameter except the last fills its group.
+
+    Raises PlanError for more groups than an update can process one by one.
     """
     held = tuple(held)
     limit = max(CUT_ELEMENTS, group_parameters // CUT_ELEMENTS * CUT_ELEMENTS)
@@ -114,7 +133,7 @@ def group_shards(held: Iterable[ShardSize], *, group_parameters: int) -> tuple[G
 
 
 def portions(groups: Sequence[Group]) -> Iterator[tuple[Group, ...]]:
-    """Consecutive groups that together hold each of their parameters whole: as few at once as can be."""
+    """Yields the smallest runs of consecutive groups that contain each of their parameters whole."""
     portion: list[Group] = []
     for group, after in pairwise([*groups, None]):
         assert group is not None, "None is the last alone"

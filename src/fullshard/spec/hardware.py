@@ -1,4 +1,4 @@
-"""Hardware: what a run is planned for. Chips, how many, how joined, and how fast all that really is."""
+"""Hardware: the chips, links, rank counts and measured rates that a run is planned for."""
 
 import math
 from bisect import bisect_left
@@ -19,10 +19,12 @@ ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
 
 class Chip(FrozenModel):
-    """One accelerator. `flops_per_second`: the dense matmul peak for each dtype that is known.
+    """One accelerator.
 
-    `memory_bytes` is what the chip carries: vendors print GB and mean GiB, and the driver keeps some percent.
-    `device_names`: all that drivers call it, in lower case and without the vendor.
+    device_names: all names that drivers use for it, in lower case and without the vendor
+    memory_bytes: memory on the chip. Vendors print GB and mean GiB, and the driver keeps a few percent.
+    flops_per_second: dense matmul peak for each dtype whose peak is known
+    source: the datasheet
     """
 
     name: str
@@ -34,7 +36,7 @@ class Chip(FrozenModel):
 
 
 class Point(NamedTuple):
-    """At this size of one launch (FLOP or bytes), this rate (FLOP/s or bytes/s)."""
+    """A point of a rate curve: one launch of `size` (FLOP or bytes) runs at `rate` (FLOP/s or bytes/s)."""
 
     size: float
     rate: float
@@ -44,9 +46,10 @@ Curve = Annotated[tuple[Point, ...], Field(min_length=1)]
 
 
 def rate_at(curve: tuple[Point, ...], size: float) -> float:
-    """The rate at `size`: straight in the logarithms between two points; beyond the last, its own rate.
+    """Returns the rate at `size`, interpolated linearly in the logarithms between two points.
 
-    Before the first, as if it took the first's time however small it is: a launch has a least duration.
+    Beyond the last point, the rate is constant. Before the first point, a launch takes as long as the first
+    point's, because a launch has a minimum duration.
     """
     if size >= curve[-1].size:
         return curve[-1].rate
@@ -59,19 +62,21 @@ def rate_at(curve: tuple[Point, ...], size: float) -> float:
 
 
 def slower(curve: tuple[Point, ...], factor: float) -> tuple[Point, ...]:
-    """The curve on which everything takes so many times as long."""
+    """Returns the curve on which every launch takes `factor` times as long."""
     return tuple(point._replace(rate=point.rate / factor) for point in curve)
 
 
 class Rates(FrozenModel):
-    """What one rank does in a second while the others work too. Measured, or fractions of the chip's peaks.
+    """Rates of one rank while the others work too: measured, or fractions of the chip's peaks.
 
-    `matmul`, `attention`, `attention_backward`: by dtype, FLOP of one launch -> FLOP/s. `memory`: bytes read
-    and written by one elementwise launch -> bytes/s; `optimizer`: the same for the fused update.
-    `launch_seconds`: host time of issuing one operation (on the CPU: on top of doing it), forward and
-    backward averaged. `unit_seconds`: host time of one act of the engine on a unit: gathering its parameters,
-    or reducing its gradients. `step_seconds`: host time of a step outside
-    the model and engine. `watched_seconds`: what a launch takes longer where selective recompute watches it.
+    matmul, attention, attention_backward: by dtype, FLOP of one launch -> FLOP/s
+    memory: bytes read and written by one elementwise launch -> bytes/s
+    optimizer: bytes read and written by the fused update -> bytes/s
+    launch_seconds: host time to issue one operation (on the CPU, in addition to computing it), forward and
+        backward averaged
+    unit_seconds: host time of FSDP2 to gather one unit's parameters or to reduce its gradients
+    step_seconds: host time of a step outside the model and FSDP2
+    watched_seconds: additional host time of a launch that selective recompute watches
     """
 
     matmul: Mapping[ComputeDtype, Curve]
@@ -86,17 +91,17 @@ class Rates(FrozenModel):
 
 
 class CollectiveRate(FrozenModel):
-    """Seconds of one collective of B bytes (the whole, unsharded) over n ranks of an axis:
+    """Seconds of one collective of B bytes (the whole, unsharded) over n ranks of a mesh axis:
 
         base_seconds + hop_seconds * (n - 1) + x / bytes_per_second,    x = B * (n - 1) / n
 
-    which is a ring's; an all-reduce has its own rate, as measured (a ring's is half). Where `curve` was
-    measured over `curve_ranks` ranks (x -> x / seconds, latency and all), it goes before the line:
+    This is the time of a ring. An all-reduce has its own rate, as measured (a ring's is half). If `curve` was
+    measured over `curve_ranks` ranks (x -> x / seconds, latency included), it replaces the line:
 
         x / curve(x) + hop_seconds * (n - curve_ranks)
 
-    `wait_seconds` comes on top of either: what ranks in the midst of a step wait for each other, who started
-    at once when the rate was measured.
+    `wait_seconds` is added to either: ranks within a step wait for each other, whereas the ranks of the
+    measurement all started at once.
     """
 
     base_seconds: NonNegativeFloat
@@ -117,7 +122,7 @@ class CollectiveRate(FrozenModel):
         return line + self.wait_seconds
 
     def slower(self, factor: float) -> "CollectiveRate":
-        """The same, taking so many times as long."""
+        """Returns the rate at which every collective takes `factor` times as long."""
         curve = self.curve and slower(self.curve, factor)
         return self.model_copy(
             update={
@@ -130,7 +135,11 @@ class CollectiveRate(FrozenModel):
 
 
 class Link(FrozenModel):
-    """What joins ranks. `bytes_per_second` is the peak of one rank in one direction; `source` says whose."""
+    """The connection between ranks.
+
+    bytes_per_second: the peak of one rank in one direction
+    source: the source of that figure
+    """
 
     name: str
     bytes_per_second: PositiveFloat
@@ -147,20 +156,25 @@ Rates are what one rank gets while all work. Figures may be edited; `fullshard c
 class Hardware(FrozenModel):
     """`nodes` × `ranks_per_node` ranks of one chip.
 
-    `within` joins the ranks of a node, `across` the nodes (its rates are those of one rank while all ranks of
-    its node use their share: one collective over all ranks of several nodes has `ranks_per_node` shares). A
-    node is what `within` joins: for GB200, all 72 of a rack.
-
-    `overlap`: which part of a collective's time can pass beside computing (1 on GPUs; 0 where ranks share the
-    cores with their collectives). `contention`: how much longer computing takes meanwhile. `stragglers`: by
-    which part the slowest of many ranks is behind. `context_bytes`: what a process takes of the device beside
-    the allocator, `workspace_bytes`: what matmul libraries take of the allocator. `fragmentation`: what the
-    allocator reserves beyond the peaks of its streams, as a part of them.
-    `price_per_hour`: of one chip.
-
-    `host_memory_bytes`: one rank's share of the host's. `adam_per_second`: parameters that the host's fused
-    AdamW updates in a second for one rank while all ranks' do: 5.2e8 is torch 2.13's on two cores (32M fp32
-    parameters; two cores of another machine did 1.66e9: the host's memory decides, so measure it).
+    within: the link between the ranks of a node. A node is the set of ranks that `within` joins: for GB200,
+        all 72 of a rack.
+    across: the link between nodes. Its rates are those of one rank while all ranks of its node use their
+        share; one collective over all ranks of several nodes has `ranks_per_node` shares.
+    overlap: fraction of a collective's time that can overlap compute (1 on GPUs; 0 where ranks share the
+        cores with their collectives)
+    contention: relative slowdown of compute beside a collective
+    stragglers: fraction by which the slowest of many ranks is behind
+    context_bytes: device memory of a process outside the allocator
+    workspace_bytes: memory that matmul libraries take from the allocator
+    fragmentation: memory that the allocator reserves beyond the peaks of its streams, as a fraction of them
+    usable_fraction: fraction of the chip's memory that a plan may use
+    host_bytes_per_second: device <-> host copies of one rank while all ranks copy
+    disk_bytes_per_second: reads and writes together of one rank while all ranks use the drive
+    host_memory_bytes: one rank's share of the host's memory
+    adam_per_second: parameters per second that the host's fused AdamW updates for one rank while it updates
+        for all ranks. 5.2e8 is torch 2.13's rate on two cores (32M fp32 parameters). Two cores of another
+        machine reached 1.66e9: the host's memory decides, so measure it.
+    price_per_hour: price of one chip
     """
 
     name: str
@@ -191,11 +205,11 @@ class Hardware(FrozenModel):
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of one rank's device that a process may take, its context included."""
+        """Bytes of one rank's device that a process may use, including its context."""
         return int(self.chip.memory_bytes * self.usable_fraction)
 
     def on(self, *, nodes: int, ranks_per_node: int) -> "Hardware":
-        """The same chips and links, more or fewer of them. Raises SpecError for more than MOST_RANKS."""
+        """Returns this hardware with other node and rank counts. Raises SpecError beyond MOST_RANKS."""
         if nodes * ranks_per_node > MOST_RANKS:
             raise SpecError(
                 "there is no machine of so many ranks.",
@@ -206,12 +220,14 @@ class Hardware(FrozenModel):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads a whole hardware.toml, as `save` writes it. Raises SpecError for anything else.
+        """Reads a whole hardware.toml, as `save` writes it. Raises SpecError for any other file.
 
-        `fullshard.spec.catalog.hardware_on` also takes one that leaves out what the catalog knows.
+        `fullshard.spec.hardware_text.hardware_on` also accepts a file that leaves out what the catalog knows.
         """
         return cls.parse(read_tables(Path(path)), source=str(path))
 
     def save(self, path: str | Path) -> None:
-        """Writes TOML that people can edit, and that reads back equal. Raises SpecError if it cannot."""
+        """Writes TOML that people can edit and that reads back equal. Raises SpecError if it cannot be
+        written.
+        """
         write_toml(Path(path), self.model_dump(mode="json", exclude_none=True), head=_FILE_HEAD)

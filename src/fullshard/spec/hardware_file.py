@@ -1,4 +1,4 @@
-"""hardware.toml: plain data as TOML that a person reads and edits, with a unit beside each figure."""
+"""hardware.toml: plain data as TOML for people to read and edit, with a unit beside each figure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
@@ -9,7 +9,7 @@ from fullshard.errors import SpecError
 from fullshard.spec.toml_file import read_toml
 from fullshard.system.files import write_whole
 
-# What stands behind a key, once for all tables. `rates.matmul.bf16` is looked up by `matmul`.
+# The comment after each key, shared by all tables. `rates.matmul.bf16` is looked up by `matmul`.
 _COMMENTS = {
     "nodes": "groups of ranks that `across` joins",
     "ranks_per_node": "ranks of a group, which `within` joins",
@@ -52,7 +52,7 @@ def read_tables(path: Path) -> dict[str, Any]:
 
 
 def write_toml(path: Path, data: Mapping[str, Any], *, head: str) -> None:
-    """Writes `data` whole or not at all. Raises SpecError if it cannot be written."""
+    """Writes `data` atomically. Raises SpecError if it cannot be written."""
     text = "".join(f"# {line}\n" for line in head.splitlines()) + "\n" + toml_text(data)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,9 @@ def write_toml(path: Path, data: Mapping[str, Any], *, head: str) -> None:
 
 
 def toml_text(data: Mapping[str, Any]) -> str:
-    """`data` as TOML that reads back to the very same numbers. None has no place in TOML, and is left out."""
+    """Returns `data` as TOML that reads back to identical numbers. None is left out, because TOML has no
+    null.
+    """
     return "\n".join(_table(data, [])).strip() + "\n"
 
 
@@ -105,7 +107,7 @@ def _value(value: object) -> str:
 
 
 def _float(value: float) -> str:
-    """The shortest text that reads back to `value`: `0.125`, `2.039e12`."""
+    """Returns the shortest text that reads back to `value`: `0.125`, `2.039e12`."""
     if value == 0 or 1e-3 <= abs(value) < 1e6:
         return repr(value)
     mantissa, _, exponent = f"{Decimal(repr(value)).normalize():e}".partition("e")
@@ -113,6 +115,6 @@ def _float(value: float) -> str:
 
 
 def _string(text: str) -> str:
-    """A basic string: `"` and the backslash are escaped, and so are control characters."""
+    """Returns a TOML basic string, with `"`, the backslash and control characters escaped."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return '"' + "".join(c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in escaped) + '"'

@@ -1,4 +1,4 @@
-"""Short texts that name hardware: `8xH100`, `32x8xH100`, `my.toml`; and the files that they may name."""
+"""Short texts that name hardware (`8xH100`, `32x8xH100`, `my.toml`), and the files that they may name."""
 
 import difflib
 import re
@@ -18,17 +18,17 @@ _EXAMPLES = "8xH100, 32x8xH100 (32 nodes of 8), H200, or a hardware.toml"
 
 
 def hardware_on(text: str) -> Hardware:
-    """The hardware that `text` names, e.g. for `--on`.
+    """Returns the hardware that `text` names, e.g. for `--on`.
 
         H200              one
         8xMI300X          eight; more than a node holds are laid out on nodes of the usual size
         2x8xA100-80GB     two nodes of eight
-        my.toml           as the file says; `4x8xmy.toml` of its chip, so many
+        my.toml           as the file says; `4x8xmy.toml`: this many of the file's chip
 
-    Case, blanks and dashes do not count; `H100` and `A100` are the SXM ones, the latter with 80 GB. Chips
-    that are not calibrated get rates from the catalog. A file may leave out what the catalog knows:
-    `chip = "H100"` is enough, and a `[chip]` of its own with `name`, `memory_bytes`,
-    `memory_bytes_per_second` and `flops_per_second` gets rates and links as any other (`within = "nvlink4"`).
+    Case, blanks and dashes are ignored; `H100` and `A100` are the SXM variants, the latter with 80 GB.
+    Uncalibrated chips get rates from the catalog. A file may leave out what the catalog knows: `chip =
+    "H100"` is enough, and a `[chip]` of its own with `name`, `memory_bytes`, `memory_bytes_per_second` and
+    `flops_per_second` gets rates and links like any other chip (`within = "nvlink4"`).
 
     Raises SpecError for an unknown chip or file, or a count that does not fill its nodes.
     """
@@ -49,7 +49,7 @@ def hardware_on(text: str) -> Hardware:
 
 
 def hardware_of(entry: ListedChip) -> Hardware:
-    """One rank on this chip, uncalibrated; `Hardware.on` gives more."""
+    """Returns one rank on this chip, uncalibrated; `Hardware.on` returns more."""
     table = efficiencies()
     memory = table.memory_use
     rates = default_rates(
@@ -58,7 +58,7 @@ def hardware_of(entry: ListedChip) -> Hardware:
     sources = (entry.matmul_source, entry.attention_source)
     return Hardware(
         name=entry.name,
-        device="cuda",  # whatever has memory of its own
+        device="cuda",  # any device with its own memory
         chip=entry.chip,
         rates=rates,
         within=find_link(entry.within),
@@ -90,7 +90,7 @@ def _named(name: str, text: str) -> ListedChip:
 
 
 def _split(count: int, hardware: Hardware, *, text: str) -> tuple[int, int]:
-    """(nodes, ranks a node) of so many chips."""
+    """Returns (nodes, ranks per node) for `count` chips."""
     entry = find_entry(hardware.chip)
     size = entry.ranks_per_node if entry is not None else hardware.ranks_per_node
     if count <= size:
@@ -106,7 +106,7 @@ def _split(count: int, hardware: Hardware, *, text: str) -> tuple[int, int]:
 
 
 def _laid_out(hardware: Hardware, *, nodes: int, ranks_per_node: int) -> Hardware:
-    """So many of the same, with the link that a pair has where it has one of its own."""
+    """Returns the hardware with these node and rank counts, and with a pair's link if the chip has one."""
     entry = find_entry(hardware.chip)
     laid_out = hardware.on(nodes=nodes, ranks_per_node=ranks_per_node)
     if (
@@ -120,7 +120,7 @@ def _laid_out(hardware: Hardware, *, nodes: int, ranks_per_node: int) -> Hardwar
 
 
 def _from_file(path: Path) -> Hardware:
-    """A hardware.toml, with what it leaves out taken from the catalog."""
+    """Reads a hardware.toml, and fills in missing figures from the catalog."""
     data = read_tables(path)
     if "rates" in data and isinstance(data.get("chip"), Mapping) and isinstance(data.get("within"), Mapping):
         return Hardware.parse(data, source=str(path))

@@ -1,4 +1,4 @@
-"""What other libraries raise about somebody's file, as an error of ours."""
+"""Errors of other libraries about a user's file, converted to fullshard's own errors."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -10,10 +10,10 @@ _SHOWN = 300
 
 
 class ForeignErrors:
-    """A context around calls of another library with what stands in somebody's file.
+    """A context for calls of another library that parse a user's file.
 
-    What such a library raises about a file that it did not expect can be anything. Here it becomes the error
-    that `error` makes of its words. A FullshardError passes, and so does what ends the process.
+    Such a library can raise anything for an unexpected file. The context raises `error(message)` instead. A
+    FullshardError passes unchanged, and so do exceptions that end the process.
     """
 
     def __init__(self, error: Callable[[str], Exception]) -> None:
@@ -25,7 +25,7 @@ class ForeignErrors:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A panic of Rust is no Exception.
+        # A Rust panic is not an Exception.
         panicked = type(error).__module__ == "pyo3_runtime"
         if panicked or (isinstance(error, Exception) and not isinstance(error, FullshardError)):
             words = " ".join(str(error).split()) or type(error).__name__

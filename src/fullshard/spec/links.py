@@ -1,4 +1,4 @@
-"""Links that join ranks: their peaks, and what collectives reach of these. The figures: `links.toml`."""
+"""Links between ranks: their peaks, and the rates of collectives over them. Figures: `links.toml`."""
 
 from functools import cache
 from pathlib import Path
@@ -11,7 +11,7 @@ from fullshard.spec.value import FrozenModel, NonNegativeFloat, PositiveFloat
 
 
 class ListedLink(FrozenModel):
-    """One entry of `links.toml`, whose head says what each field is."""
+    """One entry of `links.toml`, whose head explains each field."""
 
     bytes_per_second: PositiveFloat
     efficiency: float = Field(gt=0, le=1)
@@ -22,17 +22,17 @@ class ListedLink(FrozenModel):
 
 @cache
 def listed_links() -> dict[str, ListedLink]:
-    """All links of the catalog, by name."""
+    """Returns all links of the catalog, by name."""
     text = read_text(Path(__file__).with_name("links.toml"), most_bytes=SETTINGS_BYTES)
     entries = parse_toml(text)
     return {name: ListedLink.parse(entry, source=f"links.toml, {name}") for name, entry in entries.items()}
 
 
 def find_link(name: str) -> Link:
-    """The link with the rates of its collectives. `name` is one of the catalog's (KeyError otherwise).
+    """Returns the catalog link `name` with the rates of its collectives. Raises KeyError for an unknown name.
 
-    An all-reduce is a reduce-scatter and an all-gather: a ring moves each byte twice, so half the rate and
-    twice the hops. Switches that reduce (NVLink SHARP) do better; the catalog does not count on them.
+    An all-reduce is a reduce-scatter and an all-gather: a ring moves each byte twice, so it has half the rate
+    and twice the hops. Switches that reduce (NVLink SHARP) are faster; the catalog does not assume them.
     """
     entry = listed_links()[name]
     rate = entry.bytes_per_second * entry.efficiency

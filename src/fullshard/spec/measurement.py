@@ -1,4 +1,4 @@
-"""Measurement: what was seen of a run. With it stands how MFU is counted."""
+"""Measurement: the measured results of a run, and the definition of MFU."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from fullshard.system.files import write_whole
 
 
 def _none_if_not_finite(value: Any) -> Any:
-    # The last step may have been skipped for its loss; the run must still be able to say what else it saw.
+    # The last step may have been skipped for its loss; the other measurements must still be saved.
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -22,23 +22,25 @@ FiniteOrNone = Annotated[float | None, BeforeValidator(_none_if_not_finite)]
 
 
 def model_flops_per_token(parameters: int, *, layers: int, d_model: int, sequence_length: int) -> int:
-    """FLOP that the model needs for one token, forward and backward. PaLM, arXiv:2204.02311, appendix B:
+    """Returns the FLOP of one token, forward and backward. PaLM, arXiv:2204.02311, appendix B:
 
         6 * parameters + 12 * layers * d_model * sequence_length
 
-    `parameters`: those that every token is multiplied with, which is all but the table of the input embedding
-    (a head tied to it is multiplied with, and counts). `d_model`: query heads * head size.
+    parameters: those that every token is multiplied with: all except the input embedding table (a head tied
+        to it is multiplied with, and counts)
+    d_model: query heads * head size
 
     Attention counts all pairs of positions, as the paper does, although a causal kernel computes half of
-    them; so MFU compares with published figures, and flatters at long sequences. Recompute does not count.
+    them. MFU is therefore comparable with published figures, and too high at long sequences. Recompute does
+    not count.
     """
     return 6 * parameters + 12 * layers * d_model * sequence_length
 
 
 class MatmulPeak(FrozenModel):
-    """What MFU is held against: dense matmul FLOP/s of one rank.
+    """Peak dense matmul FLOP/s of one rank, the reference of MFU.
 
-    `source`: from the catalog (`device` is the chip's name there), or measured as the run began.
+    source: from the catalog (`device` is the chip's name there), or measured at the start of the run
     """
 
     flops_per_second: PositiveFloat
@@ -48,16 +50,18 @@ class MatmulPeak(FrozenModel):
 
 
 def peak_tokens_per_second(peak: MatmulPeak, *, flops_per_token: float, world_size: int) -> float:
-    """The tokens/s of all ranks at which MFU is 1: nothing but the model's own matmuls, at their peak."""
+    """Returns the tokens/s of all ranks at which MFU is 1: only the model's own matmuls, at their peak."""
     return world_size * peak.flops_per_second / flops_per_token
 
 
 class Pace(FrozenModel):
-    """The speed of a run so far: sums over its steps, without the first `warmup_steps`.
+    """The speed of a run so far: sums over its steps after the first `warmup_steps`.
 
-    `steps` counts all of them; `tokens` (all ranks), `seconds` and `data_seconds` (of these, waiting for
-    data) those after the warmup, without the `untimed_steps` among them that were slowed by being measured.
-    `pace.with_step(…)` is the pace after one more step.
+    steps: all steps, including warmup
+    untimed_steps: steps after the warmup that are excluded because measuring slowed them
+    tokens: tokens of all ranks in the timed steps
+    seconds: seconds of the timed steps
+    data_seconds: the part of `seconds` spent waiting for data
     """
 
     warmup_steps: NonNegativeInt
@@ -70,7 +74,10 @@ class Pace(FrozenModel):
     def with_step(
         self, *, tokens: int, seconds: float, data_seconds: float = 0.0, measured: bool = False
     ) -> "Pace":
-        """`measured`: the memory meter or the profiler was on, so the step's time is not the run's."""
+        """Returns the pace after one more step.
+
+        measured: the memory meter or the profiler was on, so the step's time is not counted
+        """
         warm = self.steps >= self.warmup_steps
         timed = warm and not measured
         return Pace(
@@ -88,26 +95,26 @@ class Pace(FrozenModel):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all ranks; None before the first timed step."""
+        """Tokens/s of all ranks; None before the first timed step."""
         return self.tokens / self.seconds if self.seconds and self.timed_steps else None
 
     @property
     def step_seconds(self) -> float | None:
-        """The mean of the timed steps; None before the first."""
+        """Mean seconds of the timed steps; None before the first."""
         return self.seconds / self.timed_steps if self.timed_steps else None
 
 
 class StepSeconds(FrozenModel):
-    """Where the seconds of one step go; `total` is their sum. See `fullshard.profiler.trace`.
+    """Seconds of one step by cause; `total` is their sum. See `fullshard.profiler.trace`.
 
-    compute                 forward and backward (recompute is within it); on CUDA, while a kernel of it runs
+    compute                 forward and backward (including recompute); on CUDA, while one of its kernels runs
     exposed_all_gather      waiting for parameters, while nothing is computed
-    exposed_reduce_scatter  the same for gradients that are reduced over shards
-    exposed_all_reduce      the same over replicas, and for the loss and the norm
-    engine                  copies in and out of the collectives' buffers; on the CPU, all that it does
+    exposed_reduce_scatter  waiting for gradients that are reduced over shards, while nothing is computed
+    exposed_all_reduce      waiting for all-reduces over replicas, of the loss and of the norm
+    engine                  copies in and out of the collectives' buffers; on the CPU, all of FSDP2's own work
     optimizer               the norm, clipping and the update
     data                    waiting for the batch
-    other                   none of these; on CUDA also the gaps in which the device waits for the host
+    other                   the remainder; on CUDA, including gaps in which the device waits for the host
     """
 
     compute: NonNegativeFloat = 0.0
@@ -125,28 +132,31 @@ class StepSeconds(FrozenModel):
 
     @property
     def waiting(self) -> float:
-        """For all collectives."""
+        """Seconds of waiting for all collectives."""
         return self.exposed_all_gather + self.exposed_reduce_scatter + self.exposed_all_reduce
 
     def terms(self) -> dict[str, float]:
-        """The terms by name, in the order of the fields."""
+        """Returns the terms by name, in the order of the fields."""
         return {name: float(value) for name, value in self}
 
     def scaled_to(self, total: float) -> "StepSeconds":
-        """The same shares of another whole: term · total / self.total."""
+        """Returns the terms scaled so that they sum to `total`: term · total / self.total."""
         factor = total / self.total if self.total else 0.0
         return StepSeconds(**{name: value * factor for name, value in self.terms().items()})
 
 
 class PeakBytes(FrozenModel):
-    """Bytes of the fullest rank at its peak, by part (see `fullshard.profiler.memory`); they sum to the peak.
+    """Bytes at the peak of the rank that uses most, by part (see `fullshard.profiler.memory`).
 
-    `units_in_flight`: gathered parameters and the buffers of collectives, where the meter can tell them from
-    the `rest` (activations, temporaries). On CUDA also what the allocator counted: `allocated` to tensors,
-    `active` (with blocks that another stream may still read), `reserved` from the device.
+    The fields up to `rest` sum to the peak.
 
-    `host`: beside these, what a tier has of the host's memory, on the rank that has most; on CPU ranks too,
-    where its masters are the shards that are gathered. None without a tier.
+    units_in_flight: gathered parameters and the buffers of collectives, if the meter can distinguish them
+    rest: activations, temporaries and everything else
+    active: CUDA only: bytes in allocated blocks and blocks that another stream may still read
+    allocated: CUDA only: bytes that the allocator assigned to tensors
+    reserved: CUDA only: bytes that the allocator reserved from the device
+    host: beside these, host memory of the offload target on the rank that uses most; also on CPU ranks, where
+        its masters are the shards that are gathered. None without an offload target.
     """
 
     parameter_shards: NonNegativeInt
@@ -167,25 +177,28 @@ class PeakBytes(FrozenModel):
 
 
 class DriveBytes(FrozenModel):
-    """Bytes that a rank reads from its drive, and writes to it, for a tier in one step."""
+    """Bytes that a rank reads from and writes to its offload drive in one step."""
 
     read: NonNegativeInt
     written: NonNegativeInt
 
 
 class Measurement(FrozenModel):
-    """What one command's part of a run was seen to do. Written to `<run.dir>/measurement.json`.
+    """Measured results of one command's part of a run, written to `<run.dir>/measurement.json`.
 
-    `first_step`: the number (1 for a new run) of the first step of this command. Losses and `byte_entropy`
-    (that of the byte frequencies, which a model must beat) are nats a token. `startup_seconds`: from the
-    command to the end of its first step. `repeated_steps`: those that a rollback undid, which `pace` counts
-    too. `flops_per_token`: see `model_flops_per_token`. `sample`: text that
-    the trained model generated. `step_seconds`: the mean timed step of `pace`, shared out as the least
-    disturbed of a few profiled steps was on the slowest rank (the one that waited least for collectives);
-    None where no step was profiled or timed. `offload`: the run's tier, and of one on a drive where; None
-    without. `drive`: what rank 0's moved in the median step, from its update to the next.
+    The JSON also contains the rates; `load` recomputes them.
 
-    The rates are in the JSON for whoever reads it; `load` reckons them anew.
+    offload: the offload target, with its location if it is a drive; None without one
+    drive: bytes that rank 0 moved in the median step, from its update to the next
+    first_step: number of the first step of this command (1 for a new run)
+    repeated_steps: steps that a rollback undid; `pace` counts them too
+    first_loss, last_loss, validation_loss: nats per token
+    byte_entropy: entropy of the byte frequencies, which a model must beat, nats per token
+    flops_per_token: see `model_flops_per_token`
+    step_seconds: mean timed step of `pace`, divided into causes as in the least disturbed profiled step on
+        the slowest rank (the one that waited least for collectives). None if no step was profiled or timed.
+    startup_seconds: seconds from the command to the end of its first step
+    sample: text that the trained model generated
     """
 
     directory: str
@@ -213,7 +226,7 @@ class Measurement(FrozenModel):
     @computed_field
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all ranks."""
+        """Tokens/s of all ranks."""
         return self.pace.tokens_per_second
 
     @computed_field
@@ -225,7 +238,7 @@ class Measurement(FrozenModel):
     @computed_field
     @property
     def mfu(self) -> float | None:
-        """Model FLOP utilisation; None where the speed, the FLOP a token or the peak is unknown."""
+        """Model FLOP utilisation; None if the speed, the FLOP per token or the peak is unknown."""
         rate = self.tokens_per_second
         if rate is None or self.flops_per_token is None or self.peak is None:
             return None
@@ -246,9 +259,9 @@ class Measurement(FrozenModel):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads what `save` wrote. Raises SpecError for anything else."""
+        """Reads a measurement that `save` wrote. Raises SpecError for any other file."""
         return cls.read_json(path, what="a saved measurement")
 
     def save(self, path: str | Path) -> None:
-        """Writes JSON; a reader finds the old file or the new one, whole. Raises OSError."""
+        """Writes JSON atomically: a reader finds either the old file or the new one. Raises OSError."""
         write_whole(Path(path), self.model_dump_json(indent=2) + "\n")

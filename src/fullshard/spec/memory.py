@@ -4,22 +4,23 @@ from fullshard.spec.value import FrozenModel
 
 
 class MemoryTerms(FrozenModel):
-    """Bytes of live tensors on one rank at the highest moment of a step; `total` is their sum.
+    """Bytes of live tensors on one rank at the peak of a step; `total` is their sum.
 
-    P parameters, N shards, all of it padded so that dim 0 divides by N. See `fullshard.planner.memory` for
+    P parameters, N shards; all of it padded so that dim 0 divides by N. See `fullshard.planner.memory` for
     the derivation of each.
 
     parameter_shards     P · master / N
-    gradients            P · master / N once all units are reduced; fewer while backward is on its way
-    optimizer_state      what the optimizer keeps for the own shards: 2 · P · master / N for AdamW; of a tier
-                         that is updated on the device, what state passes through
+    gradients            P · master / N once all units are reduced; less during backward
+    optimizer_state      optimizer state of the rank's own shards: 2 · P · master / N for AdamW; for an
+    offload
+                         target that is updated on the device, the buffers that state passes through
     buffers              the module's buffers, whole on every rank
     batch                the microbatch itself
     units_in_flight      gathered parameters, and the buffers of all-gather, reduce-scatter and all-reduce
     whole_gradients      gradients of whole units before they are reduced
-    activations          what units' forward passes made and backward still needs
-    loss                 what the loss made (fp32 logits are most of it)
-    backward             gradients of activations, and activations computed again
+    activations          results of the units' forward passes that backward still needs
+    loss                 results of the loss (fp32 logits are most of it)
+    backward             gradients of activations, and recomputed activations
     """
 
     moment: str
@@ -42,9 +43,9 @@ class MemoryTerms(FrozenModel):
 
     @property
     def staged_bytes(self) -> int:
-        """Host memory of the copy that a checkpoint in the background is written from."""
+        """Host memory of the copy from which a background checkpoint is written."""
         return self.parameter_shards + self.optimizer_state
 
     def terms(self) -> dict[str, int]:
-        """The terms by name, in the order of the fields."""
+        """Returns the terms by name, in the order of the fields."""
         return {name: value for name, value in self if isinstance(value, int)}

@@ -1,4 +1,4 @@
-"""ModelSpec: what the planner knows of a model. Shapes and bytes; no weights, no torch."""
+"""ModelSpec: the planner's description of a model. It has shapes and bytes, but no weights and no torch."""
 
 from collections.abc import Hashable, Sequence
 from functools import cached_property
@@ -23,10 +23,13 @@ Event = Literal[
 
 
 class ParamSpec(FrozenModel):
-    """One parameter: its first name, its whole shape, and the other names that it is reached by (tied).
+    """One parameter.
 
-    `itemsize`: bytes of an element as the module holds it; trained ones are sharded in the plan's master
-    dtype and computed with in its param dtype, whatever this says.
+    name: its first name
+    shape: its whole (unsharded) shape
+    itemsize: bytes per element in the module. Trained parameters are nevertheless sharded in the plan's
+        master dtype and computed with in its param dtype.
+    aliases: the other names of a tied parameter
     """
 
     name: str
@@ -42,10 +45,11 @@ class ParamSpec(FrozenModel):
 
 
 class UnitSpec(FrozenModel):
-    """One communication unit: the parameters that are gathered together, used, and freed together.
+    """One communication unit: parameters that are gathered, used and freed together.
 
-    `kept`: the root, and the unit whose backward comes right after its forward; it stays gathered between.
-    `position`: its place among the units by registration of their modules, the root first.
+    position: its index among the units by registration of their modules, the root first
+    kept: stays gathered between forward and backward: the root, and the unit whose backward comes right after
+        its forward
     """
 
     name: str
@@ -61,7 +65,7 @@ class UnitSpec(FrozenModel):
 
 
 class Line(NamedTuple):
-    """A figure that grows with the microbatch: fixed + per_sequence * microbatch. Negative parts are fine."""
+    """A linear function of the microbatch: fixed + per_sequence * microbatch. Either term may be negative."""
 
     fixed: float = 0.0
     per_sequence: float = 0.0
@@ -71,11 +75,12 @@ class Line(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Bytes of live tensors that the model's own computation made, by what made them.
+    """Bytes of live tensors that the model's own computation allocated, by origin.
 
-    `activations`: the units' forward passes. `loss`: what runs between the last unit's forward and the first
-    unit's backward. `backward`: backward passes, with what they compute again. `gradients`: whole gradients
-    of parameters, as autograd leaves them.
+    activations: the units' forward passes
+    loss: computation between the last unit's forward and the first unit's backward
+    backward: backward passes, including recomputation
+    gradients: whole gradients of parameters, as autograd produces them
     """
 
     activations: Line = Line()
@@ -87,8 +92,9 @@ class Moment(NamedTuple):
 class Kernel(FrozenModel):
     """One kind of launch: the same operation on the same shapes.
 
-    `flops`, `bytes` (read and written in device memory) are of one launch. `attention` counts
-    the FLOP of the pairs of positions that are computed: about half of all where it is `causal`.
+    flops: FLOP of one launch. `attention` counts only pairs of positions that are computed: about half of all
+        if it is `causal`.
+    bytes: bytes that one launch reads and writes in device memory
     """
 
     kind: Literal["matmul", "attention", "attention_backward", "elementwise"]
@@ -99,22 +105,25 @@ class Kernel(FrozenModel):
 
 
 class Launches(NamedTuple):
-    """`times` launches of `ModelSpec.kernels[kernel]`."""
+    """A number (`times`) of launches of `ModelSpec.kernels[kernel]`."""
 
     kernel: int
     times: int
 
 
 class Phase(FrozenModel):
-    """What a microbatch computes from one point at which the engine acts to the next.
+    """The computation of a microbatch between two points at which FSDP2 acts.
 
-    `event` of unit `unit` (an index; -1 for the run itself) opens the phase. `peaks` are the moments of which
-    one is the highest in it, whatever the microbatch; `end` is what lives at its end. Gradients that a
-    `post_backward` hands to the engine are gone from the phase that it opens. `work`: what it launches,
-    eager;
-    `fused`: what it launches where runs of elementwise operations are one kernel, as the compiler makes them.
-    `out`, `back`: storages whose copies to the host, and from it, begin as its forward ends or its backward
-    begins, beside what is launched later. `waits`: before that, computing waits for those that began earlier.
+    event: the point of unit `unit` that opens the phase
+    unit: an index; -1 for the run itself
+    peaks: moments of which one is the highest of the phase, for any microbatch
+    end: live tensors at its end. Gradients that a `post_backward` passes to FSDP2 are already excluded from
+        the phase that it opens.
+    work: launches in eager mode
+    fused: launches if runs of elementwise operations are one kernel, as after compilation
+    out: storages whose copies to the host begin when the phase's unit ends its forward
+    back: storages whose copies from the host begin when its backward begins, beside later launches
+    waits: compute first waits for the copies that began earlier
     """
 
     event: Event
@@ -129,10 +138,10 @@ class Phase(FrozenModel):
 
 
 class Repeat(FrozenModel):
-    """Units that the trace shows once, and that the model has `times` times.
+    """Units that the trace contains once, but the model `times` times.
 
-    The units `first` to `first + units - 1` of the trace, one period, stand there `times` in a row in the
-    model. At least one period alike stands before them in the trace, and one behind.
+    The units `first` to `first + units - 1` of the trace form one period, which occurs `times` in a row in
+    the model. The trace contains at least one identical period before them and one after.
     """
 
     first: int
@@ -143,10 +152,11 @@ class Repeat(FrozenModel):
 class Trace(FrozenModel):
     """One microbatch, forward and backward, under one recompute setting.
 
-    `phases` are those of the model without what `repeats` leaves out; `Phase.unit` counts among its units.
-    `microbatch`: the only one that it holds for; None: any.
-    `accumulating`: the same on top of whole gradients of earlier microbatches, where these are added to in
-    place (accumulation without sync, gradients computed in the dtype that they are reduced in).
+    microbatch: the only microbatch size that it is valid for; None for any
+    phases: phases of the model, without the units that `repeats` leaves out; `Phase.unit` counts the trace's
+        units
+    accumulating: phases on top of whole gradients of earlier microbatches, if those are accumulated in place
+        (accumulation without sync, gradients computed in the dtype that they are reduced in)
     """
 
     recompute: RecomputeSection
@@ -167,12 +177,13 @@ class Trace(FrozenModel):
 
 
 class ModelSpec(FrozenModel):
-    """A model: its units in order of use, its buffers, and what a microbatch of it allocates and computes.
+    """A model: its units in order of use, its buffers, and the allocations and kernels of a microbatch.
 
-    `kernels_for`: the device whose kernels the traces show. `flops_per_token`: see
-    `fullshard.spec.measurement.model_flops_per_token`; from the traced matmuls, so a mixture of experts
-    counts those that a token reaches. `active_numel`: parameters that a token is multiplied with.
-    `scalars`: parameters without a dimension to shard, whole on every rank, and in no unit.
+    kernels_for: the device whose kernels the traces contain
+    scalars: number of parameters without a dimension to shard; they are whole on every rank and in no unit
+    flops_per_token: see `fullshard.spec.measurement.model_flops_per_token`. It is counted from the traced
+        matmuls, so a mixture of experts counts only the experts that a token reaches.
+    active_numel: number of parameters that a token is multiplied with
     """
 
     name: str
@@ -189,19 +200,17 @@ class ModelSpec(FrozenModel):
 
     @property
     def numel(self) -> int:
-        """Parameters; a tied one counts once."""
+        """Number of parameters; a tied one counts once."""
         return sum(unit.numel for unit in self.units) + self.scalars
 
     @cached_property
     def kept(self) -> dict[Hashable, object]:
-        """What was worked out from this spec, for who asks again. No part of the value."""
+        """Cache of values derived from this spec. It is not part of the spec's value."""
         return {}
 
     @cached_property
     def unit_kinds(self) -> tuple[int, ...]:
-        """For each unit the index of the first that is sharded alike: the same shapes, override and
-        keeping.
-        """
+        """For each unit, the index of the first unit with the same shapes, override and `kept`."""
         first: dict[Hashable, int] = {}
         kinds: list[int] = []
         for index, unit in enumerate(self.units):
@@ -211,9 +220,9 @@ class ModelSpec(FrozenModel):
         return tuple(kinds)
 
     def trace(self, recompute: RecomputeSection, microbatch: int) -> Trace:
-        """The trace for these settings. Raises PlanError if there is none.
+        """Returns the trace for these settings. Raises PlanError if there is none.
 
-        One that was made for this very microbatch goes before one for any.
+        A trace made for exactly this microbatch is preferred over one that is valid for any.
         """
         fitting = [trace for trace in self.traces if trace.holds_for(recompute, microbatch)]
         if not fitting:
@@ -227,7 +236,7 @@ class ModelSpec(FrozenModel):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads what `save` wrote. Raises SpecError for anything else."""
+        """Reads a spec that `save` wrote. Raises SpecError for any other file."""
         return cls.read_json(path, what="a saved model spec")
 
     def save(self, path: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""[model]: the reference decoder by its sizes, a model of Hugging Face, or any module of Python's."""
+"""[model]: the reference decoder by its sizes, a Hugging Face model, or any Python module."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
@@ -8,14 +8,14 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from fullshard.spec.value import NUMBER, FrozenModel, Options, PathText, PositiveCount, PositiveScalar
 
 MOST_LAYERS = 2_048
-"""The deepest models that people have trained have a thousand."""
+"""The deepest models ever trained have about a thousand layers."""
 
 
 class DecoderConfig(FrozenModel):
     """The reference transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
     The defaults are the embedded default model, small enough to learn in two minutes on two cores. Instead of
-    sizes the section may have `hf` (a model of transformers) or `python` (any module): docs/models.md.
+    sizes, the section may have `hf` (a transformers model) or `python` (any module): docs/models.md.
     """
 
     vocabulary: PositiveCount = 256
@@ -41,16 +41,18 @@ class DecoderConfig(FrozenModel):
 
 
 class HuggingFaceModel(FrozenModel):
-    """A model of transformers (extra `hf`): `hf` is a name that is in this machine's cache, a directory, or a
-    config.json.
+    """A transformers model (extra `hf`).
 
-    `weights`: `auto` reads those that stand beside the config and says so, `require` fails without, `none`
-    initialises. `architecture`: a class of transformers; `auto` is the one that the config names, else a
-    causal language model. `options` stand in for values of the config (`num_hidden_layers = 2`).
-    `attention`: the kernel, by transformers' name for it (`sdpa`, `eager`, `flex_attention`, …); `auto` is
-    its own choice, `sdpa` where the model has it.
+    `hf`: a name in this machine's cache, a directory, or a config.json
+    `weights`: `auto` reads the weights beside the config, if any, and reports it; `require` fails without
+        them; `none` initialises
+    `architecture`: a class of transformers; `auto` is the one that the config names, else a causal language
+        model
+    `attention`: the kernel, by its transformers name (`sdpa`, `eager`, `flex_attention`, …); `auto` is
+        transformers' own choice, `sdpa` if the model supports it
     `trust_remote_code`: true runs the Python code that comes with the model (`auto_map` in its config.json),
-    which may do whatever you may do on this machine; false refuses a model that cannot be built without it.
+        which has your permissions on this machine; false refuses a model that cannot be built without it
+    `options`: replace values of the config (`num_hidden_layers = 2`)
     """
 
     hf: PathText
@@ -62,20 +64,23 @@ class HuggingFaceModel(FrozenModel):
 
     @property
     def source(self) -> str:
-        """As people know it."""
+        """The section's key and value, for messages."""
         return f"hf = {self.hf!r}"
 
 
 class PythonModel(FrozenModel):
-    """Any `nn.Module`: `python` is `package.module:factory`, which is called with `options`. What it makes
-    with `torch.empty` (parameters) takes no memory."""
+    """Any `nn.Module`.
+
+    `python`: `package.module:factory`, which is called with `options`. Tensors that it creates with
+        `torch.empty` (parameters) take no memory.
+    """
 
     python: str
     options: Options = Field(default_factory=dict[str, Any])
 
     @property
     def source(self) -> str:
-        """As people know it."""
+        """The section's key and value, for messages."""
         return f"python = {self.python!r}"
 
 

@@ -1,4 +1,4 @@
-"""Plan: what was chosen for a Run on these ranks. Every runtime room reads its settings from here."""
+"""Plan: the settings chosen for a Run on given ranks. Every runtime package reads its settings from it."""
 
 from pathlib import Path
 from typing import Literal, Self
@@ -15,9 +15,10 @@ ITEMSIZE: dict[Dtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 class Precision(FrozenModel):
-    """The dtypes of one unit. `master` is what the shards are kept in, and so the optimizer's state.
+    """The dtypes of one unit. `master` is the dtype of the shards, and thus of the optimizer's state.
 
-    Bytes a parameter, over N ranks (shards, gradient, AdamW's two moments | while unsharded | on the wire):
+    Bytes per parameter, over N ranks (shards, gradient, AdamW's two moments | while unsharded |
+    communicated):
 
     fp32         (4 + 4 + 8) / N     4    4 gathered, 4 reduced
     bf16         (4 + 4 + 8) / N     2    2 gathered, 4 reduced     fp32 sums: the default on bf16 hardware
@@ -37,7 +38,7 @@ class Precision(FrozenModel):
 
     @classmethod
     def of(cls, mode: PrecisionMode, run: Run | None = None) -> Self:
-        """The dtypes of a named mode, with the Run's output and buffer dtype where it sets them."""
+        """Returns the dtypes of a named mode, with the output and buffer dtypes that the Run sets."""
         param, reduce, master = _MODES[mode]
         section = (run or Run()).precision
         return cls(
@@ -62,11 +63,16 @@ _MODES: dict[PrecisionMode, tuple[Dtype, Dtype, Dtype]] = {
 
 
 class Plan(FrozenModel):
-    """What was chosen. Mesh: `replicate_degree` × `shard_degree` × `tensor_parallel` = `world_size` ranks.
+    """The settings chosen for a run on `world_size` ranks.
 
-    `reshard_after_forward`: True frees a unit's gathered parameters after its forward, False keeps them for
-    its backward, an int keeps them sharded over that many ranks in between.
-    `sync_each_microbatch`: see `TrainSection.accumulate_sync`. `run` is the run with every `auto` settled.
+    The mesh is `replicate_degree` × `shard_degree` × `tensor_parallel` = `world_size` ranks.
+
+    run: the run with every `auto` resolved
+    reshard_after_forward: True frees a unit's gathered parameters after its forward, False keeps them for its
+        backward, and an int keeps them sharded over that many ranks in between
+    microbatch: sequences per rank in one forward pass
+    accumulation: microbatches per step
+    sync_each_microbatch: see `TrainSection.accumulate_sync`
     """
 
     run: Run
@@ -85,27 +91,28 @@ class Plan(FrozenModel):
 
     @property
     def data_parallel(self) -> int:
-        """How many ranks have sequences of their own."""
+        """Number of ranks with their own sequences."""
         return self.world_size // self.tensor_parallel
 
     @property
     def gradients_leave(self) -> bool:
-        """Whether reduced gradients go to the host as they come; on the CPU they are there."""
+        """True if reduced gradients are copied to the host as they arrive; False on the CPU."""
         return self.run.offload.takes_optimizer and self.device == "cuda"
 
     @property
     def is_what_if(self) -> bool:
-        """Whether it can be planned, and not be run yet."""
+        """True if the plan can be predicted, but not run yet."""
         return bool(_what_if(self.run))
 
     @classmethod
     def from_run(
         cls, run: Run, *, world_size: int, device: DeviceType = "cpu", bf16_hardware: bool | None = None
     ) -> Self:
-        """The plan that takes what `run` pins, and the plain default for what it leaves open.
+        """Returns the plan with the settings that `run` pins, and plain defaults for the rest.
 
-        `bf16_hardware`: what `precision.mode = "auto"` goes by; unset, GPUs are taken to have it.
-        Raises PlanError where degrees or batches do not divide, or for what cannot be run yet.
+        bf16_hardware: decides `precision.mode = "auto"`; unset, GPUs are assumed to support bf16
+
+        Raises PlanError if degrees or batches do not divide, and for settings that cannot be run yet.
         """
         check_runs(run)
         return cls.for_prediction(run, world_size=world_size, device=device, bf16_hardware=bf16_hardware)
@@ -114,7 +121,7 @@ class Plan(FrozenModel):
     def for_prediction(
         cls, run: Run, *, world_size: int, device: DeviceType = "cpu", bf16_hardware: bool | None = None
     ) -> Self:
-        """The same for a prediction, which also tells of what cannot be run yet."""
+        """Returns the plan as `from_run` does, but also for settings that can only be predicted yet."""
         run = _settled(run)
         tensor = run.sharding.tensor_parallel
         ranks = _data_ranks(world_size, tensor)
@@ -144,7 +151,7 @@ class Plan(FrozenModel):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads what `save` wrote. Raises SpecError for anything else."""
+        """Reads a plan that `save` wrote. Raises SpecError for any other file."""
         return cls.read_json(path, what="a saved plan")
 
     def save(self, path: str | Path) -> None:
@@ -152,7 +159,7 @@ class Plan(FrozenModel):
 
 
 def check_runs(run: Run) -> None:
-    """Raises PlanError for what `fullshard plan` tells of, and training cannot do yet."""
+    """Raises PlanError for settings that `fullshard plan` can predict, but training does not support yet."""
     settings = _what_if(run)
     if settings:
         raise PlanError(
@@ -165,7 +172,7 @@ def check_runs(run: Run) -> None:
 
 
 def check_tier(run: Run) -> None:
-    """Raises PlanError for a tier of an optimizer whose state is kept nowhere but on the device."""
+    """Raises PlanError for an offload target with an optimizer whose state can only be on the device."""
     section = run.optimizer
     if run.offload.takes_optimizer and (section.name.lower() != "adamw" or section.options):
         options = ", with options" if section.options else ""
@@ -177,7 +184,7 @@ def check_tier(run: Run) -> None:
 
 
 def _what_if(run: Run) -> list[str]:
-    """The settings that cannot be run yet."""
+    """Returns the settings that cannot be run yet."""
     settings: list[str] = []
     if run.sharding.tensor_parallel > 1:
         settings.append(f"sharding.tensor_parallel = {run.sharding.tensor_parallel}")
@@ -196,7 +203,7 @@ def _data_ranks(world_size: int, tensor_parallel: int) -> int:
 
 
 def _settled(run: Run) -> Run:
-    """`run` with the plain default for every mechanism that it leaves to the planner."""
+    """Returns `run` with the plain default for every mechanism that it leaves to the planner."""
     sharding, recompute, prefetch = run.sharding, run.recompute, run.prefetch
     if sharding.strategy == "auto":
         hybrid = sharding.shard_degree is not None
@@ -217,7 +224,7 @@ def _settled(run: Run) -> Run:
 
 
 def _mesh_degrees(run: Run, world_size: int) -> tuple[int, int]:
-    """(replicate, shard), whose product is `world_size`."""
+    """Returns (replicate, shard), whose product is `world_size`."""
     strategy, degree = run.sharding.strategy, run.sharding.shard_degree
     if strategy is Strategy.NO_SHARD:
         return world_size, 1
@@ -240,7 +247,7 @@ def _mesh_degrees(run: Run, world_size: int) -> tuple[int, int]:
 
 
 def _microbatches(run: Run, world_size: int) -> tuple[int, int]:
-    """(microbatch, accumulation): sequences a rank at once, and microbatches a step."""
+    """Returns (microbatch, accumulation): sequences per rank at once, and microbatches per step."""
     batch, pinned = run.train.global_batch, run.train.microbatch
     once = world_size * (pinned or 1)
     if batch % once:

@@ -1,4 +1,4 @@
-"""Prediction: what a plan is said to need and to take, term by term."""
+"""Prediction: the predicted memory, time and host use of a plan, term by term."""
 
 from typing import Annotated, Literal
 
@@ -12,16 +12,16 @@ class TimeTerms(FrozenModel):
     """Seconds of one optimizer step on the slowest rank; `total` is their sum.
 
     compute                 forward and backward kernels, with the gaps in which the device waits for the host
-    recompute               of backward, what is computed a second time
-    exposed_all_gather      waiting for parameters that are not there yet
+    recompute               the part of backward that recomputes activations
+    exposed_all_gather      waiting for parameters that are not gathered yet
     exposed_reduce_scatter  waiting for gradients that are still being reduced over shards
-    exposed_all_reduce      the same, over replicas, and for the loss
+    exposed_all_reduce      waiting for all-reduces over replicas, and of the loss
     engine                  copies in and out of the collectives' buffers
-    contention              what computing loses to collectives that run beside it
-    tensor_parallel         collectives between the matmuls of a block: computing waits for each
+    contention              slowdown of compute by collectives that run beside it
+    tensor_parallel         collectives between the matmuls of a block: compute waits for each
     optimizer               clipping and the update
-    offload                 by how much the step is longer than with an infinitely fast host and drive: their
-                            copies (activations' too) and the update there, as far as nothing hides them
+    offload                 extra seconds compared with an infinitely fast host and drive: the exposed part of
+                            copies (including activations) and of the update on the host
     stragglers              waiting for the slowest rank
     """
 
@@ -42,20 +42,23 @@ class TimeTerms(FrozenModel):
         return sum(self.terms().values())
 
     def terms(self) -> dict[str, float]:
-        """The terms by name, in the order of the fields."""
+        """Returns the terms by name, in the order of the fields."""
         return {name: float(value) for name, value in self}
 
 
 class OffloadTerms(FrozenModel):
-    """What a tier takes of one rank's host and drive. Bytes that are held there, bytes of one step, and the
-    seconds of one step that each of the three is busy at least; the step is no shorter than the longest.
-    `update_seconds`: of the host, or, of an update in the device's memory, of the device; what passes there
-    and back is among the copies.
+    """Host and drive use of one rank's offload target.
 
-    `disk_read_bytes`, `disk_written_bytes`: of one step (with `offload.order = "alternate"` of the one of two
-    that reads more); what is written wears the drive.
-    `disk_seconds` None: how fast the drive is is not known, and the step's seconds are those without it.
-    `host_capacity_bytes`: a rank's share of the host's memory; None: not known.
+    Each `_seconds` field is a lower bound: a step takes at least the longest of the three.
+
+    host_bytes, disk_bytes: bytes held there
+    disk_read_bytes, disk_written_bytes: bytes of one step (with `offload.order = "alternate"`, of the one of
+        two steps that reads more). Written bytes wear the drive.
+    disk_seconds: busy seconds of the drive in a step. None if its speed is unknown; predicted step times then
+        exclude the drive.
+    update_seconds: seconds of the update in a step, on the host, or on the device if it updates there
+    copy_seconds: seconds of copies in a step, including state that passes through device memory for an update
+    host_capacity_bytes: a rank's share of the host's memory; None if unknown
     """
 
     host_bytes: Large = 0
@@ -73,7 +76,7 @@ class OffloadTerms(FrozenModel):
 
     @property
     def binds(self) -> Literal["disk", "update", "copies"]:
-        """Which of the three bounds the step from below; of what is known."""
+        """The longest of the three known bounds on the step."""
         longest = max(self.disk_seconds or 0.0, self.update_seconds, self.copy_seconds)
         if self.disk_seconds == longest:
             return "disk"
@@ -81,8 +84,12 @@ class OffloadTerms(FrozenModel):
 
 
 class ActivationTerms(FrozenModel):
-    """What activations that are saved on the host take of one rank's: `host_bytes` that are held there at
-    most, `copied_bytes` of one step in each of the two directions, and the seconds of both.
+    """Host use of one rank's activations that are saved in host memory.
+
+    host_bytes: the most bytes held there
+    copied_bytes: bytes of one step in each of the two directions
+    copy_seconds: seconds of both directions in a step
+    host_capacity_bytes: a rank's share of the host's memory; None if unknown
     """
 
     host_bytes: Large = 0
@@ -92,13 +99,15 @@ class ActivationTerms(FrozenModel):
 
 
 class Prediction(FrozenModel):
-    """What is said of a plan before it runs.
+    """The predicted memory, step time and speed of a plan, for the rank that uses most memory.
 
-    Of the fullest rank: `memory` are live tensors (`max_memory_allocated`); with `allocator_reserve_bytes`
-    they are what the allocator takes of the device (`max_memory_reserved`); with `context_bytes`, all that
-    the process needs, which must not pass `capacity_bytes`. `offload`: of its host and drive, where the plan
-    has a tier; `activations`: of its host, where blocks save there. `flops_per_token`: of the model; see
-    `fullshard.spec.measurement.model_flops_per_token`. `mfu` is None where the chip's peak is not known.
+    memory: live tensors (`max_memory_allocated`)
+    allocator_reserve_bytes: with `memory`, bytes that the allocator reserves (`max_memory_reserved`)
+    context_bytes: with both, all bytes that the process needs, which must not exceed `capacity_bytes`
+    offload: use of the host and drive by the plan's offload target; None without one
+    activations: use of the host by blocks that save activations there; None without any
+    flops_per_token: of the model; see `fullshard.spec.measurement.model_flops_per_token`
+    mfu: model FLOP utilisation; None if the chip's peak is unknown
     """
 
     hardware: str
@@ -124,7 +133,7 @@ class Prediction(FrozenModel):
 
     @property
     def is_timed(self) -> bool:
-        """Whether `time` is all of a step's: with its drive."""
+        """True if `time` covers the whole step, including its drive."""
         return self.offload is None or self.offload.disk_seconds is not None
 
     @property
@@ -137,7 +146,7 @@ class Prediction(FrozenModel):
 
 
 def host_fits(*terms: OffloadTerms | ActivationTerms | None) -> bool:
-    """Whether all of them together have room on the host, as far as is known how much it has."""
+    """Returns True if all terms together fit in host memory, as far as its capacity is known."""
     known = [one for one in terms if one is not None]
     held = sum(one.host_bytes for one in known)
     return all(one.host_capacity_bytes is None or held <= one.host_capacity_bytes for one in known)

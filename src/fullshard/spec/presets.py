@@ -1,7 +1,7 @@
-"""Known models as the reference decoder has them, every figure from the `config.json` of their repository.
+"""Known models as sizes of the reference decoder. Every figure is from the `config.json` of their repository.
 
-A model that the reference decoder would only distort (another norm, activation, head size, or experts) is not
-here: its own `config.json` is planned for, see `fullshard.spec.pretrained`.
+Models that the reference decoder would only distort (another norm, activation, head size, or experts) are not
+listed. They are planned from their own `config.json`, see `fullshard.spec.pretrained`.
 """
 
 import difflib
@@ -13,9 +13,10 @@ from fullshard.spec.value import FrozenModel
 
 
 class Preset(FrozenModel):
-    """A model under a short name. `repository`: on huggingface.co, whose config.json has these figures.
+    """A model under a short name.
 
-    `differs`: what the reference decoder leaves out of it; empty where both have the same tensors.
+    repository: on huggingface.co; its config.json has these figures
+    differs: parts of the model that the reference decoder leaves out; empty if both have the same tensors
     """
 
     name: str
@@ -29,9 +30,9 @@ class Preset(FrozenModel):
 
 
 def find_preset(name: str) -> Preset | None:
-    """The preset of this name, or of this repository; None if there is none. Case does not count.
+    """Returns the preset of this name or repository, ignoring case; None if there is none.
 
-    Raises SpecError for a well-known model that the reference decoder cannot express, and says why.
+    Raises SpecError, with the reason, for a well-known model that the reference decoder cannot express.
     """
     key = name.lower()
     for preset in PRESETS:
@@ -48,7 +49,7 @@ def find_preset(name: str) -> Preset | None:
 
 
 def nearest_presets(name: str) -> list[str]:
-    """Names that `name` may have meant; all of them, where none is near."""
+    """Returns preset names similar to `name`, or all names if none is similar."""
     names = [preset.name for preset in PRESETS]
     near = difflib.get_close_matches(name.lower().rpartition("/")[2], names, n=3, cutoff=0.6)
     return near or names

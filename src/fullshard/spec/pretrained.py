@@ -1,4 +1,4 @@
-"""A `config.json` of Hugging Face: where it lies on this machine, and which Decoder says the same."""
+"""Hugging Face `config.json` files: finding them on this machine, and converting them to decoder sizes."""
 
 import os
 import re
@@ -15,23 +15,23 @@ from fullshard.spec.value import FrozenModel
 CONFIG_NAME = "config.json"
 _REVISION_BYTES = 4096
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
-# What transformers' configs call the number of blocks: num_hidden_layers, n_layer, decoder_layers, depths.
+# Names of the number of blocks in transformers' configs: num_hidden_layers, n_layer, decoder_layers, depths.
 _LAYERS = re.compile(r"(.*_)?(layers?|depths?|blocks)")
 _EXPRESSED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
 
 class AsDecoder(FrozenModel):
-    """A Decoder that stands for a config.json, and what it leaves out (nothing: the same tensors)."""
+    """The DecoderConfig that represents a config.json, and what it leaves out (nothing: the same tensors)."""
 
     model: DecoderConfig
     differs: tuple[str, ...] = ()
 
 
 def cached_config(name: str, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The config.json of the repository `name` in the Hugging Face cache; None if it is not there.
+    """Returns the config.json of the repository `name` in the Hugging Face cache; None if it is not cached.
 
-    `models--org--name/snapshots/<revision>/config.json` below HF_HUB_CACHE, else HF_HOME/hub, else
-    ~/.cache/huggingface/hub; of `main`, or of whatever revision was fetched last.
+    It is `models--org--name/snapshots/<revision>/config.json` below HF_HUB_CACHE, else HF_HOME/hub, else
+    ~/.cache/huggingface/hub; of `main`, else of the revision that was fetched last.
     https://huggingface.co/docs/huggingface_hub/guides/manage-cache
     """
     if not _REPOSITORY.fullmatch(name):
@@ -48,9 +48,9 @@ def cached_config(name: str, environment: Mapping[str, str] = os.environ) -> Pat
 
 
 def locate(source: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """The config.json that `source` names: a file, a directory, or a repository in the local cache.
+    """Returns the config.json that `source` names: a file, a directory, or a repository in the local cache.
 
-    The model's weights and tokenizer, if it has them, lie beside it. Nothing is fetched. Raises SpecError.
+    The model's weights and tokenizer, if any, are beside it. Nothing is downloaded. Raises SpecError.
     """
     path = Path(os.path.expanduser(source))
     if os.path.isfile(path):
@@ -82,7 +82,7 @@ def _cache(environment: Mapping[str, str]) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises SpecError for anything else."""
+    """Returns the JSON object in `path`. Raises SpecError for anything else."""
     try:
         data = parse_json(read_bytes(path, most_bytes=VALUE_BYTES))
     except OSError as error:
@@ -95,8 +95,11 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_sizes(config: Mapping[str, Any], *, source: str) -> None:
-    """Raises SpecError for a number in `config` that no model has: of more than 64 bits, or more than
-    MOST_LAYERS of its blocks, which would be constructed one by one."""
+    """Raises SpecError for an implausible number in `config`.
+
+    These are integers of more than 64 bits, and more than MOST_LAYERS blocks, which would be constructed one
+    by one.
+    """
     for key, value in _named_numbers(config, ""):
         layers = _LAYERS.fullmatch(key.rpartition(".")[2]) is not None
         most = MOST_LAYERS if layers else 2**63 - 1
@@ -106,7 +109,7 @@ def check_sizes(config: Mapping[str, Any], *, source: str) -> None:
 
 
 def _named_numbers(value: Any, key: str) -> Iterator[tuple[str, int]]:
-    """(dotted key, number) of every whole number in `value`."""
+    """Yields (dotted key, number) for every integer in `value`."""
     if isinstance(value, Mapping):
         for name, inner in cast(Mapping[Any, Any], value).items():
             yield from _named_numbers(inner, f"{key}.{name}" if key else str(name))
@@ -118,7 +121,7 @@ def _named_numbers(value: Any, key: str) -> Iterator[tuple[str, int]]:
 
 
 def not_a_decoder_reason(config: Mapping[str, Any]) -> str | None:
-    """What keeps the reference decoder from being this model; None if it can stand for it."""
+    """Returns why the reference decoder cannot represent this model, or None if it can."""
     kind = config.get("model_type")
     if kind not in _EXPRESSED:
         return f"model_type {kind!r}"
@@ -135,15 +138,15 @@ def not_a_decoder_reason(config: Mapping[str, Any]) -> str | None:
 
 
 def expressed(config: Mapping[str, Any], *, source: str) -> AsDecoder:
-    """The Decoder with the sizes of `config`.
+    """Returns the decoder with the sizes of `config`.
 
-    Raises SpecError for a config that no Decoder stands for, or that lacks a size.
+    Raises SpecError for a config that no decoder can represent, or that lacks a size.
     """
     reason = not_a_decoder_reason(config)
     if reason is not None:
         raise SpecError(f"{source}: the reference decoder cannot express it.", got=reason)
     heads = config["num_attention_heads"]
-    rope = _table(config, "rope_parameters")  # transformers 5 writes the base in there
+    rope = _table(config, "rope_parameters")  # transformers 5 writes the base here
     sizes = {
         "vocabulary": config.get("vocab_size"),
         "d_model": config["hidden_size"],

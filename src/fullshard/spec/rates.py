@@ -1,4 +1,4 @@
-"""Rates of chips that nobody calibrated: parts of their peaks, by the size of a launch (`rates.toml`)."""
+"""Rates of uncalibrated chips: fractions of their peaks, by the size of a launch (`rates.toml`)."""
 
 from functools import cache
 from pathlib import Path
@@ -9,7 +9,7 @@ from fullshard.spec.hardware import Chip, ComputeDtype, Curve, Point, Rates
 from fullshard.spec.small_files import SETTINGS_BYTES, parse_toml, read_text
 from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-# (seconds at the chip's peak, part of the rate that is reached), by rising seconds.
+# (seconds at the chip's peak, fraction of the rate that is reached), sorted by seconds.
 Shape = tuple[tuple[float, float], ...]
 
 
@@ -64,7 +64,7 @@ class _Cpu(FrozenModel):
 
 
 class Efficiencies(FrozenModel):
-    """All of `rates.toml`, whose comments say what each figure is."""
+    """All of `rates.toml`, whose comments explain each figure."""
 
     matmul: _Matmul
     memory: _Memory
@@ -77,7 +77,7 @@ class Efficiencies(FrozenModel):
 
 @cache
 def efficiencies() -> Efficiencies:
-    """The table that all chips share."""
+    """Returns the table that all chips share."""
     text = read_text(Path(__file__).with_name("rates.toml"), most_bytes=SETTINGS_BYTES)
     return Efficiencies.parse(parse_toml(text), source="rates.toml")
 
@@ -85,13 +85,13 @@ def efficiencies() -> Efficiencies:
 def default_rates(
     chip: Chip, *, matmul_flops_per_second: float | None, attention: tuple[float, float] | None
 ) -> Rates:
-    """What one GPU of this kind does, as far as its peaks tell.
+    """Returns the rates of one GPU of this kind, estimated from its peaks.
 
         matmul(FLOP)  = sustained * part(FLOP / peak)
         memory(bytes) = peak bytes/s * part(bytes / peak bytes/s)
 
-    `matmul_flops_per_second` is what bf16 sustains; other dtypes sustain the same part of their peaks.
-    Attention follows the shape of matmuls up to its own part of the peak (forward, backward).
+    `matmul_flops_per_second` is the sustained bf16 rate; other dtypes sustain the same fraction of their
+    peaks. Attention follows the curve of matmuls up to its own fractions of the peak (forward, backward).
     """
     table = efficiencies()
     known = chip.flops_per_second
@@ -116,7 +116,7 @@ def default_rates(
 
 
 def default_cpu_rates(cores: float) -> Rates:
-    """What a rank with so many cores does, if they are like those that were measured for the table."""
+    """Returns the rates of a rank with `cores` cores, assuming cores like those measured for the table."""
     cpu = efficiencies().cpu
     flops = (Point(1.0e6, cpu.flops_per_second * cores),)
     memory = (Point(1.0e4, cpu.bytes_per_second * cores),)
@@ -136,5 +136,5 @@ def _curve(peak: float, shape: Shape, *, part: float = 1.0) -> Curve:
 
 
 def _short(figure: float) -> float:
-    """To four digits, which is more than the sources have."""
+    """Rounds to four digits, which is more than the sources have."""
     return float(f"{figure:.4g}")

@@ -1,4 +1,4 @@
-"""Run: what the user asks for. It is read from a `run.toml`, and every default stands on its field here."""
+"""Run: the user's settings, read from a `run.toml`. Every default is defined on its field here."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -34,7 +34,7 @@ Tier = Literal["none", "optimizer:cpu", "optimizer:nvme", "params+optimizer:cpu"
 
 
 class Strategy(StrEnum):
-    """What is sharded over ranks. See docs/design/strategies.md for what each keeps and sends."""
+    """Sharding strategies. See docs/design/strategies.md for the memory and communication of each."""
 
     NO_SHARD = "no_shard"
     ZERO1 = "zero1"
@@ -57,7 +57,7 @@ STRATEGY_ALIASES = {
 
 
 def parse_strategy(name: object) -> object:
-    """`"FULL_SHARD"`, `"ZeRO-3"`, `"_HYBRID_SHARD_ZERO2"` … -> Strategy; anything else raises ValueError."""
+    """Returns the Strategy that `name` means, or "auto". Raises ValueError for any other name."""
     if not isinstance(name, str) or isinstance(name, Strategy):
         return name
     key = name.lower().replace("-", "_").strip("_")
@@ -72,13 +72,14 @@ def parse_strategy(name: object) -> object:
 
 
 class TrainSection(FrozenModel):
-    """`global_batch` and `microbatch` count sequences; accumulation follows from both and the ranks.
+    """Batch sizes, duration, loss and validation. Accumulation follows from the batch sizes and the ranks.
 
+    `global_batch`, `microbatch`: sequences per step over all ranks, and per rank in one forward pass
     `accumulate_sync`: `each` reduces gradients after every microbatch (sharded gradients, least memory);
-    `last` keeps whole gradients on every rank and reduces once a step (least communication).
-    `auto` is `last` for zero1 and no_shard, else `each`.
+        `last` keeps whole gradients on every rank and reduces once per step (least communication); `auto` is
+        `last` for zero1 and no_shard, else `each`
     `loss`: `package.module:function`, called with the model and a microbatch (see `fullshard.training.loss`);
-    unset, the next token's for models that predict it, else the model's own.
+        unset, next-token loss for models that predict it, else the model's own loss
     """
 
     steps: PositiveCount = 200
@@ -93,13 +94,14 @@ class TrainSection(FrozenModel):
 
 
 class OptimizerSection(FrozenModel):
-    """`name`: `adamw`, `sgd`, `adamw8bit` (moments in 8 bits: the extra `lowbit`), or the dotted name of any
-    `torch.optim.Optimizer` (which takes `options`).
+    """The optimizer and its hyperparameters.
 
-    `clip_norm` bounds the true global norm of the gradient; 0 leaves it as it is.
-    `in_backward`: each unit is updated as soon as its gradient is reduced, and the gradient let go, so that
-    never all gradients are there. For steps of one microbatch, without what the whole gradient decides:
-    clipping, a loss scale, `survival.on_spike`.
+    `name`: `adamw`, `sgd`, `adamw8bit` (8-bit moments: the extra `lowbit`), or the dotted name of any
+        `torch.optim.Optimizer` (which takes `options`)
+    `clip_norm`: the largest global gradient norm; 0 disables clipping
+    `in_backward`: updates each unit as soon as its gradient is reduced and then frees that gradient, so that
+        the gradients of all units never exist at once. It needs steps of one microbatch, and excludes
+        settings that depend on the whole gradient: clipping, a loss scale, `survival.on_spike`.
     """
 
     name: str = "adamw"
@@ -125,7 +127,7 @@ class OptimizerSection(FrozenModel):
 class ScheduleSection(FrozenModel):
     """The learning rate over steps: linear warmup, then `kind` down to `final_ratio` of the peak.
 
-    `wsd` stays at the peak until the last `decay_fraction` of the steps, and falls linearly from there.
+    `kind`: `wsd` stays at the peak until the last `decay_fraction` of the steps, then decays linearly
     """
 
     kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
@@ -135,11 +137,11 @@ class ScheduleSection(FrozenModel):
 
 
 class UnitOverride(FrozenModel):
-    """What differs for the units whose name matches `match` (a shell pattern: `blocks.0`, `*.experts`).
+    """Settings for the units whose name matches `match` (a shell pattern: `blocks.0`, `*.experts`).
 
-    `strategy = "no_shard"` leaves the unit unsharded (replicated, its gradient all-reduced);
-    `reshard_after_forward` and `precision` stand in for the plan's own (fp16 and bf16_pure, which need a loss
-    scale or another optimizer, are for whole runs).
+    `strategy`: `no_shard` leaves the unit unsharded (replicated, its gradient all-reduced)
+    `reshard_after_forward`, `precision`: replace the plan's values. fp16 and bf16_pure apply to whole runs
+        only, because they need a loss scale or another optimizer.
     """
 
     match: str
@@ -149,11 +151,12 @@ class UnitOverride(FrozenModel):
 
 
 class UnitSection(FrozenModel):
-    """Which modules communicate as one unit.
+    """The modules that communicate as one unit.
 
-    `block`: the repeated blocks, found by themselves (or that `names` match), embeddings and head apart.
-    `size`: modules of at least `min_parameters`, bottom up. `names`: exactly the modules that `names` match.
-    `separate_experts`: in a mixture of experts, each block's experts are a unit apart from its attention.
+    `policy`: `block`: the repeated blocks, detected automatically or matched by `names`; embeddings and head
+        are separate units. `size`: modules of at least `min_parameters`, bottom up. `names`: exactly the
+        modules that `names` match.
+    `separate_experts`: in a mixture of experts, each block's experts are a separate unit from its attention
     """
 
     policy: Literal["block", "size", "names"] = "block"
@@ -170,14 +173,14 @@ class UnitSection(FrozenModel):
 
 
 class ShardingSection(FrozenModel):
-    """`strategy` auto: the fastest that fits. `shard_degree`: over how many ranks a hybrid strategy shards;
-    it replicates over the others.
+    """Sharding of parameters, gradients and optimizer state over ranks.
 
-    `reshard_to`: after forward, keep parameters sharded over this many ranks (ZeRO++ hpZ), not over all.
-
-    `tensor_parallel`: over so many ranks next to each other each block's matmuls are split, and the sequence
-    between them (Korthikanti et al., arXiv:2205.05198); the other settings are about what is left of the
-    ranks. `fullshard plan` tells what it would take; `train` does not run it yet.
+    `strategy`: `auto` is the fastest that fits
+    `shard_degree`: number of ranks that a hybrid strategy shards over; it replicates over the others
+    `reshard_to`: after forward, keep parameters sharded over this many ranks instead of all (ZeRO++ hpZ)
+    `tensor_parallel`: splits each block's matmuls, and the sequence between them, over this many adjacent
+        ranks (Korthikanti et al., arXiv:2205.05198). The other settings apply to the remaining ranks.
+        `fullshard plan` predicts its cost; `train` does not run it yet.
     """
 
     strategy: Annotated[Strategy | Literal["auto"], BeforeValidator(parse_strategy)] = "auto"
@@ -207,10 +210,10 @@ class ShardingSection(FrozenModel):
 
 
 class PrecisionSection(FrozenModel):
-    """`mode`: see `fullshard.spec.plan.Precision`, also for what each costs; `auto` is bf16 on bf16 hardware.
+    """Dtypes of parameters, gradients, inputs, outputs and buffers, and the fp16 loss scale.
 
-    `output_dtype`, `buffer_dtype`: what the model returns, and what floating-point buffers are kept in; unset
-    leaves them.
+    `mode`: see `fullshard.spec.plan.Precision`, also for the cost of each; `auto` is bf16 on bf16 hardware
+    `output_dtype`, `buffer_dtype`: of the model's outputs and floating-point buffers; unset, unchanged
     """
 
     mode: Literal["auto", PrecisionMode] = "auto"
@@ -222,15 +225,14 @@ class PrecisionSection(FrozenModel):
 
 
 class RecomputeSection(FrozenModel):
-    """What is not saved for backward but computed again: `full` blocks, `every` k-th block, or by operation
-    (`selective`: attention and every `save_matmuls`-th matmul of a block are saved, all else is repeated).
-    Or what is saved in the host's memory (`offload`), from which it comes back for backward. `auto`: the
-    planner's choice (which is not `offload`: no GPU has been timed under it).
+    """Activation checkpointing: activations that backward recomputes, or that are offloaded to host memory.
 
-    `every`: of how many blocks in a row the first is taken; unset, 2 for `every`, 1 (all of them) for
-    `offload`, where the last of those taken saves on the device all the same: its backward comes first.
-    `offload_min_fraction`: what takes less than this part of a block's input stays on the device. (Not a
-    number of bytes: a plan tells what moves whatever the microbatch.)
+    `mode`: `full` recomputes every block; `every`, every k-th block; `selective` saves attention and every
+        `save_matmuls`-th matmul of a block, and recomputes the rest; `offload` saves activations in host
+        memory. `auto`: the planner's choice, never `offload`, because no GPU has been timed with it.
+    `every`: recomputes (or offloads) the first of this many consecutive blocks; unset, 2 for `every` and 1
+        (all) for `offload`, whose last block stays on the device, because its backward comes first
+    `offload_min_fraction`: tensors under this fraction of a block's input (any microbatch) stay on the device
     """
 
     mode: Literal["auto", "none", "full", "every", "selective", "offload"] = "auto"
@@ -240,15 +242,17 @@ class RecomputeSection(FrozenModel):
 
     @property
     def period(self) -> int:
-        """Of so many blocks in a row one is taken."""
+        """Number of consecutive blocks of which one is recomputed or offloaded."""
         if self.mode == "every":
             return self.every or 2
         return self.every or 1 if self.mode == "offload" else 1
 
 
 class PrefetchSection(FrozenModel):
-    """`implicit`: the engine's own overlap of one unit; `explicit`: so many units ahead; `none`: none;
-    `auto`: the planner's choice."""
+    """All-gathers issued ahead of a unit's use. `auto` is the planner's choice.
+
+    `mode`: `implicit`: FSDP2's own overlap of one unit; `explicit`: `forward` and `backward` units ahead
+    """
 
     mode: Literal["auto", "none", "implicit", "explicit"] = "auto"
     forward: Count = 1
@@ -256,19 +260,19 @@ class PrefetchSection(FrozenModel):
 
 
 class OffloadSection(FrozenModel):
-    """`tier`: what is kept in the host's memory or on its drive (NVMe), and not on the device: AdamW's state
-    with its master, or the parameters' shards as well. `auto`: nothing, unless the planner finds that
-    nothing else fits.
+    """State that is kept in host memory or on the host's drive (NVMe) instead of on the device.
 
-    `path`: the directory on the drive, below `run.dir` unless it is absolute. `group_parameters`: the update
-    goes group by group of so many of a rank's parameters, three of which are in memory at once where they
-    come from the drive. `host_bytes`: what one rank may take of the host's memory; unset, its share.
-    `moments`: the dtype that AdamW's moments are kept in; bf16 are rounded at random. `update`: by the host's
-    processor, or in the device's memory, through which state and gradients pass; `auto`: on GPUs whichever is
-    faster by the planner's rates, else, and where nothing was planned, the host. `order`: of the groups
-    in an update: as the next forward needs them, or `alternate`, to and fro, which reads three groups less
-    and lets the next forward wait for all. `paranoid`: whatever is read from the drive is held against its
-    digest each time, not only when a run goes on from it.
+    `tier`: the offload target: AdamW's state with its master weights, or the parameter shards as well.
+        `auto`: nothing, unless the planner finds that nothing else fits.
+    `path`: the directory on the drive, relative to `run.dir` unless it is absolute
+    `group_parameters`: parameters per group of an update; three groups of a drive are in memory at once
+    `host_bytes`: host memory that one rank may use; unset, its share
+    `moments`: dtype of AdamW's moments; bf16 is rounded stochastically
+    `update`: by the host's processor, or in device memory, through which state and gradients pass. `auto`: on
+        GPUs, the faster one by the planner's rates; otherwise, or without planning, `host`.
+    `order`: order of the groups in an update. `forward`: as the next forward needs them. `alternate`: back
+        and forth, which reads three groups less, but lets the next forward wait for all of them.
+    `paranoid`: checks data read from the drive against its digest each time, not only when a run resumes
     """
 
     tier: Tier | Literal["auto"] = "auto"
@@ -294,17 +298,20 @@ class OffloadSection(FrozenModel):
 
 
 class CheckpointSection(FrozenModel):
-    """`dir`: where, a directory or the URL of an object store (s3://bucket/run); unset, in `run.dir`.
-    `every` 0 saves only at the end and when interrupted. `keep`: the newest so many stay, 0 keeps all;
-    `keep_every`: and each whose step it divides, 0 is none. `mode`: `async` writes in the background, from a
-    copy in host memory. `disks`: of nodes that do not share them (`node`), each keeps what its ranks write.
-    `layout`: `sharded`, which any ranks load; `ranks`, a file for each rank's own shards, which the same
-    ranks load. `on_failure`: what a save that fails does to the run; the last one
-    always ends it with an error. `read_back`: a save is acknowledged once every byte was read again and
-    verified. `store_seconds`: how long an object store may take to answer a request, all tries together; one
-    that carries bytes may take a second longer for every MiB. `key_file`: the path of a file with a secret
-    key; checkpoints are signed with it, and only signed ones are loaded (docs/security.md). `export` adds
-    safetensors at the end.
+    """Checkpoints: where, when and how they are saved.
+
+    `dir`: a directory, or the URL of an object store (s3://bucket/run); unset, in `run.dir`
+    `every`: steps between saves; 0 saves only at the end and when interrupted
+    `keep`: number of newest checkpoints to keep; 0 keeps all
+    `keep_every`: also keeps each checkpoint whose step is a multiple of this; 0 keeps none
+    `mode`: `async` writes in the background, from a copy in host memory
+    `disks`: `node` if nodes do not share disks; each node then keeps the files that its ranks write
+    `layout`: any ranks can load `sharded`; `ranks` is a file per rank, which only the same ranks can load
+    `on_failure`: what a failed save does to the run; if the last one fails, the run ends with an error
+    `read_back`: acknowledges a save only after every byte was read again and verified
+    `store_seconds`: limit on a request to an object store with its retries; 1 s more per MiB it carries
+    `key_file`: path of a secret key that signs checkpoints; only signed ones are loaded (docs/security.md)
+    `export`: adds safetensors at the end
     """
 
     dir: PathText | None = None
@@ -334,18 +341,17 @@ class CheckpointSection(FrozenModel):
 
 
 class SurvivalSection(FrozenModel):
-    """What a run does about ranks that hang or part ways, and losses that stand out. See docs/survival.md.
+    """Reactions to ranks that hang or diverge, and to loss spikes. See docs/survival.md.
 
-    `watchdog_seconds`: a rank that stays in one phase of a step (data, forward, backward, …) for so long is
-    hung; 0 for no watchdog. `watchdog_patience`: times as long where more takes its time: until the first
-    step is done, and while saving and validating. `collective_seconds`: a collective that waits so long
-    fails, but never before the watchdog has had its time.
-    `fingerprint`: what the ranks compare in every step; `step` leaves out how many collectives they issued,
-    for losses that on the CPU send from some ranks to others.
-    `on_spike`: what is done with a step whose loss or gradient norm is over the mean of the last
-    `spike_window` steps by more than `spike_sigma` standard deviations. `skip` leaves it out; `rollback` goes
-    back to the newest checkpoint and steps over the batches since, and over `skip_batches` more.
-    `check_replicas_every`: steps between two comparisons of replicas, bit for bit; 0 for none.
+    `watchdog_seconds`: time in one phase (data, forward, …) after which a rank counts as hung; 0 disables it
+    `watchdog_patience`: factor on that time until the first step is done, and while saving and validating
+    `collective_seconds`: a collective that waits this long fails, but never before the watchdog's limit
+    `fingerprint`: values that ranks compare in every step; `step` leaves out the number of collectives
+        issued, for losses that send between some ranks on the CPU
+    `on_spike`: reaction to a step whose loss or gradient norm exceeds the mean of the last `spike_window`
+        steps by more than `spike_sigma` standard deviations. `skip` skips the step. `rollback` returns to the
+        newest checkpoint and skips the batches since then, and `skip_batches` more.
+    `check_replicas_every`: steps between bitwise comparisons of replicas; 0 disables them
     """
 
     watchdog_seconds: Seconds = 300.0
@@ -361,14 +367,17 @@ class SurvivalSection(FrozenModel):
 
     @property
     def group_timeout_seconds(self) -> float:
-        """The process group's: after the longest that the watchdog waits, for it can say more."""
+        """Timeout of the process group: longer than the watchdog's longest wait, whose report says more."""
         return max(self.collective_seconds, 1.2 * self.watchdog_seconds * self.watchdog_patience)
 
 
 class LogSection(FrozenModel):
-    """`every`: steps from one line to the next. `profile_steps`: how many steps are profiled for the table of
-    where the time goes, from the fourth on (they are in no figure of speed; a run of fewer steps has none).
-    `trackers`: any of tensorboard, wandb, mlflow."""
+    """Logging, profiling and experiment trackers (any of tensorboard, wandb, mlflow).
+
+    `every`: steps between log lines
+    `profile_steps`: steps profiled for the table of where the time goes, from the fourth on; excluded from
+        speed figures. A shorter run has no table.
+    """
 
     every: PositiveCount = 10
     profile_steps: Count = 2
@@ -377,10 +386,13 @@ class LogSection(FrozenModel):
 
 
 class RunSection(FrozenModel):
-    """`dir` holds the run's log, checkpoints and report, and nothing else: a new run renames an earlier one's
-    to `<dir>.1`. `ranks` 0: every GPU, else 2 ranks on the CPU.
-    `compile` auto: if the planner finds it faster. `restarts`: how often ranks that died are started again,
-    from the newest checkpoint; torchrun, which starts ranks by itself, has `--max-restarts`."""
+    """The run's directory, seed, device and ranks.
+
+    `dir`: holds only the run's log, checkpoints and report; a new run renames an earlier one to `<dir>.1`
+    `ranks`: 0 is every GPU, else 2 ranks on the CPU
+    `compile`: `auto` compiles if the planner finds it faster
+    `restarts`: how often dead ranks are restarted from the newest checkpoint; torchrun: `--max-restarts`
+    """
 
     dir: PathText = "runs/default"
     seed: NonNegativeInt = 0
@@ -391,7 +403,7 @@ class RunSection(FrozenModel):
 
 
 class Run(FrozenModel):
-    """What the user asks for: model, data, steps, and whatever mechanism is pinned."""
+    """A run's settings: model, data, steps, and every mechanism that the user pins."""
 
     run: RunSection = RunSection()
     model: ModelSection = DecoderConfig()
@@ -411,9 +423,9 @@ class Run(FrozenModel):
 
     @classmethod
     def load(cls, path: str | Path | None = None, *, overrides: Sequence[str] = ()) -> Self:
-        """Reads a `run.toml` (or the defaults, for None), then `section.key=value` overrides.
+        """Reads a `run.toml` (or the defaults, for None), then applies `section.key=value` overrides.
 
-        Raises SpecError for a file that is absent or no TOML, an unknown key or a value that cannot be.
+        Raises SpecError for a file that is missing or not TOML, an unknown key or an invalid value.
         """
         data = read_toml(Path(path), fix="fullshard init, which writes one") if path is not None else {}
         names = [_override(data, override) for override in overrides]
@@ -425,7 +437,7 @@ class Run(FrozenModel):
 
     @property
     def decoder(self) -> DecoderConfig:
-        """The sizes of the reference decoder. Raises SpecError where the run is for another model."""
+        """The sizes of the reference decoder. Raises SpecError if the run is for another model."""
         if not isinstance(self.model, DecoderConfig):
             raise SpecError(
                 "this is for the reference decoder alone.",
@@ -458,7 +470,7 @@ class Run(FrozenModel):
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
         if not isinstance(self.model, DecoderConfig):
-            return self  # what positions it has is known when it is built
+            return self  # the model's positions are known only once it is built
         if self.data.sequence_length > self.model.max_sequence:
             raise ValueError(
                 f"data.sequence_length = {self.data.sequence_length} is over "
@@ -468,7 +480,7 @@ class Run(FrozenModel):
 
 
 def _override(data: dict[str, Any], override: str) -> str:
-    """Puts `train.steps=500` into `data`, and returns `train.steps`. A value that is not TOML is a string."""
+    """Sets `train.steps=500` in `data`, and returns `train.steps`. A value that is not TOML is a string."""
     name, separator, text = override.partition("=")
     *path, key = name.strip().split(".")
     if not separator or not path or not key:

@@ -1,9 +1,8 @@
-"""Small files, which are read whole, and the JSON and TOML in them.
+"""Small files that are read whole, and the JSON and TOML in them.
 
-A file that somebody names may be anything: a device without an end, a fifo that nobody writes to, text that
-is nested until the stack is gone. So there is a limit on what is read, and one on what is parsed. Everything
-that is wrong with a file is an OSError here, everything that is wrong with a text a ValueError, and the
-caller raises the FullshardError of its room.
+A file that a user names may be anything: a device without an end, a fifo that nobody writes to, text nested
+until the stack overflows. So reading and parsing are limited. Here, every problem with a file is an OSError
+and every problem with a text is a ValueError; callers raise the FullshardError of their own package.
 """
 
 import errno
@@ -20,27 +19,28 @@ from typing import Any, cast
 from fullshard.quantities import format_bytes
 
 SETTINGS_BYTES = 1 << 20
-"""What people write by hand: a run.toml, a config of another tool."""
+"""Limit for files that people write by hand: a run.toml, a config of another tool."""
 
 VALUE_BYTES = 32 << 20
-"""What programs write for programs: a plan, a traced model, a config.json."""
+"""Limit for files that programs write for programs: a plan, a traced model, a config.json."""
 
 DEEPEST = 100
 _LARGEST_INTEGER = 2**63
-# Of tomllib, for a key and for a table: https://github.com/python/cpython/blob/3.13/Lib/tomllib/_parser.py
+# tomllib's messages for a duplicate key or table:
+# https://github.com/python/cpython/blob/3.13/Lib/tomllib/_parser.py
 _TWICE = re.compile(r"(Cannot overwrite a value|Cannot declare \(.*\) twice)(?: \(at line (\d+),)?")
 _HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class TomlError(ValueError):
-    """A text that is not TOML."""
+    """Error for text that is not TOML."""
 
 
 def read_bytes(path: str | Path, *, most_bytes: int) -> bytes:
-    """Returns the bytes of a regular file that has at most `most_bytes`.
+    """Returns the bytes of a regular file of at most `most_bytes`.
 
-    Raises OSError, whose `strerror` says why, for a file that cannot be read, that is larger, or that is a
-    directory, a fifo or a device; and for a path that no file can have.
+    Raises OSError, whose `strerror` gives the reason, for a file that cannot be read or is larger, for a
+    directory, a fifo or a device, and for a path that no file can have.
     """
     try:
         mode = os.stat(path).st_mode
@@ -58,7 +58,7 @@ def read_bytes(path: str | Path, *, most_bytes: int) -> bytes:
 
 
 def read_text(path: str | Path, *, most_bytes: int) -> str:
-    """Returns the UTF-8 text of a file that `read_bytes` reads. Raises what that raises, and ValueError."""
+    """Returns the UTF-8 text of a file. Raises what `read_bytes` raises, and ValueError for other text."""
     try:
         return read_bytes(path, most_bytes=most_bytes).decode()
     except UnicodeDecodeError as error:
@@ -66,8 +66,9 @@ def read_text(path: str | Path, *, most_bytes: int) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns what the JSON `text` holds. Raises ValueError for anything else, and where it is nested deeper
-    than `DEEPEST`."""
+    """Returns the value of the JSON `text`. Raises ValueError for other text, and for nesting deeper than
+    `DEEPEST`.
+    """
     text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     try:
         tree: Any = json.loads(text)
@@ -79,15 +80,18 @@ def parse_json(text: str | bytes) -> Any:
         raise _too_large("it has") from None
     check_depth(tree, most=len(text))
     if _HALF_OF_A_PAIR.search(text):
-        json.dumps(tree, ensure_ascii=False).encode()  # which raises for half of a surrogate pair
+        json.dumps(tree, ensure_ascii=False).encode()  # raises for half of a surrogate pair
     return tree
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Returns the tables of the TOML `text`. Raises TomlError for anything else; ValueError for tables that
-    are nested deeper than `DEEPEST`, and for integers of more than 64 bits."""
+    """Returns the tables of the TOML `text`.
+
+    Raises TomlError for other text, and ValueError for tables nested deeper than `DEEPEST` or integers of
+    more than 64 bits.
+    """
     try:
-        tree = tomllib.loads(f"{text}\n")  # so that an error at its end has a line, too
+        tree = tomllib.loads(f"{text}\n")  # with the newline, an error at the end has a line, too
     except RecursionError:
         raise _too_deep() from None
     except tomllib.TOMLDecodeError as error:
@@ -100,8 +104,10 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def check_depth(tree: Any, *, most: int) -> None:
-    """Raises ValueError for mappings and lists that are nested deeper than `DEEPEST`, and for a level of them
-    with more than `most` values (which references within a text can make of a few lines)."""
+    """Raises ValueError for mappings and lists nested deeper than `DEEPEST`, or a level with too many values.
+
+    most: the most values on one level. References within a text can turn a few lines into many values.
+    """
     level: list[Any] = [tree]
     for _ in range(DEEPEST):
         level = list(islice((inner for one in level for inner in _inner(one)), most + 1))
@@ -131,7 +137,7 @@ def check_integers(value: Any, keys: tuple[str, ...] = ()) -> None:
 
 
 def _plainly(message: str, text: str) -> str:
-    """Returns tomllib's message; for a key that stands twice, one that names the key."""
+    """Returns tomllib's message; for a duplicate key, one that names the key."""
     twice = _TWICE.match(message)
     if twice is None:
         return message

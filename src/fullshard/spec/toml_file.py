@@ -1,4 +1,4 @@
-"""A file of settings, as its tables."""
+"""Settings files, read as TOML tables."""
 
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,11 @@ from fullshard.spec.small_files import SETTINGS_BYTES, parse_toml, read_text
 
 
 def read_toml(path: Path, *, fix: str) -> dict[str, Any]:
-    """Returns the tables of the file. Raises SpecError for one that is not TOML, or whose numbers no setting
-    has; and, with `fix`, for one that is not there."""
+    """Returns the tables of the file.
+
+    Raises SpecError for a file that is not TOML or has out-of-range numbers, and, with `fix`, for an
+    unreadable one.
+    """
     try:
         return parse_toml(read_text(path, most_bytes=SETTINGS_BYTES))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What the plan says of one unit, its overrides taken in."""
+"""The plan's settings for one unit, including its overrides."""
 
 from typing import Self
 
@@ -8,7 +8,7 @@ from fullshard.spec.value import FrozenModel
 
 
 class UnitSettings(FrozenModel):
-    """The mesh, dtypes and reshard policy that one unit runs with."""
+    """The mesh degrees, dtypes and reshard policy of one unit."""
 
     replicate_degree: int
     shard_degree: int
@@ -17,7 +17,11 @@ class UnitSettings(FrozenModel):
 
     @classmethod
     def of(cls, plan: Plan, override: UnitOverride | None, *, kept: bool) -> Self:
-        """`kept`: used last in forward and first in backward; freed, it would be gathered again at once."""
+        """Returns the settings of a unit.
+
+        kept: the unit is used last in forward and first in backward, so that it would be gathered again at
+            once if it were freed
+        """
         unsharded = override is not None and override.strategy is not None
         named = override.precision if override is not None else None
         return cls(

@@ -1,4 +1,4 @@
-"""What every value of this room is: frozen, strict about its fields, readable from and writable to JSON."""
+"""FrozenModel, the base of all values in `spec`: frozen, strict about fields, stored as JSON."""
 
 import difflib
 import re
@@ -13,7 +13,7 @@ from fullshard.spec.small_files import VALUE_BYTES, check_depth, read_bytes
 
 
 def _possible_path(text: str) -> str:
-    """Raises ValueError for what no file system takes; UnicodeEncodeError, which is one, for no text."""
+    """Returns `text`. Raises ValueError (or its subclass UnicodeEncodeError) if no file has such a path."""
     names = text.encode(errors="surrogateescape").split(b"/")
     if "\0" in text or sum(map(len, names)) + len(names) > 4096 or max(map(len, names)) > 255:
         raise ValueError("no file has such a path: a name has 255 bytes at most, a path 4095, and none a NUL")
@@ -26,13 +26,13 @@ def _plain(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _not_a_truth_value(value: Any) -> Any:
-    """Refuses what Python takes for 0 and 1: whoever writes `steps = true` means something else."""
+    """Raises ValueError for booleans, which Python accepts as 0 and 1: `steps = true` is a mistake."""
     if isinstance(value, bool):
         raise ValueError(f"it is a number, not {str(value).lower()}")
     return value
 
 
-# Stands in every number that a person writes.
+# Used in every number that a person writes.
 NUMBER = BeforeValidator(_not_a_truth_value)
 NonNegativeFloat = Annotated[float, NUMBER, Field(ge=0)]
 PositiveFloat = Annotated[float, NUMBER, Field(gt=0)]
@@ -40,35 +40,36 @@ Fraction = Annotated[float, NUMBER, Field(ge=0, lt=1)]
 # Integers of 64 bits, as files and tensors have them.
 NonNegativeInt = Annotated[int, NUMBER, Field(ge=0, le=2**63 - 1)]
 PositiveInt = Annotated[int, NUMBER, Field(gt=0, le=2**63 - 1)]
-# What a prediction may come to; a float holds it.
+# Predicted figures, which fit into a float.
 Large = Annotated[int, Field(ge=0, le=10**100)]
-# What a run does or has so many of. The product of two of them has 64 bits.
+# Counts of a run's settings. The product of two of them fits into 64 bits.
 Count = Annotated[int, NUMBER, Field(ge=0, le=10**9)]
 PositiveCount = Annotated[int, NUMBER, Field(gt=0, le=10**9)]
-# What a machine runs at once.
+# Number of processes on one machine.
 Processes = Annotated[int, NUMBER, Field(ge=0, le=4096)]
-# What is computed with in fp32.
+# Numbers that are used in fp32.
 NonNegativeScalar = Annotated[float, NUMBER, Field(ge=0, le=1e30)]
 PositiveScalar = Annotated[float, NUMBER, Field(gt=0, le=1e30)]
-# The product of two is less than a timer or a collective can wait.
+# The product of two is less than the longest wait of a timer or a collective.
 Seconds = Annotated[float, NUMBER, Field(ge=0, le=10**7)]
 PathText = Annotated[str, AfterValidator(_possible_path)]
-# For a function or a class outside of fullshard, which knows what may be in it.
+# Options of a function or class outside fullshard, which checks them itself.
 Options = Annotated[dict[str, Any], AfterValidator(_plain)]
 _SHOWN = 120
 _QUOTED = re.compile(r"'([^']*)'")
 
 
 class FrozenModel(BaseModel):
-    """A frozen value. Unknown fields are errors that name the nearest known one."""
+    """A frozen value. Unknown fields raise an error that names the nearest known field."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
     def parse(cls, data: Mapping[str, Any], *, source: str, overridden: Sequence[str] = ()) -> Self:
-        """A value from plain data. Raises SpecError that names `source`, the field and what it may be.
+        """Returns a value from plain data. Raises SpecError that names `source`, the field and its allowed
+        values.
 
-        `overridden`: the keys (`train.steps`) that are not from `source`, but from `--set`.
+        overridden: the keys (`train.steps`) that come from `--set` instead of `source`
         """
         try:
             return cls.model_validate(dict(data))
@@ -79,7 +80,7 @@ class FrozenModel(BaseModel):
     def read_json(cls, path: str | Path, *, what: str) -> Self:
         """Reads a value that was written as JSON.
 
-        Raises SpecError that says that `path` is not `what` ("a saved plan") for anything else.
+        Raises SpecError that says that `path` is not `what` ("a saved plan") for any other file.
         """
         try:
             return cls.model_validate_json(read_bytes(path, most_bytes=VALUE_BYTES))
@@ -98,7 +99,7 @@ def _spec_error(
     # An unknown key comes first: it may be a needed one, misspelled.
     errors = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     first, name = errors[0], _name(cls, errors[0]["loc"])
-    same = [one for one in errors if _name(cls, one["loc"]) == name]  # each branch of a union says its own
+    same = [one for one in errors if _name(cls, one["loc"]) == name]  # one for each branch of a union
     source = "--set" if any(f"{name}.".startswith(f"{key}.") for key in overridden) else source
     more = f" (and {len(errors) - len(same)} more)" if len(errors) > len(same) else ""
     if first["type"] == "extra_forbidden":
@@ -122,14 +123,14 @@ def _spec_error(
     where = f"--set {name}" if source == "--set" else f"{source}: {name or 'the whole'}"
     return SpecError(
         f"{where} is not valid{more}.",
-        got=_shown(first["input"]) if name else None,  # the whole says no more than the reason
+        got=_shown(first["input"]) if name else None,  # the whole input adds nothing to the reason
         why=reason,
         fix=fix,
     )
 
 
 def _shown(value: object) -> str:
-    """A value as Python writes it, as far as a person reads it."""
+    """Returns `repr(value)`, shortened to a readable length."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # thousands of digits, or levels
@@ -138,22 +139,22 @@ def _shown(value: object) -> str:
 
 
 def _nearest(text: str, names: Sequence[str]) -> str | None:
-    """Those that `text` is a part of; else what it is most like."""
+    """Returns the names that contain `text`, or else the most similar ones; None if there are none."""
     key = text.lower()
     near = [name for name in names if key and key in name.lower()]
     return " or ".join(near or difflib.get_close_matches(key, names, n=3, cutoff=0.5)) or None
 
 
 def _name(cls: type[BaseModel], location: Sequence[str | int]) -> str:
-    """`("train", "steps", "int")` -> `train.steps`; pydantic adds the branch of a union."""
+    """Returns `train.steps` for `("train", "steps", "int")`; pydantic appends the branch of a union."""
     return ".".join(_path(cls, location)[0])
 
 
 def _path(cls: type[BaseModel], location: Sequence[str | int]) -> tuple[list[str], type[BaseModel]]:
-    """(keys as they stand in a file, the section that holds the last of them).
+    """Returns (keys as in the file, the section that contains the last key).
 
-    Where a field is one of several sections, pydantic puts the tag of the one it took between the keys: its
-    class's name.
+    If a field is one of several section types, pydantic inserts the tag of the chosen one, its class name,
+    between the keys.
     """
     section, inner, parts = cls, [cls], list[str]()
     for part in location:
@@ -190,9 +191,9 @@ def _unknown_key(cls: type[BaseModel], location: Sequence[str], *, source: str, 
 def _of_another_kind(
     cls: type[BaseModel], locations: Sequence[Sequence[str]], *, source: str
 ) -> SpecError | None:
-    """Returns the error for keys that a section of another kind has, of those that may stand in its place.
+    """Returns the error for keys that belong to another section type that may replace this one.
 
-    None where the first of the keys is in no kind of it.
+    None if no such type has the first of the keys.
     """
     paths = [_path(cls, location) for location in locations]
     ([*path, key], section), kinds = paths[0], [cls]
@@ -217,7 +218,7 @@ def _of_another_kind(
 
 
 def _keys(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The dotted name of every key that stands in a section; of several, in the first."""
+    """Yields the dotted name of every key of a section; for a union of sections, of the first."""
     for name, field in cls.model_fields.items():
         inner = _models_of(field.annotation)
         if inner and not field.is_required() and not isinstance(field.default, tuple):
@@ -227,7 +228,7 @@ def _keys(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _models_of(annotation: Any) -> list[type[BaseModel]]:
-    """`Section` and `tuple[Section, ...]` -> [Section]; `A | B` -> [A, B]; what holds no model -> []."""
+    """`Section` and `tuple[Section, ...]` -> [Section]; `A | B` -> [A, B]; without a model -> []."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for inner in get_args(annotation) for model in _models_of(inner)]

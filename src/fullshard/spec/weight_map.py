@@ -1,7 +1,7 @@
-"""How the tensors of one naming are made of those of another: boxes of elements that are copied.
+"""Mapping between two namings of a model's tensors, as boxes of elements to copy.
 
-A file of Hugging Face may hold three tensors where the model has one, or the other way round. What goes where
-is a value: who reads (or writes) the bytes needs to know nothing of the model.
+A Hugging Face file may hold three tensors where the model has one, or the reverse. The mapping is a plain
+value: code that reads or writes the bytes needs to know nothing about the model.
 """
 
 import math
@@ -15,8 +15,14 @@ Shape = tuple[int, ...]
 class Part:
     """A box of a target, and the elements of one source that fill it.
 
-    Element i of the box (an index into it, one number for each dim) is element `begin` + sum(i · `strides`)
-    of the source as it lies in its file: row-major. The box begins at `at` in the target, and has `shape`.
+    Element i of the box (a multi-dimensional index) is element `begin` + sum(i · `strides`) of the source as
+    stored in its file: row-major.
+
+    source: name of the source tensor
+    begin: offset of the box's first element in the source, in elements
+    strides: source elements from one index to the next, for each dim of the box
+    at: start of the box in the target
+    shape: shape of the box
     """
 
     source: str
@@ -32,9 +38,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """`parts`: of each target, boxes that fill it without overlapping. `shapes`: of the targets, as made.
+    """The parts of every target, and unused sources.
 
-    `surplus`: sources that no target takes. `converted`: targets that are not one source as it is.
+    parts: for each target, boxes that fill it without overlapping
+    shapes: shapes of the converted targets
+    surplus: sources that no target uses
+
+    `converted` lists the targets that are not an unchanged copy of one source.
     """
 
     parts: Mapping[str, tuple[Part, ...]]
@@ -50,12 +60,12 @@ class WeightMap:
         )
 
 
-# What a model makes of the tensors of a file, which are given by name and shape.
+# Maps the tensors of a file, given by name and shape, to the model's.
 Naming = Callable[[Mapping[str, Shape]], WeightMap]
 
 
 def row_major(shape: Shape) -> tuple[int, ...]:
-    """Elements from one index to the next, for each dim of a tensor that lies without gaps."""
+    """Returns the element strides of a contiguous tensor, one for each dim."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -65,14 +75,14 @@ def row_major(shape: Shape) -> tuple[int, ...]:
 
 
 def whole(source: str, shape: Shape) -> tuple[Part, ...]:
-    """A target that is the source `source`, of `shape`, as it is."""
+    """Returns the parts of a target that is an unchanged copy of `source`, of `shape`."""
     return (Part(source, begin=0, strides=row_major(shape), at=(0,) * len(shape), shape=shape),)
 
 
 def by_name(
     wanted: Mapping[str, Shape], saved: Mapping[str, Shape], *, prefixes: tuple[str, ...]
 ) -> WeightMap:
-    """Tensors of the same name; one whose name has a prefix (`model.`) too many, or lacks it, too."""
+    """Maps tensors by equal names; also by names with a missing or additional prefix (`model.`)."""
     parts: dict[str, tuple[Part, ...]] = {}
     surplus: list[str] = []
     for source, shape in saved.items():

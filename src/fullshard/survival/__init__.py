@@ -1,1 +1,1 @@
-"""Faults found while a run trains: hung ranks, loss spikes, replicas and ranks that differ."""
+"""Detection of faults during training: hung ranks, loss spikes, and replicas or ranks that differ."""

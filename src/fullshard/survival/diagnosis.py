@@ -1,4 +1,7 @@
-"""Which rank the others wait for: by what each says of itself, and what is seen of those that say nothing."""
+"""Diagnosis of a hang: which rank the others wait for.
+
+It uses the report of each rank, and the process state of the ranks that do not report.
+"""
 
 import os
 import socket
@@ -14,10 +17,15 @@ from fullshard.survival.phase import RunPhase
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank last let the others see.
+    """Last position that a rank published.
 
-    `step`: finished steps. `unmoved_seconds`: since when it is in `phase`; `limit_seconds`: how long it may
-    be. `at`: when it said so, in seconds since the epoch. `host`: see `this_host`.
+    host: see `this_host`
+    process: process id
+    step: finished steps
+    phase: the RunPhase that the rank is in
+    unmoved_seconds: time since it entered `phase`
+    limit_seconds: longest time it may stay there
+    at: time of publication, in seconds since the epoch
     """
 
     host: str
@@ -31,10 +39,13 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says of itself once the run is taken to hang.
+    """Report of a rank, requested once the run is believed to hang.
 
-    `waits`: in a collective. `place`: the innermost line that is no library's. `collective`: the last one
-    that torch's flight recorder knows, "" where it knows none. `stacks`: of all threads.
+    seen: its position now
+    waits: whether it is in a collective
+    place: innermost line outside libraries
+    collective: last one in torch's flight recorder, or "" if none is recorded
+    stacks: stacks of all threads
     """
 
     seen: Heartbeat
@@ -46,14 +57,18 @@ class Report:
 
 @dataclass(frozen=True)
 class UnresponsiveRank:
-    """A rank that says nothing. `last`: None if it never did. `state`: see `process_state`."""
+    """A rank that sent no report.
+
+    last: its last heartbeat, or None if it never sent one
+    state: see `process_state`
+    """
 
     last: Heartbeat | None
     state: str | None
 
 
 def this_host() -> str:
-    """The same for processes that see each other under /proc: host name, and namespace of processes."""
+    """Returns an identity that processes share if they see each other under /proc: host and pid namespace."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -62,8 +77,10 @@ def this_host() -> str:
 
 
 def process_state(seen: Heartbeat) -> str | None:
-    """The kernel's letter for a process of this host (man proc_pid_stat), "" if it is gone, None if it cannot
-    be told."""
+    """Returns the kernel's state letter for a process of this host (man proc_pid_stat).
+
+    Returns "" if the process is gone, and None if its state cannot be known from here.
+    """
     if sys.platform != "linux" or seen.host != this_host():
         return None
     try:
@@ -74,7 +91,11 @@ def process_state(seen: Heartbeat) -> str | None:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why the run ends, and the stacks that show it: of the culprits, and of one of those that wait."""
+    """Result of a diagnosis.
+
+    error: why the run ends
+    stacks: stacks of the first few culprits, and of one rank from each of the first few other groups
+    """
 
     error: TrainError
     stacks: str
@@ -83,10 +104,11 @@ class Diagnosis:
 def diagnose(
     reports: Mapping[int, Report], silent: Mapping[int, UnresponsiveRank], *, now: float
 ) -> Diagnosis:
-    """Names the ranks that the others wait for, of which every rank has a report or is silent.
+    """Names the ranks that the others wait for. Every rank is in either `reports` or `silent`.
 
-    Those that are silent, if any. Else those that are not in a collective while others are. Else those that
-    are in another place than most, or, if as many are, further on: they left something out.
+    The culprits are, in this order: the silent ranks, if any; the ranks that are not in a collective while
+    others are; the ranks that are in another place than most. If two places have equally many ranks, the
+    culprits are those that are further ahead, since they left something out.
     """
     groups = _groups(reports)
     if silent:
@@ -108,7 +130,7 @@ def diagnose(
 
 
 def store_lost(rank: int, report: Report) -> Diagnosis:
-    """What a rank says that hangs, and can ask no other."""
+    """Returns the diagnosis of a hanging rank that cannot reach any other rank."""
     error = TrainError(
         f"rank {rank} hangs and can reach no other: in {_phase(report.seen)} "
         f"for {report.seen.unmoved_seconds:.0f} s, {report.place}.",
@@ -119,12 +141,12 @@ def store_lost(rank: int, report: Report) -> Diagnosis:
     return Diagnosis(error, f"rank {rank}, every thread\n{report.stacks}")
 
 
-# Of thousands of ranks, so many are shown with their stacks.
+# Number of ranks whose stacks are shown, even in a run of thousands.
 _SHOWN = 4
 
 
 def _groups(reports: Mapping[int, Report]) -> list[list[int]]:
-    """Ranks by where they are; the smallest groups first."""
+    """Returns the ranks grouped by position, smallest groups first."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for rank, one in sorted(reports.items()):
         key = (one.seen.step, one.seen.phase, one.waits, one.place, one.collective)
@@ -133,7 +155,7 @@ def _groups(reports: Mapping[int, Report]) -> list[list[int]]:
 
 
 def _by_report(reports: Mapping[int, Report], groups: Sequence[list[int]]) -> tuple[list[int], str]:
-    """The culprits where all ranks have spoken, and the sentence that names them."""
+    """Returns the culprits and the sentence that names them, once every rank has reported."""
     waiting = [rank for rank, one in sorted(reports.items()) if one.waits]
     busy = [rank for rank in sorted(reports) if rank not in waiting]
     if waiting and busy:
@@ -172,7 +194,7 @@ def _progress(seen: Heartbeat) -> tuple[int, int]:
 
 
 def _phase(seen: Heartbeat) -> str:
-    """`forward of step 4`: the step that it is in, one more than have been finished."""
+    """Returns the phase with its step, as in `forward of step 4`: one more than the finished steps."""
     in_step = seen.phase in _OF_A_STEP
     return f"{seen.phase} of step {seen.step + 1}" if in_step else f"{seen.phase} after step {seen.step}"
 
@@ -196,7 +218,7 @@ def _silent(silent: Mapping[int, UnresponsiveRank], *, now: float) -> str:
 
 
 def _kind(silent: UnresponsiveRank) -> str:
-    """The letter of its state, in classes."""
+    """Returns the class of its process state, as a letter."""
     state = silent.state
     if state is None:
         return "?"

@@ -1,11 +1,11 @@
-"""Whether all ranks take the same step: numbers that ride along in the one all-reduce of a step.
+"""Check that all ranks take the same step, by numbers that are summed along with each step's one all-reduce.
 
-A rank that skips a step, or a collective of the same shape as the next, is met by no error: the sums are of
-what does not belong together, and the run ends as if all were well.
+A rank that skips a step, or issues a different collective of the same shape, causes no error. The sums then
+combine numbers that do not belong together, and the run ends as if all were well.
 
-[Note: equal by sums] An all-reduce sums, and cannot compare. But Σx = N·x and Σx² = N·x² hold together only
-where all N numbers are x (their variance is Σx²/N - (Σx/N)² = 0). The numbers are cut to so many bits that
-N·x² < 2^53, where fp64 counts exactly.
+[Note: equal by sums] An all-reduce sums and cannot compare. But Σx = N·x and Σx² = N·x² hold together only if
+all N numbers are x (their variance Σx²/N - (Σx/N)² is then 0). The numbers are cut to as many bits as keep
+N·x² < 2^53, the range in which fp64 counts exactly.
 """
 
 import struct
@@ -31,15 +31,19 @@ _ANSWER_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """One rank's step: its number (from 1), how many collectives of the default group it has issued so far,
-    and a checksum of its settings (rate, batch, position in the data)."""
+    """One rank's step.
+
+    step: number of the step, from 1
+    collectives: collectives of the default group that this rank has issued so far
+    settings: checksum of the step's settings (learning rate, batch, position in the data)
+    """
 
     step: int
     collectives: int
     settings: int
 
     def numbers(self, world_size: int) -> list[float]:
-        """What is summed over ranks. See [Note: equal by sums]."""
+        """Returns the numbers that are summed over ranks. See [Note: equal by sums]."""
         cut = [value % _modulus(world_size) for value in astuple(self)]
         return [float(number) for value in cut for number in (value, value * value)]
 
@@ -49,15 +53,16 @@ def _modulus(world_size: int) -> int:
 
 
 def settings_checksum(plan: Plan, *, learning_rate: float, data_offset: int) -> int:
-    """What a step is made with beside the model: the same on all ranks."""
+    """Returns a checksum of the settings of a step, which must be equal on all ranks."""
     packed = struct.pack("<dqqq", learning_rate, plan.microbatch, plan.accumulation, data_offset)
     return zlib.crc32(packed)
 
 
 def collectives_issued(device: torch.device) -> int:
-    """By this rank on the default group, as the backend of `device` counts; 0 where it does not tell.
+    """Returns the number of collectives that this rank has issued on the default group.
 
-    gloo counts what is sent from rank to rank along with the collectives.
+    The backend of `device` counts them; returns 0 if it does not report a count. gloo counts point-to-point
+    messages along with the collectives.
     """
     group = dist.group.WORLD
     if group is None:
@@ -71,10 +76,10 @@ def collectives_issued(device: torch.device) -> int:
 
 
 def check_same(own: Fingerprint, totals: Sequence[float], *, world_size: int) -> None:
-    """Raises TrainError if `totals`, the sums of all ranks' numbers, are not those of equal ones.
+    """Raises TrainError unless `totals`, the sums over all ranks, are those of equal fingerprints.
 
-    Every rank that got sums comes to the same verdict. Only then it asks the others, over the store, for a
-    collective may be just what is out of order.
+    Every rank that got the sums reaches the same verdict. Only after a mismatch does a rank ask the others.
+    It asks over the store, because the collectives themselves may be out of order.
     """
     if [world_size * number for number in own.numbers(world_size)] == list(totals):
         return
@@ -82,7 +87,11 @@ def check_same(own: Fingerprint, totals: Sequence[float], *, world_size: int) ->
 
 
 def disagreement(reported: Mapping[int, Fingerprint], *, own: Fingerprint, world_size: int) -> TrainError:
-    """What is to be said about ranks of which `told` are known. What most say is taken for right."""
+    """Returns the error for ranks whose fingerprints differ. The fingerprint that most ranks share is taken
+    for right.
+
+    The first argument maps each rank to its fingerprint; a rank without an entry is in another collective.
+    """
     names = [field.name for field in fields(Fingerprint)]
     differing = [name for name in names if len({getattr(one, name) for one in reported.values()}) > 1]
     shown = differing or ["step", "collectives"]
@@ -103,7 +112,7 @@ def disagreement(reported: Mapping[int, Fingerprint], *, own: Fingerprint, world
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> `ranks 0-2, 5`."""
+    """Returns the name of a list of ranks: [0, 1, 2, 5] -> `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -115,7 +124,7 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 
 def default_store() -> dist.Store | None:
-    """The default group's, which its ranks alone have; None where there is none."""
+    """Returns the store of the default group, which only its ranks share, or None if there is none."""
     find = getattr(dist.distributed_c10d, "_get_default_store", None)
     return find() if find is not None and dist.is_initialized() else None
 
@@ -139,7 +148,7 @@ def _shown(one: Fingerprint, name: str) -> str:
 
 
 def _told(own: Fingerprint, world_size: int) -> dict[int, Fingerprint]:
-    """Every rank's fingerprint, as far as it says it in time."""
+    """Publishes this rank's fingerprint and returns those of all ranks that publish theirs in time."""
     store, reported = default_store(), {dist.get_rank(): own}
     if store is None:
         return reported

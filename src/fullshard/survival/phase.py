@@ -1,10 +1,10 @@
-"""Where a rank is: what the training writes down in passing, and the watchdog reads."""
+"""Phase of a rank's run: written by the training loop, read by the watchdog."""
 
 from enum import StrEnum
 
 
 class RunPhase(StrEnum):
-    """What a rank is doing."""
+    """Activity of a rank."""
 
     STARTING = "starting"
     LOADING = "loading"
@@ -22,13 +22,17 @@ class RunPhase(StrEnum):
 SLOW_PHASES = frozenset(
     {RunPhase.STARTING, RunPhase.LOADING, RunPhase.SAVING, RunPhase.VALIDATING, RunPhase.FINISHING}
 )
-"""Those that have no usual length."""
+"""Phases without a usual length."""
 
 
 class PhaseTracker:
-    """The finished steps of this rank, and its phase. While `moves` stays the same, nothing has moved.
+    """Finished steps of this rank, and its current phase.
 
-    `warm`: a step was finished in this process, so nothing is compiled or allocated for the first time.
+    step: finished steps
+    phase: the phase that the rank is in
+    changes: number of phase changes; while it stays the same, nothing has moved
+    has_finished_step: whether this process has finished a step, so that compilation and first allocations are
+        over
     """
 
     def __init__(self) -> None:

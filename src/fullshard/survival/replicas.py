@@ -1,7 +1,7 @@
-"""Whether ranks that hold the same part of the state hold the same bits.
+"""Check that ranks that hold the same part of the state hold the same bits.
 
-Replicas start alike and take the same updates, so they stay alike bit for bit. Where they do not, one of them
-has computed, kept or received something wrong (arXiv:2407.21783, section 3.3.4, counts such faults).
+Replicas start alike and take the same updates, so they stay equal bit for bit. If they differ, one of them
+computed, stored or received something wrong (arXiv:2407.21783, section 3.3.4, counts such faults).
 """
 
 import logging
@@ -23,14 +23,14 @@ from fullshard.survival.phase import PhaseTracker, RunPhase
 
 logger = logging.getLogger("fullshard")
 
-# Elements that are summed at once: each takes 24 bytes meanwhile.
+# Elements summed at once; each takes 24 bytes of temporary memory.
 _CHUNK = 1 << 20
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 @dataclass
 class _ReplicaGroup:
-    """The tensors of which the ranks of one group hold the same part, and their checksums."""
+    """Tensors that the ranks of one group replicate, and their checksums."""
 
     ranks: tuple[int, ...]
     group: Any
@@ -40,7 +40,7 @@ class _ReplicaGroup:
 
 @dataclass(frozen=True)
 class _Mismatch:
-    """What one rank has of the first tensor that differs among `holders`."""
+    """One rank's checksum of the first tensor that differs among `holders`."""
 
     holders: tuple[int, ...]
     rank: int
@@ -51,7 +51,7 @@ class _Mismatch:
 class ReplicaCheck:
     """Compares replicas every `survival.check_replicas_every` steps.
 
-    Says at once, on rank 0, where a plan has none to speak of.
+    Warns at construction, on rank 0, if the plan replicates no shards.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -71,13 +71,13 @@ class ReplicaCheck:
         step: int,
         where: PhaseTracker,
     ) -> None:
-        """Compares parameters and optimizer state, if it is time, over the ranks that hold the same part.
+        """Compares parameters and optimizer state over the ranks that replicate them, if a check is due.
         Collective.
 
-        tensors: returns those of the training state, by the names that checkpoints give them.
+        tensors: returns the tensors of the training state, by their names in checkpoints
 
-        Raises TrainError on all ranks that names the first tensor that differs, and the ranks that hold it
-        otherwise than most.
+        Raises TrainError on all ranks. It names the first tensor that differs, and the ranks that differ from
+        most.
         """
         if self._world_size == 1 or not self._every or step % self._every:
             return
@@ -96,9 +96,11 @@ class ReplicaCheck:
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """Σ (2i + 1) · word_i mod 2^64 over the bits of this rank's part, an int64 scalar where the tensor lies.
+    """Returns Σ (2i + 1) · word_i mod 2^64 over the bits of this rank's part, an int64 scalar on the tensor's
+    device.
 
-    The factors are odd, so one word that differs changes it for certain; where words change places, too.
+    The factors are odd, so a change of one word always changes the sum. They differ, so swapped words change
+    it, too.
     """
     local = local_tensor(tensor.detach()).contiguous().reshape(-1)
     words = local.view(_WORDS[local.element_size()])
@@ -111,7 +113,9 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _holders(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[_ReplicaGroup]:
-    """The replicated tensors, by who holds the same part. On every rank in the same order."""
+    """Returns the replicated tensors, grouped by the ranks that hold the same part, in the same order on
+    every rank.
+    """
     parameters = {f"model.{name}" for name, _ in model.named_parameters()}
     device = next(model.parameters()).device
     groups: dict[tuple[int, ...], _ReplicaGroup] = {}
@@ -129,7 +133,7 @@ def _holders(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[_ReplicaGr
 
 
 def _replicating_group(tensor: Tensor) -> Any:
-    """The ranks that hold the same part of `tensor`; None if there is one alone."""
+    """Returns the group of ranks that hold the same part of `tensor`, or None if only one rank holds it."""
     if not isinstance(tensor, DTensor):
         return dist.group.WORLD
     mesh = tensor.device_mesh
@@ -143,7 +147,9 @@ def _replicating_group(tensor: Tensor) -> Any:
 
 
 def _compared(holders: _ReplicaGroup) -> list[_Mismatch]:
-    """What this rank has of the first tensor that is not the same among `holders`; nothing if all are."""
+    """Returns this rank's checksum of the first tensor that differs among `holders`; an empty list if none
+    does.
+    """
     own = torch.stack(holders.checksums)
     bounds = torch.cat([own, ~own])  # the least of ~x is ~ the greatest of x
     dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=holders.group)
@@ -156,13 +162,15 @@ def _compared(holders: _ReplicaGroup) -> list[_Mismatch]:
 
 
 def _differ(step: int, found: Sequence[_Mismatch]) -> TrainError:
-    """`found`: of every rank whose group differs. Told is one tensor a group, and who holds it otherwise."""
+    """Returns the error for `found`, the mismatches of all ranks. Reports one tensor per group and the ranks
+    that differ.
+    """
     said: list[str] = []
     for holders in sorted({one.holders for one in found}):
         ours = [one for one in found if one.holders == holders]
         (usual, votes), *others = Counter(one.checksum for one in ours).most_common()
         odd = [one.rank for one in ours if one.checksum != usual]
-        if others[0][1] == votes:  # as many as have the usual
+        if others[0][1] == votes:  # a tie
             said.append(f"{named_ranks(holders)} differ in {ours[0].name}, none more than another")
         else:
             rest = [rank for rank in holders if rank not in odd]

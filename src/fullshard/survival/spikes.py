@@ -1,9 +1,10 @@
-"""Steps whose loss or gradient norm stands out from those before.
+"""Detection of steps whose loss or gradient norm stands out from earlier steps.
 
-    x > mean + sigma · max(deviation, FLAT · |mean|)
+    x > mean + sigma · max(deviation, MIN_RELATIVE_STD · |mean|)
 
-over the last `spike_window` steps that were not left out themselves, once there are half as many. OLMo-core's
-SkipStepOptimizer judges likewise (a rolling 128, 6 sigma), and leaves such steps out.
+The mean and the deviation are over the last `spike_window` steps that were not skipped themselves. No step is
+judged before half of the window is filled. OLMo-core's SkipStepOptimizer uses the same kind of test (a
+rolling window of 128, 6 sigma), and skips such steps.
 """
 
 from collections.abc import Sequence
@@ -13,19 +14,21 @@ from statistics import fmean, pstdev
 from fullshard.spec.run import SurvivalSection
 
 MIN_RELATIVE_STD = 1e-3
-"""A curve is taken to vary by at least this part of its mean; else on a flat one any rise stood out."""
+"""Least relative deviation assumed for a curve; otherwise any rise on a flat curve would stand out."""
 
 
 @dataclass
 class RecentSteps:
-    """Losses and gradient norms of the last steps that were taken. Part of the state: a run that goes on
-    judges as the run that was not stopped."""
+    """Losses and gradient norms of the last steps that were taken.
+
+    They are part of the training state, so a resumed run judges steps as the uninterrupted run would.
+    """
 
     losses: list[float] = field(default_factory=list[float])
     norms: list[float] = field(default_factory=list[float])
 
     def spikes(self, loss: float, norm: float, *, section: SurvivalSection) -> bool:
-        """Whether a step of this loss or norm stands out from these."""
+        """Returns whether a step with this loss or norm stands out from the recent ones."""
         if section.on_spike == "none" or len(self.losses) < section.spike_window // 2:
             return False
         return any(

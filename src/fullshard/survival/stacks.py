@@ -1,4 +1,4 @@
-"""What this process can tell of itself while it hangs: its threads, and its last collective."""
+"""Information that a hanging process can report about itself: its threads' stacks and its last collective."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# Where the innermost frame of a thread stands that waits for other ranks.
+# Files that hold the innermost frame of a thread that waits for other ranks.
 _IN_COLLECTIVES = (
     f"{os.sep}torch{os.sep}distributed{os.sep}",
     f"{os.sep}fullshard{os.sep}sharding{os.sep}collectives.py",
@@ -21,7 +21,7 @@ _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 def frames_of(thread: int) -> list[FrameType]:
-    """The frames of a thread, the innermost first; none where it has ended."""
+    """Returns the frames of a thread, innermost first, or an empty list if the thread has ended."""
     innermost, frames = sys._current_frames().get(thread), list[FrameType]()  # pyright: ignore[reportPrivateUsage]
     while innermost is not None:
         frames.append(innermost)
@@ -30,13 +30,15 @@ def frames_of(thread: int) -> list[FrameType]:
 
 
 def in_collective(thread: int) -> bool:
-    """Whether a thread is within torch.distributed, or in one of our own collectives."""
+    """Returns whether a thread is within torch.distributed or in one of fullshard's own collectives."""
     frames = frames_of(thread)
     return bool(frames) and any(part in frames[0].f_code.co_filename for part in _IN_COLLECTIVES)
 
 
 def user_frame(thread: int) -> str:
-    """`file:line in function`: the innermost frame that is no library's, else the innermost."""
+    """Returns `file:line in function` of the innermost frame outside libraries, or else of the innermost
+    frame.
+    """
     frames = frames_of(thread)
     libraries = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
     near = [frame for frame in frames if not frame.f_code.co_filename.startswith(libraries)] or frames
@@ -47,13 +49,13 @@ def user_frame(thread: int) -> str:
 
 
 def other_threads() -> list[int]:
-    """All but the one that asks."""
+    """Returns all threads except the calling one."""
     own = threading.get_ident()
     return [thread for thread in sys._current_frames() if thread != own]  # pyright: ignore[reportPrivateUsage]
 
 
 def all_stacks() -> str:
-    """Of every thread but the watchdog's own, the innermost frame last."""
+    """Returns the stacks of every thread except the watchdog's own, each with its innermost frame last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     threads = [one for one in other_threads() if not names.get(one, "").startswith("fullshard ")]
     return "\n".join(_stacks(threads, names))
@@ -69,8 +71,12 @@ def _stacks(threads: Sequence[int], names: dict[int | None, str]) -> Iterator[st
 
 
 def last_collective() -> str:
-    """`gloo:all_reduce 17 of default_pg [10] Double`, of torch's flight recorder: the newest that has not
-    ended, else the newest. "" where this torch does not record what this backend does."""
+    """Returns a collective from torch's flight recorder, such as
+    `gloo:all_reduce 17 of default_pg [10] Double`.
+
+    It is the newest one that has not ended, or else the newest. Returns "" if this torch does not record the
+    collectives of this backend.
+    """
     entries = [entry for name in _RECORDERS for entry in _entries(name)]
     pending = [entry for entry in entries if not entry.get("retired", True)]
     newest = max(pending or entries, key=lambda entry: entry.get("time_created_ns", 0), default=None)

@@ -1,13 +1,14 @@
-"""The watchdog of a rank: when ranks stop moving it says which is where, and ends the job.
+"""A watchdog per rank: when the ranks stop moving, it reports where each one is and ends the job.
 
-[Note: how a hang is told] A thread of each rank tells the others every second or so where the rank is, over a
-connection of its own to the store in which the ranks found each other. A rank that stays in one phase for too
-long calls all of them; each then reports where it stands, with its stacks. The rank that called first waits a
-little for the reports, names the culprit (`diagnosis.py`), and all leave. Nothing of it needs the rank's main
-thread, which may sit in a collective for good, or a collective.
+[Note: how a hang is detected] Every second or so a thread of each rank publishes where the rank is. It uses
+its own connection to the store in which the ranks found each other. If a rank stays in one phase for too
+long, it asks all ranks for a report; each then reports its position and its stacks. The rank that asked first
+waits briefly for the reports and names the culprit (`diagnosis.py`). Then all ranks exit. None of this needs
+a collective or the rank's main thread, which may be blocked in a collective for good.
 
-Where native code holds a rank's interpreter, no such thread comes to run. The others see its process and name
-it; and a timer in C (faulthandler), which that thread sets anew each time, shows its stacks and ends it.
+If native code holds a rank's interpreter lock, that rank's watchdog thread cannot run. The other ranks look
+at its process and name it. In addition, the watchdog thread restarts a C timer (faulthandler) at each tick;
+when the timer expires, it prints the rank's stacks and ends the process.
 """
 
 import faulthandler
@@ -46,12 +47,12 @@ from fullshard.system.terminal import printable
 
 T = TypeVar("T")
 
-# Of the limit: how often a rank tells where it is, and how long one that calls waits for reports.
-# And how long the store may take to answer.
+# Fractions of the limit: how often a rank publishes its position, how long the rank that asks for reports
+# waits for them, and how long the store may take to answer.
 _TICK, _GRACE, _STORE = 1 / 16, 1 / 8, 1 / 4
 _TICK_SECONDS = (0.1, 2.0)
 _GRACE_SECONDS = (1.0, 10.0)
-# The lower ranks call first, one tick after the other, so that thousands do not ask thousands at once.
+# Lower ranks ask for reports first, one tick apart, so that thousands of ranks do not ask at once.
 _IN_TURN = 16
 _STORE_SECONDS = (3.0, 10.0)
 _LEAVE_SECONDS = 1.0
@@ -59,10 +60,11 @@ _LEAVE_SECONDS = 1.0
 
 @contextmanager
 def watching(where: PhaseTracker, section: SurvivalSection) -> Generator[None]:
-    """Watches over this thread, which tells in `where` what it does, and over its ranks. All open it alike.
+    """Watches this thread and all ranks while the context is open. All ranks open it with the same settings.
 
-    A run that hangs within it ends: what it hangs at on standard error, then TrainError's exit code, or 1
-    where native code holds the interpreter. Does nothing where `survival.watchdog_seconds` is 0.
+    `where` holds the phase that this thread is in. If the run hangs, the watchdog prints the diagnosis to
+    standard error and exits with TrainError's exit code, or with 1 if native code holds the interpreter. Does
+    nothing if `survival.watchdog_seconds` is 0.
     """
     if section.watchdog_seconds == 0:
         yield
@@ -78,10 +80,10 @@ def watching(where: PhaseTracker, section: SurvivalSection) -> Generator[None]:
 
 
 class _StatusBoard:
-    """What the ranks tell each other, in the group's store. Alone, a rank has none and tells itself.
+    """Heartbeats, reports and the verdict of the ranks, in the group's store; a single rank uses a HashStore.
 
-    Whatever it is asked raises RuntimeError once the store has not answered: its client does not recover. It
-    may not even come back, where a link is cut, so it is asked on a thread of its own.
+    Requests run on a dedicated thread, because one may never return if a link is cut. Once the store has not
+    answered in time, every request raises RuntimeError: the store's client does not recover.
     """
 
     def __init__(self, store: dist.Store, *, rank: int, world_size: int, answer_seconds: float) -> None:
@@ -112,7 +114,7 @@ class _StatusBoard:
         self._do(lambda store: store.set(f"seen/{self.rank}", json.dumps(asdict(seen))))
 
     def request_reports(self) -> bool:
-        """Asks all ranks for their reports. True if nobody has before."""
+        """Asks all ranks for their reports. Returns True if no rank has asked before."""
         return self._do(lambda store: store.add("called", 1)) == 1
 
     def called(self) -> bool:
@@ -142,7 +144,7 @@ class _StatusBoard:
         return TrainError(said["what"], got=said["got"], why=said["why"], fix=said["fix"])
 
     def readers(self) -> int:
-        """Ranks that have read the verdict."""
+        """Number of ranks that have read the verdict."""
         return self._do(lambda store: store.add("read", 0))
 
     def _read(self, kind: str) -> dict[int, Any]:
@@ -175,7 +177,7 @@ def _settle(answer: Future[T], act: Callable[[], T]) -> None:
 
 
 class _Watchdog:
-    """Watches the thread that makes it, from a thread of its own. See [Note: how a hang is told]."""
+    """Watches the thread that creates it, from a thread of its own. See [Note: how a hang is detected]."""
 
     def __init__(self, where: PhaseTracker, section: SurvivalSection, *, board: _StatusBoard) -> None:
         self._where, self._section, self._board = where, section, board
@@ -188,7 +190,7 @@ class _Watchdog:
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
 
     def start(self) -> None:
-        """Shows this rank once before anything can happen to it: then it was heard of."""
+        """Publishes this rank's first heartbeat before anything can happen to it, then starts the thread."""
         with suppress(RuntimeError):
             self._board.publish(self._seen())
         self._thread.start()
@@ -204,7 +206,7 @@ class _Watchdog:
             self._count()
             self._set_timer()
             called = False
-            # Where the store is lost nobody can be asked, but that this rank hangs is seen all the same.
+            # Without the store no other rank can be asked, but this rank still detects its own hang.
             with suppress(RuntimeError):
                 self._board.publish(self._seen())
                 called = self._board.called()
@@ -213,7 +215,7 @@ class _Watchdog:
 
     def _count(self) -> None:
         now, moves = time.monotonic(), self._where.changes
-        # Time in which this process did not run (it was stopped, the machine slept) is nobody's fault in it.
+        # Time in which this process did not run (it was stopped, or the machine slept) does not count.
         passed = min(now - self._looked_at, 4 * self._tick)
         self._unmoved = self._unmoved + passed if moves == self._moves else 0.0
         self._moves, self._looked_at = moves, now
@@ -223,9 +225,12 @@ class _Watchdog:
         return self._section.watchdog_seconds * (self._section.watchdog_patience if slow else 1.0)
 
     def _set_timer(self) -> None:
-        """If this thread does not come again, the C thread speaks and ends the process: after the others."""
+        """Restarts the C timer, which ends the process if this thread stops running.
+
+        It expires two grace periods after the limit, so that the other ranks act first.
+        """
         file = sys.__stderr__
-        with suppress(AttributeError, OSError, ValueError):  # there is no standard error, or it is no file
+        with suppress(AttributeError, OSError, ValueError):  # standard error is missing or not a file
             seconds = self._limit() + 2 * self._grace
             faulthandler.dump_traceback_later(seconds, exit=True, file=file or sys.stderr)
 
@@ -234,7 +239,7 @@ class _Watchdog:
         return self._unmoved > self._limit() + turn and not self._others_take_their_time()
 
     def _others_take_their_time(self) -> bool:
-        """Whether a rank that is well is where it may be for longer than this one: still saving, say."""
+        """Returns whether a healthy rank is in a phase with a longer limit than this one, such as saving."""
         now, own = time.time(), self._limit()
         with suppress(RuntimeError):
             return any(
@@ -255,11 +260,11 @@ class _Watchdog:
         )
 
     def _report(self) -> Report:
-        # Backward runs on threads of autograd's own where there is a GPU.
+        # With a GPU, backward runs on autograd's own threads.
         threads = other_threads() if self._where.phase is RunPhase.BACKWARD else [self._trainer]
         return Report(
             seen=self._seen(),
-            # The reduction's sums are read where they lie: on a GPU, that is where a rank waits for it.
+            # The reduction's sums are read in this phase: on a GPU, a rank waits for the reduction there.
             waits=self._where.phase is RunPhase.REDUCE or any(in_collective(one) for one in threads),
             place=user_frame(self._trainer),
             collective=last_collective(),
@@ -267,7 +272,7 @@ class _Watchdog:
         )
 
     def _end(self) -> None:
-        """Reports, judges or waits for who does, and leaves."""
+        """Reports this rank, diagnoses the hang or waits for the rank that does, and exits the process."""
         own, first = self._report(), True
         with suppress(RuntimeError):
             self._board.report(own)
@@ -276,12 +281,12 @@ class _Watchdog:
         if error is None:
             verdict = self._judge(own)
             error = verdict.error
-            # Whoever takes the last words shows them; the stacks are shown here, by one rank for all.
+            # A receiver shows the error itself. The stacks are printed here, by one rank for all.
             _say(verdict.stacks if receivers() else f"{error}\n\n{verdict.stacks}")
             with suppress(RuntimeError):
                 self._board.conclude(error)
                 self._await_readers()
-        with suppress(OSError):  # a full disk must not keep a rank that hangs
+        with suppress(OSError):  # a full disk must not keep a hanging rank alive
             for receiver in receivers():
                 receiver(error)
         sys.stdout.flush()
@@ -289,7 +294,7 @@ class _Watchdog:
         os._exit(error.exit_code)
 
     def _judge(self, own: Report) -> Diagnosis:
-        """From this rank's own report, and those of the others that come in time."""
+        """Diagnoses the hang from this rank's own report and those of the other ranks that arrive in time."""
         others, sightings = dict[int, Report](), dict[int, Heartbeat]()
         deadline = time.monotonic() + self._grace
         try:
@@ -317,7 +322,7 @@ class _Watchdog:
         return None
 
     def _await_readers(self) -> None:
-        """The store may be this very process's, and would end with it."""
+        """Waits until the other ranks have read the verdict, since the store may end with this process."""
         deadline = time.monotonic() + _LEAVE_SECONDS
         while self._board.readers() < self._board.world_size - 1 and time.monotonic() < deadline:
             time.sleep(self._tick / 2)
@@ -328,5 +333,5 @@ def _within(value: float, bounds: tuple[float, float]) -> float:
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # nobody may listen any more
+    with suppress(OSError):  # standard error may be closed
         print(f"\n{printable(text)}", file=sys.stderr, flush=True)

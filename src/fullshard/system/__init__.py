@@ -1,1 +1,1 @@
-"""Files of the operating system: durable writes, direct I/O, and what a command may overwrite; no torch."""
+"""Files and the terminal: durable writes, direct I/O, checks before a command overwrites files. No torch."""

@@ -1,13 +1,13 @@
-"""A new file, written as fast as its disk takes it and with little work for the processor.
+"""New files, written as fast as the disk takes them and with little processor time.
 
-[Note: past the page cache] Bytes go to the disk directly (O_DIRECT): pages of memory that come to be pages of
-the file, if they are many, from where they lie; other bytes from aligned blocks of our own, while the next is
-filled.
-The kernel's cache would copy them a second time, in pages that it must find, and write them
-back in threads that compete with training: a gigabyte cost ten times the processor time, and steps beside a
-save were slowed by half. bench/results/2026-11-20-checkpoints.md has the figures. What a file system does
-not take that way goes through its cache: in small writes, for large ones took three times as long, and
-written back while the next are made, else the flush at the end waits for all that was gathered.
+[Note: past the page cache] Bytes go to the disk directly (O_DIRECT). A large run of whole memory pages that
+align with pages of the file is written in place. Other bytes are copied into aligned blocks, one of which is
+filled while the other is written. The kernel's page cache would copy all bytes once more, into pages that it
+has to allocate, and write them back in threads that compete with training. That cost ten times the processor
+time per gigabyte, and slowed steps during a save by half; bench/results/2026-11-20-checkpoints.md has
+the figures. Bytes that a file system does not accept directly go through its cache. They are written in small
+calls, since large ones took three times as long. Writeback is started early; otherwise the flush at the end
+would wait for all of them.
 """
 
 import errno
@@ -22,18 +22,18 @@ from typing import Self
 import numpy as np
 
 BLOCK_BYTES = 16 << 20
-LARGE_BYTES = 1 << 20  # from here on it is worth a write of its own, and to be laid out for one
-ALIGNMENT = 4096  # of addresses, offsets and lengths: what every disk's logical block divides
+LARGE_BYTES = 1 << 20  # smallest size that gets a write, and an aligned layout, of its own
+ALIGNMENT = 4096  # of addresses, offsets and lengths: a multiple of every disk's logical block
 _CACHED_WRITE_BYTES = 256 << 10
 DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
 _BLOCKS = 2  # one is written while the other is filled
 
 
 class StreamedFile:
-    """Bytes in order into a file that must not be there yet. Memory: two blocks of 16 MiB.
+    """Writes bytes in order into a file that must not exist yet. Uses two blocks of memory of 16 MiB.
 
-    `finish` returns when all are down to the disk; without it the file is no whole one. Every method may
-    raise OSError, also for what was written before.
+    `finish` returns once all bytes are on the disk; without it the file is incomplete. Every method may raise
+    OSError, also for bytes of an earlier write.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +54,7 @@ class StreamedFile:
         os.close(self._file)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """All of `data`, which may be changed afterwards. Returns its bytes."""
+        """Writes all of `data`, which may be changed afterwards. Returns its size in bytes."""
         left = memoryview(data).cast("B")
         count = left.nbytes
         while left.nbytes:
@@ -62,26 +62,26 @@ class StreamedFile:
         return count
 
     def finish(self) -> None:
-        """Writes what is left, and flushes all of it to the disk."""
+        """Writes the remaining bytes, and flushes the file to the disk."""
         self._wait()
         self._put(self._copies(), self._offset)
         self._offset, self._filled = self._offset + self._filled, 0
         os.fsync(self._file)
 
     def _straight(self, data: memoryview) -> int:
-        """Writes what of `data` can go to the disk from where it lies. Returns its bytes."""
+        """Writes the part of `data` that can go to the disk in place. Returns its size in bytes."""
         whole = min(_whole(data), BLOCK_BYTES)
         aligned = (self._offset + self._filled) % ALIGNMENT == 0 and address(data) % ALIGNMENT == 0
         if not (aligned and whole >= LARGE_BYTES and self._is_direct):
             return 0
         self._wait()
-        # What was copied before it goes in the same call: one more costs the disk as much as a megabyte.
+        # Bytes copied earlier go in the same call: another call costs the disk as much as a megabyte.
         self._put([*self._copies(), data[:whole]], self._offset)
         self._offset, self._filled = self._offset + self._filled + whole, 0
         return whole
 
     def _before_page(self, data: memoryview) -> int:
-        """How many bytes are to be copied so that those behind them can go straight; all, where none can."""
+        """Returns the number of bytes to copy before the rest can be written in place, or all if none can."""
         end = self._offset + self._filled
         in_step = (address(data) - end) % ALIGNMENT == 0
         if not (in_step and data.nbytes >= LARGE_BYTES + ALIGNMENT and self._is_direct):
@@ -89,7 +89,7 @@ class StreamedFile:
         return -end % ALIGNMENT or data.nbytes
 
     def _copied(self, data: memoryview) -> int:
-        """Copies as much of `data` as the block takes. Returns its bytes."""
+        """Copies as much of `data` as fits into the block. Returns its size in bytes."""
         part = data[: BLOCK_BYTES - self._filled]
         block = np.frombuffer(self._block(), dtype=np.uint8)
         # NumPy lets other threads run while it copies.
@@ -105,11 +105,11 @@ class StreamedFile:
         return self._blocks[self._turn]
 
     def _copies(self) -> list[memoryview]:
-        """What was copied and is not yet on its way."""
+        """Returns the copied bytes whose write has not started."""
         return [memoryview(self._block())[: self._filled]] if self._filled else []
 
     def _send(self) -> None:
-        """The block to the disk, once the one before is there."""
+        """Starts writing the block, once the write of the block before has ended."""
         self._wait()
         self._thread = self._thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="write")
         self._writing = self._thread.submit(self._put, self._copies(), self._offset)
@@ -122,14 +122,15 @@ class StreamedFile:
             writing.result()
 
     def _put(self, parts: list[memoryview], offset: int) -> None:
-        """All of `parts`, though one call may write less; all but the last of whole aligned blocks.
+        """Writes all of `parts`, although one call may write less. All parts except the last consist of
+        aligned blocks.
 
         See [Note: past the page cache].
         """
         begin = offset
         while parts:
             direct = self._is_direct and offset % ALIGNMENT == 0 and parts[0].nbytes >= ALIGNMENT
-            if self._is_direct and not direct:  # the end of a file, or what a full disk took of a block
+            if self._is_direct and not direct:  # the end of a file, or a block that a full disk took in part
                 self._leave_direct()
             given = [part[: _whole(part)] for part in parts] if direct else [parts[0][:_CACHED_WRITE_BYTES]]
             try:
@@ -142,7 +143,7 @@ class StreamedFile:
                 continue
             parts, offset = _behind(parts, count), offset + count
         if not self._is_direct and hasattr(os, "posix_fadvise"):
-            # That they are not needed begins to write them back (Linux), and leaves memory to others.
+            # On Linux this advice starts their writeback, and frees the memory for others.
             os.posix_fadvise(self._file, begin, offset - begin, os.POSIX_FADV_DONTNEED)
 
     @property
@@ -154,10 +155,10 @@ class StreamedFile:
 
 
 def aligned_memory(size_bytes: int) -> mmap.mmap:
-    """Zeros that begin at a page and are given back as soon as nothing refers to them.
+    """Returns zeroed memory that begins at a page and is freed as soon as nothing refers to it.
 
-    In large pages, where the system has them: a disk's driver looks up each page that it is given. Not there
-    in forked processes: after a fork, to change it would take a copy.
+    It uses huge pages if the system has them, since a disk's driver looks up each page that it is given.
+    Forked processes do not inherit it: after a fork, writing to it would require a copy.
     """
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # Linux
@@ -168,17 +169,17 @@ def aligned_memory(size_bytes: int) -> mmap.mmap:
 
 
 def address(data: bytes | bytearray | memoryview) -> int:
-    """Where it lies in memory; it must not be empty."""
+    """Returns the memory address of `data`, which must not be empty."""
     return int(np.frombuffer(data, dtype=np.uint8).ctypes.data)
 
 
 def _whole(data: memoryview) -> int:
-    """Bytes of the aligned blocks that it has."""
+    """Returns the number of bytes in the whole aligned blocks of `data`."""
     return data.nbytes - data.nbytes % ALIGNMENT
 
 
 def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of `parts` without their first `count` bytes."""
+    """Returns `parts` without their first `count` bytes."""
     left: list[memoryview] = []
     for part in parts:
         if count < part.nbytes:
@@ -194,7 +195,7 @@ def _opened(path: Path) -> int:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    # The file system has no direct writing; it may have made the file, which nobody else did: O_EXCL.
+    # The file system lacks direct I/O but may have created the file; O_EXCL shows that nobody else did.
     path.unlink(missing_ok=True)
     return os.open(path, flags, 0o666)
 

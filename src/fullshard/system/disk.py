@@ -1,4 +1,4 @@
-"""Files and directories that are there to stay: written, flushed to the disk, and errors that say why not."""
+"""Durable files and directories: writes that are flushed to the disk, and errors that explain a failure."""
 
 import errno
 import os
@@ -33,7 +33,7 @@ _REASONS: dict[int, tuple[str, str | None]] = {
 
 
 class ExplainedError(OSError):
-    """One that knows why, and what to do: it comes from elsewhere than the operating system."""
+    """An OSError raised by fullshard itself, which carries its reason and its fix."""
 
     def __init__(
         self, number: int, what: str, *, place: str, why: str | None = None, fix: str | None = None
@@ -43,21 +43,21 @@ class ExplainedError(OSError):
 
 
 def reason(error: OSError) -> tuple[str | None, str | None]:
-    """(why, fix) for what the operating system said."""
+    """Returns (why, fix) for an error of the operating system."""
     if isinstance(error, ExplainedError):
         return error.why, error.fix
     return _REASONS.get(error.errno or 0, (None, None))
 
 
 def os_error(what: str, error: OSError) -> CheckpointError:
-    """The CheckpointError for an OSError."""
+    """Returns the CheckpointError for an OSError."""
     why, fix = reason(error)
     place = f" ({error.filename})" if error.filename else ""
     return CheckpointError(what, got=f"{error.strerror or error}{place}", why=why, fix=fix)
 
 
 def flush(path: Path) -> None:
-    """fsync of a file or a directory. A rename is durable once the directory is flushed."""
+    """Calls fsync on a file or a directory. A rename is durable once its directory is flushed."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -66,7 +66,7 @@ def flush(path: Path) -> None:
 
 
 def forget(path: Path) -> None:
-    """Has the system drop what it holds of a file in memory, once that is flushed: the disk is read next."""
+    """Asks the system to drop a flushed file from its page cache, so that the disk is read next."""
     if hasattr(os, "posix_fadvise"):  # not on macOS
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -77,7 +77,7 @@ def forget(path: Path) -> None:
 
 @contextmanager
 def create_durable(path: Path) -> Generator[StreamedFile]:
-    """A file that must not be there yet, down to the disk when the block ends well."""
+    """Opens a new file, which must not exist yet, and flushes it to the disk if the block succeeds."""
     with StreamedFile(path) as file:
         yield file
         file.finish()
@@ -85,7 +85,9 @@ def create_durable(path: Path) -> Generator[StreamedFile]:
 
 @contextmanager
 def replace_atomically(path: Path) -> Generator[StreamedFile]:
-    """A file that becomes `path` when the block ends well; until then, or else, `path` is as before."""
+    """Opens a file that replaces `path` if the block succeeds. Until then, and after a failure, `path` is
+    unchanged.
+    """
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     try:
         with create_durable(temporary) as file:
@@ -93,12 +95,12 @@ def replace_atomically(path: Path) -> Generator[StreamedFile]:
         temporary.replace(path)
         flush(path.parent)
     finally:
-        with suppress(OSError):  # what went wrong before is the error to show
+        with suppress(OSError):  # the earlier error is the one to show
             temporary.unlink(missing_ok=True)
 
 
 def make_directory(path: Path) -> None:
-    """Makes `path` and what is missing above it, down to the disk."""
+    """Creates `path` and its missing parents, and flushes them to the disk."""
     missing = [one for one in (path, *path.parents) if not one.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for one in missing:
@@ -106,13 +108,13 @@ def make_directory(path: Path) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that this user may still write where `path` is or will be."""
+    """Returns the number of bytes that this user may still write where `path` is or will be."""
     existing = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     return shutil.disk_usage(existing).free
 
 
 def require_space(path: Path, *, needed_bytes: int, available_bytes: int) -> None:
-    """Raises CheckpointError where less than `needed_bytes` are free."""
+    """Raises CheckpointError if fewer than `needed_bytes` are free."""
     if needed_bytes > available_bytes:
         raise CheckpointError(
             f"not enough space for {path}.",

@@ -1,4 +1,4 @@
-"""Files in a directory that somebody else may have filled: no link is followed, and no fifo is waited for."""
+"""Safe access to files in directories that others can write: links are not followed, fifos do not block."""
 
 import errno
 import os
@@ -9,17 +9,17 @@ from pathlib import Path
 
 
 def open_regular(path: str | Path, flags: int, *, mode: int = 0o666) -> int:
-    """Opens a regular file, and nothing else; an `opener` of `open`, too.
+    """Opens a regular file and nothing else. Can serve as an `opener` of `open`.
 
-    A link may lead out of the directory, a fifo or a device may never end. Raises OSError; its number is
-    ELOOP for a link, ENXIO for whatever else is not a regular file.
+    A link may lead out of the directory, and a fifo or a device may never end. Raises OSError, with ELOOP for
+    a link and ENXIO for anything else that is not a regular file.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
         if os.path.islink(path):
             raise OSError(errno.ELOOP, "a link; links are not followed", str(path)) from error
-        if error.errno in (errno.ENXIO, errno.EISDIR):  # a fifo that nobody reads, a socket, a directory
+        if error.errno in (errno.ENXIO, errno.EISDIR):  # a fifo without a reader, a socket, a directory
             raise _irregular(path) from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -29,7 +29,8 @@ def open_regular(path: str | Path, flags: int, *, mode: int = 0o666) -> int:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replaces `path` by a file that holds `text`, down to the disk: a reader finds the old one or the new.
+    """Replaces `path` by a file that holds `text`, flushed to the disk. A reader finds the old file or the
+    new one.
 
     A link is replaced, not followed. Raises OSError.
     """
@@ -41,7 +42,7 @@ def write_whole(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         part.replace(path)
     finally:
-        with suppress(OSError):  # what went wrong before is the error to show
+        with suppress(OSError):  # the earlier error is the one to show
             part.unlink(missing_ok=True)
 
 

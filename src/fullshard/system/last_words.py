@@ -1,4 +1,4 @@
-"""Who gets the error that a watchdog ends this process with. No torch: every rank imports it first."""
+"""Receivers of the error with which a watchdog ends this process. No torch: every rank imports it first."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -12,7 +12,9 @@ _RECEIVERS: list[Receiver] = []
 
 @contextmanager
 def on_watchdog_exit(receiver: Receiver) -> Generator[None]:
-    """Within it, `receiver` gets the error that a watchdog is about to end this process with."""
+    """Registers `receiver` within the context. It is called with the error before a watchdog ends this
+    process.
+    """
     _RECEIVERS.append(receiver)
     try:
         yield
@@ -21,5 +23,5 @@ def on_watchdog_exit(receiver: Receiver) -> Generator[None]:
 
 
 def receivers() -> tuple[Receiver, ...]:
-    """Returns those of every `on_watchdog_exit` that is open."""
+    """Returns the receivers of all open `on_watchdog_exit` contexts."""
     return tuple(_RECEIVERS)

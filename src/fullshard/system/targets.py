@@ -1,4 +1,4 @@
-"""Where commands write: not into a checkpoint, not over a run's records, and not over files of others."""
+"""Checks that a command writes into no checkpoint, and over no run record or file of another kind."""
 
 import os
 import re
@@ -11,18 +11,20 @@ IsKind = Callable[[Path], bool]
 
 _STEP = re.compile(r"step-[0-9]{8,}")
 _DATA = "*.distcp"
-# What a run writes into its directory, and what shows that a directory is a run's.
+# Files that a run writes into its directory, and those that identify a directory as a run's.
 _RECORDS = {"launch.json", "metrics.jsonl", "measurement.json", "plan.json", ".lock"}
 _SIGNS = ("launch.json", "metrics.jsonl")
-# A file of ours that a person might replace is never so large, so a larger one is not read.
+# No file of fullshard's that a command replaces is larger than this, so larger ones are not read.
 _LARGEST_BYTES = 64 << 20
 
 
 def require_file(path: Path, *, is_kind: IsKind | None, force: bool, streams: bool = False) -> None:
-    """Raises SpecError where a command may not write the file `path`.
+    """Raises SpecError if a command may not write the file `path`.
 
-    A file that is there is replaced if it `is_kind`: of the kind that the command writes (None: no file is).
-    Any other is replaced only with `force`. `streams`: the command can write to a pipe or a device.
+    is_kind: returns whether an existing file is of the kind that the command writes, and so may be replaced;
+        None if no file may be
+    force: whether any other file may be replaced, too
+    streams: whether the command can write to a pipe or a device
     """
     require_outside(path)
     if os.path.isdir(path):
@@ -41,9 +43,9 @@ def require_file(path: Path, *, is_kind: IsKind | None, force: bool, streams: bo
 
 
 def require_directory(path: Path, *, is_kind: IsKind, force: bool) -> None:
-    """Raises SpecError where a command may not write files into the directory `path`.
+    """Raises SpecError if a command may not write files into the directory `path`.
 
-    It may be absent, empty, or hold only files that are of the kind that the command writes. In any other,
+    The directory may be absent, empty, or hold only files of the kind that the command writes. In any other,
     files of the same names are replaced only with `force`.
     """
     require_outside(path)
@@ -67,10 +69,10 @@ def require_directory(path: Path, *, is_kind: IsKind, force: bool) -> None:
 
 
 def require_outside(path: Path) -> None:
-    """Raises SpecError for a path in a checkpoint, and for the records of a run: nothing replaces these."""
+    """Raises SpecError for a path in a checkpoint and for the records of a run, which are never replaced."""
     place = Path(os.path.realpath(path))
     for depth, directory in enumerate((place, *place.parents)):
-        # Checkpoints are flat, so deeper ones are looked at only where their names say what they are.
+        # Checkpoints are flat, so farther parents are checked only if their names are those of steps.
         near = depth < 2 or _STEP.fullmatch(directory.name)
         if near and os.path.isdir(directory) and (data := next(directory.glob(_DATA), None)):
             raise SpecError(
@@ -86,7 +88,8 @@ def require_outside(path: Path) -> None:
 
 
 def read_by(load: Callable[[Path], object], *, most_bytes: int | None = _LARGEST_BYTES) -> IsKind:
-    """Returns a test of whether `load` reads a file: it raises a FullshardError where it does not.
+    """Returns a test of whether `load` can read a file, which is False if `load` raises a FullshardError or
+    an OSError.
 
     A file of more than `most_bytes` is not tried.
     """

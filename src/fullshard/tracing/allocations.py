@@ -1,4 +1,4 @@
-"""Counts tensor bytes without an allocator: storages are told when they appear, and noticed when they die."""
+"""Counts tensor bytes without an allocator: a storage is counted from its first use until its release."""
 
 import weakref
 from dataclasses import dataclass, field
@@ -29,10 +29,16 @@ _DEVICE = torch.ops.prim.device.default
 
 @dataclass
 class Recorded:
-    """What happened in one phase: (kind, bytes) of each change, and each launch.
+    """Record of one phase.
 
-    The first `given` changes are of the act that opens the phase (gradients handed over), not of the phase.
-    `copies`: to and from the host, beside the launches, and waits for them.
+    event: the FSDP2 event that opens the phase.
+    unit: index of its unit; -1 if the event belongs to none.
+    changes: (kind, bytes) of each allocation (positive) and release (negative), in order.
+    given: the number of first changes that belong to the opening event (gradients handed over), not to the
+        phase.
+    work: each kernel launch.
+    fused: the launches with runs of elementwise operations fused.
+    copies: (way, bytes) of copies to and from the host beside the launches, and of waits for them.
     """
 
     event: Event
@@ -46,7 +52,9 @@ class Recorded:
 
 @dataclass
 class _TracedBlock:
-    """`serial`: how many were born before it; keys are used again, serials are not."""
+    """Live storage. `serial`: number of storages created before it; unlike a storage's key, it is never
+    reused.
+    """
 
     size: int
     kind: Kind | None
@@ -56,10 +64,12 @@ class _TracedBlock:
 
 @dataclass
 class _Fusing:
-    """A run of elementwise operations that a compiler makes one kernel of.
+    """Run of elementwise operations that a compiler fuses into one kernel.
 
-    `born`: serials from here on belong to storages that the run made. `read`: bytes by serial of those from
-    outside; `written`: bytes by serial.
+    born: serials from this one on belong to storages that the run created.
+    read: bytes by serial of storages created before the run.
+    written: bytes by serial of storages that it writes.
+    last: the latest launch of the run; None if it is empty.
     """
 
     born: int
@@ -69,10 +79,10 @@ class _Fusing:
 
 
 class Allocations(TorchDispatchMode):
-    """While it is active, every storage that an operation returns is counted under `kind` until it dies.
+    """Counts every storage that an operation returns under `kind`, from its creation to its release.
 
-    Enter it inside a FakeTensorMode. `transients`: whether what CUDA kernels allocate and free within one
-    operation is counted too; what CPU kernels do is not seen.
+    Enter it inside a FakeTensorMode. `transients`: whether to also count memory that CUDA kernels allocate
+    and free within one operation. Transient memory of CPU kernels is never seen.
     """
 
     def __init__(self, *, transients: bool = False) -> None:
@@ -87,10 +97,10 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _DEVICE:  # two of three calls
+        if func is _DEVICE:  # two thirds of all calls
             return func(*args)
         call = OpCall(func, args, kwargs or {})
-        # Of grouped matmuls torch knows the shapes in bf16 alone, and of some widths.
+        # torch infers the shapes of grouped matmuls only in bf16 and for some widths.
         grouped = call.name == GROUPED
         result = args[0].new_empty(grouped_shape(call)) if grouped else func(*args, **call.kwargs)
         for leaf in tree_leaves(result):
@@ -105,11 +115,11 @@ class Allocations(TorchDispatchMode):
         return result
 
     def ignore(self, tensor: Tensor) -> None:
-        """Leaves the storage of `tensor` out of the count: it is there for other reasons."""
+        """Excludes the storage of `tensor` from the count, because it exists outside the microbatch."""
         self._track(tensor, None)
 
     def move(self, tensor: Tensor, kind: Kind) -> None:
-        """Counts the storage of `tensor` under another kind from now on, if it counts."""
+        """Counts the storage of `tensor` under `kind` from now on, if it is counted at all."""
         block = self._blocks.get(storage_key(tensor))
         if block is not None and block.kind is not None and block.kind != kind:
             self._change(block.kind, -block.size)
@@ -117,16 +127,16 @@ class Allocations(TorchDispatchMode):
             self._change(kind, block.size)
 
     def open(self, event: Event, unit: int) -> None:
-        """Closes the phase that is open, and opens the next."""
+        """Closes the current phase and opens the next."""
         self._end_run()
         self.recorded.append(Recorded(event, unit))
 
     def copied(self, way: Way, size: int) -> None:
-        """A storage of `size` bytes begins to leave or to come back, or computing waits for those that do."""
+        """Records a copy of `size` bytes to or from the host, or a wait for the pending copies."""
         self.recorded[-1].copies.append((way, size))
 
     def given(self) -> None:
-        """What changed since the phase opened belongs to the act that opened it."""
+        """Attributes all changes since the phase opened to the event that opened it."""
         self.recorded[-1].given = len(self.recorded[-1].changes)
 
     def _launched(self, launch: KernelLaunch, *, read: Any, written: Any) -> None:
@@ -149,7 +159,7 @@ class Allocations(TorchDispatchMode):
         return -1 if block is None else block.serial
 
     def _end_run(self) -> None:
-        """One kernel: it reads what came from outside, and writes what outlives it."""
+        """Records the run as one kernel that reads outside storages and writes those that outlive it."""
         run, self._fusing = self._fusing, _Fusing(self._born)
         if run.last is not None:
             alive = {block.serial for block in self._blocks.values()}

@@ -1,8 +1,9 @@
-"""The operations that CUDA has fused kernels for, on tensors that claim to be the CPU's.
+"""Routes operations with fused CUDA kernels to those kernels' code paths, on CPU tensors.
 
-A build of torch for CPUs cannot make fake CUDA tensors, and on CPU tensors these functions take other paths:
-RMS norm in pieces, that keep several copies; dropout with a float mask; attention with another layout. So,
-while a model is described for a GPU, they call the fused operations, which shapes are known of on any device.
+A CPU build of torch cannot create fake CUDA tensors, and on CPU tensors these functions take other paths: RMS
+norm decomposes and keeps several copies, dropout uses a float mask, attention uses another layout. While a
+model is described for a GPU, they call the fused operations instead, whose output shapes are known on any
+device.
 """
 
 from collections.abc import Generator
@@ -27,11 +28,11 @@ def _attention(  # signature: aten::scaled_dot_product_attention  # noqa: PLR091
     enable_gqa: bool = False,
 ) -> Tensor:
     half, grouped = query.dtype in (torch.float16, torch.bfloat16), key.shape[1] != query.shape[1]
-    if attn_mask is None and half:  # it reads the number of heads off the shapes
+    if attn_mask is None and half:  # the kernel supports grouped heads and reads their number off the shapes
         return _ATEN._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]
-    if grouped:  # the kernel that takes masks and fp32 takes no fewer key/value heads
+    if grouped:  # the kernel that supports masks and fp32 does not support grouped key/value heads
         return _ATEN._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )[0]
@@ -51,7 +52,7 @@ def _rms_norm(  # signature: aten::rms_norm
 
 
 class _RmsNorm(torch.autograd.Function):
-    """One kernel each way; it keeps its input, and one fp32 number a row. The values mean nothing."""
+    """One kernel per direction; saves its input and one fp32 number per row. The values are arbitrary."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ def _dropout(value: Tensor, p: float, train: bool) -> Tensor:  # signature: aten
 
 @contextmanager
 def cuda_kernels() -> Generator[None]:
-    """While it is open, CPU tensors of this process take CUDA's paths: for fake ones alone."""
+    """Makes CPU tensors of this process take CUDA's code paths while active. For fake tensors only."""
     library: Any = torch.library.Library("aten", "IMPL")  # noqa: TOR901
     try:
         library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")

@@ -1,16 +1,18 @@
 """describe(model, plan): any nn.Module -> ModelSpec, without its weights.
 
-Microbatches run forward and backward on fake tensors: shapes, no data. Every storage is counted from its
-birth to its death, as the allocator would count it, every operation's FLOP and bytes are taken down, and all
-is cut into phases at the points where the engine acts (a unit's forward and backward begin and end).
-Parameters stand there in the dtype that units are gathered in; what the engine itself allocates is not in the
-trace, but added by `fullshard.planner.memory`. What is moved to the host counts no more where the device is a
-GPU; the CPU's memory is the host's, and there the copy counts.
+Microbatches run forward and backward on fake tensors (shapes without data). Every storage is counted from its
+creation to its release, as the allocator would count it. The FLOP and bytes of every operation are recorded.
+The record is cut into phases at the points where FSDP2 acts (a unit's forward and backward begin and end).
 
-Repeated blocks are traced a few times, not all (`fullshard.tracing.repeated_blocks`), and two sizes of
-microbatch tell all others (`fullshard.tracing.phases`). Where a model does not do alike in both, it is traced
-whole, for the plan's own microbatch. Operations are not compiled: what `torch.compile` saves of memory is not
-seen.
+- Parameters have the dtype in which units are gathered.
+- FSDP2's own allocations are not in the trace; `fullshard.planner.memory` adds them.
+- A tensor moved to the host is no longer counted if the device is a GPU. On the CPU, device memory is host
+  memory, and the copy counts.
+
+Repeated blocks are traced only a few times (`fullshard.tracing.repeated_blocks`), and two microbatch sizes
+predict all others (`fullshard.tracing.phases`). A model whose trace changes structure between the two sizes
+is traced whole, for the plan's own microbatch. Operations are not compiled, so memory that `torch.compile`
+saves is not seen.
 """
 
 import copy
@@ -42,7 +44,7 @@ from fullshard.tracing.repeated_blocks import TruncatedModel, truncate_repeated_
 from fullshard.tracing.trace import LossFunction, Tracer
 from fullshard.tracing.transformers_masks import assume_one_document_per_row
 
-# What is traced for a Run that leaves recompute to the planner.
+# Recompute settings traced for a Run that leaves recompute to the planner.
 RECOMPUTES = (
     RecomputeSection(mode="none"),
     RecomputeSection(mode="selective"),
@@ -60,17 +62,21 @@ def describe(
     units: Predicate | None = None,
     kernels_for: DeviceType | None = None,
 ) -> ModelSpec:
-    """The spec of `model` (on the meta device or real; it is not changed) as `plan` runs it on one rank.
+    """Returns the spec of `model` as `plan` runs it on one rank.
 
-    The spec holds for every plan with the same units, sequence length and precision, whatever its ranks,
-    strategy, microbatch and accumulation, and with a recompute that was traced: the plan's own; all modes for
-    a Run whose recompute is auto. `loss(model, batch)` is the training loss. `batch`: one microbatch, any
-    nest of tensors, of which only shapes and dtypes matter, and of which dim 0 is the microbatch; unset,
-    int64 `tokens` and `labels` of (microbatch, sequence_length). `units(name, module)` overrides the plan's
-    unit policy, as in `shard`. `kernels_for`: which device's kernels compute; unset, the plan's.
+    The spec holds for every plan with the same units, sequence length and precision, for any ranks, strategy,
+    microbatch and accumulation, and with a recompute that was traced: the plan's own, or all modes for a Run
+    whose recompute is auto.
 
-    Raises ShardError for a model that is sharded already, and for one that cannot run on tokens and labels
-    where no `batch` was given.
+    model: on the meta device or real; it is not changed.
+    loss: `loss(model, batch)`, the training loss.
+    batch: one microbatch, any nest of tensors with the microbatch in dim 0; only shapes and dtypes matter.
+        Unset: int64 `tokens` and `labels` of (microbatch, sequence_length).
+    units: `units(name, module)` overrides the plan's unit policy, as in `shard`.
+    kernels_for: the device whose kernels compute; unset, the plan's.
+
+    Raises ShardError if the model is already sharded, or if no `batch` was given and the model cannot run on
+    tokens and labels.
     """
     device = kernels_for or _device(plan)
     plan, recomputes = _on_one_rank(plan, device) if isinstance(plan, Run) else (plan, (plan.run.recompute,))
@@ -125,7 +131,9 @@ def _device(plan: Plan | Run) -> DeviceType:
 
 
 def _on_one_rank(run: Run, device: DeviceType) -> tuple[Plan, tuple[RecomputeSection, ...]]:
-    """A plan with the run's settings that a trace depends on, and what it is to recompute."""
+    """Returns a one-rank plan with the run's settings that a trace depends on, and the recompute settings to
+    trace.
+    """
     microbatch = run.train.microbatch or 1
     train = run.train.model_copy(update={"microbatch": microbatch, "global_batch": microbatch})
     sharding = run.sharding.model_copy(
@@ -136,7 +144,7 @@ def _on_one_rank(run: Run, device: DeviceType) -> tuple[Plan, tuple[RecomputeSec
             "tensor_parallel": 1,
         }
     )
-    # A trace is of the whole model on one device; tiers and splits are worked out from it.
+    # A trace covers the whole model on one device; offload and tensor parallelism are derived from it.
     offload = run.offload.model_copy(update={"tier": "none"})
     alone = run.model_copy(update={"train": train, "sharding": sharding, "offload": offload})
     open_ = run.recompute.mode == "auto"
@@ -145,7 +153,12 @@ def _on_one_rank(run: Run, device: DeviceType) -> tuple[Plan, tuple[RecomputeSec
 
 @dataclass
 class _DescribedModel:
-    """What was recorded at one size of microbatch: phases, and the same over earlier gradients."""
+    """Recording of one microbatch size.
+
+    recording: phases without earlier gradients.
+    accumulating: phases with gradients of earlier microbatches; empty if FSDP2 accumulates them itself.
+    batch_bytes: bytes of the microbatch's storages.
+    """
 
     recording: list[Recorded]
     accumulating: list[Recorded]
@@ -153,7 +166,7 @@ class _DescribedModel:
 
 
 class _Study:
-    """Traces one model under one recompute setting after the other."""
+    """Traces one model under each recompute setting in turn."""
 
     def __init__(
         self,
@@ -170,11 +183,14 @@ class _Study:
         self.device: DeviceType = device
         self.table = KernelIndex()
         self.buffer_bytes = 0
-        self._single_differs: bool | None = None  # not known before the first trace
+        self._single_differs: bool | None = None  # unknown before the first trace
 
     def traces(self, recompute: RecomputeSection, given: Sequence[Unit]) -> list[Trace]:
-        """One trace for any microbatch, and where a single sequence is another case one for that; or, of a
-        model that does not do alike, one for the plan's own microbatch alone."""
+        """Returns the traces under one recompute setting.
+
+        This is one trace for any microbatch, plus one for a single sequence if that differs. For a model
+        whose trace changes structure with the microbatch, it is one trace for the plan's own microbatch.
+        """
         run = self.plan.run.model_copy(update={"recompute": recompute})
         plan = self.plan.model_copy(update={"run": run})
         for short in (True, False):
@@ -203,7 +219,10 @@ class _Study:
     def _prepared(
         self, plan: Plan, given: Sequence[Unit], *, short: bool
     ) -> tuple[Callable[[int], _DescribedModel] | None, TruncatedModel]:
-        """What records a microbatch of a size on a fake twin; None if the twin cannot be shortened."""
+        """Returns a function that records a microbatch of a given size on a fake copy of the model.
+
+        Returns None in its place if the copy cannot be truncated.
+        """
         section = plan.run.sharding.units
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
         twin = _fake_twin(self.model, given, plan=plan, fakes=fakes)
@@ -228,7 +247,7 @@ class _Study:
                 lane.tell = lambda way, size: tracer.allocations.copied(way, size)
             batch = _fake_batch(self.batch, plan, microbatch=microbatch, fakes=fakes)
             recording, accumulating = tracer.microbatch(self.loss, batch), list[Recorded]()
-            # Where they are reduced in another dtype, the engine takes the gradients away, and adds them
+            # If gradients are reduced in another dtype, FSDP2 takes them from autograd and accumulates them
             # itself.
             if plan.precision.param == plan.precision.reduce:
                 tracer.hold_gradients()
@@ -263,7 +282,7 @@ class _Study:
 
 
 def _periodic(recording: Sequence[Recorded], repeats: Sequence[Repeat]) -> bool:
-    """Whether each period that stands for others did the same as the one behind it."""
+    """Returns whether each period that stands for others behaved the same as the next one."""
 
     def done_by(first: int, count: int) -> list[tuple[object, ...]]:
         return [
@@ -279,10 +298,10 @@ def _periodic(recording: Sequence[Recorded], repeats: Sequence[Repeat]) -> bool:
 
 
 def _per_token(trace: Trace, kernels: Sequence[Kernel], *, sequence_length: int) -> tuple[float, int]:
-    """(FLOP of forward and backward, parameters that it is multiplied with) of one token.
+    """Returns (FLOP of forward and backward, active parameters) per token.
 
-    Three times the forward's matmuls, and its attention with all pairs counted: see `model_flops_per_token`.
-    Backward of a matmul is two of them.
+    FLOP: three times the forward's matmuls and attention, with all attention pairs counted (see
+    `model_flops_per_token`). The backward of a matmul is two matmuls.
     """
     microbatch = trace.microbatch or 1
     matmul = attention = 0.0
@@ -290,7 +309,7 @@ def _per_token(trace: Trace, kernels: Sequence[Kernel], *, sequence_length: int)
         for kernel, count in ((kernels[launch.kernel], launch.times) for launch in phase.work):
             flops = count * times * kernel.flops.at(microbatch)
             if kernel.kind == "attention":
-                # Its causal pairs are S (S + 1) / 2 of S².
+                # Causal attention computes S (S + 1) / 2 of S² pairs.
                 attention += flops * (2 * sequence_length / (sequence_length + 1) if kernel.causal else 1)
             elif kernel.kind == "matmul":
                 matmul += flops
@@ -299,7 +318,7 @@ def _per_token(trace: Trace, kernels: Sequence[Kernel], *, sequence_length: int)
 
 
 def _forward_phases(trace: Trace) -> Iterator[tuple[Phase, int]]:
-    """The phases until forward ends, and how many times each stands in the model."""
+    """Yields each phase of forward with the number of times it occurs in the model."""
     for phase in trace.phases:
         if phase.event in ("end_forward", "pre_backward"):
             return
@@ -308,7 +327,7 @@ def _forward_phases(trace: Trace) -> Iterator[tuple[Phase, int]]:
 
 
 def _fake_twin(model: nn.Module, units: Sequence[Unit], *, plan: Plan, fakes: FakeTensorMode) -> nn.Module:
-    """A copy of the module tree without data; parameters in the dtype that they are gathered in."""
+    """Copies the module tree without data, with parameters in the dtype in which they are gathered."""
     gathered = {
         id(parameter): TORCH_DTYPE[unit.settings(plan).precision.param]
         for unit in units
@@ -329,7 +348,7 @@ def _fake_twin(model: nn.Module, units: Sequence[Unit], *, plan: Plan, fakes: Fa
 
 
 def _can_grow(batch: Any, microbatch: int) -> bool:
-    """Whether dim 0 of all that is in it is the microbatch."""
+    """Returns whether dim 0 of every tensor in the batch is the microbatch."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     return bool(tensors) and all(tensor.ndim and tensor.shape[0] == microbatch for tensor in tensors)
 

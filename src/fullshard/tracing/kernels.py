@@ -1,4 +1,4 @@
-"""What one operation costs: its kind, FLOP and bytes, read off its arguments' shapes."""
+"""Cost of one operation: its kind, FLOP and bytes, from the shapes of its arguments."""
 
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
@@ -17,12 +17,12 @@ KernelKind = Literal["matmul", "attention", "attention_backward", "elementwise"]
 _DTYPE: dict[torch.dtype, Dtype] = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 _ATTENTION = "_scaled_dot_product_"
 GROUPED = "_grouped_mm"
-# They make tensors, or look at them, and launch nothing.
+# Operations that create or inspect tensors and launch no kernel.
 _NO_WORK = ("empty", "new_empty", "detach", "device", "_local_scalar", "lift", "is_same_size", "alias")
 
 
 class OpCall(NamedTuple):
-    """An operation and what it is called with."""
+    """An operation with its arguments."""
 
     func: Any
     args: tuple[Any, ...]
@@ -33,13 +33,13 @@ class OpCall(NamedTuple):
         return self.func._schema.name.partition("::")[2]
 
     def named(self) -> dict[str, Any]:
-        """The arguments by the names that the schema gives them."""
+        """Returns the arguments by their names in the schema."""
         names = [argument.name for argument in self.func._schema.arguments]
         return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
 
 
 class KernelLaunch(NamedTuple):
-    """One operation on its shapes. `flops` of causal attention: of the pairs that are not masked."""
+    """One operation on its shapes. `flops` of causal attention counts only the unmasked pairs."""
 
     kind: KernelKind
     dtype: Dtype
@@ -49,7 +49,7 @@ class KernelLaunch(NamedTuple):
 
 
 def launch_of(call: OpCall, result: Any) -> KernelLaunch | None:
-    """What `call` launches; None for views, allocations and questions about a tensor."""
+    """Returns the kernel that `call` launches; None for views, allocations and queries about a tensor."""
     name = call.name
     if getattr(call.func, "is_view", False) or name.startswith(_NO_WORK) or name == "_unsafe_view":
         return None
@@ -70,12 +70,12 @@ def launch_of(call: OpCall, result: Any) -> KernelLaunch | None:
 
 
 def transient_bytes(call: OpCall) -> int:
-    """What the CUDA kernel of `call` allocates for itself and frees when it is done, on top of its results.
+    """Returns the bytes that the CUDA kernel of `call` allocates beside its results and frees when it ends.
 
-    Attention backward: the gradient of the queries in fp32, one number a row in fp32, and with fewer
-    key/value heads the gradients of the keys and values for every query head, before they are summed.
-    Measured for cuDNN's on an H200; flash attention's source allocates the same. Embedding backward: one fp32
-    row a token.
+    - Attention backward: the gradient of the queries in fp32; one fp32 number per row; and with fewer
+      key/value heads than query heads, the gradients of keys and values per query head, before they are
+      summed. Measured for cuDNN's kernel on an H200; flash attention's source allocates the same.
+    - Embedding backward: one fp32 row per token.
     """
     name = call.name
     if name.startswith(_ATTENTION) and name.endswith("backward"):
@@ -92,7 +92,7 @@ def transient_bytes(call: OpCall) -> int:
 
 
 def _attention(call: OpCall, *, moved: int) -> KernelLaunch:
-    """Two matmuls in forward, five in backward, over the pairs of positions that are not masked."""
+    """Counts two matmuls in forward and five in backward over the unmasked pairs of positions."""
     named = call.named()
     query, key = named["query"], named["key"]
     batch, heads, rows, width = query.shape
@@ -105,8 +105,11 @@ def _attention(call: OpCall, *, moved: int) -> KernelLaunch:
 
 
 def grouped_shape(call: OpCall) -> tuple[int, ...]:
-    """What a grouped matmul (the experts of a mixture) returns. A group has some of the rows of one of the
-    two, or of what is summed over; where the groups end is a tensor."""
+    """Returns the result shape of a grouped matmul (the experts of a mixture).
+
+    A group holds some rows of one operand, or some of the summed dim. The ends of the groups are a tensor,
+    `offs`.
+    """
     left, right, ends = (call.named().get(name) for name in ("self", "mat2", "offs"))
     assert left is not None, "a matmul is of two"
     assert right is not None, "a matmul is of two"
@@ -116,7 +119,7 @@ def grouped_shape(call: OpCall) -> tuple[int, ...]:
 
 
 def _grouped_flops(call: OpCall) -> int:
-    """Each row that is given meets the matrix of its own group alone."""
+    """Counts each row against the matrix of its own group only."""
     named = call.named()
     left, right = named["self"], named["mat2"]
     each = 2 * left.shape[-2] * left.shape[-1] * right.shape[-1]
@@ -128,10 +131,10 @@ def _tensors(nest: Any) -> list[Tensor]:
 
 
 def readable_bytes(tensor: Tensor) -> int:
-    """What is there to be read: of an expanded tensor, its storage."""
+    """Returns the bytes that a kernel can read from `tensor`; at most those of its storage."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
 def storages_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind `tensors`, each once."""
+    """Returns the bytes of the distinct storages behind `tensors`."""
     return sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())

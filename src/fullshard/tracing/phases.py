@@ -1,8 +1,8 @@
-"""Recordings of a microbatch at two sizes -> phases that hold for any size.
+"""Phases for any microbatch size, merged from recordings at two sizes.
 
-An operation on twice the sequences allocates twice as much, or as much (a weight's gradient): every change is
-a line over the microbatch, and two recordings give it. So is every running total; the highest moment of a
-phase is one of the lines of their upper envelope, whichever the microbatch is.
+An operation on twice as many sequences allocates either twice as much, or the same (a weight's gradient). So
+every change is a line over the microbatch, given by two recordings, and so is every running total. The
+highest moment of a phase is one of the lines of their upper envelope, for any microbatch.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from fullshard.tracing.allocations import KINDS, Kind, Recorded
 from fullshard.tracing.kernels import KernelLaunch
 
 Recording = Sequence[Recorded]
-_State = tuple[Line, ...]  # by kind
+_State = tuple[Line, ...]  # bytes alive, by kind
 
 
 class KernelIndex:
-    """The kinds of launch seen so far, by what they are."""
+    """Index of the distinct kernels seen so far."""
 
     def __init__(self) -> None:
         self._index: dict[Kernel, int] = {}
@@ -30,7 +30,7 @@ class KernelIndex:
     def launches(
         self, low: Sequence[KernelLaunch], *, high: Sequence[KernelLaunch], microbatch: int
     ) -> tuple[Launches, ...]:
-        """The launches by kind, in order of first use."""
+        """Returns the number of launches per kernel, in order of first use."""
         counts: dict[int, int] = {}
         for a, b in zip(low, high, strict=True):
             kernel = Kernel(
@@ -48,7 +48,10 @@ class KernelIndex:
 def merge_recordings(
     low: Recording, high: Recording, *, microbatch: int, table: KernelIndex
 ) -> tuple[Phase, ...]:
-    """The phases of a recording at `microbatch` and one at `microbatch + 1` (or twice the same: fixed)."""
+    """Returns the phases of a recording at `microbatch` and one at `microbatch + 1`.
+
+    The same recording given twice yields phases of fixed size.
+    """
     phases: list[Phase] = []
     state: _State = (Line(),) * len(KINDS)
     for a, b in zip(low, high, strict=True):
@@ -71,12 +74,12 @@ def merge_recordings(
 
 
 def same_structure(low: Recording, high: Recording) -> bool:
-    """Whether the same happened in both, if to tensors of other sizes."""
+    """Returns whether both recordings hold the same events, ignoring the sizes of tensors."""
     return [_form(one) for one in low] == [_form(one) for one in high]
 
 
 def extrapolate(smaller: Recording, *, low: Recording, high: Recording) -> bool:
-    """Whether the lines through `low` (at 2) and `high` (at 3) tell what `smaller` (at 1) saw."""
+    """Returns whether the lines through `low` (at 2) and `high` (at 3) predict `smaller` (at 1)."""
     if not same_structure(low, smaller):
         return False
     return all(
@@ -110,7 +113,7 @@ def _line(low: int, high: int, *, microbatch: int) -> Line:
 
 
 def _totals(state: _State, *, low: Recorded, high: Recorded, microbatch: int) -> list[_State]:
-    """What is alive before the first change, and after each."""
+    """Returns the bytes alive before the first change and after each change."""
     totals = [state]
     for (kind, a), (_, b) in zip(low.changes, high.changes, strict=True):
         state = _added(state, _line(a, b, microbatch=microbatch), kind=kind)
@@ -130,12 +133,13 @@ def _moment(state: _State) -> Moment:
 
 
 def _envelope(states: Sequence[_State]) -> list[_State]:
-    """Those that are the highest for some microbatch of 1 or more."""
+    """Returns the states that are the highest for some microbatch of 1 or more."""
 
     def sums(state: _State) -> tuple[float, float]:
         return sum(line.per_sequence for line in state), sum(line.fixed for line in state)
 
-    # By slope; of the same slope the highest. Then each must begin to be the highest before the next does.
+    # Order by slope, and keep the highest of equal slope. Each line must become the highest before the next
+    # does.
     ordered = sorted(((*sums(state), i) for i, state in enumerate(states)), key=lambda one: (one[0], one[1]))
     steepest = [list(group)[-1] for _, group in groupby(ordered, key=lambda one: one[0])]
     kept: list[tuple[float, float, int]] = []
@@ -147,7 +151,9 @@ def _envelope(states: Sequence[_State]) -> list[_State]:
 
 
 def _overtakes(kept: list[tuple[float, float, int]], *, slope: float, fixed: float) -> bool:
-    """Whether a steeper line leaves the last one no microbatch of 1 or more to be the highest at."""
+    """Returns whether a steeper line leaves the last kept line no microbatch of 1 or more at which it is
+    highest.
+    """
     last_slope, last_fixed, _ = kept[-1]
     meets = (last_fixed - fixed) / (slope - last_slope)
     if meets <= 1:

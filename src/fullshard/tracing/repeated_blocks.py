@@ -1,8 +1,8 @@
-"""A model with most of its repeated blocks left out: what a few of them do tells what all do.
+"""Removal of repeated blocks from a model, so that tracing a few of them describes all.
 
-Blocks repeat with a period: one by itself, or so many of which only some recompute or attend alike. Two
-periods are kept in front and two or more behind, so that what lies around a block in the middle is there too,
-and the two inner ones can be held against each other.
+Blocks repeat with a period: one block, or several if only some of them recompute or share an attention kind.
+Two periods are kept in front and two or more behind. The inner ones then have the same surroundings as a
+block in the middle, and can be compared with each other.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,17 @@ from fullshard.spec.model import Repeat
 from fullshard.spec.plan import Plan
 
 _LONGEST_PERIOD = 8  # blocks; models that alternate do so by 2 to 6
-# Attributes that count blocks: alike blocks differ in them.
+# Attributes that count blocks; otherwise equal blocks differ in them.
 _COUNTS = ("idx", "index", "number", "layer_id", "block_id", "depth")
 
 
 @dataclass(frozen=True)
 class TruncatedModel:
-    """`left_out`: names of the units that are gone. `repeats`: what stands for them, in the trace's units."""
+    """Result of the truncation.
+
+    left_out: names of the removed units.
+    repeats: the periods that stand for them, as unit indices of the trace.
+    """
 
     left_out: frozenset[str] = frozenset()
     repeats: tuple[Repeat, ...] = ()
@@ -31,10 +35,10 @@ class TruncatedModel:
 def truncate_repeated_blocks(
     model: nn.Module, units: Sequence[Unit], *, blocks: Sequence[nn.Module], plan: Plan
 ) -> TruncatedModel:
-    """Takes blocks out of the lists that hold them, in place; names of those that stay do not change.
+    """Removes blocks from the lists that hold them, in place. Names of the remaining blocks do not change.
 
-    Only blocks that look alike go: the same classes, shapes, settings and unit overrides. Whether they did
-    alike is seen in the trace.
+    Only blocks that look alike are removed: the same classes, shapes, settings and unit overrides. The caller
+    checks in the trace that they also behave alike.
     """
     owner = {module: unit for unit in units for module in unit.modules}
     left_out: set[str] = set()
@@ -67,7 +71,7 @@ def _repeats(
     for names, times in templates:
         indices = sorted(kept.index(name) for name in names)
         if not indices or indices != list(range(indices[0], indices[0] + len(indices))):
-            return ()  # blocks share a unit, or are used out of order: the caller sees that units are missing
+            return ()  # blocks share a unit, or run out of order: the caller sees that units are missing
         found.append(Repeat(first=indices[0], units=len(indices), times=times))
     return tuple(found)
 
@@ -78,7 +82,7 @@ def _units_below(block: nn.Module, units: Sequence[Unit]) -> list[str]:
 
 
 def _period(signatures: Sequence[Any], plan: Plan) -> int | None:
-    """After how many blocks they begin anew; the first may differ from all others."""
+    """Returns the number of blocks after which they repeat. The first period may differ from all others."""
     step = plan.run.recompute.period
     for period in range(step, max(step, _LONGEST_PERIOD) + 1, step):
         later = range(2 * period, len(signatures) - period)
@@ -88,7 +92,7 @@ def _period(signatures: Sequence[Any], plan: Plan) -> int | None:
 
 
 def _signature(block: nn.Module, at: int, *, owner: dict[nn.Module, Unit]) -> Any:
-    """All that tells one block from another, but its place and its values."""
+    """Returns everything that distinguishes one block from another, except its position and its values."""
     modules: list[Any] = []
     for name, module in block.named_modules():
         own = [

@@ -1,8 +1,12 @@
-"""One microbatch on fake tensors, cut into phases where the engine would act.
+"""Trace of one microbatch on fake tensors, cut into phases where FSDP2 would act.
 
-The hooks stand where `fully_shard` has its own: before and after a unit's modules in forward, at the first
-gradient of a unit's outputs, and when the gradients of its inputs are there. A unit whose inputs have no
-gradient (an embedding) ends its backward when the whole backward does.
+The hooks are at the same points as those of `fully_shard`:
+
+- before and after a unit's modules in forward;
+- at the first gradient of a unit's outputs;
+- when the gradients of its inputs are complete.
+
+A unit whose inputs have no gradient (an embedding) ends its backward with the whole backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +27,7 @@ LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int]]
 
 
 class Tracer:
-    """Runs microbatches of `model`, whose parameters are fake, and takes down what happens in each phase.
+    """Runs microbatches of `model`, whose parameters are fake, and records each phase.
 
     `transients`: see `Allocations`.
     """
@@ -46,7 +50,9 @@ class Tracer:
         self._backward_began = False
 
     def microbatch(self, loss: LossFunction, batch: Any) -> list[Recorded]:
-        """The phases of one forward and backward. Whole gradients that were there before stay uncounted."""
+        """Returns the phases of one forward and backward. Unsharded gradients of earlier microbatches are not
+        counted.
+        """
         self.allocations = Allocations(transients=self.transients)
         self._finished, self._backward_began = set(), False
         self._to_run = [set() for _ in self.units]
@@ -68,7 +74,7 @@ class Tracer:
         return self.allocations.recorded
 
     def hold_gradients(self) -> None:
-        """Gives every trained parameter the whole gradient of an earlier microbatch."""
+        """Gives every trained parameter an unsharded gradient, as left by an earlier microbatch."""
         with self.fakes, torch.no_grad():
             for unit in self.units:
                 for parameter in unit.parameters.values():
@@ -126,19 +132,17 @@ class Tracer:
         return hook
 
     def _post_forward(self, index: int, result: Any) -> None:
-        again = self._backward_began  # computed again: the engine does not reshard
+        again = self._backward_began  # recomputed: FSDP2 does not reshard
         if not again:
             self.allocations.open("post_forward", index)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda _gradient: self._pre_backward(index))
         if again and not any(self._to_run):
-            self.allocations.open(
-                "end_forward", -1
-            )  # to the engine, a unit inside of what is computed again is a root
+            self.allocations.open("end_forward", -1)  # for FSDP2, a unit inside a recomputed region is a root
         if self.units[index].is_root and not again:
             for other, left in enumerate(self._to_run):
-                if left:  # part of the unit did not run: the engine ends its forward here
+                if left:  # part of the unit did not run: FSDP2 ends its forward here
                     left.clear()
                     self.allocations.open("post_forward", other)
             self.allocations.open("end_forward", -1)
@@ -158,7 +162,7 @@ class Tracer:
         if index in self._in_backward:
             return
         self._in_backward.add(index)
-        self._to_run[index].clear()  # computed again, a unit may break off once it has what backward needs
+        self._to_run[index].clear()  # recompute may stop early, once it has what backward needs
         self.allocations.open("pre_backward", index)
         self.allocations.kind = "backward"
 
@@ -167,7 +171,7 @@ class Tracer:
             self.allocations.move(parameter.grad, "gradients")
 
     def _post_backward(self, index: int) -> None:
-        """The engine takes the gradients away; those that autograd adds to stay, and are not counted."""
+        """Drops the unit's gradients, as FSDP2 does; those that autograd accumulates into stay uncounted."""
         self._in_backward.discard(index)
         self._finished.add(index)
         self.allocations.open("post_backward", index)
@@ -176,14 +180,14 @@ class Tracer:
         self.allocations.given()
 
     def _pending(self) -> list[int]:
-        """Units whose backward no input gradient ended, in the engine's order: as modules are registered."""
+        """Returns the units whose backward no input gradient ended, in FSDP2's order: module registration."""
         position = {module: i for i, module in enumerate(self.model.modules())}
         left = [i for i, u in enumerate(self.units) if u.parameters and i not in self._finished]
         return sorted(left, key=lambda i: position[self.units[i].modules[0]])
 
 
 class _EndOfBackward(torch.autograd.Function):
-    """Passes tensors through; its backward runs when the gradients of all of them are there."""
+    """Identity on tensors; its backward runs when the gradients of all of them are complete."""
 
     @staticmethod
     def forward(ctx: Any, ended: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:

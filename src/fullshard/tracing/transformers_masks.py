@@ -1,9 +1,9 @@
-"""Models of transformers, traced on fake tensors as they would compute on real ones.
+"""Makes transformers models trace the same computation on fake tensors as they run on real ones.
 
-They ask whether positions begin anew within a row, to keep packed documents apart. Of tensors that hold no
-numbers they cannot know, so they take it that they do: a mask is made, which attention then takes instead of
-its causal kernel, and what is traced is another computation than the one that will run (torch 2.13,
-transformers 5). Where documents are to be kept apart, the batch has a mask of its own, and nobody asks.
+These models check whether positions restart within a row, to separate packed documents. With fake tensors
+they cannot know, so they assume that positions do restart and build a mask. Attention then uses the mask
+instead of its causal kernel, and the trace differs from the real run (torch 2.13, transformers 5). A batch
+that does separate documents has its own mask, and the check does not run.
 """
 
 import sys
@@ -16,7 +16,7 @@ _MASKS, _ASKS = "transformers.masking_utils", "find_packed_sequence_indices"
 
 @contextmanager
 def assume_one_document_per_row() -> Generator[None]:
-    """While it is open, models of transformers in this process take rows for one document each."""
+    """Makes transformers models in this process treat each row as one document while active."""
     masks: ModuleType | None = sys.modules.get(_MASKS)
     if masks is None or not hasattr(masks, _ASKS):
         yield

@@ -1,1 +1,4 @@
-"""The training loop: data, loss, optimizer, schedule, step. The user's `for` is where callbacks would be."""
+"""The training loop: data, loss, optimizer, schedule, step.
+
+The user's own `for` loop takes the place of callbacks.
+"""

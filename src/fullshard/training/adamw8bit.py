@@ -1,12 +1,14 @@
-"""AdamW whose moments are kept in 8 bits: torchao's, in blocks of 256 with a scale each (arXiv:2110.02861).
+"""AdamW with 8-bit moments: torchao's, in blocks of 256 with one scale each (arXiv:2110.02861).
 
 [Note: moments in a checkpoint]
-Blocks are counted from the start of each rank's shard, and a shard that is no multiple of them (or has fewer
-than 4096 elements) keeps its moments in fp32: what is quantised depends on the ranks. So checkpoints hold the
-moments in fp32, which any ranks load and quantise again. That takes 8 bytes for each parameter of the shard:
-in the checkpoint, on the device while a snapshot is taken and until it is copied, and while one is loaded.
-A block that is cut as it was gets the very codes that it had, its scale up to the last bit: the scale is told
-by the block's largest value, whose code is the last, or, of a negative one, the first.
+Blocks are counted from the start of each rank's shard. A shard whose size is not a multiple of the block (or
+that has fewer than 4096 elements) keeps its moments in fp32, so what is quantised depends on the ranks.
+Checkpoints therefore hold the moments in fp32, which any number of ranks can load and quantise again. This
+takes 8 bytes per parameter of the shard: in the checkpoint, on the device from a snapshot until it is copied,
+and on the device during a load.
+
+A block with the same boundaries as before gets exactly the same codes, and the same scale up to the last bit:
+the scale follows from the block's largest value, whose code is the last (the first for a negative value).
 """
 
 import importlib
@@ -26,10 +28,10 @@ from fullshard.models.quiet_import import import_quietly
 
 @cache
 def eight_bit_adamw() -> type[torch.optim.Optimizer]:
-    """torchao's AdamW8bit. Raises MissingExtraError.
+    """Returns torchao's AdamW8bit. Raises MissingExtraError.
 
-    It compiles the update of each shape of a shard. On the CPU, where that takes a compiler and longer than
-    it saves, it runs as it is.
+    It compiles the update for each shape of a shard. On the CPU it runs uncompiled, because compiling there
+    needs a compiler and takes longer than it saves.
     """
     try:
         base: Any = import_quietly("torchao.optim").AdamW8bit
@@ -47,7 +49,7 @@ def eight_bit_adamw() -> type[torch.optim.Optimizer]:
 
 
 def dequantize(value: Tensor) -> Tensor:
-    """A moment that is kept in few bits, in fp32; any other tensor as it is."""
+    """Returns a quantised moment in fp32, and any other tensor unchanged."""
     local = local_tensor(value)
     if not hasattr(local, "dequantize") or not hasattr(local, "codes"):
         return value
@@ -58,7 +60,7 @@ def dequantize(value: Tensor) -> Tensor:
 def quantize_like(
     optimizer: torch.optim.Optimizer, parameter: Tensor, *, state: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The state of `parameter`, whose moments are in fp32, as `optimizer` keeps it."""
+    """Returns the state of `parameter`, whose moments are in fp32, in the form that `optimizer` keeps it."""
     new_buffer = getattr(optimizer, "_new_buffer", None)
     if new_buffer is None:
         return dict(state)
@@ -74,14 +76,14 @@ def quantize_like(
 
 @torch.no_grad()
 def _fill(kept: Any, full: Tensor) -> None:
-    """`full` into `kept`. See [Note: moments in a checkpoint]."""
+    """Writes `full` into `kept`. See [Note: moments in a checkpoint]."""
     if type(kept).__name__ != "OptimState8bit":
         kept.copy_(full)
         return
     blocks = full.float().reshape(-1, kept.block_size)
     largest, smallest = blocks.amax(-1), blocks.amin(-1)
     if kept.signed:
-        # Of 8 bits the last code is 1, and the first somewhat more than -1.
+        # The last of the 8-bit codes is 1. The first is slightly more than -1.
         largest = torch.where(largest > -smallest, largest, smallest / kept.qmap[0])
     scale = largest.clip(1e-12)
     quantised = importlib.import_module("torchao.optim.quant_utils").quantize_8bit_with_qmap

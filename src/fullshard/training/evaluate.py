@@ -1,4 +1,4 @@
-"""What a trained model makes of text it has not seen: its loss, and a sample."""
+"""Evaluation on text that the model was not trained on: its loss, and a sample."""
 
 from collections.abc import Iterable
 from typing import Any, cast
@@ -13,7 +13,10 @@ from fullshard.training.step import to_device
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss) -> float:
-    """Mean loss over all ranks' microbatches, of which every rank must bring as many. Collective."""
+    """Returns the mean loss over all ranks' microbatches.
+
+    Every rank must bring the same number. Collective.
+    """
     device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     was_training = model.training
@@ -34,10 +37,12 @@ def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss
 def generate(
     model: nn.Module, prompt: list[int], *, tokens: int, window: int, temperature: float = 0.7, seed: int = 0
 ) -> list[int]:
-    """`prompt` and `tokens` more, drawn one by one. `window`: how many of the last tokens the model sees.
+    """Returns `prompt` followed by `tokens` more tokens, which are drawn one by one.
 
-    Collective: all ranks run the model, and rank 0 draws. Each token is one forward pass of the whole window;
-    for a look at what was learnt, not for serving.
+    window: number of most recent tokens that the model sees.
+
+    Collective: all ranks run the model, and rank 0 draws. Each token costs one forward pass over the whole
+    window, so this is for inspecting a trained model, not for serving.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)

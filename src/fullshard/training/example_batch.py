@@ -1,4 +1,4 @@
-"""What a microbatch of a run looks like, before there is one: for `describe`."""
+"""An example microbatch of a run, for `describe`, before any data exists."""
 
 from typing import Any
 
@@ -13,9 +13,10 @@ from fullshard.training.loss import loss_of, model_loss
 
 
 def example(run: Run, model: nn.Module, *, rows: int) -> Any:
-    """One microbatch of `rows`; None for tokens and labels alone, which `describe` makes by itself.
+    """Returns one microbatch of `rows` rows, or None for plain tokens and labels.
 
-    Of data from Python it is the first of step 0, for the shapes are the user's own.
+    `describe` makes those itself. For data from Python, returns the first microbatch of step 0, because only
+    the user knows its shapes.
     """
     if run.data.source == "python":
         alone = run.train.model_copy(update={"microbatch": rows, "global_batch": rows})

@@ -1,4 +1,7 @@
-"""train(state, plan): a generator of finished steps. The loop's body is the user's."""
+"""train(state, plan): a generator that yields each finished step.
+
+The body of the loop belongs to the user.
+"""
 
 import itertools
 import logging
@@ -31,13 +34,19 @@ _DATA = "fullshard::data"  # a range of a profiler's trace: see `fullshard.profi
 
 @dataclass(frozen=True)
 class Step:
-    """A finished step, in figures over all ranks.
+    """Figures of a finished step, over all ranks.
 
-    `index`: its number, from 1. `loss`: mean over valid tokens, in nats for the default loss. `grad_norm`:
-    before clipping. `tokens`: valid ones. `seconds`: the whole step, `data_seconds` of them waiting for data.
-    `skipped`: nothing was updated, for the loss or norm was not finite, or, `spike`, stood out. `rollback`:
-    `survival.on_spike = "rollback"` asks for `roll_back` and another `train` here; where neither comes, the
-    step is just skipped. `stopping`: a rank was asked to stop, and this is the last step.
+    index: number of the step, from 1
+    loss: mean over valid tokens, in nats for the default loss
+    grad_norm: norm of the gradient before clipping
+    tokens: valid tokens of the step
+    seconds: duration of the whole step
+    data_seconds: the part of `seconds` spent waiting for data
+    skipped: nothing was updated, because the loss or norm was not finite, or was a spike
+    spike: the step was skipped because its loss or norm stood out
+    rollback: `survival.on_spike = "rollback"` asks the caller to call `roll_back` and then `train` again;
+        without these calls, the step is only skipped
+    stopping: a rank was asked to stop, and this is the last step
     """
 
     index: int
@@ -60,17 +69,19 @@ def train(
     loss: Loss = next_token_loss,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Step]:
-    """Runs `state` from its step to the run's last, one `next` a step. Collective: all ranks step together.
+    """Runs `state` from its current step to the last step of the run, one step per `next`. Collective.
 
-    `loss(model, microbatch)`: see `training.loss.Loss`. `should_stop`: asked before each step; true on any
-    rank makes that step the last on all. Broken out of, another `train` of the same state goes on. Each step
-    sets the learning rate of every group of the optimizer to the plan's.
+    loss: `loss(model, microbatch)`, see `training.loss.Loss`
+    should_stop: called before each step; if it returns True on any rank, that step is the last on all ranks
 
-    A plain iterable of data ends the run when it ends on any rank, on all ranks alike; another `train` begins
-    it anew. Its position is in no checkpoint: `data.Batches` is what resumes exactly.
+    After a `break`, another `train` of the same state continues where it stopped. Each step sets the learning
+    rate of every optimizer group to the plan's.
 
-    Raises TrainError without data, after `train.max_skipped_steps` steps in a row that were skipped, when the
-    ranks are not in the same step, and when replicas differ that `survival.check_replicas_every` compares.
+    A plain iterable of data ends the run on all ranks as soon as it ends on any rank; another `train` starts
+    it from the beginning. Checkpoints do not hold its position: only `data.Batches` resumes exactly.
+
+    Raises TrainError if there is no data, after `train.max_skipped_steps` skipped steps in a row, if the
+    ranks are not in the same step, and if replicas compared by `survival.check_replicas_every` differ.
     """
     source = _microbatches(state, plan)
     _start_loss_scale(state, plan)
@@ -114,7 +125,10 @@ def train(
 
 
 def _start_loss_scale(state: TrainState, plan: Plan) -> None:
-    """A scale that a checkpoint held goes on; one that another precision left behind does not."""
+    """Initialises the loss scale.
+
+    One loaded from a checkpoint is kept; one of another precision is discarded.
+    """
     section = plan.run.precision
     if not plan.precision.loss_scaling:
         state.loss_scale = LossScale()
@@ -125,7 +139,7 @@ def _start_loss_scale(state: TrainState, plan: Plan) -> None:
 
 
 def _microbatches(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any] | None]:
-    """step -> this rank's microbatches, or None when any rank has no more."""
+    """Returns a function from a step to this rank's microbatches. It returns None if any rank has no more."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if hasattr(state.data, "microbatches"):
         batches = cast(Batches, state.data)
@@ -147,7 +161,8 @@ def _microbatches(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any
         if own and not warned:
             warned = True
             _warn_of_another_size(own[0], plan)
-        # Ranks whose iterables differ in length would wait for each other forever: agree before the step.
+        # Ranks whose iterables differ in length would wait for each other forever, so they agree before the
+        # step.
         full = torch.tensor([len(own) == plan.accumulation], dtype=torch.uint8, device=plan.device)
         if plan.world_size > 1:
             dist.all_reduce(full, op=dist.ReduceOp.MIN)
@@ -160,7 +175,10 @@ def _microbatches(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any
 
 
 def _warn_of_another_size(batch: Any, plan: Plan) -> None:
-    """The planner chooses the microbatch, and an iterable need not know. Packed rows may well differ."""
+    """Warns if microbatches differ from the plan's size, which an iterable may not know.
+
+    Packed rows can differ legitimately.
+    """
     rows = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
     if rows and plan.microbatch not in rows:
         logger.warning(
@@ -174,7 +192,7 @@ def _warn_of_another_size(batch: Any, plan: Plan) -> None:
 
 
 class _Timed:
-    """Iterates over microbatches, and adds the seconds spent waiting for them to those before."""
+    """Iterates over microbatches, and adds the time spent waiting for them to `seconds`."""
 
     def __init__(self, batches: Iterable[Any], *, seconds: float) -> None:
         self.batches, self.seconds = batches, seconds

@@ -1,4 +1,4 @@
-"""What a loss is here, the one that decoders train on, and the one that a model brings along."""
+"""Loss functions: their type, the default loss of decoders, and the loss that a model computes itself."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -15,16 +15,19 @@ from fullshard.spec.dotted import import_object
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.run import Run
 
-# (model, microbatch) -> the sum of losses and the number of things that it sums, or a mean alone, which then
-# counts as one thing: means of microbatches of different length are weighted alike.
+# (model, microbatch) -> the summed loss and the number of items summed, or a mean alone, which counts as one
+# item: means of microbatches of different lengths then weigh the same.
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int]]
 
 IGNORED_LABEL = -100
 
 
 def loss_of(run: Run, model: nn.Module) -> Loss:
-    """What `run` trains on: the function that `train.loss` names; unset, `next_token_loss`, or `own_loss` for
-    a model of transformers that predicts something else. Raises SpecError for a name that names nothing."""
+    """Returns the loss that `run` trains on.
+
+    This is the function that `train.loss` names. If unset, it is `next_token_loss`, or `model_loss` for a
+    transformers model that is not a causal language model. Raises SpecError if the name cannot be imported.
+    """
     if run.train.loss is not None:
         return import_object(run.train.loss, key="train.loss")
     if isinstance(run.model, HuggingFaceModel) and not is_causal_lm(model):
@@ -33,12 +36,13 @@ def loss_of(run: Run, model: nn.Module) -> Loss:
 
 
 def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy in nats, and the number of labels it sums over.
+    """Returns the summed cross entropy in nats, and the number of labels it sums over.
 
-    batch["tokens"], batch["labels"]: (microbatch, sequence) int64; a label of -100 does not count.
-    batch["positions"], batch["documents"], where the data has them: see `token_arguments`.
-    The model gives logits (microbatch, sequence, vocabulary), or something whose `logits` are that.
-    Raises TrainError for a batch without both.
+    batch["tokens"], batch["labels"]: (microbatch, sequence) int64; a label of -100 does not count
+    batch["positions"], batch["documents"]: optional, see `token_arguments`
+
+    The model returns logits (microbatch, sequence, vocabulary), or an object with such `logits`. Raises
+    TrainError for a batch without tokens or labels.
     """
     try:
         tokens, labels = batch["tokens"], batch["labels"]
@@ -54,7 +58,7 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
         logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
     )
     count = (labels != IGNORED_LABEL).sum()
-    balance: Tensor | None = getattr(output, "aux_loss", None)  # a mixture of experts that was asked for it
+    balance: Tensor | None = getattr(output, "aux_loss", None)  # of a mixture of experts, if requested
     if balance is not None:
         config: Any = model.config
         total = total + config.router_aux_loss_coef * balance * count
@@ -62,11 +66,11 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
 
 
 def model_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """What the model itself computes, `model(**batch).loss`; a sum and its count where the batch has labels.
+    """Returns the model's own loss, `model(**batch).loss`: a sum and a count if the batch has labels.
 
-    The model gives a mean over the labels that are not -100 (over all, of labels that are no numbers of
-    classes), so microbatches with more of them weigh more. Without labels (a contrastive loss) it counts as
-    one thing. Raises TrainError for a batch that is none for this model, and a model that computes no loss.
+    The model returns a mean over the labels that are not -100 (over all labels if they are floating point),
+    so microbatches with more labels weigh more. Without labels (a contrastive loss) the loss counts as one
+    item. Raises TrainError if the batch does not suit this model, or if the model computes no loss.
     """
     name = type(model).__name__.removeprefix("FSDP")
     takes = inspect.signature(model.forward).parameters
@@ -97,8 +101,10 @@ def model_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def _ensure_valid_label(labels: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor]:
-    """(labels of which one at least is valid, how many were). The mean over none is not a number, and stays
-    so when it is multiplied with the count of 0."""
+    """Returns (labels, at least one of them valid; number of labels that were valid).
+
+    The mean over no labels is NaN, and remains NaN when it is multiplied by the count of 0.
+    """
     if labels.is_floating_point():
         return labels, torch.tensor(labels.numel(), device=labels.device)
     counted = labels[..., 1:] if shifted else labels
@@ -109,7 +115,7 @@ def _ensure_valid_label(labels: Tensor, *, shifted: bool) -> tuple[Tensor, Tenso
 
 
 def _shifts_labels(model: nn.Module) -> bool:
-    """Whether label 0 of a row goes unused: models that predict the next of the tokens they are given."""
+    """Returns whether the model ignores the first label of each row, because it shifts the labels itself."""
     config: Any = getattr(model, "config", None)
     own = getattr(getattr(model, "loss_function", None), "__name__", "")
     return own == "ForCausalLMLoss" and not getattr(config, "is_encoder_decoder", False)

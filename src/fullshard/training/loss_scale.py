@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 @dataclass
 class LossScale:
-    """Dynamic: halved when a step overflows, doubled after `window` steps without. arXiv:1710.03740.
+    """Dynamic loss scale: halved when a step overflows, doubled after `window` good steps. arXiv:1710.03740.
 
-    Every rank sees the same global norm, so every rank's scale is the same without asking. A scale of 1 that
-    never moves (`window` 0) stands for no scaling.
+    Every rank sees the same global norm, so all scales stay equal without communication. A constant scale of
+    1 (`window` 0) means no loss scaling.
     """
 
     scale: float = 1.0

@@ -1,4 +1,4 @@
-"""What of a training state is kept outside of the device, as checkpoints and generations have it."""
+"""The offloaded part of a training state, in the form that checkpoints and generations hold it."""
 
 import io
 import logging
@@ -23,21 +23,29 @@ logger = logging.getLogger("fullshard")
 
 @dataclass(frozen=True)
 class ResidualState:
-    """What a run needs besides what is kept outside: values, and small tensors by name."""
+    """State that a run needs besides the offloaded tensors.
+
+    values: JSON values by name
+    tensors: small tensors by name
+    """
 
     values: dict[str, JsonValue]
     tensors: dict[str, Tensor]
 
 
 class OffloadedTensors:
-    """Of one optimizer. Tensors are named as in a checkpoint: masters `model.<name>`, moments
-    `optimizer.<name>.<key>`. `frozen`: checkpoints hold what is frozen, too."""
+    """The offloaded tensors of one optimizer.
+
+    Tensors have their checkpoint names: `model.<name>` for masters, `optimizer.<name>.<key>` for moments.
+
+    frozen: checkpoints hold frozen parameters too
+    """
 
     def __init__(self, optimizer: StreamingAdamW, *, frozen: bool = True) -> None:
         self._optimizer, self._offloaded, self._frozen = optimizer, optimizer.offloaded, frozen
 
     def settle(self) -> None:
-        """Returns when no update goes on. Raises OffloadError for one that has failed."""
+        """Waits until no update is running. Raises OffloadError if one failed."""
         self._optimizer.settle()
 
     @property
@@ -46,7 +54,10 @@ class OffloadedTensors:
         return own | {_saved_name(name, "master") for name in self._offloaded.frozen.engine}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Moments only of what was updated once, as `torch.optim.AdamW` has them."""
+        """Returns the offloaded tensors by name.
+
+        Parameters that were never updated have no moments, as in `torch.optim.AdamW`.
+        """
         found: dict[str, Tensor] = {}
         for parameter, name in self._offloaded.names_of.items():
             updated = bool(self._optimizer.state.get(parameter))
@@ -58,7 +69,10 @@ class OffloadedTensors:
         return found
 
     def partitions(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
-        """To be filled from a checkpoint, a portion at a time; what it lacks becomes zero."""
+        """Yields tensors to fill from a checkpoint, one portion at a time.
+
+        Tensors that it lacks become zero.
+        """
         for portion in self._offloaded.refill(frozen=self._frozen):
             receivers: dict[str, Tensor] = {}
             of_other_dtypes: list[tuple[Tensor, Tensor]] = []
@@ -78,24 +92,28 @@ class OffloadedTensors:
                 local_tensor(target).copy_(local_tensor(source))
 
     def commit_step(self, step: int, beside: Callable[[], ResidualState]) -> None:
-        """Makes the state after `step` steps a generation, as soon as it is on its drive: what a run that
-        dies goes on from. Nothing for the host's memory."""
+        """Commits the state after `step` steps as a generation once it is on its drive.
+
+        A crashed run can resume from it. Does nothing if the state is in host memory.
+        """
         store = self._offloaded.store
         if isinstance(store, DriveStore):
             payload = _packed(beside())
             self._offloaded.updates.submit(lambda: store.commit(step, payload))
 
     def newest_step(self, *, at_least: int) -> int | None:
-        """Of the newest generation that is whole on all ranks; None where it is of a step before `at_least`.
-        Collective."""
+        """Returns the step of the newest generation that is complete on all ranks. Collective.
+
+        Returns None if it is before `at_least`.
+        """
         newest = max(set[int].intersection(*gathered(set(self._resumable()))), default=None)
         return None if newest is None or newest < at_least else newest
 
     def restore_step(self, step: int) -> ResidualState | None:
-        """Takes the state of the generation of this step, and drops later ones. Collective.
+        """Restores the generation of this step, and drops later ones. Collective.
 
-        Returns what was kept beside; None where any rank finds that its own is damaged: then it is dropped,
-        and the state is what it was.
+        Returns the residual state saved with it, or None if any rank finds its own generation damaged. In
+        that case the generation is dropped, and the state is unchanged.
         """
         store = self._offloaded.store
         assert isinstance(store, DriveStore), "others have no generations"
@@ -129,7 +147,7 @@ class OffloadedTensors:
 
 
 def gradients_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Of all parameters that have one, where they wait for their update."""
+    """Returns the gradients of all parameters that have one, from where they wait for their update."""
     if not isinstance(optimizer, StreamingAdamW):
         return [p.grad for p in model.parameters() if p.grad is not None]
     names, outside = optimizer.offloaded.names_of, optimizer.gradients
@@ -138,7 +156,10 @@ def gradients_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Ten
 
 
 def clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The model's, not the optimizer's: it may hold fewer, and the others' would add up."""
+    """Clears the gradients of all model parameters.
+
+    The optimizer may hold fewer, and the others would accumulate.
+    """
     model.zero_grad(set_to_none=True)
     if isinstance(optimizer, StreamingAdamW):
         optimizer.gradients.clear()

@@ -22,14 +22,14 @@ EIGHT_BIT = "adamw8bit"
 
 
 def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
-    """The optimizer that the plan's run names, over the trainable parameters of `model`.
+    """Returns the optimizer that the plan's run names, over the trainable parameters of `model`.
 
     Weight decay applies to parameters of two or more dimensions, not to norms and biases. Parameters on
-    different meshes or of different dtypes are different groups, since one fused call takes one kind.
-    AdamW and Adam are fused: on two cores 8× the speed of the foreach loop.
+    different meshes or of different dtypes form different groups, because one fused call takes only one kind.
+    AdamW and Adam are fused: on two cores this is 8× as fast as the foreach loop.
 
-    Raises ShardError if the model is not sharded, or gathered at the moment; SpecError for an unknown name,
-    options that the class does not take, and a class that cannot update sharded parameters;
+    Raises ShardError if the model is not sharded or is currently unsharded (gathered); SpecError for an
+    unknown name, options that the class does not take, and a class that cannot update sharded parameters;
     MissingExtraError.
     """
     _refuse_unsharded(model)
@@ -46,8 +46,8 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     cls = _optimizer_class(section.name)
     options = _options(section, cls, device=next(model.parameters()).device)
     try:
-        # Not every optimizer is made of operations that sharded tensors have, and the first step would be
-        # late to find out.
+        # Not every optimizer uses only operations that DTensors support. Trying one step here finds this
+        # before the first real step does.
         cls([_stand_in(group) for group in groups], **options).step()
         return cls(groups, **options)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -88,7 +88,7 @@ def _groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]
 
 
 def _stand_in(group: dict[str, Any]) -> dict[str, Any]:
-    """A group like `group` of one parameter like its smallest, with a gradient."""
+    """Returns a copy of `group` with a single parameter like its smallest one, with a gradient."""
     smallest = min(group["params"], key=torch.numel)
     parameter = nn.Parameter(torch.zeros_like(smallest.detach()))
     parameter.grad = torch.ones_like(parameter.detach())
@@ -116,15 +116,15 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 def _options(
     section: OptimizerSection, cls: type[torch.optim.Optimizer], *, device: torch.device
 ) -> dict[str, Any]:
-    """What the section says, as this class calls it; `section.options` over it."""
+    """Returns the section's settings under the argument names of `cls`. `section.options` override them."""
     takes = inspect.signature(cls).parameters
     options: dict[str, Any] = {"lr": section.learning_rate}
-    if "betas" in takes:  # Adam's kind; what others call eps is another thing
+    if "betas" in takes:  # Adam's family; in other optimizers, eps has another meaning
         options["betas"] = section.betas
         options |= {"eps": section.eps} if "eps" in takes else {}
     if cls is torch.optim.SGD:
         options |= {"momentum": section.momentum}
-    # Of the fused forms, Adam's alone has a rule for sharded tensors (as of torch 2.13).
+    # Among the fused optimizers, only Adam's has a rule for DTensors (as of torch 2.13).
     can_fuse = issubclass(cls, torch.optim.Adam) and device.type in ("cpu", "cuda")
     if can_fuse and not {"foreach", "differentiable"} & section.options.keys():
         options["fused"] = True

@@ -1,22 +1,24 @@
-"""The optimizer in backward: a unit is updated as soon as its gradient is reduced, and the gradient let go.
+"""The optimizer in backward: each unit is updated once its gradient is reduced, and the gradient is freed.
 
 [Note: what comes before backward]
-Nothing may be left to decide once the first unit is updated. So the ranks agree on the loss and the count of
-valid tokens between forward and backward (one all-reduce of a few numbers, for which the host waits); a loss
-that is not finite skips the step on all of them, whose backward then only measures. What the norm of all
-gradients decides cannot be had: no clipping, no loss scale, no skipping of steps whose norm stands out. A
+Everything must be decided before the first unit is updated. So the ranks agree on the loss and the count of
+valid tokens between forward and backward (one all-reduce of a few numbers, for which the host waits). A loss
+that is not finite skips the step on all ranks, whose backward then only measures. Decisions that depend on
+the norm of all gradients are not available: no clipping, no loss scale, no skipping of spikes in the norm. A
 norm that is not finite is found after the update, and ends the run.
 
 [Note: one optimizer, a unit at a time]
-The optimizer is the plain path's, with all groups and all state. For a unit's update its groups are, for as
-long as `step` takes, copies that hold the unit's parameters alone: hooks, schedulers and checkpoints see one
-optimizer, each parameter is updated by the very operations of the plain path, and what a class counts in its
-groups is counted once a step. It must update each parameter by itself, as all of `torch.optim` do.
+The optimizer is the same as without `in_backward`, with all groups and all state. During a unit's update its
+groups are replaced by copies that hold only the unit's parameters. Hooks, schedulers and checkpoints see one
+optimizer, each parameter is updated by the same operations as without `in_backward`, and a counter that a
+class keeps in its groups increases once per step. The optimizer must update each parameter independently, as
+all of `torch.optim` do.
 
 [Note: the gradient's memory]
-The gradients of a unit are views of one reduced chunk, which the engine names until the next unit is reduced,
-and over replicas to the end of backward. So the storage is let go, not the name. On a GPU the engine calls
-the hooks on the stream that has reduced; where another stream allocated the chunk, the allocator is told.
+The gradients of a unit are views of one reduced chunk. FSDP2 holds a reference to it until the next unit is
+reduced, and until the end of backward with replicas. So the storage is freed while the reference remains. On
+a GPU, FSDP2 calls the hooks on the stream that reduced; if another stream allocated the chunk,
+`record_stream` informs the allocator.
 """
 
 from collections.abc import Sequence
@@ -34,12 +36,12 @@ from fullshard.errors import TrainError
 
 
 class OptimizerInBackward:
-    """Updates the parameters of `model` within its context, in which backward runs; then `finish`.
+    """Context that updates the parameters of `model` while backward runs inside it. Call `finish` afterwards.
 
-    `factor`: what reduced gradients are multiplied by; None updates nothing, and only measures. `norms`: of
-    this rank's part of each gradient, before, filled as they come.
+    factor: multiplies the reduced gradients; None measures without updating
+    norms: norm of this rank's part of each gradient before scaling, filled as gradients arrive
 
-    Raises TrainError, in backward, where a gradient comes more than once.
+    Raises TrainError during backward if a gradient arrives more than once.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -47,14 +49,14 @@ class OptimizerInBackward:
         self.norms: dict[Tensor, Tensor] = {}
         self._unit_of: dict[Tensor, int] = {}
         self._left: dict[int, int] = {}
-        self._waiting: list[Tensor] = []  # of one unit, whose last gradient has not come yet
+        self._waiting: list[Tensor] = []  # of one unit, until its last gradient arrives
         self._groups: dict[int, dict[str, Any]] = {}
         self._group_of: dict[Tensor, int] = {}
         self._handles: list[RemovableHandle] = []
         self._factor: float | None = None
 
     def begin(self, *, factor: float | None, learning_rate: float) -> Self:
-        """For one backward, after its forward."""
+        """Prepares one backward, after its forward."""
         self._factor = factor
         self._unit_of = self._unit_of or _units(self.model)
         self.norms, self._groups, self._waiting = {}, {}, []
@@ -79,7 +81,7 @@ class OptimizerInBackward:
         self._handles = []
 
     def finish(self) -> None:
-        """Updates what backward has left: the last unit, and what the engine does not shard."""
+        """Updates what backward left: the last unit, and the parameters that FSDP2 does not shard."""
         self._update_unit()
         alone = [p for p in self.model.parameters() if p.grad is not None]
         if alone:
@@ -90,7 +92,7 @@ class OptimizerInBackward:
 
     @torch.no_grad()
     def _on_gradient(self, parameter: Tensor) -> None:
-        """The hook: this parameter's reduced gradient is there."""
+        """Runs when this parameter's gradient has been reduced (a post-accumulate-grad hook)."""
         unit = self._unit_of[parameter]
         if parameter in self.norms:
             raise _comes_again(self.model, parameter)
@@ -122,7 +124,7 @@ class OptimizerInBackward:
             parameter.grad = None
 
     def _step(self, parameters: Sequence[Tensor]) -> None:
-        """The optimizer's step on these alone. See [Note: one optimizer, a unit at a time]."""
+        """Steps the optimizer on these parameters only. See [Note: one optimizer, a unit at a time]."""
         groups, parts = self.optimizer.param_groups, dict[int, dict[str, Any]]()
         for parameter in parameters:
             index = self._group_of[parameter]
@@ -137,20 +139,23 @@ class OptimizerInBackward:
 
 
 def local_norms(local: list[Tensor]) -> Sequence[Tensor]:
-    """The norm of each: in fp32 also of bf16, whose norms would else be rounded to 8 bits each."""
+    """Returns the norm of each tensor in fp32. bf16 norms would otherwise be rounded to 8 bits each."""
     if not local:
         return []
     return torch._foreach_norm(local, 2, torch.float32)  # pyright: ignore[reportPrivateUsage]
 
 
 def scale(local: list[Tensor], factor: float) -> None:
-    """Multiplies all in place."""
+    """Multiplies all tensors by `factor` in place."""
     if local and factor != 1.0:
         torch._foreach_mul_(local, factor)  # pyright: ignore[reportPrivateUsage]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Of all groups; one that is a tensor (of optimizers that are compiled) stays that tensor."""
+    """Sets the learning rate of all groups.
+
+    A rate that is a tensor (in compiled optimizers) is filled in place.
+    """
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -159,10 +164,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def _units(model: nn.Module) -> dict[Tensor, int]:
-    """Each parameter that the engine reduces the gradient of -> what it is reduced with.
+    """Returns the FSDP2 parameter group of each parameter whose gradient FSDP2 reduces, by id.
 
-    The engine knows its sharded parameters from the first forward on; while they are gathered, the model has
-    others. `_get_fsdp_state` and what follows are the engine's own names, the same in torch 2.11 to 2.15.
+    FSDP2 has its sharded parameters after the first forward; while they are unsharded, the model has others.
+    `_get_fsdp_state` and the attributes after it are private to FSDP2, and the same in torch 2.11 to 2.15.
     """
     found: dict[Tensor, int] = {}
     for module in model.modules():
@@ -176,7 +181,10 @@ def _units(model: nn.Module) -> dict[Tensor, int]:
 
 
 def _let_go(gradient: Tensor) -> None:
-    """Frees the memory of a reduced gradient, whoever names it. See [Note: the gradient's memory]."""
+    """Frees the memory of a reduced gradient, even if it is still referenced.
+
+    See [Note: the gradient's memory].
+    """
     local = local_tensor(gradient)
     if local.is_cuda:
         local.record_stream(torch.cuda.current_stream(local.device))

@@ -1,4 +1,4 @@
-"""Where a run starts from: a checkpoint of its own, the weights of a Hugging Face directory, or neither."""
+"""The starting point of a run: its own checkpoint, the weights of a Hugging Face directory, or neither."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from fullshard.weights.read import LoadReport
 
 
 def checkpoint_location(directory: str | Path, plan: Plan) -> CheckpointLocation | NodeLocalDirectory:
-    """The place that the plan's run saves to and loads from."""
+    """Returns the location that the plan's run saves to and loads from."""
     section = plan.run.checkpoint
     found = location_of(directory, key_file=section.key_file)
     if section.disks == "node":
@@ -30,16 +30,16 @@ def checkpoint_location(directory: str | Path, plan: Plan) -> CheckpointLocation
 
 
 def newest_saved(directory: str | Path, plan: Plan) -> int | None:
-    """Returns the step of the newest whole checkpoint that this process sees; None where there is none."""
+    """Returns the step of the newest complete checkpoint that this process sees, or None."""
     found = checkpoint_location(directory, plan)
     return newest_step(found.own if isinstance(found, NodeLocalDirectory) else found)
 
 
 def pretrained_directory(run: Run) -> Path | None:
-    """The directory of the weights that `run` starts from; None where it starts from initialised ones.
+    """Returns the directory of the weights that `run` starts from, or None for initialised weights.
 
-    Raises CheckpointError where `model.weights` requires some and there are none, SpecError for weights that
-    are quantised, which nothing here unpacks.
+    Raises CheckpointError if `model.weights` requires weights and there are none, and SpecError for quantised
+    weights, which fullshard cannot unpack.
     """
     section = run.model
     if not isinstance(section, HuggingFaceModel) or section.weights == "none":
@@ -68,12 +68,13 @@ def pretrained_directory(run: Run) -> Path | None:
 def restore(
     state: TrainState, plan: Plan, *, weights: Path | None, saved: str | Path | None, must_resume: bool
 ) -> str | None:
-    """Gives `state` its values: those of the newest checkpoint in `saved`, else those of `weights`, else it
-    has them already. Collective. Returns what is to be told of weights that were read.
+    """Loads `state` from the newest checkpoint in `saved`, or else from `weights`, if there are any.
 
-    What lacks the parameters that are frozen goes on top of what has them: a checkpoint of adapters alone on
-    top of the weights, and what a tier has kept on drives on top of a checkpoint, or of the weights where
-    there is none. Raises CheckpointError.
+    Collective.
+
+    Returns a message about the weights that were read, or None. A source without the frozen parameters is
+    loaded on top of one that has them: a checkpoint of adapters only on top of the weights, and the state on
+    a drive on top of a checkpoint, or of the weights if there is no checkpoint. Raises CheckpointError.
     """
     newest = 0
     if saved is not None:
@@ -88,7 +89,7 @@ def restore(
         return load_pretrained(state.model, weights, plan=plan) if weights is not None and not alone else None
 
     read = load_pretrained(state.model, weights, plan=plan) if weights is not None and alone else None
-    # The newest step that a tier has kept, unless a checkpoint is newer.
+    # The offload drive's state is used unless a checkpoint is newer.
     outside = state.offloaded if saved is not None else None
     kept = outside is not None and outside.newest_step(at_least=newest) is not None
     is_frozen = not all(parameter.requires_grad for parameter in state.model.parameters())
@@ -96,5 +97,5 @@ def restore(
         read = from_checkpoint(missing_ok=kept or not must_resume) or read
     if kept and not state.go_back(at_least=newest):
         read = from_checkpoint(missing_ok=not must_resume) or read
-    # Of what was missing there has been a warning, which says the rest too.
+    # A warning has already reported missing weights, including everything that this message would say.
     return None if read is None or read.missing else read.describe()

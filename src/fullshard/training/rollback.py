@@ -1,7 +1,7 @@
-"""Back to the newest checkpoint, and past the batches that led to a loss spike.
+"""A return to the newest checkpoint, past the batches that led to a loss spike.
 
-PaLM's authors did so by hand: started again from before the spike, without the batches seen before and during
-it; the spike did not come back (arXiv:2204.02311, section 5.1).
+PaLM's authors did this by hand: they restarted from before the spike, without the batches seen before and
+during it; the spike did not come back (arXiv:2204.02311, section 5.1).
 """
 
 from pathlib import Path
@@ -16,13 +16,13 @@ from fullshard.training.state import TrainState
 def roll_back(
     state: TrainState, directory: str | Path | CheckpointLocation | NodeLocalDirectory, *, plan: Plan
 ) -> bool:
-    """Loads the newest whole checkpoint of `directory` and moves the data on. Collective.
+    """Loads the newest complete checkpoint of `directory`, and moves the data position forward. Collective.
 
-    No batch since that checkpoint is trained on again, nor the `survival.skip_batches` after them; a plain
-    iterable, which has no position, just goes on. False, and nothing has changed, where there is no
+    The batches since that checkpoint and the next `survival.skip_batches` are not trained on. A plain
+    iterable has no position and just continues. Returns False, with nothing changed, if there is no
     checkpoint yet.
 
-    Raises TrainError after `survival.max_rollbacks`, CheckpointError where no checkpoint is whole.
+    Raises TrainError after `survival.max_rollbacks`, CheckpointError if no checkpoint is complete.
     """
     survival = plan.run.survival
     if state.rollbacks >= survival.max_rollbacks:

@@ -6,9 +6,10 @@ from fullshard.spec.run import Run, ScheduleSection
 
 
 def rate_factor(section: ScheduleSection, *, step: int, steps: int) -> float:
-    """What the peak learning rate is multiplied by in step `step` (from 0) of `steps`.
+    """Returns the factor of the peak learning rate in step `step` (from 0) of `steps`.
 
-    Warmup over w steps: (step + 1) / w. Then, with t from 0 to 1 over what remains and r = `final_ratio`:
+    Warmup over w steps: (step + 1) / w. Then, with t from 0 to 1 over the remaining steps and r =
+    `final_ratio`:
 
         constant  1
         linear    1 - (1 - r) t
@@ -31,7 +32,7 @@ def rate_factor(section: ScheduleSection, *, step: int, steps: int) -> float:
 
 
 def warmup_note(run: Run) -> str | None:
-    """Returns a warning for a run that ends before its warmup does; None for any other."""
+    """Returns a warning for a run that ends before its warmup does, or None."""
     warmup, steps, peak = run.schedule.warmup_steps, run.train.steps, run.optimizer.learning_rate
     if warmup <= steps:
         return None
@@ -43,5 +44,5 @@ def warmup_note(run: Run) -> str | None:
 
 
 def _progress(step: int, *, start: float, last: int) -> float:
-    """From 0 at `start` to 1 in the step `last`; 0 where the one is not after the other."""
+    """Returns the progress from 0 at `start` to 1 at `last`, or 0 if `last` is not after `start`."""
     return min(1.0, max(0.0, (step - start) / (last - start))) if last > start else 0.0

@@ -1,4 +1,4 @@
-"""The state that a plan keeps on the host or its drive: made with the model, found again by the optimizer."""
+"""Offloaded training state: created when the model is sharded, and found again by the optimizer."""
 
 import hashlib
 import json
@@ -51,11 +51,12 @@ def shard(
     values: Literal["initialised", "unset"] = "initialised",
     system: System = SYSTEM,
 ) -> nn.Module:
-    """`fullshard.sharding.apply.shard`, and what the plan's tier keeps outside of the device.
+    """Shards like `fullshard.sharding.apply.shard`, and sets up the state that the plan offloads.
 
-    With `values = "unset"` whatever uses that raises OffloadError until a load has brought values. `system`:
-    the calls that reach its drive. Raises OffloadError on all ranks where the drive of any has no room for
-    it, before the model has values.
+    system: the calls that reach the drive of the offload target
+
+    With `values = "unset"`, using the offloaded state raises OffloadError until a load has brought values.
+    Raises OffloadError on all ranks if the drive of any rank has no room, before the model has values.
     """
     if plan.run.offload.on_disk and plan.run.offload.host_bytes and plan.device == "cpu":
         fix_malloc_thresholds()
@@ -67,7 +68,10 @@ def shard(
 
 
 def streaming_adamw(model: nn.Module, groups: list[dict[str, Any]], *, plan: Plan) -> StreamingAdamW:
-    """The optimizer of a model whose state is outside. Raises ShardError where it is not."""
+    """Returns the optimizer of a model with offloaded state.
+
+    Raises ShardError if the state is not offloaded.
+    """
     offloaded = offloaded_of(model)
     if offloaded is None:
         raise ShardError(
@@ -87,7 +91,7 @@ def streaming_adamw(model: nn.Module, groups: list[dict[str, Any]], *, plan: Pla
 
 
 def directory_of(plan: Plan, *, rank: int) -> Path:
-    """Where a rank's files lie: below `offload.path`, which is in `run.dir` unless it is absolute."""
+    """Returns the directory of a rank's files, below `offload.path`, which may be relative to `run.dir`."""
     path, root = Path(plan.run.offload.path), Path(plan.run.run.dir).absolute()
     if not path.is_absolute():
         return rank_directory(root / path, run_id="state", rank=rank)
@@ -96,15 +100,20 @@ def directory_of(plan: Plan, *, rank: int) -> Path:
 
 
 def discard_offloaded(plan: Plan, *, unless: bool = False) -> None:
-    """Removes what an earlier run has left where this rank's files go. Raises OffloadError."""
+    """Removes the files of an earlier run from this rank's paths, or nothing if `unless` is true.
+
+    Raises OffloadError.
+    """
     if plan.run.offload.on_disk and not unless:
         discard(directory_of(plan, rank=rank()))
 
 
 def close_offload(model: nn.Module, *, plan: Plan, finished: bool) -> None:
-    """At the end of a run, of which nothing is gathered any more: its files are removed if it is `finished`,
-    for its checkpoint has all of them, with the directories that are empty then; else they stay for a run
-    that goes on."""
+    """Closes the offloaded state at the end of a run, when nothing is unsharded any more.
+
+    If the run is `finished`, its files and the directories they leave empty are removed, because its
+    checkpoint holds everything. Otherwise the files stay, for a run that resumes.
+    """
     offloaded = offloaded_of(model)
     if offloaded is not None:
         offloaded.settle()
@@ -115,14 +124,18 @@ def close_offload(model: nn.Module, *, plan: Plan, finished: bool) -> None:
 
 
 def _remove_empty(plan: Plan) -> None:
-    """A relative path lies in the run's own directory; an absolute one is the person's, but what is in it."""
+    """Removes the directories of the state that are empty.
+
+    With a relative path, these can be all directories below the run's own. An absolute path belongs to the
+    user, so only the run's directories in it are removed.
+    """
     path, own = Path(plan.run.offload.path), directory_of(plan, rank=rank())
     inside = not path.is_absolute() and ".." not in path.parts
     remove_empty(own, up_to=Path(plan.run.run.dir).absolute() if inside else own.parent.parent)
 
 
 def settings_of(plan: Plan, system: System) -> Settings:
-    """Returns where the plan's tier keeps the state, as `OffloadedState` takes it."""
+    """Returns the settings of the plan's offload target, as `OffloadedState` takes them."""
     section, traffic = plan.run.offload, DriveCounters()
     system = traffic.wrap(system)
     return Settings(
@@ -139,7 +152,7 @@ def settings_of(plan: Plan, system: System) -> Settings:
     )
 
 
-def _shards(  # signature: what is bound, and what `Settings.shards_on_drive` is called with
+def _shards(  # the bound arguments, then those of `Settings.shards_on_drive`
     plan: Plan, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool, system: System
 ) -> DriveShards:
     path = directory_of(plan, rank=rank()) / ("frozen.data" if frozen else "parameters.data")
@@ -181,7 +194,8 @@ def _on_drive(plan: Plan, groups: Sequence[Group], *, system: System) -> DriveSt
         except ForeignOffloadError as error:
             if read_world_size(directory) in (None, plan.world_size):
                 raise
-            # Nodes have left or come: what this rank has are parts for other ranks. The checkpoint has all.
+            # The number of ranks changed: this rank's parts belong to another layout. The checkpoint has all
+            # of them.
             logger.warning(
                 "%s: it was kept by another number of ranks, and is removed", error.what.removesuffix(".")
             )
@@ -198,9 +212,9 @@ def _on_drive(plan: Plan, groups: Sequence[Group], *, system: System) -> DriveSt
 
 
 def _open_on_all_ranks(opened: Callable[[], T], *, close: Callable[[T], None]) -> T:
-    """What `opened` gives, once no rank's has failed. Collective.
+    """Returns the result of `opened`, once it has succeeded on all ranks. Collective.
 
-    Raises OffloadError: each rank's own, and the first one's on ranks that have none.
+    Raises OffloadError: each rank's own, or the first other rank's on ranks that have none.
     """
     own: OffloadError | None = None
     with ExitStack() as stack:
@@ -220,8 +234,11 @@ def _open_on_all_ranks(opened: Callable[[], T], *, close: Callable[[T], None]) -
 
 
 def _keep_common_generation(generations: Generations) -> None:
-    """Leaves at most the newest step that all ranks have undamaged, before the first byte is written: the
-    next would take the place of the older one, which may be the one that others have. Collective."""
+    """Drops every generation except the newest that is undamaged on all ranks. Collective.
+
+    This happens before the first byte is written. The next write replaces the older generation, which may be
+    the one that other ranks have.
+    """
     while True:
         own = {one.step: one for one in generations.whole()}
         common = max(set[int].intersection(*gathered(set(own))), default=None)
@@ -236,7 +253,7 @@ def _keep_common_generation(generations: Generations) -> None:
 def _verifies(generations: Generations, one: Generation) -> bool:
     try:
         generations.verify(one)
-    except OffloadError as error:  # also where the drive cannot read it
+    except OffloadError as error:  # also raised if the drive cannot read it
         logger.warning("the state after step %d cannot be used: %s", one.step, error)
         return False
     return True

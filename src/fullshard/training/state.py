@@ -1,4 +1,4 @@
-"""TrainState: everything that a step changes, and that a checkpoint holds."""
+"""TrainState: everything that a step changes and a checkpoint holds."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
@@ -23,22 +23,25 @@ from fullshard.weights.names import described
 
 
 class TrainState:
-    """A model, its optimizer, its data, and how far they have come.
+    """A model, its optimizer, its data, and its progress.
 
-    `step`: finished steps. `tokens`: valid tokens trained on, over all ranks. `skipped`: steps left out for a
-    loss or norm that was not finite, or stood out. `data`: what gives microbatches by step
-    (`data.Batches`), or an iterable of microbatches. A checkpoint holds all of it but the data: a
-    source by step goes on exactly where it was, a plain iterable begins anew.
-    `iterator`: where a plain iterable stands, so that a `train` that was broken out of goes on there.
-    `data_offset`: batches that were stepped over, in `rollbacks`. `best`: the lowest validation loss and its
-    step. `recent`: the figures of recent steps, by which a spike is recognised. `where`: this rank's place in
-    the step, for the watchdog.
-    `in_backward`: updates unit by unit, where the run asks for it. `outside`: what a tier keeps on the host
-    or its drive, if there is one.
-    `saved`: whether checkpoints hold the whole model, or of its parameters the trained ones alone; the
-    others then have their values before `load`.
+    step: finished steps
+    tokens: valid tokens trained on, over all ranks
+    skipped: steps skipped because the loss or norm was not finite, or was a spike
+    data: a source of microbatches by step (`data.Batches`), or an iterable of microbatches
+    iterator: position of a plain iterable, from which the next `train` continues after a `break`
+    data_offset: batches skipped by `rollbacks`
+    rollbacks: number of rollbacks so far
+    best: the lowest validation loss and its step
+    recent: losses and norms of recent steps, from which spikes are detected
+    phase: this rank's position in the step, for the watchdog
+    in_backward: updates unit by unit, used if the run asks for it
+    offloaded: the offloaded tensors, or None
+    saved: checkpoints hold the whole model ("all"), or of its parameters only the trained ones ("trained");
+        the others then need their values before `load`
 
-    Raises TrainError for an optimizer that does not update the model's parameters.
+    A checkpoint holds everything except the data: a source by step resumes exactly, a plain iterable
+    restarts. Raises TrainError for an optimizer that does not update the model's parameters.
     """
 
     def __init__(
@@ -68,17 +71,24 @@ class TrainState:
         _free_gathered(model)
         _check_optimizer_is_the_models(model, optimizer)
 
-    # What a checkpoint is made of: fullshard.checkpoint.Checkpointable
+    # The methods of fullshard.checkpoint.checkpointable.Checkpointable.
 
     def tensors(self) -> dict[str, Tensor]:
-        """`model.<name>`, `optimizer.<name>.<key>`; each rank's random states are `rng.<device>.<rank>`."""
+        """Returns the tensors of a checkpoint.
+
+        Their names are `model.<name>`, `optimizer.<name>.<key>`, and `rng.<device>.<rank>` for each rank's
+        random states.
+        """
         self.settle()
         tensors = self._model_tensors() | self._optimizer_tensors() | _random_states()
         return tensors | (self.offloaded.tensors() if self.offloaded else {})
 
     def values(self) -> dict[str, JsonValue]:
-        """Counts, figures of recent steps, best loss, loss scale, the optimizer's class, tied names; of a
-        model of transformers its config, for `export_hf`."""
+        """Returns the values of a checkpoint.
+
+        These are counts, figures of recent steps, the best loss, the loss scale, the optimizer's class, tied
+        names, and the config of a transformers model, for `export_hf`.
+        """
         best_loss, best_step = self.best or (None, None)
         return {
             "step": self.step,
@@ -99,15 +109,15 @@ class TrainState:
         }
 
     def load_targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Tensors to fill from a checkpoint that holds `saved`; the optimizer's are made for it.
+        """Returns the tensors to fill from a checkpoint that holds `saved`. Creates those of the optimizer.
 
-        Raises CheckpointError if the model's names, shapes or dtypes are others.
+        Raises CheckpointError if the model's names, shapes or dtypes differ.
         """
         self.act_before_update()
         tensors: dict[str, Tensor] = dict(self._model_tensors())
         compare_names(tensors, {name: info for name, info in saved.items() if name.startswith("model.")})
         parameters = dict(self.model.named_parameters())
-        elsewhere = self.offloaded.names if self.offloaded else set[str]()  # they come in `portions`
+        elsewhere = self.offloaded.names if self.offloaded else set[str]()  # they are in `partitions`
         for name, info in saved.items():
             if name.startswith("optimizer.") and name not in elsewhere:
                 owner, key = _owner_and_key(name)
@@ -119,7 +129,7 @@ class TrainState:
         return tensors
 
     def load_values(self, values: Mapping[str, JsonValue], received: Mapping[str, Tensor]) -> None:
-        """Takes over what `receivers` had filled, and the values beside it.
+        """Adopts the filled `load_targets`, and the values saved with them.
 
         Raises CheckpointError if another class of optimizer wrote them.
         """
@@ -140,7 +150,7 @@ class TrainState:
                 self.optimizer.state[parameter] = quantize_like(self.optimizer, parameter, state=states[name])
         _set_random_states(received)
         self.step, self.tokens, self.skipped = (_integer(values[k]) for k in ("step", "tokens", "skipped"))
-        # Checkpoints of before these were kept do not have them.
+        # Older checkpoints do not have these values.
         self.data_offset, self.rollbacks = (_integer(values.get(k, 0)) for k in ("data_offset", "rollbacks"))
         best = values.get("best_validation_loss")
         self.best = None if best is None else (float(str(best)), _integer(values["best_step"]))
@@ -152,11 +162,14 @@ class TrainState:
         )
 
     def partitions(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
-        """What is kept outside, which `receivers` does not have."""
+        """Yields the offloaded tensors to fill, which `load_targets` does not contain."""
         return self.offloaded.partitions(saved) if self.offloaded else iter(())
 
     def after_step(self, *, tokens: int, skipped: bool) -> None:
-        """Counts it. Where the state is on a drive, a run that dies goes on from here: see `outside`."""
+        """Counts the step.
+
+        With state on a drive, also commits it, so that a crashed run can resume from here.
+        """
         self.step += 1
         self.tokens += 0 if skipped else tokens
         self.skipped += skipped
@@ -164,8 +177,10 @@ class TrainState:
             self.offloaded.commit_step(self.step, self._beside)
 
     def go_back(self, *, at_least: int) -> bool:
-        """Takes the newest step that every rank has kept whole, of those from `at_least` on. What is frozen
-        stays as it is. Collective."""
+        """Restores the newest step, not before `at_least`, that is complete on every rank. Collective.
+
+        Returns False if there is none. Frozen parameters stay as they are.
+        """
         self.act_before_update()
         while self.offloaded and (step := self.offloaded.newest_step(at_least=at_least)) is not None:
             beside = self.offloaded.restore_step(step)
@@ -179,17 +194,19 @@ class TrainState:
         return False
 
     def settle(self) -> None:
-        """Returns when no update goes on. Raises OffloadError for one that has failed."""
+        """Waits until no update is running. Raises OffloadError if one failed."""
         if self.offloaded:
             self.offloaded.settle()
 
     def before_update(self, act: Callable[[], None]) -> None:
-        """Has `act` called once, before the optimizer's next step, or before a checkpoint is loaded: see
-        `fullshard.checkpoint.background`."""
+        """Registers `act` to be called once, before the next optimizer step or load of a checkpoint.
+
+        See `fullshard.checkpoint.background`.
+        """
         self._before_update.append(act)
 
     def act_before_update(self) -> None:
-        """What is to be done before something changes. The optimizer's step calls it, and loading."""
+        """Calls the registered functions. The optimizer's step and every load call this first."""
         acts, self._before_update = self._before_update, []
         for act in acts:
             act()
@@ -213,7 +230,7 @@ class TrainState:
         return tensors
 
     def _beside(self) -> ResidualState:
-        """What is not kept outside, without what is frozen: that has its values before."""
+        """Returns everything that is not offloaded, except frozen parameters, which are loaded earlier."""
         scalars = {
             f"model.{name}": parameter.detach()
             for name, parameter in self.model.named_parameters()
@@ -241,19 +258,22 @@ def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
-    """The class that goes on from its state."""
+    """Returns the name of the class that can resume from the optimizer's state."""
     return optimizer.saved_as if isinstance(optimizer, StreamingAdamW) else type(optimizer).__name__
 
 
 def _free_gathered(model: nn.Module) -> None:
-    """A forward without a backward leaves units gathered, whose parameters are then not the optimizer's."""
+    """Reshards all units, because a forward without a backward leaves them unsharded.
+
+    Unsharded parameters are not the optimizer's.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def _owner_and_key(name: str) -> tuple[str, str]:
-    """`optimizer.<parameter>.<key>` -> (parameter, key); a key has no dot."""
+    """Returns (parameter, key) of `optimizer.<parameter>.<key>`. A key has no dot."""
     owner, _, key = name.removeprefix("optimizer.").rpartition(".")
     return owner, key
 
@@ -280,7 +300,7 @@ def _check_optimizer_is_the_models(model: nn.Module, optimizer: torch.optim.Opti
 
 
 def _tied_names(model: nn.Module) -> list[tuple[str, str]]:
-    """(alias, name) of every parameter that has more than one name; the first name is the saved one."""
+    """Returns (alias, name) of every parameter with more than one name. The first name is the saved one."""
     first: dict[int, str] = {}
     aliases: list[tuple[str, str]] = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -316,7 +336,7 @@ def _floats(values: JsonValue) -> list[float]:
 
 
 def shard_replicas(tensor: Tensor, world_size: int) -> int:
-    """On how many of all ranks the same part of `tensor` lies."""
+    """Returns the number of ranks that hold the same part of `tensor`."""
     if not isinstance(tensor, DTensor):
         return world_size
     shards = 1

@@ -1,18 +1,19 @@
-"""One step: microbatches forward and backward, the true norm, the update or its refusal.
+"""One training step: forward and backward of the microbatches, the global norm, and the update or a skip.
 
 [Note: one denominator]
-The mean of means is wrong when microbatches hold different numbers of valid tokens. So each microbatch's
-loss is a sum, divided before backward by a nominal count (the tokens of a rank's step, which keeps fp16 in
-range), and the gradient is multiplied after it by nominal / actual, where the actual count is summed over
-ranks and microbatches in the one all-reduce that a step makes besides the engine's. The nominal count is
-rounded up to a power of two: dividing by it rounds nothing, so what half precision rounds in backward does
-not depend on the number of ranks.
+A mean of means is wrong when microbatches hold different numbers of valid tokens. So each microbatch's loss
+is a sum, divided before backward by a nominal count (the tokens of a rank's step, which keeps fp16 in range).
+The gradient is multiplied after backward by nominal / actual. The actual count is summed over ranks and
+microbatches in the only all-reduce that a step makes besides FSDP2's. The nominal count is rounded up to a
+power of two: dividing by it is exact, so the rounding of half precision in backward does not depend on the
+number of ranks.
 
 [Note: one all-reduce]
 That all-reduce carries the loss sum, the count, the squared norm, whether a rank was asked to stop, and each
-rank's fingerprint (see `fingerprint.py`), in fp64. All ranks so come to the same decision: to update, to
-skip, to stop, or that they are not in the same step. With the optimizer in backward there are two, for loss
-and count are needed before: see [Note: what comes before backward] in `in_backward.py`.
+rank's fingerprint (see `survival/fingerprint.py`), in fp64. All ranks thus make the same decision: to update,
+to skip, to stop, or that they are not in the same step. With the optimizer in backward there are two
+all-reduces, because loss and count are needed earlier: see [Note: what comes before backward] in
+`optimizer_in_backward.py`.
 """
 
 import math
@@ -47,9 +48,14 @@ from fullshard.training.state import TrainState, shard_replicas
 
 @dataclass(frozen=True)
 class StepResult:
-    """Global figures of one step, the same on all ranks. `loss`: mean over valid tokens. `grad_norm`: before
-    clipping. `count`: valid tokens (or microbatches, for a loss that is a mean). `spike`: it was skipped
-    because its loss or norm stood out. `stop`: a rank asked for it.
+    """Global figures of one step, the same on all ranks.
+
+    loss: mean over valid tokens
+    grad_norm: norm of the gradient before clipping
+    count: valid tokens (or microbatches, for a loss that is a mean)
+    skipped: nothing was updated
+    spike: the step was skipped because its loss or norm stood out
+    stop: a rank asked to stop
     """
 
     loss: float
@@ -71,11 +77,11 @@ def run_step(
 ) -> StepResult:
     """Trains `state` on exactly `plan.accumulation` microbatches of this rank. Collective.
 
-    A loss or norm that is not finite on any rank, or one that stands out where `survival.on_spike` is set, or
-    a step without a valid token on any, leaves parameters and optimizer as they are on all ranks.
+    Parameters and optimizer stay unchanged on all ranks if the loss or norm is not finite on any rank, if it
+    is a spike while `survival.on_spike` is set, or if no rank has a valid token.
 
-    Raises TrainError for another number of microbatches, for a loss that is none (see `loss.Loss`), and on
-    all ranks if they are not in the same step; with the optimizer in backward also for a norm that is not
+    Raises TrainError for another number of microbatches, for an invalid loss (see `loss.Loss`), and on all
+    ranks if they are not in the same step. With the optimizer in backward, also for a norm that is not
     finite.
     """
     if plan.run.optimizer.in_backward:
@@ -90,17 +96,17 @@ def run_step(
     where.enter(RunPhase.REDUCE)
     gradients = gradients_of(state.model, state.optimizer)
     _reduce_unsharded(gradients)
-    # Ranges of a profiler's trace: see `fullshard.profiler.trace`.
+    # Range in a profiler's trace: see `fullshard.profiler.trace`.
     with record_function("fullshard::optimizer"):
         sums[2] = _squared_norm(
             gradients, local_norms([local_tensor(g) for g in gradients]), world_size=plan.world_size
         )
     own = _fingerprint(state, plan, learning_rate=learning_rate, issued=issued, device=device)
-    state.settle()  # so that behind the all-reduce it has settled on every rank
+    state.settle()  # after the all-reduce, updates have then settled on every rank
     loss_sum, count, squared_norm, stops = _summed(sums, own, world_size=plan.world_size)
     where.enter(RunPhase.OPTIMIZER)
     mean = loss_sum / count if count > 0 else math.nan
-    # The engine averages over ranks what is to be summed; see [Note: one denominator].
+    # FSDP2 averages over ranks, but a sum is needed; see [Note: one denominator].
     unscale = nominal * plan.world_size / (count * state.loss_scale.scale) if count > 0 else math.nan
     norm = math.sqrt(squared_norm) * unscale if squared_norm >= 0 else math.nan
     finite = math.isfinite(loss_sum) and math.isfinite(norm)
@@ -125,7 +131,10 @@ def _run_in_backward(
     learning_rate: float,
     stop: bool,
 ) -> StepResult:
-    """The step with the optimizer in backward. See [Note: what comes before backward] in `in_backward.py`."""
+    """Runs a step with the optimizer in backward.
+
+    See [Note: what comes before backward] in `optimizer_in_backward.py`.
+    """
     device, where, updates = _device(state.model), state.phase, state.in_backward
     issued = collectives_issued(device)
     (batch,) = _expect_count(microbatches, plan.accumulation, where=where)
@@ -147,7 +156,7 @@ def _run_in_backward(
     ):
         (total * (1 / nominal)).backward()
     where.enter(RunPhase.OPTIMIZER)
-    # Only those are left that the engine leaves alone.
+    # Only gradients that FSDP2 does not manage are left here.
     _reduce_unsharded([p.grad for p in state.model.parameters() if p.grad is not None])
     updates.finish()
     where.enter(RunPhase.REDUCE)
@@ -177,7 +186,10 @@ def _updated_with(norm: float, *, step: int) -> TrainError:
 def _fingerprint(
     state: TrainState, plan: Plan, *, learning_rate: float, issued: int, device: torch.device
 ) -> Fingerprint | None:
-    """This rank's, for the collectives since it had `issued` so many; None where none is asked for."""
+    """Returns this rank's fingerprint, or None if fingerprints are off.
+
+    issued: number of collectives issued before the step; the fingerprint counts those after it
+    """
     kind = plan.run.survival.fingerprint
     if kind == "none" or plan.world_size == 1:
         return None
@@ -189,7 +201,7 @@ def _fingerprint(
 
 
 def _summed(sums: Tensor, own: Fingerprint | None, *, world_size: int) -> list[float]:
-    """The four sums over ranks, checked by the fingerprints beside them. See [Note: one all-reduce]."""
+    """Returns the four sums over all ranks, after checking the fingerprints. See [Note: one all-reduce]."""
     if own is not None:
         sums[4:] = torch.tensor(own.numbers(world_size), dtype=torch.float64)
     if world_size > 1:
@@ -203,7 +215,10 @@ def _summed(sums: Tensor, own: Fingerprint | None, *, world_size: int) -> list[f
 def _accumulate(
     state: TrainState, plan: Plan, *, microbatches: Iterable[Any], loss: Loss, sums: Tensor
 ) -> int:
-    """Forward and backward of every microbatch; adds up loss and count. Returns the nominal count."""
+    """Runs forward and backward of every microbatch, and adds up loss and count.
+
+    Returns the nominal count.
+    """
     engine = state.model if isinstance(state.model, FSDPModule) else None
     nominal = 1
     for index, batch in enumerate(_expect_count(microbatches, plan.accumulation, where=state.phase)):
@@ -221,18 +236,21 @@ def _accumulate(
 def _forward(
     state: TrainState, plan: Plan, *, batch: Any, loss: Loss, device: torch.device
 ) -> tuple[Tensor, Any, int]:
-    """(loss sum, count, nominal count) of a microbatch."""
+    """Returns (loss sum, count, nominal count) of a microbatch."""
     state.phase.enter(RunPhase.FORWARD)
     value = loss(state.model, to_device(batch, device))
     total, count = _sum_and_count(value)
-    # A sum is over the tokens of the batch; a mean counts as one thing.
+    # A sum is over the tokens of the batch. A mean counts as one item.
     is_sum = isinstance(value, tuple)
     own = plan.run.tokens_per_step // plan.world_size if is_sum else plan.accumulation
     return total, count, 1 << (own - 1).bit_length()
 
 
 def _expect_count(microbatches: Iterable[Any], expected: int, *, where: PhaseTracker) -> Iterator[Any]:
-    """Raises TrainError for more or fewer: ranks that differ would wait for each other forever."""
+    """Yields exactly `expected` microbatches.
+
+    Raises TrainError otherwise, because the ranks would wait forever.
+    """
     count = 0
     where.enter(RunPhase.DATA)
     for batch in microbatches:
@@ -255,7 +273,10 @@ def _count_error(got: str, expected: int) -> TrainError:
 
 
 def _sum_and_count(value: Any) -> tuple[Tensor, Any]:
-    """(sum, count) of what the user's loss gave; a mean counts as one thing. Raises TrainError for others."""
+    """Returns (sum, count) of the user's loss; a mean counts as one item.
+
+    Raises TrainError for anything else.
+    """
     is_pair = isinstance(value, tuple) and len(cast(tuple[Any, ...], value)) == 2
     total, count = cast(tuple[Any, Any], value) if is_pair else (value, 1)
     if not isinstance(total, Tensor) or total.numel() != 1 or not total.requires_grad:
@@ -274,11 +295,13 @@ def _described(value: object) -> str:
 
 
 def _set_sync(engine: FSDPModule, plan: Plan, *, last: bool) -> None:
-    """What the engine does after the backward of a microbatch. Between microbatches nothing is all-reduced
-    over replicas, and parameters stay gathered where forward left them so.
+    """Sets what FSDP2 does after the backward of a microbatch.
 
-    The engine's `set_is_last_backward(False)` would spare the wait for the last reduction of each microbatch,
-    but hold its buffers through the next forward, and prefetch units of the microbatch before.
+    Between microbatches, nothing is all-reduced over replicas, and parameters that forward left unsharded
+    stay so.
+
+    FSDP2's `set_is_last_backward(False)` would avoid waiting for the last reduction of each microbatch, but
+    it would keep its buffers through the next forward, and prefetch units of the previous microbatch.
     """
     engine.set_requires_gradient_sync(last or plan.sync_each_microbatch)
     engine.set_requires_all_reduce(last)
@@ -287,7 +310,7 @@ def _set_sync(engine: FSDPModule, plan: Plan, *, last: bool) -> None:
 
 @torch.no_grad()
 def _reduce_unsharded(gradients: Sequence[Tensor]) -> None:
-    """Averages the gradients of scalars, which the engine cannot shard and leaves alone."""
+    """Averages the gradients of scalars, which FSDP2 cannot shard."""
     scalars = [g for g in gradients if g.ndim == 0]
     if not scalars or not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -299,9 +322,12 @@ def _reduce_unsharded(gradients: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def _squared_norm(tensors: Sequence[Tensor], local: Sequence[Tensor], *, world_size: int) -> Tensor:
-    """This rank's share of the squared global norm: summed over all ranks it counts every element once.
+    """Returns this rank's share of the squared global norm.
 
-    `local`: the norms of this rank's parts; `tensors`: the gradients, or what lies where they do.
+    Summed over all ranks, it counts every element once.
+
+    tensors: the gradients, or tensors with the same placement
+    local: norms of this rank's parts
     """
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
@@ -331,7 +357,7 @@ def _update(
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Tensors anywhere in `batch`, copied without waiting if they lie in pinned memory."""
+    """Moves the tensors anywhere in `batch` to `device`, without blocking if they are in pinned memory."""
     if device.type == "cpu":
         return batch
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)

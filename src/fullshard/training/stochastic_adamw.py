@@ -1,8 +1,8 @@
-"""AdamW on bfloat16 parameters and moments, whose updates are rounded stochastically.
+"""AdamW on bfloat16 parameters and moments, with stochastically rounded updates.
 
-A bf16 parameter keeps 8 bits of mantissa: an update below 1/256 of the value is lost by rounding to nearest,
-and training plateaus. Rounded up or down at random, with the probability that makes the mean right, it is
-kept in expectation. The second moment needs it likewise: it decays by (1 - β₂) a step. arXiv:2010.06192.
+A bf16 parameter has 8 bits of mantissa, so rounding to nearest loses an update below 1/256 of the value, and
+training plateaus. Rounding up or down at random, with probabilities that preserve the mean, keeps the update
+in expectation. The second moment needs this too, because it decays by (1 - β₂) per step. arXiv:2010.06192.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,10 +16,10 @@ from fullshard.offload.rounding import AdamOptions, adamw_rounded, shard_index
 
 
 class StochasticAdamW(torch.optim.Optimizer):
-    """AdamW: arXiv:1711.05101. 8 bytes a parameter: bf16 value, gradient and two moments.
+    """AdamW (arXiv:1711.05101) with 8 bytes per parameter: bf16 value, gradient and two moments.
 
-    The random bits come from `seed`, the step, the parameter and the shard, so that replicas of a shard round
-    alike, and a resumed run rounds as the run that was not stopped.
+    The random bits depend on `seed`, the step, the parameter and the shard. Replicas of a shard therefore
+    round alike, and a resumed run rounds like one that was never stopped.
     """
 
     def __init__(
@@ -50,7 +50,10 @@ class StochasticAdamW(torch.optim.Optimizer):
         return loss
 
     def _place(self, parameter: Tensor) -> int:
-        """Among all, from 1: the same where a step is about a few of them."""
+        """Returns the parameter's number among all, from 1.
+
+        It stays the same if a step covers only some of them.
+        """
         return self._places.setdefault(parameter, len(self._places) + 1)
 
     def _update(self, parameter: Tensor, gradient: Tensor, *, group: dict[str, Any], index: int) -> None:

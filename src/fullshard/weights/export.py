@@ -1,5 +1,4 @@
-"""A model as safetensors, which other programs read: one file, several with an index, or all that
-`from_pretrained` wants."""
+"""Exports a model as safetensors: one file, several with an index, or a complete Hugging Face directory."""
 
 import json
 import logging
@@ -28,7 +27,7 @@ from fullshard.weights.merge_adapters import MergedModel, Merging
 from fullshard.weights.tensor_source import SavedModel, TensorSource
 from fullshard.weights.write import SafetensorsWriter
 
-# What torch's wrappers put into names: compile and recompute anywhere, DDP before all of them.
+# Parts that torch's wrappers add to names: compile and recompute anywhere, DDP at the front of all names.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _AROUND_ALL = "module."
 
@@ -44,18 +43,21 @@ def export(
     naming: Naming | None = None,
     free_bytes: Callable[[Path], int] = disk.free_bytes,
 ) -> None:
-    """Writes the model tensors of a checkpoint into the one safetensors file `target`.
+    """Writes the model tensors of a checkpoint to safetensors.
 
-    `checkpoint` is one, or a directory of them (then the newest whole one). One process, also where there
-    are many; it holds up to 384 MiB of a tensor, and of less than two of the files. Names lose their prefix
-    `model.`, and what wrappers put into them; a tied parameter stands once, and its aliases in the file's
-    metadata (alias -> name). `target` appears when it is whole; a file of that name is replaced. `dtype`: of
-    all floating-point tensors.
+    Runs in one process, also in a distributed run. It holds up to 384 MiB of tensor data, and less than two
+    of the files. Names lose their prefix `model.` and the parts that wrappers add. A tied parameter is
+    written once, and its aliases go into the file's metadata (alias -> name).
 
-    With `shard_bytes`, `target` is a directory, and gets files of at most so many bytes (a larger tensor has
-    one of its own) and, last, their index.
+    checkpoint: a checkpoint, or a directory of them, whose newest complete one is used
+    target: the file, which appears when complete and replaces an existing one; with `shard_bytes`, a
+        directory
+    shard_bytes: size limit per file, bytes (a larger tensor gets its own file); the index is written last
+    dtype: dtype of all floating-point tensors; None keeps each as saved
+    naming: maps the model's tensors to those of the files; None keeps their names
+    free_bytes: returns the free space of a directory
 
-    Raises CheckpointError; SpecError for a `shard_bytes` that no file has, and a `target` in a checkpoint.
+    Raises CheckpointError; SpecError for a `shard_bytes` below 1, and for a `target` inside a checkpoint.
     """
     require_size(shard_bytes)
     target = Path(target)
@@ -89,13 +91,14 @@ def export_pretrained(
     shard_bytes: int,
     merging: Merging | None = None,
 ) -> None:
-    """Writes the model of a checkpoint into `directory` as Hugging Face lays it out.
+    """Writes the model of a checkpoint into `directory` in the Hugging Face layout.
 
-    `naming` makes the files' tensors of the model's (`models.weight_names`). One file where `shard_bytes` are
-    enough, else several and their index; then the files `beside` (config.json, last of all: without it
-    nothing loads what was broken off).
+    `naming` maps the model's tensors to those of the files (`weights.names`). If `shard_bytes` suffice there
+    is one file, otherwise several and their index. The files `beside` are written afterwards. config.json
+    comes last, so that an interrupted export cannot be loaded.
 
-    Raises CheckpointError, also for a directory that holds weights already; SpecError for a checkpoint's own.
+    Raises CheckpointError, also for a directory that already holds weights; SpecError for a directory inside
+    a checkpoint.
     """
     target = Path(directory)
     require_outside(target)
@@ -130,10 +133,10 @@ def _export_newest(
 
 
 def full_state(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor on the host) of everything that `state` saves, one after the other. Collective.
+    """Yields (name, whole tensor on the host) for everything that `state` saves, one at a time. Collective.
 
-    Every rank must take them all. Each holds one whole tensor at a time, and no more. Raises SpecError for
-    what is no state, as a model alone is not.
+    Every rank must consume all of them, and holds at most one whole tensor at a time. Raises SpecError for an
+    object that is not a training state, such as a model.
     """
     if not callable(getattr(state, "tensors", None)):
         raise SpecError(
@@ -154,8 +157,7 @@ def _full_tensors(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:
 
 
 def plain_names(saved: Iterable[str]) -> dict[str, str]:
-    """The saved name -> the name without the prefix of the model's tensors, and without what wrappers put
-    in."""
+    """Maps saved names to names without the model's prefix and without the parts that wrappers add."""
     plain = {name: name.removeprefix(MODEL_PREFIX) for name in saved}
     for wrapper in _WRAPPERS:
         plain = {name: one.replace(f".{wrapper}", ".").removeprefix(wrapper) for name, one in plain.items()}
@@ -202,7 +204,7 @@ def _as_they_are(shapes: Mapping[str, Shape]) -> WeightMap:
 
 
 def require_size(shard_bytes: int | None) -> None:
-    """Raises SpecError for a size that no file has."""
+    """Raises SpecError for a file size below 1."""
     if shard_bytes is not None and shard_bytes < 1:
         raise SpecError("no file is so small.", got=f"files of at most {shard_bytes} bytes", fix="5GB")
 
@@ -216,7 +218,7 @@ def _make_room(
 
 
 def refuse_weights(directory: Path) -> None:
-    """Raises CheckpointError for a directory that holds a model."""
+    """Raises CheckpointError for a directory that already holds a model."""
     held = sorted(path.name for path in directory.glob("*.safetensors")) if directory.is_dir() else []
     if held:
         raise CheckpointError(
@@ -229,7 +231,7 @@ def refuse_weights(directory: Path) -> None:
 
 def _write_files(outgoing: SafetensorsWriter, directory: Path, *, shard_bytes: int) -> None:
     index = directory / INDEX
-    index.unlink(missing_ok=True)  # of an earlier export: it must not name files of two
+    index.unlink(missing_ok=True)  # it must not name files of two exports
     parts = outgoing.files_of(shard_bytes)
     names: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):

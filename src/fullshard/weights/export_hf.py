@@ -1,4 +1,4 @@
-"""export_hf: a checkpoint as a directory that transformers' `from_pretrained` loads."""
+"""export_hf: writes a checkpoint as a directory that transformers' `from_pretrained` loads."""
 
 import json
 import logging
@@ -60,16 +60,19 @@ def export_hf(
     dtype: Literal["bf16", "fp32"] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes a checkpoint of any ranks and strategy as a model of Hugging Face. One process, without a GPU.
+    """Writes a checkpoint as a Hugging Face model.
 
-    The directory gets the weights by the names that `from_pretrained` wants, config.json,
-    generation_config.json, and the run's tokenizer (the model's own, where the data were tokens already), if
-    it is still there. `dtype`: of all floating-point tensors; as trained, by default. It holds some hundred
-    megabytes at most, whatever the model (one row of a tensor's first dim, if that is more).
+    The checkpoint may come from any number of ranks and any strategy. The export runs in one process without
+    a GPU. The directory gets the weights under the names that `from_pretrained` expects, config.json,
+    generation_config.json, and the run's tokenizer files that still exist. If the data were tokens already,
+    these are the tokenizer files of the model. Memory use is at most a few hundred megabytes for any model
+    (or one row of a tensor's first dim, if that is larger). The reference decoder is written as a Llama.
 
-    The reference decoder is written as the Llama that it is. Raises CheckpointError for other models that
-    transformers does not know, and for a directory that holds weights already; MissingExtraError; SpecError
-    for a `shard_bytes` that no file has.
+    dtype: dtype of all floating-point tensors; None keeps the trained dtypes
+    shard_bytes: largest size of a file, bytes
+
+    Raises CheckpointError for other models that transformers does not know, and for a directory that already
+    holds weights; MissingExtraError; SpecError for a `shard_bytes` below 1.
     """
     require_size(shard_bytes)
     _, manifest = find(checkpoint)
@@ -96,9 +99,13 @@ def export_hf(
 
 @dataclass(frozen=True)
 class _Known:
-    """The model as transformers knows it: config.json, how the files' tensors are made,
-    generation_config.json where it generates, and the model itself on the meta device, if it is one of
-    transformers'."""
+    """A model as transformers knows it.
+
+    config: contents of config.json
+    naming: maps the model's tensors to those of the files
+    generation: contents of generation_config.json; None if the model does not generate
+    twin: the model on the meta device; None for the reference decoder
+    """
 
     config: dict[str, Any]
     naming: Naming
@@ -135,9 +142,9 @@ def _as_known(manifest: Manifest, run: Run | None, *, doing: str) -> _Known:
 
 
 def _merging(manifest: Manifest, run: Run | None, *, twin: Any) -> Merging | None:
-    """What turns adapters and base into the model that both are; None where there are none.
+    """Returns how to merge the adapters into the base model; None without adapters.
 
-    Raises CheckpointError where the checkpoint does not say how strong they are.
+    Raises CheckpointError if the checkpoint does not define the adapters' scale.
     """
     if not any(ADDED in name for name in manifest.model_tensors):
         return None
@@ -155,20 +162,23 @@ def _merging(manifest: Manifest, run: Run | None, *, twin: Any) -> Merging | Non
 
 
 def turned_modules(manifest: Manifest, run: Run) -> frozenset[str]:
-    """The saved names of linear modules that keep their weight as (in, out). Raises what `export_hf` does."""
+    """Returns the saved names of linear modules whose weight is (in, out).
+
+    Raises the same errors as `export_hf`.
+    """
     if isinstance(run.model, DecoderConfig):
         return frozenset()
     return _turned(_as_known(manifest, run, doing="exporting adapters").twin)
 
 
 def _turned(twin: Any) -> frozenset[str]:
-    """GPT-2's kind of linear module."""
+    """Returns the saved names of GPT-2's kind of linear modules."""
     modules = twin.named_modules() if twin is not None else ()
     return frozenset(f"{MODEL_PREFIX}{name}" for name, module in modules if is_turned(module))
 
 
 def _without_cache_switch(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Training switches off the cache of keys and values, which generating wants."""
+    """Removes `use_cache`: training disables the key/value cache, which generation needs."""
     return {
         key: _without_cache_switch(cast(dict[str, Any], value)) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -177,7 +187,7 @@ def _without_cache_switch(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named_dtype(manifest: Manifest, dtype: str | None) -> str:
-    """As config.json says it: of tensors in several, the widest."""
+    """Returns the dtype for config.json: the widest, if the tensors have several."""
     if dtype is not None:
         return str(_DTYPES[dtype]).removeprefix("torch.")
     floating = [one for one in manifest.model_tensors.values() if one.torch_dtype.is_floating_point]
@@ -188,7 +198,7 @@ def _named_dtype(manifest: Manifest, dtype: str | None) -> str:
 
 
 def _files_of(run: Run | None) -> dict[str, Path]:
-    """The tokenizer's files, and how to generate, where they still are."""
+    """Returns the tokenizer files and the generation config that still exist."""
     if run is None:
         return {}
     beside = _beside_config(run)
@@ -218,8 +228,7 @@ def _tokenizer_directory(run: Run) -> Path | None:
 
 
 def _brings_tokens(run: Run) -> bool:
-    """Whether the data were tokens already, by the model's own tokenizer. Else without one they were
-    bytes."""
+    """Returns True if the data were tokens already, made with the model's tokenizer, and not bytes."""
     return run.data.tokenizer is None and run.data.kinds <= {"memmap", "python"}
 
 

@@ -1,4 +1,4 @@
-"""export_peft: the adapters of a checkpoint as a directory that peft's `PeftModel.from_pretrained` loads."""
+"""export_peft: writes a checkpoint's adapters as a directory for peft's `PeftModel.from_pretrained`."""
 
 import json
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ from fullshard.weights.export_hf import turned_modules
 from fullshard.weights.merge_adapters import ADDED
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_WITHIN = "base_model.model."  # where peft's own model holds the one that it adapts
+_WITHIN = "base_model.model."  # prefix of the adapted model inside peft's model
 
 
 def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Path) -> None:
-    """Writes the adapters alone, without the base: `PeftModel.from_pretrained(base, directory)` loads them,
-    and the modules that were trained whole beside them.
+    """Writes the adapters without the base model, and the modules that were trained whole.
 
-    Raises CheckpointError for a checkpoint without adapters; MissingExtraError without peft.
+    `PeftModel.from_pretrained(base, directory)` loads them. Raises CheckpointError for a checkpoint without
+    adapters; MissingExtraError without peft.
     """
     _, manifest = find(checkpoint)
     run = manifest.run
@@ -57,8 +57,10 @@ def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Pa
 
 
 def _trained_alone(shapes: Mapping[str, Shape], *, trained: tuple[str, ...]) -> WeightMap:
-    """Adapters, and what lies in modules whose names end in one of `trained`, by peft's names: those that it
-    has while it trains also say which adapter it is."""
+    """Selects the adapters and the modules whose names end in one of `trained`, under peft's file names.
+
+    During training, peft's names also contain the adapter's name.
+    """
     names = {
         f"{_WITHIN}{name.replace(f'.{ADAPTER}', '')}": name
         for name in shapes

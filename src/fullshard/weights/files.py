@@ -1,4 +1,4 @@
-"""The safetensors files of a model as Hugging Face lays them out: one, or several and an index."""
+"""The safetensors files of a Hugging Face model: one file, or several and an index."""
 
 import os
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _INDEX_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class PretrainedFiles:
-    """Tensors of files in one directory, by name."""
+    """Tensors of the files in one directory, by name."""
 
     directory: Path
     tensors: Mapping[str, FileTensor]
@@ -28,16 +28,19 @@ class PretrainedFiles:
 
 
 def find_weights(directory: Path) -> Path | None:
-    """The file to read first, where weights stand in `directory`: the one, or the index of several."""
+    """Returns the file to read first in `directory`: the only file, or the index of several.
+
+    None without weights.
+    """
     if directory.is_file():
         return directory if directory.suffix == ".safetensors" else None
     return next((directory / name for name in (ONE_FILE, INDEX) if (directory / name).is_file()), None)
 
 
 def open_weights(path: Path) -> PretrainedFiles:
-    """The tensors in a directory of Hugging Face, or in one safetensors file. Reads the headers alone.
+    """Returns the tensors of a Hugging Face directory or of one safetensors file. Reads only the headers.
 
-    Raises CheckpointError where there are none, DamagedCheckpointError for files that are not whole; OSError.
+    Raises CheckpointError if there are no weights, DamagedCheckpointError for incomplete files; OSError.
     """
     found = find_weights(path)
     if found is None:

@@ -1,5 +1,4 @@
-"""A checkpoint of a model with adapters, read as the model without: each base weight with its adapter
-added."""
+"""Reads a checkpoint with adapters as the model without them: each adapter is added to its base weight."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.errors import CheckpointError
 from fullshard.weights.tensor_source import SavedModel
 
-# As peft names its modules: what was there, beside what was added.
+# Parts of the names that peft gives to the base module and to the adapter.
 BASE, ADDED = ".base_layer.", ".lora_"
 _LINEAR = (".lora_A.default.weight", ".lora_B.default.weight")
 _EMBEDDING = (".lora_embedding_A.default", ".lora_embedding_B.default")
@@ -20,7 +19,12 @@ _EMBEDDING = (".lora_embedding_A.default", ".lora_embedding_B.default")
 
 @dataclass(frozen=True)
 class _Adapter:
-    """What is added to the weight `base`: `scale` · B A, turned around if `turned`."""
+    """An adapter of the weight `base`, which becomes base + scale · B A (transposed if `turned`).
+
+    base: saved name of the base weight
+    a, b: saved names of the factors
+    turned: whether the weight is (in, out)
+    """
 
     base: str
     a: str
@@ -30,10 +34,10 @@ class _Adapter:
 
 @dataclass(frozen=True)
 class Merging:
-    """How adapters of peft's LoRA (arXiv:2106.09685) are added to their base: W + `scale` · B A.
+    """Parameters for merging peft's LoRA adapters (arXiv:2106.09685) into their base: W + `scale` · B A.
 
-    `turned`: modules, by their saved names, whose weight is (in, out), as GPT-2's are; embeddings' are
-    anyway.
+    scale: factor of the product B A
+    turned: saved names of modules whose weight is (in, out), as in GPT-2; embeddings always are
     """
 
     scale: float
@@ -41,8 +45,10 @@ class Merging:
 
 
 class MergedModel:
-    """Every weight that has an adapter with it added, in fp32 and rounded once, to its own dtype; the rest
-    as it is. Raises CheckpointError for adapters without their base, and for others than of matrices.
+    """Tensors of a checkpoint, with each adapter added to its base weight.
+
+    The sum is computed in fp32 and rounded once, to the weight's dtype. Other tensors are unchanged. Raises
+    CheckpointError for adapters without their base, and for adapters that are not factors of matrices.
     """
 
     def __init__(self, source: SavedModel, merging: Merging) -> None:
@@ -50,14 +56,14 @@ class MergedModel:
         self._adapters = _adapters(source.tensors, turned=merging.turned)
         self._saved = {
             name.replace(BASE, "."): name for name in source.tensors if ADDED not in name
-        }  # new name -> saved one
+        }  # merged name -> saved name
         self.tensors: Mapping[str, SavedTensor] = {
             name: source.tensors[saved] for name, saved in self._saved.items()
         }
         self._loaded: tuple[str, Tensor, Tensor] | None = None
 
     def read_into(self, target: Tensor, name: str, *, begin: int) -> None:
-        """As `SavedModel.read_into`."""
+        """Fills the flat `target`, see `SavedModel.read_into`."""
         self._source.read_into(target, self._saved[name], begin=begin)
         adapter = self._adapters.get(self._saved[name])
         if adapter is None:
@@ -71,7 +77,10 @@ class MergedModel:
         target.copy_(target.float() + self._scale * flat)
 
     def _factors(self, adapter: _Adapter) -> tuple[Tensor, Tensor]:
-        """Both in fp32; kept until another is asked for, since a large weight is read in pieces."""
+        """Returns both factors in fp32.
+
+        They are kept until another adapter is read, since a large weight is read in pieces.
+        """
         if self._loaded is None or self._loaded[0] != adapter.base:
             self._loaded = (adapter.base, self._whole(adapter.a), self._whole(adapter.b))
         return self._loaded[1], self._loaded[2]
@@ -84,7 +93,7 @@ class MergedModel:
 
 
 def _adapters(tensors: Mapping[str, SavedTensor], *, turned: frozenset[str]) -> dict[str, _Adapter]:
-    """By the saved name of the weight that they are added to."""
+    """Returns the adapters by the saved name of their base weight."""
     found: dict[str, _Adapter] = {}
     for name, tensor in tensors.items():
         if ADDED not in name:

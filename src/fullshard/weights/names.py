@@ -1,9 +1,9 @@
-"""Which tensors of a Hugging Face file make which of a model's, and back: transformers' own rules, as values.
+"""Maps tensors of a Hugging Face file to a model's tensors and back, by transformers' own rules.
 
-[Note: followed, not copied] From transformers 5 on, loading renames, joins and splits tensors (the experts
-of a mixture lie one by one in the file, and as one tensor in the model). Its rules are run here on tensors
-that hold no numbers (`weight_trace`), so that what it does to a model's names is known for each box of
-elements, with nothing read. Older ones keep the file's names.
+[Note: followed, not copied] From version 5 on, transformers renames, joins and splits tensors while loading
+(the experts of a mixture are separate tensors in the file and one tensor in the model). Its rules are run
+here on tensors without values (`weights.trace`). The result says for each box of elements where it comes
+from, without reading a file. Older versions keep the file's names.
 """
 
 import copy
@@ -26,18 +26,18 @@ from fullshard.spec.pretrained import check_sizes
 from fullshard.spec.weight_map import Part, Shape, WeightMap, by_name, whole
 from fullshard.weights.trace import Traced, UntracedError, source_tensor
 
-# What models call the part without a head, where they do not say it themselves.
+# Names of the part without a head, for models that do not define base_model_prefix.
 _BASES = ("model", "transformer")
-# Where peft puts the module that an adapter stands beside.
+# Name under which peft keeps the module that an adapter is added to.
 _ADAPTED = ".base_layer."
 
 
 def model_names(model: nn.Module, saved: Mapping[str, Shape]) -> WeightMap:
-    """How the tensors of a file, given by name and shape, make those of `model`, by its own names.
+    """Maps the tensors of a file, given by name and shape, to those of `model`.
 
-    `model` may be sharded, or hold adapters of peft, whose base is meant. One of transformers is filled as
-    its `from_pretrained` does; any other by name. Raises CheckpointError for tensors that do not go
-    together.
+    `model` may be sharded, or hold peft adapters, in which case its base is filled. A transformers model is
+    filled as `from_pretrained` does, any other model by name. Raises CheckpointError for tensors that do not
+    match.
     """
     found = _pretrained_in(model)
     if found is None:
@@ -62,9 +62,9 @@ def model_names(model: nn.Module, saved: Mapping[str, Shape]) -> WeightMap:
 
 
 def file_names(twin: Any, tensors: Mapping[str, Shape]) -> WeightMap:
-    """How the model's tensors, by its own names, make those of a file that its `from_pretrained` reads.
+    """Maps the model's tensors to those of a file that its `from_pretrained` reads.
 
-    `twin`: the model on the meta device, see `meta_twin`. Raises CheckpointError.
+    `twin` is the model on the meta device, see `meta_twin`. Raises CheckpointError.
     """
     core = _core()
     if core is None:
@@ -81,7 +81,9 @@ def file_names(twin: Any, tensors: Mapping[str, Shape]) -> WeightMap:
 
 
 def described(model: nn.Module) -> dict[str, Any] | None:
-    """What `meta_twin` makes the model from again: its config and class. None if it is not transformers'."""
+    """Returns the config and class from which `meta_twin` rebuilds the
+    model; None if it is not from transformers.
+    """
     found = _pretrained_in(model)
     if found is None:
         return None
@@ -91,10 +93,11 @@ def described(model: nn.Module) -> dict[str, Any] | None:
 
 
 def meta_twin(config: Mapping[str, Any], *, needed_for: str) -> Any:
-    """The model of transformers that a whole config.json names, on the meta device.
+    """Builds the transformers model that a complete config.json names, on the meta device.
 
-    The config may come from anybody: no code beside a model is run for it. Raises MissingExtraError without
-    transformers, CheckpointError for a config that it does not know, SpecError for one of impossible sizes.
+    The config is untrusted, so no code beside a model is run for it. Raises MissingExtraError without
+    transformers, CheckpointError for a config that transformers does not know, SpecError for impossible
+    sizes.
     """
     if importlib.util.find_spec("transformers") is None:
         raise MissingExtraError("hf", package="transformers", needed_for=needed_for)
@@ -128,8 +131,10 @@ def meta_twin(config: Mapping[str, Any], *, needed_for: str) -> Any:
 
 
 def _pretrained_in(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """(prefix of its names, the outermost module of transformers): `model` itself, or within what wraps
-    it."""
+    """Returns (prefix of its names, outermost transformers module).
+
+    The module is `model` itself or inside wrappers. None if there is none.
+    """
     for name, module in model.named_modules():
         if hasattr(type(module), "base_model_prefix") and hasattr(module, "config"):
             return (f"{name}." if name else ""), module
@@ -137,8 +142,7 @@ def _pretrained_in(model: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def _twin(model: Any) -> Any:
-    """As `model` was before it was sharded: transformers goes by the names of classes, which the engine
-    changes."""
+    """Rebuilds `model` unsharded: transformers uses the class names, which FSDP2 changes."""
     with torch.device("meta"):
         return _class_of(model)(copy.deepcopy(model.config))
 
@@ -152,13 +156,13 @@ def _shapes(model: nn.Module) -> dict[str, Shape]:
 
 
 def _core() -> Any:
-    """transformers' rules; None before version 5, which had none."""
+    """Returns the module with transformers' rules; None before version 5."""
     name = "transformers.core_model_loading"
     return importlib.import_module(name) if importlib.util.find_spec(name) is not None else None
 
 
 class _Rules:
-    """What transformers does to the names and tensors of a file for one model."""
+    """The rules by which transformers renames and converts the tensors of a file for one model."""
 
     def __init__(self, core: Any, transforms: Iterable[Any]) -> None:
         self.core = core
@@ -175,15 +179,15 @@ class _Rules:
         return cls(core, mapping.get_model_conversion_mapping(twin))
 
     def name(self, source: str, *, base: str, wanted: Mapping[str, Shape]) -> tuple[str, str | None]:
-        """(the model's name, the pattern of the converter that takes it), as transformers finds them."""
+        """Returns (the model's name, the pattern of the converter that takes it), as transformers does."""
         name, pattern = self.core.rename_source_key(source, self.renamings, self.converters, base, wanted)
-        if name not in wanted and source in wanted:  # renamed, though it was the model's own already
+        if name not in wanted and source in wanted:  # renamed, although it was already the model's name
             name, pattern = self.core.rename_source_key(source, [], [], base, wanted)
         return name, pattern
 
 
 def _followed(twin: Any, rules: _Rules, *, saved: Mapping[str, Shape]) -> WeightMap:
-    """See [Note: followed, not copied]."""
+    """Applies transformers' rules to traced tensors. See [Note: followed, not copied]."""
     wanted = _shapes(twin)
     parts: dict[str, tuple[Part, ...]] = {}
     shapes: dict[str, Shape] = {}
@@ -211,8 +215,8 @@ def _followed(twin: Any, rules: _Rules, *, saved: Mapping[str, Shape]) -> Weight
 
 
 def _told(twin: Any, surplus: Iterable[str]) -> list[str]:
-    """Those that transformers would tell of too: not masks, tables of positions and the like."""
-    kept = {name for name, _ in twin.named_buffers()}  # not in the state dict: computed, not loaded
+    """Returns the surplus tensors that transformers also reports: not masks, position tables and the like."""
+    kept = {name for name, _ in twin.named_buffers()}  # computed, not loaded: absent from the state dict
     patterns = [re.compile(one) for one in twin._keys_to_ignore_on_load_unexpected or ()]
     left = [name for name in surplus if name not in kept and not name.endswith(".inv_freq")]
     return [name for name in left if not any(pattern.search(name) for pattern in patterns)]

@@ -1,5 +1,4 @@
-"""load_pretrained: the weights of a Hugging Face directory in a model, and what the files lack
-initialised."""
+"""load_pretrained: loads the weights of a Hugging Face directory, and initialises tensors that it lacks."""
 
 import logging
 from functools import partial
@@ -24,12 +23,13 @@ def load_pretrained(
 ) -> LoadReport:
     """Fills `model` with the weights of `directory` (or of one safetensors file). Collective.
 
-    `model` is sharded (`shard(model, plan, values="unset")`) or plain; every rank reads what its own shards
-    need. Tensors that the files lack are initialised as `shard` does it, by `plan.run.run.seed` and `init`,
-    and told once; a plain model without a plan keeps what it holds. A sharded one needs the plan for it.
+    `model` is sharded (`shard(model, plan, values="unset")`) or plain. Every rank reads the data for its own
+    shards. Tensors that the files lack are initialised as in `shard`, with `plan.run.run.seed` and `init`,
+    and logged once. Without a plan, a plain model keeps its values for them, and a sharded model raises
+    CheckpointError.
 
-    Raises CheckpointError where there are no weights, or those of another model; DamagedCheckpointError for
-    files that are not whole; MissingExtraError.
+    Raises CheckpointError if there are no weights or they belong to another model; DamagedCheckpointError for
+    incomplete files; MissingExtraError.
     """
     naming = partial(model_names, model)
     outside = offloaded_of(model)

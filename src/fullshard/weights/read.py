@@ -1,7 +1,7 @@
-"""Weights of a Hugging Face directory, read straight into the shards that a model has of them.
+"""Reads the weights of a Hugging Face directory directly into a model's shards.
 
-Each rank reads the bytes of its own rows and no others, and converts them to its own dtype on the way; no
-tensor is whole anywhere.
+Each rank reads only the bytes of its own rows and converts them to its dtype. No whole tensor exists
+anywhere.
 """
 
 import time
@@ -24,18 +24,23 @@ from fullshard.weights.safetensors_header import FileTensor
 from fullshard.weights.strided import moves_into
 
 _SHOWN = 4
-_COPIES = 1.5  # of most of the model on all ranks: from here on several read the same bytes
+_COPIES = 1.5  # copies of the model over all ranks; above this, several ranks read the same bytes
 _FLOAT8 = tuple(dtype for name in ("float8_e4m3fn", "float8_e5m2") if (dtype := getattr(torch, name, None)))
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What came of reading weights.
+    """Result of reading weights.
 
-    `missing`: parameters and buffers that the files did not have, under no name. `surplus`: tensors of the
-    files that the model does not have. `tied`: (alias, name) of tensors filled once. `converted`: tensors
-    put together from others, or taken out of them. `dtypes`: how many tensors were turned from which dtype
-    into which. `read_bytes`, `seconds`: this rank's own.
+    directory: where they were read from
+    tensors: number of tensors filled
+    missing: parameters and buffers that the files have under none of their names
+    surplus: tensors of the files that the model does not have
+    tied: (alias, name) of tensors filled once
+    converted: tensors assembled from others, or extracted from them
+    dtypes: number of tensors per conversion, such as "bfloat16 → float32"
+    read_bytes: bytes that this rank read
+    seconds: time that this rank took
     """
 
     directory: str
@@ -49,7 +54,7 @@ class LoadReport:
     seconds: float
 
     def describe(self) -> str:
-        """A line for what was read, and one each for what was not as the model is."""
+        """Returns one line about the tensors read, and one for each kind of difference from the model."""
         turned = ", ".join(f"{count} {kind}" for kind, count in self.dtypes.items())
         lines = [f"{self.tensors} tensors from {self.directory}" + (f": {turned}" if turned else "")]
         if self.converted:
@@ -65,7 +70,10 @@ class LoadReport:
 
     @property
     def missing_message(self) -> str | None:
-        """A line for what the files should have had. Adapters (of peft) are meant to be new."""
+        """A line about the tensors that the files lack; None if none is missing.
+
+        Adapters of peft are not counted.
+        """
         missing = [name for name in self.missing if ".lora_" not in name]
         return (
             f"{len(missing)} that the files do not have, initialised: {_some(missing)}" if missing else None
@@ -80,14 +88,17 @@ def read_pretrained(
     wanted: Callable[[Tensor], bool] = lambda _tensor: True,
 ) -> LoadReport:
     """Fills `model`, sharded or not, with the weights of `directory` (or of one safetensors file).
+
     Collective.
 
-    `naming` says what the model makes of the files' tensors (`models.weight_names`); else names must agree,
-    up to a prefix `model.` or `transformer.`. What the files lack stays as it was, and is returned as
-    missing. Of the model's parameters and buffers only those `wanted` are filled.
+    naming: maps the files' tensors to the model's (`weights.names`); by default names must match, except for
+        a prefix `model.` or `transformer.`
+    wanted: selects the parameters and buffers that are filled
 
-    Raises CheckpointError where there are no weights, for shapes that differ (with both, naming the tensors)
-    and for quantised weights; DamagedCheckpointError for files that are not whole.
+    Tensors that the files lack are unchanged, and are reported as missing.
+
+    Raises CheckpointError if there are no weights, for different shapes (with both shapes and the names), and
+    for quantised weights; DamagedCheckpointError for incomplete files.
     """
     began = time.perf_counter()
     path = Path(directory)
@@ -109,7 +120,14 @@ def read_pretrained(
 
 @dataclass(frozen=True)
 class _Reading:
-    """What goes where. `filled`: of tensors that have several names, the one that the files have."""
+    """Assignment of file tensors to model tensors.
+
+    files: the opened files
+    map: parts of the file tensors for each model tensor
+    filled: tensors to fill; one with several names is listed by the name that the files have
+    missing: tensors that the files lack
+    tied: (alias, name) of tensors with several names
+    """
 
     files: PretrainedFiles
     map: WeightMap
@@ -143,7 +161,7 @@ class _Reading:
         return reading
 
     def fill(self, wanted: Callable[[Tensor], bool]) -> int:
-        """Returns the bytes that this rank read."""
+        """Fills the wanted tensors. Returns the bytes that this rank read."""
         filled = {name: tensor for name, tensor in self.filled.items() if wanted(tensor)}
         moves = (
             move
@@ -167,7 +185,7 @@ class _Reading:
         return self.files.tensors[self.map.parts[name][0].source]
 
     def _require_plain_dtypes(self) -> None:
-        """Codes of quantised weights are no values: what they mean stands in scales beside them."""
+        """Raises CheckpointError for quantised weights, whose values depend on separate scales."""
         for name, tensor in self.filled.items():
             dtype = self._source(name).dtype
             is_code = dtype in _FLOAT8 or not (dtype.is_floating_point or dtype.is_complex)
@@ -181,10 +199,10 @@ class _Reading:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers that a file holds, by every name; a parameter under two is one object."""
+    """Returns parameters and buffers in the state dict by every name; a tied parameter is one object."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # a forward without a backward leaves units gathered
+            module.reshard()  # a forward without a backward leaves units unsharded
     return model.state_dict(keep_vars=True)
 
 

@@ -1,9 +1,9 @@
-"""Moves out of safetensors files, in the order of their bytes: read ahead by threads, converted in this one.
+"""Copies from safetensors files in byte order: threads read ahead, and the calling thread converts.
 
-[Note: past the page cache] Blocks come from the disk into buffers of our own (O_DIRECT), two at a time, which
-takes a fraction of the processor time of reads through the kernel's cache: that is left for converting. Where
-several ranks of a node read the same bytes the cache serves all but the first, and is used; so it is where a
-file system has nothing else.
+[Note: past the page cache] Blocks are read from the disk into our own buffers (O_DIRECT), two at a time. This
+takes a fraction of the processor time of reads through the page cache, and leaves that time for converting.
+If several ranks of a node read the same bytes, the page cache is used, because it serves all of them except
+the first. It is also used if the file system does not support O_DIRECT.
 """
 
 import errno
@@ -24,14 +24,20 @@ from fullshard.weights.files import PretrainedFiles
 from fullshard.weights.strided import GAP_BYTES, StridedCopy, split
 
 BUFFER_BYTES = 8 << 20
-_THREADS = 2  # that wait for the disk
-_BUFFERS = _THREADS + 2  # besides theirs, one is emptied, and one is full, so that nobody waits
-_CACHED_BYTES = 1 << 20  # read at once through the cache: what the processor's own holds is copied quicker
+_THREADS = 2  # threads that wait for the disk
+_BUFFERS = _THREADS + 2  # one per thread, one being emptied, and one full, so that no thread waits
+# Bytes per read through the page cache: data in the processor's own cache is copied faster.
+_CACHED_BYTES = 1 << 20
 
 
 @dataclass
 class _Read:
-    """Bytes `begin` to `end` of a file, and what is done with them. `moves`: each with its first byte."""
+    """A read of bytes `begin` to `end` of a file.
+
+    file: name of the file
+    begin, end: range of bytes
+    moves: copies out of the range, each with its first byte in the file
+    """
 
     file: str
     begin: int
@@ -40,10 +46,10 @@ class _Read:
 
 
 def carry_out(moves: Iterable[StridedCopy], files: PretrainedFiles, *, cached: bool) -> int:
-    """Fills the targets of `moves` from `files`. Returns the bytes that were read.
+    """Fills the targets of `moves` from `files`. Returns the number of bytes read.
 
-    `cached`: through the kernel's cache, since others read the same. Memory: four buffers of 8 MiB. Raises
-    DamagedCheckpointError for a file that ends early; OSError.
+    `cached` reads through the page cache, for bytes that other ranks read too. Uses four buffers of 8 MiB.
+    Raises DamagedCheckpointError for a file that ends early; OSError.
     """
     moves = list(moves)
     reads = list(_reads(moves, files))
@@ -54,7 +60,7 @@ def carry_out(moves: Iterable[StridedCopy], files: PretrainedFiles, *, cached: b
 
 
 def _reads(moves: Iterable[StridedCopy], files: PretrainedFiles) -> Iterator[_Read]:
-    """What to read, from the first byte of the first file to the last; neighbours together."""
+    """Yields the reads in order of file and byte. Neighbouring copies share one read."""
     placed: list[tuple[str, int, int, StridedCopy]] = []
     for move in moves:
         tensor = files.tensors[move.source]
@@ -79,7 +85,7 @@ def _joins(read: _Read, file: str, *, begin: int, end: int) -> bool:
 
 
 class _Reader:
-    """Open files, buffers, and the threads that fill them."""
+    """Open files, buffers, and the threads that fill the buffers."""
 
     def __init__(self, files: PretrainedFiles, *, cached: bool, pinned: bool) -> None:
         self.files = files
@@ -124,7 +130,7 @@ class _Reader:
         return self.open[file]
 
     def _fill(self, read: _Read, buffer: Tensor, *, descriptor: int) -> None:
-        """The first byte of `buffer` is the one of the aligned block that `read` begins in."""
+        """Fills `buffer` from the start of the aligned block in which `read` begins."""
         at, end = _down(read.begin), _down(read.end + ALIGNMENT - 1)
         into = memoryview(cast(bytearray, buffer.numpy()))[: end - at]
         done = 0
@@ -146,13 +152,13 @@ class _Reader:
             dtype = self.files.tensors[move.source].dtype
             first = begin - _down(read.begin)
             elements = buffer[first : first + move.span * dtype.itemsize]
-            if first % dtype.itemsize:  # the format does not promise it
+            if first % dtype.itemsize:  # the format does not guarantee alignment
                 elements = elements.clone()
             move.take(elements.view(dtype))
 
 
 def _buffer(*, pinned: bool) -> Tensor:
-    """A mapping is aligned to pages, and so is what is pinned for a GPU."""
+    """Returns a page-aligned buffer, pinned on request."""
     size = BUFFER_BYTES + ALIGNMENT
     if pinned:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -160,5 +166,5 @@ def _buffer(*, pinned: bool) -> Tensor:
 
 
 def _down(offset: int) -> int:
-    """To the begin of its aligned block."""
+    """Rounds down to the start of the aligned block."""
     return offset - offset % ALIGNMENT

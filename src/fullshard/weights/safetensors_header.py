@@ -1,7 +1,7 @@
-"""The header of a safetensors file, read and written.
+"""Reads and writes the header of a safetensors file.
 
-The format: eight bytes (little-endian) with the length of a JSON header; the header (name -> dtype, shape,
-and the range of its bytes behind the header); the tensors' bytes, row-major and little-endian, without gaps.
+The format is: eight bytes (little-endian) with the length of a JSON header; the header (name -> dtype, shape,
+and the byte range behind the header); the tensors' bytes, row-major and little-endian, without gaps.
 https://github.com/huggingface/safetensors#format
 """
 
@@ -40,13 +40,19 @@ DTYPES = {
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _ALIGNMENT = 8
 _LENGTH_BYTES = 8
-_MOST_DIMS = 64  # of a tensor of torch
-_LONGEST_BYTES = 100_000_000  # what the format's own reader takes
+_MOST_DIMS = 64  # limit of torch tensors
+_LONGEST_BYTES = 100_000_000  # limit of the format's own reader
 
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor in a file: where its bytes begin, counted from the file's start."""
+    """A tensor in a file.
+
+    file: name of the file
+    begin: first byte, counted from the start of the file
+    shape: shape of the tensor
+    dtype: dtype of the tensor
+    """
 
     file: str
     begin: int
@@ -59,7 +65,7 @@ class FileTensor:
 
 
 def encode(tensors: Mapping[str, SavedTensor], metadata: Mapping[str, str]) -> bytes:
-    """The file up to the first tensor's bytes; the tensors follow in this order."""
+    """Returns the file up to the first tensor's bytes. The tensors follow in the given order."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     begin = 0
     for name, tensor in tensors.items():
@@ -76,9 +82,9 @@ def encode(tensors: Mapping[str, SavedTensor], metadata: Mapping[str, str]) -> b
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
-    """The tensors of a file, once what its header says fits together and fits the file.
+    """Returns the tensors of a file, after checking that its header is consistent and matches the file size.
 
-    Raises DamagedCheckpointError that says what does not; OSError.
+    Raises DamagedCheckpointError with the inconsistency; OSError.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -119,7 +125,7 @@ def _tensor(path: Path, name: str, *, one: Any, begin: int) -> FileTensor:
 
 
 def _counts(values: Any) -> list[int] | None:
-    """A list of numbers that count something; None for anything else."""
+    """Returns a list of non-negative integers; None for anything else."""
     if not isinstance(values, list):
         return None
     every = cast(list[Any], values)

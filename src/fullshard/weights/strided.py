@@ -1,4 +1,4 @@
-"""Boxes of elements carried from the flat bytes of one tensor into another, in pieces that a buffer holds."""
+"""Copies boxes of elements from the flat bytes of one tensor into another, in pieces that fit a buffer."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,13 +7,19 @@ from torch import Tensor
 
 from fullshard.spec.weight_map import Part, row_major
 
-# A gap in what is read costs less than another read, up to here: about what a disk gives in the time of one.
+# Reading a gap of up to this size costs less than another read, in whose time a disk delivers about as much.
 GAP_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
-    """`target` (a view into what is filled) takes elements of `source`: from `begin` on, `strides` apart."""
+    """A copy of strided elements of `source` into `target`.
+
+    source: name of the source tensor
+    begin: first element in the source
+    strides: distance of neighbours in the source, elements, per dim of `target`
+    target: view into the tensor that is filled
+    """
 
     source: str
     begin: int
@@ -22,12 +28,12 @@ class StridedCopy:
 
     @property
     def span(self) -> int:
-        """Elements of the source from the first that is needed to the last."""
+        """Number of source elements from the first to the last one needed."""
         return 1 + sum((n - 1) * s for n, s in zip(self.target.shape, self.strides, strict=True))
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether source and target both lie without gaps, in the same order."""
+        """True if source and target both have no gaps, in the same order."""
         wanted = row_major(tuple(self.target.shape))
         agree = all(
             size == 1 or stride == step
@@ -36,18 +42,23 @@ class StridedCopy:
         return agree and self.target.is_contiguous()
 
     def narrowed(self, dim: int, begin: int, *, length: int) -> "StridedCopy":
-        """The part of it from `begin` along `dim`."""
+        """Returns the copy restricted to `length` elements from `begin` along `dim`."""
         start = self.begin + begin * self.strides[dim]
         return StridedCopy(self.source, start, self.strides, self.target.narrow(dim, begin, length))
 
     def take(self, elements: Tensor) -> None:
-        """Fills the target from `elements`: `span` of them, from `begin` on; converts them on the way."""
+        """Fills the target from `elements`, the `span` source elements from `begin` on.
+
+        Converts the dtype.
+        """
         self.target.copy_(elements.as_strided(self.target.shape, self.strides, elements.storage_offset()))
 
 
 def moves_into(target: Tensor, parts: Sequence[Part], *, offsets: Sequence[int]) -> Iterator[StridedCopy]:
-    """What of `parts` belongs into `target`, a box of the tensor that they fill, which begins at
-    `offsets`."""
+    """Yields the copies of `parts` into `target`.
+
+    `target` is a box that begins at `offsets` in the tensor that `parts` fill.
+    """
     for part in parts:
         begin, view, empty = part.begin, target, target.numel() == 0
         for dim, offset in enumerate(offsets):
@@ -63,8 +74,7 @@ def moves_into(target: Tensor, parts: Sequence[Part], *, offsets: Sequence[int])
 
 
 def split(move: StridedCopy, *, most: int, itemsize: int) -> Iterator[StridedCopy]:
-    """`move` in pieces that each span at most `most` elements of the source, and leave out wide gaps in
-    it."""
+    """Splits `move` into pieces that each span at most `most` source elements and skip wide gaps."""
     dims = [dim for dim, size in enumerate(move.target.shape) if size > 1]
     if not dims:
         yield move

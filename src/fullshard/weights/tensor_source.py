@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint by ranges of their elements, whatever ranks wrote them."""
+"""Reads the tensors of a checkpoint by ranges of their elements, for checkpoints of any ranks."""
 
 import math
 from collections.abc import Mapping
@@ -29,14 +29,14 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class _ShardLocation:
-    """A piece, and the data file that it is in."""
+    """A piece of a tensor, and its data file."""
 
     file: str
     piece: ShardRecord
 
 
 class SavedModel:
-    """What a checkpoint holds of its model; every read verifies the blocks that it touches."""
+    """The model tensors of a checkpoint. Every read verifies the blocks that it touches."""
 
     def __init__(self, reader: Reader) -> None:
         manifest = reader.manifest
@@ -61,7 +61,7 @@ class SavedModel:
         if all(tuple(place.piece.shape[1:]) == shape[1:] for place in places):
             self._read_rows(target, name, begin=begin)
             return
-        # Pieces that are boxes: the rows that hold what is wanted, put together first.
+        # The pieces are boxes: assemble the rows that contain the range first.
         row = math.prod(shape[1:])
         first, last = begin // row, -(-(begin + target.numel()) // row)
         rows = torch.empty((last - first, *shape[1:]), dtype=target.dtype)
@@ -77,7 +77,7 @@ class SavedModel:
         target.copy_(rows.reshape(-1)[start : start + target.numel()])
 
     def _read_rows(self, target: Tensor, name: str, *, begin: int) -> None:
-        """From pieces that are whole rows: each holds a range of the flat tensor."""
+        """Reads from pieces that are whole rows. Each holds a range of the flat tensor."""
         row = math.prod(self.tensors[name].shape[1:])
         for place in self._places[name]:
             start = place.piece.index[0] * row if place.piece.index else 0
@@ -93,7 +93,7 @@ class SavedModel:
 
 
 def _places(reader: Reader, manifest: Manifest) -> dict[str, list[_ShardLocation]]:
-    """The pieces of each model tensor, in order of their rows; of copies, one."""
+    """Returns the pieces of each model tensor, ordered by row. One of several copies is used."""
     found: dict[str, dict[tuple[int, ...], _ShardLocation]] = {name: {} for name in manifest.model_tensors}
     for file in manifest.data_files:
         for piece in reader.table(file).pieces:
@@ -104,7 +104,7 @@ def _places(reader: Reader, manifest: Manifest) -> dict[str, list[_ShardLocation
         if held != math.prod(tensor.shape):
             for file in manifest.files:
                 if f"{file}{SUFFIX}" in manifest.files:
-                    reader.table(file)  # says whose disk it is on
+                    reader.table(file)  # raises for a file on another node's disk
             raise _incomplete(reader, name, tensor=tensor, held=held)
     return {
         name: sorted(places.values(), key=lambda place: place.piece.index) for name, places in found.items()

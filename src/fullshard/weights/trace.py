@@ -1,8 +1,8 @@
-"""Tensors that hold no numbers, only where each number comes from: another program's rearranging, written
-down.
+"""Tensors without values that record where each element comes from.
 
-What transformers does to a file's tensors (splits, stacks, joins, turns) is done to these instead; what comes
-out says, box by box, which elements of which source stand where.
+The rearrangements that transformers applies to a file's tensors (splits, stacks, joins, transposes) are
+applied to these tensors instead. The result lists, box by box, which elements of which source are at which
+position.
 """
 
 import math
@@ -19,11 +19,14 @@ _ATEN = torch.ops.aten
 
 
 class UntracedError(Exception):
-    """An operation that computes, or that is not known here."""
+    """Raised for an operation that computes values, or that is not supported here."""
 
 
 class Traced(Tensor):
-    """A tensor without numbers. `parts`: boxes that fill it, see `spec.weight_map`."""
+    """A tensor without values.
+
+    parts: boxes that fill the tensor, see `spec.weight_map`
+    """
 
     parts: tuple[Part, ...]
 
@@ -38,15 +41,15 @@ class Traced(Tensor):
 
 
 def traced(shape: Shape, parts: Iterable[Part]) -> Traced:
-    """A tensor that `parts` fill."""
-    # Always contiguous to the eye: then a reshape is a view, and views are what is followed here.
+    """Returns a tensor that `parts` fill."""
+    # Appears contiguous, so that every reshape is a view; only views are supported here.
     made = cast(Any, Tensor)._make_wrapper_subclass(Traced, shape, dtype=torch.float32, device="meta")
     made.parts = tuple(parts)
     return made
 
 
 def source_tensor(name: str, shape: Shape) -> Traced:
-    """The source `name`, as it is."""
+    """Returns the whole source `name` as a traced tensor."""
     return traced(shape, whole(name, shape))
 
 
@@ -58,13 +61,16 @@ def _same(tensor: Traced) -> Traced:
 
 
 def _narrow(tensor: Traced, dim: int, *, begin: int, length: int) -> Traced:
-    """Elements `begin` to `begin` + `length` along `dim`."""
+    """Returns elements `begin` to `begin` + `length` along `dim`."""
     shape = (*tensor.shape[:dim], length, *tensor.shape[dim + 1 :])
     return traced(shape, (p for q in tensor.parts if (p := _cut(q, dim, begin=begin, end=begin + length))))
 
 
 def _cut(part: Part, dim: int, *, begin: int, end: int) -> Part | None:
-    """What of `part` lies between `begin` and `end` along `dim` of its target, counted from `begin`."""
+    """Returns the piece of `part` between `begin` and `end` along `dim` of its target.
+
+    Positions of the piece are counted from `begin`.
+    """
     low, high = max(part.at[dim], begin), min(part.at[dim] + part.shape[dim], end)
     if low >= high:
         return None
@@ -184,7 +190,7 @@ def _t(tensor: Traced) -> Traced:
 
 
 def _view(tensor: Traced, size: Sequence[int]) -> Traced:
-    """Through boxes that are whole rows of the old shape and of the new one."""
+    """Reshapes a tensor, box by box."""
     given = torch.empty(tuple(tensor.shape), device="meta").reshape(tuple(size)).shape
     parts = [part for old in tensor.parts for part in _reshaped(old, tuple(tensor.shape), new=tuple(given))]
     return traced(tuple(given), parts)
@@ -192,8 +198,13 @@ def _view(tensor: Traced, size: Sequence[int]) -> Traced:
 
 @dataclass(frozen=True)
 class _TracedRun:
-    """`length` elements that stand one after the other from `at` in a flat target: `stride` apart in the
-    source."""
+    """Consecutive elements of a flat target, from `at`.
+
+    at: first element in the target
+    length: number of elements
+    begin: first element in the source
+    stride: distance of the elements in the source
+    """
 
     at: int
     length: int
@@ -202,9 +213,10 @@ class _TracedRun:
 
 
 def _reshaped(part: Part, old: Shape, *, new: Shape) -> list[Part]:
-    """`part` of a tensor of shape `old`, as boxes of the same elements in the shape `new`.
+    """Returns `part` of a tensor of shape `old` as boxes of the same elements in the shape `new`.
 
-    Dims that both shapes share at the front and at the back stay; what lies between is cut into runs.
+    Dims that both shapes share at the front and at the back are kept. The dims between them are cut into
+    runs.
     """
     front = _shared(old, new)
     back = _shared(old[front:][::-1], new[front:][::-1])
@@ -224,13 +236,13 @@ def _reshaped(part: Part, old: Shape, *, new: Shape) -> list[Part]:
 
 
 def _shared(one: Shape, other: Shape) -> int:
-    """How many dims both begin with."""
+    """Returns the number of leading dims that are equal."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _runs(at: Shape, *, shape: Shape, strides: Shape, sizes: Shape) -> list[_TracedRun]:
-    """A box at `at` in a tensor of `sizes`, flattened."""
+    """Returns the runs of a box at `at` in a flattened tensor of shape `sizes`."""
     runs, inner = [_TracedRun(0, 1, 0, 0)], 1
     for dim in reversed(range(len(sizes))):
         first = runs[0]
@@ -249,7 +261,7 @@ def _runs(at: Shape, *, shape: Shape, strides: Shape, sizes: Shape) -> list[_Tra
 
 
 def _boxes(run: _TracedRun, sizes: Shape) -> list[Part]:
-    """The boxes in a tensor of `sizes` that `run` fills."""
+    """Returns the boxes in a tensor of shape `sizes` that `run` fills."""
     if not sizes:
         return [Part("", begin=run.begin, strides=(), at=(), shape=())]
     inner_sizes, inner = sizes[1:], math.prod(sizes[1:])

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint on their way into safetensors files, a piece at a time."""
+"""Writes tensors of a checkpoint to safetensors files, one piece at a time."""
 
 import logging
 import math
@@ -18,8 +18,7 @@ from fullshard.weights.safetensors_header import DTYPES, encode
 from fullshard.weights.strided import StridedCopy, moves_into, split
 from fullshard.weights.tensor_source import TensorSource
 
-# What is held of a tensor that is larger: much more than a block of a checkpoint, whose digests are of 16
-# MiB.
+# Piece size for larger tensors: much more than a checkpoint's digest block of 16 MiB.
 _PIECE_BYTES = 128 << 20
 
 logger = logging.getLogger("fullshard")
@@ -27,10 +26,14 @@ logger = logging.getLogger("fullshard")
 
 @dataclass(frozen=True)
 class SafetensorsWriter:
-    """Tensors as they will stand in files, in that order, and of which elements each is made.
+    """Tensors in the order in which they are written to files, and their sources.
 
-    `metadata`: of the files. `what`: where it all comes from, as people are told. `piece_bytes`: what is held
-    of a tensor that is larger, three times: as saved, as it will be written, and while the next is read.
+    what: name of the checkpoint for messages
+    source: tensors of the checkpoint
+    tensors: shape and dtype of each tensor as written
+    parts: elements of the source that each tensor consists of
+    metadata: metadata of the files
+    piece_bytes: size of a piece; three are held: as saved, as written, and while the next one is read
     """
 
     what: str
@@ -51,9 +54,10 @@ class SafetensorsWriter:
         metadata: Mapping[str, str],
         shard_bytes: int | None,
     ) -> "SafetensorsWriter":
-        """`dtype`: of all floating-point tensors; None leaves each as it was saved.
+        """Builds the writer for the tensors of `names`.
 
-        Raises CheckpointError for no tensors, and for a dtype that safetensors does not have.
+        `dtype` applies to all floating-point tensors; None keeps each as saved. Raises CheckpointError if
+        there are no tensors, and for a dtype that safetensors does not support.
         """
         if not names.parts:
             raise CheckpointError(f"{what} holds no model.")
@@ -69,7 +73,7 @@ class SafetensorsWriter:
             turned = dtype is not None and saved.torch_dtype.is_floating_point
             chosen = str(dtype).removeprefix("torch.") if turned else saved.dtype
             tensors[name] = SavedTensor(shape=names.shapes[name], dtype=chosen)
-        # Wide dtypes first, so that every tensor is aligned; then by name.
+        # Wide dtypes come first, so that every tensor is aligned; then sorted by name.
         order = sorted(tensors, key=lambda name: (-tensors[name].torch_dtype.itemsize, name))
         piece_bytes = _PIECE_BYTES if shard_bytes is None else min(_PIECE_BYTES, max(1, shard_bytes // 3))
         return cls(what, source, {n: tensors[n] for n in order}, names.parts, metadata, piece_bytes)
@@ -79,7 +83,10 @@ class SafetensorsWriter:
         return sum(tensor.size_bytes for tensor in self.tensors.values())
 
     def files_of(self, shard_bytes: int) -> list[list[str]]:
-        """Names, in order, each list of at most `shard_bytes`, or of one tensor."""
+        """Returns the tensor names of each file, in order.
+
+        A file has at most `shard_bytes`, or one larger tensor.
+        """
         files: list[list[str]] = []
         room = 0
         for name, tensor in self.tensors.items():
@@ -91,10 +98,10 @@ class SafetensorsWriter:
         return files
 
     def write(self, target: Path, names: Sequence[str]) -> None:
-        """One file, which appears when it is whole."""
+        """Writes one file, which appears when it is complete."""
         header = encode({name: self.tensors[name] for name in names}, self.metadata)
         pieces = (piece for name in names for piece in self._pieces(name))
-        # One piece is read while the one before is written.
+        # The next piece is read on the thread while this one is written.
         with disk.replace_atomically(target) as file, ThreadPoolExecutor(max_workers=1) as thread:
             file.write(header)
             coming = thread.submit(next, pieces, None)
@@ -103,7 +110,7 @@ class SafetensorsWriter:
                 file.write(piece.reshape(-1).view(torch.uint8).numpy().data)
 
     def _pieces(self, name: str) -> Iterator[Tensor]:
-        """The tensor by rows, as many as `piece_bytes` hold."""
+        """Yields the tensor in groups of rows that fit into `piece_bytes`."""
         tensor = self.tensors[name]
         shape = tensor.shape or (1,)
         widest = max(tensor.torch_dtype.itemsize, *(self._dtype(p).itemsize for p in self.parts[name]))
