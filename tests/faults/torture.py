@@ -26,7 +26,7 @@ HEAD = """# Faults, and what came of them
 
 Made by `make torture` ({trials} kills and {trials} damages, or more), {day}, torch {torch}, {machine}.
 A training of two gloo ranks saves after every step. After each fault it is started again, and this is held:
-it goes on from the newest step whose save was acknowledged, or a later one; every loss of every attempt is
+it resumes from the newest step whose save was acknowledged, or a later one; every loss of every attempt is
 that of an undisturbed run, bit for bit; nothing hangs. A row that broke one of these would not be here: the
 run stops at it. Every directory of checkpoints holds files, links and fifos of others, some of them under the
 names of checkpoints. While ranks are killed, another process loads the newest checkpoint again and again, and
@@ -42,8 +42,8 @@ OFFLOAD_HEAD = f"""{OFFLOAD}
 Made by `python -m tests.faults.torture --only offload --trials {{trials}}`, {{day}}, torch {{torch}},
 {{machine}}. The same with state kept outside of the device: ten groups and four units a rank, a generation
 committed after every step and a checkpoint every {EVERY}. Ranks are killed while they start, or at a random
-moment of some {2 * EVERY} steps. Each start goes on from no older step than the newest that all ranks have
-told to be whole on their drives, nor than the newest checkpoint; from exactly that with state in host memory,
+moment of some {2 * EVERY} steps. Each start resumes from no older step than the newest that all ranks have
+reported whole on their drives, nor than the newest checkpoint; from exactly that with state in host memory,
 which dies with its process.
 
 | fault | saving | times | what it hit: what the next start went on from |

@@ -15,7 +15,7 @@ from fullshard.system.terminal import escape_logs, printable
 HELP = """Train PyTorch models whose parameters, gradients and optimizer state are sharded over ranks.
 
 Results go to standard output, progress and errors to standard error. Exit codes: 0 done, 75 interrupted and
-saved (go on with train --resume), 130 ended by Ctrl-C, 1 an error nobody foresaw, 2 wrong usage or run.toml,
+saved (resume with train --resume), 130 ended by Ctrl-C, 1 an error nobody foresaw, 2 wrong usage or run.toml,
 3 plan, 4 sharding, 5 data, 6 checkpoint, 7 launch, 8 training, 9 offload.
 """
 

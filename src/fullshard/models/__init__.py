@@ -1,3 +1,1 @@
-"""Models of a run: the reference decoder, transformers models, and
-any `nn.Module` from the user's function.
-"""
+"""Models of a run: the reference decoder, transformers models, and any `nn.Module` of the user's."""

@@ -213,7 +213,7 @@ class DriveFile:
         scratch = _scratch(head + target.nbytes)
         count = self._read_once(scratch, offset - head) - head
         if count <= 0:
-            self._leave_direct()  # a transfer that ends within a block goes on without
+            self._leave_direct()  # a transfer that ends within a block continues without
             return 0
         count = min(count, target.nbytes)
         _copy(scratch[head : head + count], to=target[:count])

@@ -152,7 +152,7 @@ def settings_of(plan: Plan, system: System) -> Settings:
     )
 
 
-def _shards(  # the bound arguments, then those of `Settings.shards_on_drive`
+def _shards(  # signature: `Settings.shards_on_drive`, after the bound arguments
     plan: Plan, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool, system: System
 ) -> DriveShards:
     path = directory_of(plan, rank=rank()) / ("frozen.data" if frozen else "parameters.data")
