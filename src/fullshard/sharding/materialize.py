@@ -268,7 +268,7 @@ class _Filler:
                     seed = _seed_of(self.seed, self.names[module])
                     random.seed(seed)  # for initialisers that draw from these, who knows why
                     np.random.seed(seed % 2**32)
-                    with _SeededRandom(self.seed, self.names[module]):
+                    with _SeededRandom(self.seed, self.names[module], device=self.device):
                         self._initialise_module(module)
 
     def _initialise_module(self, module: nn.Module) -> None:
@@ -339,13 +339,15 @@ class _Filler:
 class _SeededRandom(TorchDispatchMode):
     """Seeds each random operation on its own. See [Note: the same values at any rank count]."""
 
-    def __init__(self, seed: int, name: str) -> None:
+    def __init__(self, seed: int, name: str, *, device: torch.device) -> None:
         super().__init__()
         self.seed, self.name, self.operations = seed, name, 0
+        # torch.manual_seed formats a stack for each kind of device that is not there.
+        self.seed_all = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            torch.manual_seed(_seed_of(self.seed, f"{self.name}/{self.operations}"))
+            self.seed_all(_seed_of(self.seed, f"{self.name}/{self.operations}"))
             self.operations += 1
         return func(*args, **(kwargs or {}))
 
