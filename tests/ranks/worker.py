@@ -79,9 +79,8 @@ def serve(connection: Connection) -> None:
 def _let_others_finish() -> None:
     """No thread takes the processor from another one of a rank just because it was woken.
 
-    gloo's thread is woken when bytes come. If it then takes the processor from a thread that holds the lock of
-    the connection, it asks for the lock again and again, for all of its time slice: a third of what ranks took
-    of two cores.
+    gloo's thread is woken when bytes come. Where it then takes the processor from a thread that holds the
+    connection's lock, it asks for that lock again and again, for all of its time slice.
     """
     if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
