@@ -55,6 +55,7 @@ def serve(connection: Connection) -> None:
     os.setsid()  # Ctrl-C is for pytest; we end with it
     threading.Thread(target=_die_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    _let_others_finish()
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback  # else gloo asks the resolver for this host's name
@@ -73,6 +74,16 @@ def serve(connection: Connection) -> None:
                 store.add("finished", 1)  # and leaves at once, which ends what the others wait for
             else:
                 _await_all(store, "finished", call.world_size)
+
+
+def _let_others_finish() -> None:
+    """No thread takes the processor from another one of a rank just because it was woken.
+
+    gloo's thread is woken when bytes come. Where it then takes the processor from a thread that holds the
+    connection's lock, it asks for that lock again and again, for all of its time slice.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _die_with_parent() -> None:
