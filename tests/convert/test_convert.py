@@ -310,7 +310,7 @@ def test_batches_multiply_to_the_whole():
 
 
 @pytest.mark.parametrize(
-    ("text", "skip_messages"),
+    ("text", "told"),
     [
         ('{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}', "contradict"),
         ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "two precisions"),

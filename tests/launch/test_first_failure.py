@@ -80,4 +80,4 @@ def test_a_killed_rank_is_told_with_the_way_to_go_on() -> None:
     found = first_failure([killed(0, signal.SIGKILL)])
     assert found is not None
     assert "  try: fewer ranks on this machine" in found[1].message
-    assert "--resume continues from the newest whole step" in found[1].message
+    assert "--resume starts at the newest whole step" in found[1].message
