@@ -26,6 +26,7 @@ import xxhash
 
 from fullshard.errors import DataError
 from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_bytes
+from fullshard.system.disk import flush
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -146,21 +147,13 @@ def _commit(draft: Path, entry: Path, *, facts: Mapping[str, Any]) -> None:
     text = json.dumps({**facts, "format": FORMAT, "files": files}, indent=1)
     (draft / MANIFEST).write_text(text + "\n", encoding="utf-8")
     for path in (*draft.iterdir(), draft):
-        _flush(path)
+        flush(path)
     try:
         draft.rename(entry)
     except OSError:
         if not _is_whole(entry):  # without locks another process may have been first
             raise
-    _flush(entry.parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(entry.parent)
 
 
 def _taken(descriptor: int) -> bool:
