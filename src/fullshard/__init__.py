@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from fullshard.checkpoint import location_of as location_of
     from fullshard.checkpoint import save as save
     from fullshard.data import build_data as build_data
-    from fullshard.dryrun.program import Program as Program
-    from fullshard.dryrun.run import dry_run as dry_run
+    from fullshard.dryrun.process import dry_run as dry_run
+    from fullshard.dryrun.values import Program as Program
     from fullshard.errors import FullshardError as FullshardError
     from fullshard.models.decoder import DecoderModel as DecoderModel
     from fullshard.models.huggingface import meta_model as meta_model
@@ -71,8 +71,8 @@ _HOMES = {
     "latest_checkpoint": "checkpoint",
     "location_of": "checkpoint",
     "save": "checkpoint",
-    "Program": "dryrun.program",
-    "dry_run": "dryrun.run",
+    "Program": "dryrun.values",
+    "dry_run": "dryrun.process",
     "FullshardError": "errors",
     "DecoderModel": "models.decoder",
     "meta_model": "models.huggingface",

@@ -17,7 +17,8 @@ FullshardError          1   never raised itself
 Exit code 75 (`EX_TEMPFAIL`: try again later) is not an error: the run was interrupted, and saved itself.
 """
 
-from typing import ClassVar
+import copyreg
+from typing import Any, ClassVar
 
 INTERRUPTED_EXIT_CODE = 75
 
@@ -44,6 +45,10 @@ class FullshardError(Exception):
         lines += [f"  why: {why}"] if why else []
         lines += [f"  try: {fix}"] if fix else []
         super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the error without its `__init__`, whose parameters differ between classes."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # pyright: ignore
 
 
 class SpecError(FullshardError):

@@ -1,6 +1,5 @@
 """A step on real ranks, measured; and the same step, predicted. Both return plain values."""
 
-import dataclasses
 from collections.abc import Iterator
 from fnmatch import fnmatch
 
@@ -86,7 +85,7 @@ def measured(plan: Plan, frozen: str = "") -> dict[str, int]:
         peaks.append(peak)
     parts = min(peaks, key=lambda one: one.bytes).parts
     assert parts is not None, "a model was given"
-    found = dataclasses.asdict(parts)
+    found = parts.parts()
     if (offloaded := offloaded_of(model)) is not None:
         if offloaded.masters:  # they are the shards
             found["parameter_shards"] = 0

@@ -26,7 +26,7 @@ def fake_ranks(world_size: int, *, rank: int) -> Generator[None]:
         raise ShardError(
             "a dry run needs a process of its own.",
             got="a process group that is initialised already",
-            fix="fullshard.dryrun.run.dry_run, which starts one",
+            fix="fullshard.dryrun.process.dry_run, which starts one",
         )
     try:
         importlib.import_module(_REGISTERS_FAKE)

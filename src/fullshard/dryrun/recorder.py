@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fullshard.distributed.tensors import storage_key
+from fullshard.distributed.tensors import local_tensor, storage_key
 from fullshard.dryrun.events import Allocate, Event, Free
 from fullshard.spec.plan import DeviceType
 from fullshard.tracing.kernels import OpCall, transient_bytes
@@ -86,7 +85,9 @@ class Recorder(TorchDispatchMode):
 
     def note(self, tensors: Iterable[Tensor]) -> set[int]:
         """Starts tracking the storages of `tensors`; returns their blocks."""
-        return {block for tensor in tensors if (block := self._track(local_part(tensor))) is not None}
+        with torch.no_grad():
+            blocks = [self._track(local_tensor(tensor)) for tensor in tensors]
+        return {block for block in blocks if block is not None}
 
     def enter(self, phase: str) -> None:
         """Records the start of `phase`."""
@@ -168,14 +169,6 @@ class Recorder(TorchDispatchMode):
     def _in_engine(self) -> bool:
         named = [name for name in self._ranges if name.startswith(_ENGINE)]
         return bool(named) and not named[-1].startswith(_ENGINE_CASTS)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of `tensor`: the tensor itself, or the local shard of a DTensor."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local()
 
 
 def _padding_bytes(func: Any, args: Sequence[Any], *, kwargs: dict[str, Any]) -> int:

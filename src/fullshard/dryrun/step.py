@@ -1,17 +1,30 @@
-"""Step of a dry run: the same calls to FSDP2, in the same order, as in `training.step`.
+"""Two steps of a sharded model in the current process, on fake ranks and fake tensors."""
 
-The gradient norm is left out; it takes one scalar per gradient.
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.distributed.fsdp import FSDPModule
 
+from fullshard.dryrun.allocator import LiveBlock, simulate
+from fullshard.dryrun.events import highest
+from fullshard.dryrun.ranks import disable_collectives, fake_ranks, lazy_chunks
 from fullshard.dryrun.recorder import Recorder
+from fullshard.dryrun.values import DryRun
+from fullshard.errors import ShardError
+from fullshard.models.decoder import DecoderModel
+from fullshard.sharding.apply import apply_fully_shard, finish_sharding, prepare
+from fullshard.sharding.materialize import allocate_fake
+from fullshard.sharding.units import Predicate
 from fullshard.spec.plan import Plan
+from fullshard.tracing.cuda_kernels import cuda_kernels
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Any]]
 MakeOptimizer = Callable[[nn.Module, Plan], torch.optim.Optimizer]
@@ -20,7 +33,65 @@ MakeBatch = Callable[[Plan], Any]
 OPTIMIZER_STEP = "optimizer step"
 
 
-def dry_step(
+def decoder(plan: Plan) -> DecoderModel:
+    """Returns the reference decoder that the plan's run describes."""
+    return DecoderModel(plan.run.decoder)
+
+
+def token_batch(plan: Plan) -> dict[str, Tensor]:
+    """Returns int64 `tokens` and `labels`, each (microbatch, sequence_length)."""
+    shape = (plan.microbatch, plan.run.data.sequence_length)
+    return {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels")}
+
+
+def run_dry_step(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    loss: Loss,
+    optimizer: MakeOptimizer,
+    batch: MakeBatch = token_batch,
+    units: Predicate | None = None,
+    rank: int = 0,
+) -> DryRun:
+    """Shards `model` by `plan` and runs two steps on fake tensors. The model cannot be used afterwards.
+
+    The code is the same as in training: `fully_shard`, forward, backward, reduction, optimizer. The tensors
+    are fake (shapes without data) and the process group has no other ranks. For a CUDA plan, the operations
+    follow CUDA's code paths (`tracing.cuda_kernels`). Nothing is compiled.
+
+    loss: `loss(model, microbatch)`.
+    optimizer: `optimizer(model, plan)`.
+    batch: `batch(plan)`, returns one microbatch.
+    units: as in `shard`.
+    rank: the rank that this process stands for.
+
+    Raises ShardError if this process already has a process group, or the model cannot be sharded. An error
+    within backward may end the process; `fullshard.dryrun.process.dry_run` guards against that.
+    """
+    recorder = Recorder(plan.device)
+    plan = _on_cpu(plan)
+    with fake_ranks(plan.world_size, rank=rank), _eager_modes(recorder):
+        with lazy_chunks():
+            prepared = prepare(model, plan, units=units)
+            apply_fully_shard(model, prepared, plan=plan, stands_for=recorder.device)
+        disable_collectives(model)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            allocate_fake(model, prepared.units)
+            finish_sharding(model, prepared.units, plan=plan)
+            recorder.note([*model.parameters(), *model.buffers()])
+            with recorder:
+                built = optimizer(model, plan)
+                gradients: set[int] = set()
+                built.register_step_pre_hook(lambda *_: gradients.update(_gradients(model, recorder)))
+                starts: list[int] = []
+                for _ in range(2):
+                    starts.append(len(recorder.events))
+                    _run_step(model, plan, optimizer=built, loss=loss, batch=batch, recorder=recorder)
+            return _result(model, built, recorder=recorder, gradients=gradients, start=starts[-1])
+
+
+def _run_step(
     model: nn.Module,
     plan: Plan,
     *,
@@ -29,7 +100,10 @@ def dry_step(
     batch: MakeBatch,
     recorder: Recorder,
 ) -> None:
-    """Runs `plan.accumulation` microbatches and the update. Reports each phase to `recorder`."""
+    """Runs microbatches and update with the same calls to FSDP2, in the same order, as `training.step`.
+
+    The gradient norm is left out; it takes one scalar per gradient.
+    """
     sums = torch.zeros(4, dtype=torch.float64)  # ranks add up: loss, count, squared norm, stop
     for index in range(plan.accumulation):
         recorder.enter(f"microbatch {index + 1}")
@@ -49,3 +123,65 @@ def _set_sync(model: FSDPModule, plan: Plan, *, last: bool) -> None:
     model.set_requires_gradient_sync(last or plan.sync_each_microbatch)
     model.set_requires_all_reduce(last)
     model.set_reshard_after_backward(last or plan.reshard_after_forward is not False)
+
+
+@contextmanager
+def _eager_modes(recorder: Recorder) -> Generator[None]:
+    """Activates the modes of a dry run on this thread. Autograd's own threads would have none of them."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(recorder.record_all())
+        if recorder.device == "cuda":
+            stack.enter_context(cuda_kernels())
+        try:
+            yield
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ShardError(
+                "the model cannot be run dry.",
+                got=f"{error.func}, whose result depends on values",
+                why="fake tensors have shapes, and no values",
+                fix="a step on real ranks, measured: fullshard train with a small run.ranks",
+            ) from error
+
+
+def _on_cpu(plan: Plan) -> Plan:
+    place = plan.run.run.model_copy(update={"compile": False})
+    return plan.model_copy(update={"device": "cpu", "run": plan.run.model_copy(update={"run": place})})
+
+
+def _gradients(model: nn.Module, recorder: Recorder) -> set[int]:
+    return recorder.note(p.grad for p in model.parameters() if p.grad is not None)
+
+
+def _result(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, recorder: Recorder, gradients: set[int], start: int
+) -> DryRun:
+    """Returns the peak of the events from `start` on, split by owner of the blocks alive at that moment."""
+    peak = highest(recorder.events, start=start)
+    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+    parts = {
+        "parameter_shards": recorder.note(model.parameters()),
+        "gradients": gradients,
+        "optimizer_state": recorder.note(state),
+        "buffers": recorder.note(model.buffers()),
+        "units_in_flight": recorder.engine,
+    }
+    sizes: dict[str, int] = {}
+    left = dict(peak.live)
+    for name, blocks in parts.items():
+        sizes[name] = _taken(left, blocks)
+    steps = [after for after, name in recorder.moments if name == OPTIMIZER_STEP]
+    held = simulate(recorder.events) if recorder.device == "cuda" else LiveBlock(0, 0)
+    return DryRun(
+        moment=[name for after, name in recorder.moments if after < peak.after][-1],
+        **sizes,
+        rest=sum(left.values()),
+        optimizer_step_bytes=highest(recorder.events, start=steps[-1]).bytes,
+        allocated_bytes=held.allocated,
+        reserved_bytes=held.reserved,
+    )
+
+
+def _taken(live: dict[int, int], blocks: Iterable[int]) -> int:
+    """Removes `blocks` from `live`; returns their bytes."""
+    return sum(live.pop(block, 0) for block in blocks)

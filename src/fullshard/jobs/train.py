@@ -30,13 +30,14 @@ from fullshard.models.huggingface import is_causal_lm
 from fullshard.offload.saved_state import SavedRunState
 from fullshard.offload.state import OffloadedState, host_bytes_of, offloaded_of
 from fullshard.profiler.clock import find_matmul_peak
-from fullshard.profiler.memory import MemoryParts, Peak, live_bytes, measure_peak
+from fullshard.profiler.memory import Peak, live_bytes, measure_peak
 from fullshard.profiler.trace import trace_step
 from fullshard.quantities import format_count, format_seconds
 from fullshard.sharding.mesh import Ranks, process_group
 from fullshard.spec.measurement import (
     MatmulPeak,
     Measurement,
+    MemoryParts,
     Pace,
     PeakBytes,
     StepSeconds,
@@ -447,7 +448,7 @@ def _highest_peak(peak: Peak, job: _TrainJob) -> PeakBytes | None:
     if peak.parts is None:
         return None
     device, offloaded = job.ranks.device, offloaded_of(job.state.model)
-    own = [peak.bytes, *_part_bytes(peak, peak.parts), 0]
+    own = [peak.bytes, *peak.parts.parts().values(), peak.active_bytes, peak.reserved_bytes, 0]
     if offloaded is not None:
         own[-1] = _host_bytes(job.plan, offloaded)
         masters = live_bytes(offloaded.masters.values())  # shards to the meter, host memory to a plan
@@ -456,15 +457,10 @@ def _highest_peak(peak: Peak, job: _TrainJob) -> PeakBytes | None:
     dist.all_gather(rows, torch.tensor(own, device=device))
     every = [row.tolist() for row in rows]
     fullest, host = max(every, key=lambda row: row[0]), max(row[-1] for row in every)
-    total, shards, gradients, optimizer, buffers, units, rest, active, reserved, _ = fullest
+    total, *parts, active, reserved, _ = fullest
     on_cuda = device.type == "cuda"
     return PeakBytes(
-        parameter_shards=shards,
-        gradients=gradients,
-        optimizer_state=optimizer,
-        buffers=buffers,
-        units_in_flight=units,
-        rest=rest,
+        **dict(zip(MemoryParts.model_fields, parts, strict=True)),
         allocated=total if on_cuda else None,
         active=active if on_cuda else None,
         reserved=reserved if on_cuda else None,
@@ -483,16 +479,3 @@ def _offload_label(plan: Plan) -> str | None:
     if not section.takes_optimizer:
         return None
     return section.tier + (f" in {directory_of(plan, rank=0).parent}" if section.on_disk else "")
-
-
-def _part_bytes(peak: Peak, parts: MemoryParts) -> tuple[int, ...]:
-    return (
-        parts.parameter_shards,
-        parts.gradients,
-        parts.optimizer_state,
-        parts.buffers,
-        parts.units_in_flight,
-        parts.rest,
-        peak.active_bytes,
-        peak.reserved_bytes,
-    )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import typer
 
 if TYPE_CHECKING:
-    from fullshard.dryrun.result import DryRun
+    from fullshard.dryrun.values import DryRun
     from fullshard.planner.explain import Explanation
     from fullshard.planner.search import SearchResult
     from fullshard.planning.target import PlanTarget
@@ -225,7 +225,7 @@ def with_dry_run(answer: PlanResult) -> PlanResult:
 
     The step runs without data or devices, in a process of its own.
     """
-    from fullshard.dryrun.run import dry_run
+    from fullshard.dryrun.process import dry_run
     from fullshard.errors import SpecError
     from fullshard.spec.model_section import DecoderConfig
     from fullshard.spec.plan import check_runs

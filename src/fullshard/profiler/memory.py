@@ -19,31 +19,11 @@ from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fullshard.distributed.tensors import local_tensor
+from fullshard.spec.measurement import MemoryParts
 
 # Prefixes of FSDP2's ranges in the profiler's trace. Activations that it casts do not count as its own.
 _ENGINE, _ENGINE_CASTS = "FSDP::", "FSDP::cast_"
 _STEP = "fullshard::optimizer_step"
-
-
-@dataclass(frozen=True)
-class MemoryParts:
-    """Bytes at the moment of the peak; they sum to the peak.
-
-    parameter_shards: this rank's shards of the parameters
-    gradients: this rank's shards of the gradients
-    optimizer_state: state of the optimizer
-    buffers: buffers of the model
-    units_in_flight: unsharded parameters and the buffers of collectives (on the CPU only; the CUDA allocator
-        does not distinguish them, so they are in `rest`)
-    rest: activations, unreduced gradients of a unit, temporaries
-    """
-
-    parameter_shards: int
-    gradients: int
-    optimizer_state: int
-    buffers: int
-    units_in_flight: int
-    rest: int
 
 
 @dataclass
@@ -253,7 +233,8 @@ class _Holdings:
         known = set[int]().union(*sets)
         engine = {pointer for pointer, block in live.items() if block.engine} - known
         rest = live.keys() - known - engine
-        return MemoryParts(*(sum(live[pointer].size for pointer in s) for s in (*sets, engine, rest)))
+        parts = zip(MemoryParts.model_fields, (*sets, engine, rest), strict=True)
+        return MemoryParts(**{name: sum(live[pointer].size for pointer in part) for name, part in parts})
 
     def sizes(self) -> list[int]:
         """Returns the bytes of parameters, gradients, state and buffers.
@@ -272,7 +253,8 @@ def _read_cuda(peak: Peak, device: torch.device, *, holdings: _Holdings) -> None
     peak.reserved_bytes = stats["reserved_bytes.all.peak"]
     # The allocator does not report what was alive at the peak, so all gradients are assumed to be.
     sizes = holdings.sizes()
-    peak.parts = MemoryParts(*sizes, units_in_flight=0, rest=max(0, peak.bytes - sum(sizes)))
+    values = [*sizes, 0, max(0, peak.bytes - sum(sizes))]
+    peak.parts = MemoryParts(**dict(zip(MemoryParts.model_fields, values, strict=True)))
 
 
 def _held_parts(tensor: Tensor) -> list[Tensor]:

@@ -145,18 +145,16 @@ class StepSeconds(FrozenModel):
         return StepSeconds(**{name: value * factor for name, value in self.terms().items()})
 
 
-class PeakBytes(FrozenModel):
-    """Bytes at the peak of the rank that uses most, by part (see `fullshard.profiler.memory`).
+class MemoryParts(FrozenModel):
+    """Bytes of live tensors on one rank at the peak; they sum to the peak.
 
-    The fields up to `rest` sum to the peak.
-
-    units_in_flight: gathered parameters and the buffers of collectives, if the meter can distinguish them
-    rest: activations, temporaries and everything else
-    active: CUDA only: bytes in allocated blocks and blocks that another stream may still read
-    allocated: CUDA only: bytes that the allocator assigned to tensors
-    reserved: CUDA only: bytes that the allocator reserved from the device
-    host: beside these, host memory of the offload target on the rank that uses most; also on CPU ranks, where
-        its masters are the shards that are gathered. None without an offload target.
+    parameter_shards: the rank's shards of the parameters
+    gradients: the rank's shards of the gradients
+    optimizer_state: optimizer state of the rank's shards
+    buffers: buffers of the model
+    units_in_flight: unsharded parameters and the buffers of collectives; in `rest` on CUDA, whose allocator
+        does not distinguish them
+    rest: batch, activations, unreduced gradients of a unit, temporaries
     """
 
     parameter_shards: NonNegativeInt
@@ -165,15 +163,30 @@ class PeakBytes(FrozenModel):
     buffers: NonNegativeInt
     units_in_flight: NonNegativeInt
     rest: NonNegativeInt
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, int]:
+        """Returns the bytes by part, in the order of the fields."""
+        return {name: getattr(self, name) for name in MemoryParts.model_fields}
+
+
+class PeakBytes(MemoryParts):
+    """Parts of the peak of the rank that uses most, and CUDA's and the host's figures beside them.
+
+    active: CUDA only: bytes in allocated blocks and blocks that another stream may still read
+    allocated: CUDA only: bytes that the allocator assigned to tensors
+    reserved: CUDA only: bytes that the allocator reserved from the device
+    host: beside these, host memory of the offload target on the rank that uses most; also on CPU ranks, where
+        its masters are the shards that are gathered. None without an offload target.
+    """
+
     active: NonNegativeInt | None = None
     allocated: NonNegativeInt | None = None
     reserved: NonNegativeInt | None = None
     host: NonNegativeInt | None = None
-
-    @property
-    def total(self) -> int:
-        held = self.parameter_shards + self.gradients + self.optimizer_state + self.buffers
-        return held + self.units_in_flight + self.rest
 
 
 class DriveBytes(FrozenModel):

@@ -1,17 +1,17 @@
 """A dry run in a process of its own: what comes back, and what it says when it fails."""
 
+import pickle
 import tempfile
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fullshard.dryrun.exchange import ChildFailure
-from fullshard.dryrun.program import Program, look_up
-from fullshard.dryrun.run import dry_run
+from fullshard.dryrun.process import dry_run, look_up
+from fullshard.dryrun.values import Program
 from fullshard.errors import MissingExtraError, PlanError, ShardError, SpecError, TrainError
 from fullshard.spec.plan import Plan
-from tests.dryrun.test_here import dry
+from tests.dryrun.test_step import dry
 from tests.planner.measured import plan_of
 
 
@@ -37,7 +37,7 @@ def failing(model: nn.Module, batch: Tensor) -> Tensor:
     return _Failing.apply(model(batch)).mean()
 
 
-HERE = "tests.dryrun.test_run"
+HERE = "tests.dryrun.test_process"
 
 
 def loud(plan: Plan) -> nn.Module:
@@ -63,13 +63,14 @@ def test_an_error_within_backward_is_told():
 @pytest.mark.parametrize("kind", [PlanError, ShardError, SpecError, TrainError])
 def test_the_projects_errors_come_back_as_they_are(kind):
     error = kind("what", got=3, why="why", fix="fix")
-    back = ChildFailure.model_validate_json(ChildFailure.of(error).model_dump_json()).error()
-    assert (type(back), str(back)) == (kind, str(error))
+    back = pickle.loads(pickle.dumps(error))
+    assert (type(back), str(back), back.why, back.fix) == (kind, str(error), "why", "fix")
 
 
-def test_an_error_of_another_kind_comes_back_with_its_words():
+def test_an_error_with_parameters_of_its_own_comes_back_too():
     error = MissingExtraError("hf", package="transformers", needed_for="this model")
-    assert str(ChildFailure.of(error).error()) == str(error)
+    back = pickle.loads(pickle.dumps(error))
+    assert (type(back), str(back)) == (MissingExtraError, str(error))
 
 
 @pytest.mark.parametrize("name", ["", "no_module:f", "fullshard.errors:nothing", "math:pi", ":f"])

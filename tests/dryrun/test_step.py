@@ -1,17 +1,16 @@
 """A dry run finds what real ranks hold, byte by byte, at any number of ranks."""
 
-import dataclasses
 from math import ceil
 
 import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullshard.dryrun.here import run_dry_step
-from fullshard.dryrun.result import DryRun
+from fullshard.dryrun.step import run_dry_step
+from fullshard.dryrun.values import DryRun
 from fullshard.errors import ShardError
 from fullshard.planner.memory import peak_bytes
-from fullshard.profiler.memory import MemoryParts
+from fullshard.spec.measurement import MemoryParts
 from fullshard.spec.plan import Plan
 from fullshard.tracing.describe import describe
 from fullshard.training.loss import next_token_loss
@@ -144,4 +143,4 @@ def test_what_depends_on_values_is_refused():
 
 def test_parts_are_the_meters_and_sum_to_the_peak(of_two: DryRun):
     assert of_two.peak_bytes == sum(of_two.parts().values())
-    assert list(of_two.parts()) == [field.name for field in dataclasses.fields(MemoryParts)]
+    assert list(of_two.parts()) == list(MemoryParts.model_fields)

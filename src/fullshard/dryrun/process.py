@@ -1,0 +1,95 @@
+"""dry_run(plan): peak memory of one rank, from the real sharded step in a separate process.
+
+The process, `python -m fullshard.dryrun.process`, reads a pickled request and writes a pickled answer. It is
+not a multiprocessing pool: a pool's process would import the caller's main script again, and would lose the
+last words of a process that ends.
+"""
+
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+from fullshard.dryrun.values import DryRun, Program
+from fullshard.errors import FullshardError, ShardError, SpecError
+from fullshard.spec.plan import Plan
+
+
+def dry_run(plan: Plan, program: Program | None = None, *, rank: int = 0) -> DryRun:
+    """Returns the peak memory of `rank`, from a dry run (see `dryrun.step.run_dry_step`).
+
+    The default program trains the reference decoder that the plan's run describes. The dry run uses a
+    separate process, because a process group is global and an error within backward ends the process.
+
+    Raises the error of the dry run (SpecError, PlanError, ShardError, TrainError). Raises ShardError with the
+    last line of its standard error if the process ended otherwise.
+    """
+    child = subprocess.run(
+        [sys.executable, "-m", "fullshard.dryrun.process"],
+        input=pickle.dumps((plan, program or Program(), rank)),
+        # The child must be able to import everything that this process can.
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        check=False,
+        capture_output=True,
+    )
+    if child.returncode != 0 or not child.stdout:
+        lines = child.stderr.decode(errors="replace").strip().splitlines()
+        raise ShardError(
+            "the dry run did not finish.",
+            got=lines[-1] if lines else f"exit code {child.returncode}",
+            why="the model's forward, loss or backward failed on fake tensors, or its process was ended",
+            fix="a step of the same model on real tensors, which shows where",
+        )
+    answer: DryRun | FullshardError = pickle.loads(child.stdout)
+    if isinstance(answer, FullshardError):
+        raise answer
+    return answer
+
+
+def look_up(name: str) -> Any:
+    """Returns the function `module:function`. Raises SpecError if there is none."""
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except (ImportError, ValueError) as error:  # ValueError: an empty name
+        raise SpecError(f"{name!r} cannot be imported.", got=str(error), fix="module:function") from error
+    if not callable(found):
+        raise SpecError(f"{name!r} is not a function.", fix="module:function")
+    return found
+
+
+def _answer_request() -> None:
+    """Answers the request on standard input. Anything that the model prints goes to standard error."""
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        answer = _perform(*pickle.load(sys.stdin.buffer))
+    except FullshardError as error:
+        error.got = None if error.got is None else str(error.got)  # may be a value that cannot be pickled
+        answer = error
+    with os.fdopen(answers, "wb") as file:
+        pickle.dump(answer, file)
+
+
+def _perform(plan: Plan, program: Program, rank: int) -> DryRun | FullshardError:
+    import torch
+
+    from fullshard.dryrun.step import run_dry_step
+
+    build = look_up(program.model)
+    with torch.device("meta"):
+        model = build(plan)
+    return run_dry_step(
+        model,
+        plan,
+        loss=look_up(program.loss),
+        optimizer=look_up(program.optimizer),
+        batch=look_up(program.batch),
+        rank=rank,
+    )
+
+
+if __name__ == "__main__":
+    _answer_request()

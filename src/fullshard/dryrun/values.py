@@ -1,0 +1,41 @@
+"""Program and result of a dry run."""
+
+from fullshard.spec.measurement import MemoryParts
+from fullshard.spec.value import FrozenModel
+
+
+class Program(FrozenModel):
+    """Names (`module:function`) of the functions of a dry run; the defaults train the reference decoder.
+
+    model: model(plan) -> nn.Module; called with the meta device as the default device
+    loss: loss(model, microbatch) -> a scalar, or (sum, count)
+    optimizer: optimizer(model, plan) -> torch.optim.Optimizer
+    batch: batch(plan) -> one microbatch: any nest of tensors
+    """
+
+    model: str = "fullshard.dryrun.step:decoder"
+    loss: str = "fullshard.training.loss:next_token_loss"
+    optimizer: str = "fullshard.training.optimizer:build_optimizer"
+    batch: str = "fullshard.dryrun.step:token_batch"
+
+
+class DryRun(MemoryParts):
+    """Bytes of live tensors on one rank at the highest moment of a step; `total` is the sum of the parts.
+
+    The step is the second one, because the first creates the optimizer state.
+
+    moment: the phase in which the peak was reached
+    optimizer_step_bytes: peak during the optimizer step
+    allocated_bytes: the most bytes that CUDA's caching allocator would report as allocated for these tensors
+        (`fullshard.dryrun.allocator`); 0 for a CPU plan
+    reserved_bytes: the most bytes that it would report as reserved; 0 for a CPU plan
+    """
+
+    moment: str
+    optimizer_step_bytes: int
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.total
