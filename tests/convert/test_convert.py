@@ -13,15 +13,16 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.convert.account import Format, KeyVerdict
 from fullshard.convert.conversion import Conversion, convert
+from fullshard.convert.reader import Format, KeyVerdict, default
+from fullshard.convert.rules import load_rules
 from fullshard.convert.source import read_source
-from fullshard.convert.toml_text import toml_value
 from fullshard.errors import SpecError
 from fullshard.models.decoder import DecoderModel
 from fullshard.sharding.apply import shard
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run, Strategy
+from fullshard.spec.toml_file import toml_value
 from fullshard.training.loop import train
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
@@ -129,6 +130,15 @@ def test_what_sets_nothing_says_why(path):
         sets = one.verdict in (KeyVerdict.TAKEN, KeyVerdict.RENAMED)
         assert bool(one.sets) == sets
         assert one.why or sets, one
+
+
+@pytest.mark.parametrize("name", ["accelerate", "deepspeed", "fsdp", "lightning", "torchtitan"])
+def test_every_rule_of_a_table_says_one_thing_and_sets_a_key_that_exists(name):
+    for key, rule in load_rules(name).items():
+        assert sum(map(bool, (rule.not_needed, rule.unsupported, rule.sets))) == 1, key
+        assert "$" not in rule.not_needed + rule.unsupported + rule.why + rule.instead, key
+        if rule.sets:
+            default(rule.sets)
 
 
 def value_of(run: Run, target: str) -> str:

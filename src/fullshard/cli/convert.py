@@ -10,8 +10,8 @@ import typer
 from fullshard.system.terminal import printable
 
 if TYPE_CHECKING:
-    from fullshard.convert.account import Format
     from fullshard.convert.conversion import Conversion
+    from fullshard.convert.reader import Format
 
 
 def convert(
@@ -70,7 +70,7 @@ def _text(path: str) -> str:
 
 
 def _format(name: str | None) -> "Format | None":
-    from fullshard.convert.account import Format
+    from fullshard.convert.reader import Format
     from fullshard.errors import SpecError
 
     if name is None:
@@ -92,7 +92,7 @@ def _as_json(conversion: "Conversion") -> dict[str, object]:
 
 def _show(conversion: "Conversion") -> None:
     """Prints the table, and the number of keys for each verdict."""
-    from fullshard.convert.account import KeyVerdict
+    from fullshard.convert.reader import KeyVerdict
     from fullshard.report.grid import show_rows
 
     rows = [(one.key, _told(one.verdict, one.sets, why=one.why)) for one in conversion.said]

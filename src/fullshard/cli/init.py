@@ -1,6 +1,5 @@
 """`fullshard init`: a run.toml with every key, generated from the fields of Run."""
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -48,6 +47,8 @@ def run_toml(name: str = "run.toml") -> str:
 
 def _section(name: str, value: "FrozenModel", *, definitions: Mapping[str, Any]) -> Iterator[str]:
     """Yields the table `[name]`: its docstring as comments, its keys, then its nested tables."""
+    from fullshard.spec.toml_file import toml_value
+
     schema = definitions[type(value).__name__]
     yield f"[{name}]"
     yield from _comment(schema.get("description", ""))
@@ -58,7 +59,7 @@ def _section(name: str, value: "FrozenModel", *, definitions: Mapping[str, Any])
             tables.append(key)
             continue
         yield from _comment(_item_description(field, definitions))
-        line = f"{key} = {_toml(default)}" if default is not None else f"# {key} ="
+        line = f"{key} = {toml_value(default)}" if default is not None else f"# {key} ="
         yield f"{line:<{_COMMENT_COLUMN - 1}} # {_allowed(field, definitions)}"
     yield ""
     for key in tables:
@@ -73,12 +74,6 @@ def _item_description(field: Mapping[str, Any], definitions: Mapping[str, Any]) 
     """Returns the description of a list's items if they are tables."""
     item = field.get("items", {})
     return str(definitions[_name(item)].get("description", "")) if "$ref" in item else ""
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(_toml(item) for item in value)}]"
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _name(reference: Mapping[str, Any]) -> str:

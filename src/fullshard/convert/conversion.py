@@ -5,14 +5,14 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from fullshard.convert.accelerate import read_accelerate
-from fullshard.convert.account import ConfigReader, Format, KeyResult, KeyVerdict
 from fullshard.convert.deepspeed import read_deepspeed
-from fullshard.convert.fsdp_kwargs import read_fsdp_alone, read_lightning
+from fullshard.convert.fsdp import read_fsdp_alone, read_lightning
+from fullshard.convert.reader import ConfigReader, Format, KeyResult, KeyVerdict
 from fullshard.convert.source import read_source
-from fullshard.convert.toml_text import toml_text
 from fullshard.convert.torchtitan import read_torchtitan
 from fullshard.errors import SpecError
 from fullshard.spec.run import Run
+from fullshard.spec.toml_file import toml_text
 from fullshard.spec.value import FrozenModel
 
 _READERS: dict[Format, Callable[[ConfigReader], None]] = {
@@ -45,7 +45,9 @@ class Conversion(FrozenModel):
     def run_toml(self) -> str:
         """Returns the text of a run.toml that loads as `run`."""
         head = f"From {self.name} ({self.format}), by fullshard convert. What is not here has its default."
-        return toml_text(self.settings, origins=self.origins, head=head)
+        return toml_text(
+            _nested(self.settings), head=head, comment=lambda path: self.origins.get(".".join(path))
+        )
 
     def count(self, verdict: KeyVerdict) -> int:
         """Returns the number of keys with this verdict."""

@@ -3,13 +3,19 @@
 import math
 from typing import Any
 
-from fullshard.convert.account import ConfigReader, KeyVerdict, SourceText
-from fullshard.convert.deepspeed_rules import RULES
-from fullshard.convert.rules import AUTO, follow, is_on, plain_keys, required_count, whole
-from fullshard.convert.words import DTYPES, OFFLOAD, last_name
+from fullshard.convert.reader import AUTO, ConfigReader, SourceText, is_on, last_name, whole
+from fullshard.convert.rules import (
+    DTYPES,
+    OFFLOAD,
+    follow,
+    load_rules,
+    plain_keys,
+    read_trackers,
+    require_stage,
+    strategy_of,
+)
 from fullshard.errors import SpecError
 
-_STAGES = {0: "no_shard", 1: "zero1", 2: "shard_grad_op", 3: "full_shard"}
 _ZERO = "zero_optimization"
 _ADAMS = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam")
 _DOTTED = {"adagrad": "torch.optim.Adagrad", "sgd": "sgd", "torch.optim.sgd": "sgd"}
@@ -25,25 +31,12 @@ def read_deepspeed(reading: ConfigReader) -> None:
     _read_batch(reading)
     _read_optimizer(reading)
     _read_schedule(reading)
-    _read_trackers(reading)
-    follow(reading, RULES)
+    read_trackers(reading, "{}.enabled")
+    rules = load_rules("deepspeed")
+    follow(reading, rules)
     if "gradient_clipping" not in reading.leaves:
         reading.set_default("optimizer.clip_norm", 0.0, why="DeepSpeed clips only if asked")
-    reading.close([*plain_keys(RULES), *reading.said])
-
-
-def strategy_of(stage: Any) -> str | None:
-    """Returns the strategy of ZeRO stage 0 to 3; None for any other value."""
-    number = whole(stage)
-    return None if number is None else _STAGES.get(number)
-
-
-def require_stage(reading: ConfigReader, key: str) -> None:
-    """Raises SpecError for a stage that ZeRO does not have."""
-    value = reading.get(key)
-    if value in (None, AUTO) or isinstance(value, SourceText) or strategy_of(value) is not None:
-        return
-    raise SpecError(f"{key} is not valid.", got=repr(value), fix="0, 1, 2 or 3")
+    reading.close([*plain_keys(rules), *reading.said])
 
 
 def _read_stage(reading: ConfigReader) -> None:
@@ -57,14 +50,14 @@ def _read_stage(reading: ConfigReader) -> None:
     if stage is None:
         reading.set_default("sharding.strategy", "no_shard", why="DeepSpeed shards nothing without a stage")
     elif strategy is None:
-        reading.say(key, KeyVerdict.NOT_NEEDED, why="left open there: the planner chooses the strategy")
+        reading.not_needed(key, "left open there: the planner chooses the strategy")
     elif whole(stage) == 3 and isinstance(shard_size, int) and shard_size > 0:  # MiCS
-        reading.set(key, "sharding.strategy", value="hybrid_shard", why="MiCS: sharded in groups of ranks")
-        reading.set(f"{_ZERO}.mics_shard_size", "sharding.shard_degree", value=shard_size)
+        reading.set(key, "sharding.strategy", "hybrid_shard", why="MiCS: sharded in groups of ranks")
+        reading.set(f"{_ZERO}.mics_shard_size", "sharding.shard_degree", shard_size)
     else:
-        reading.set(key, "sharding.strategy", value=strategy)
+        reading.set(key, "sharding.strategy", strategy)
     if whole(stage) == 3 and isinstance(hpz, int) and hpz > 1:
-        reading.set(f"{_ZERO}.zero_hpz_partition_size", "sharding.reshard_to", value=hpz)
+        reading.set(f"{_ZERO}.zero_hpz_partition_size", "sharding.reshard_to", hpz)
 
 
 def _read_offload(reading: ConfigReader) -> None:
@@ -74,10 +67,10 @@ def _read_offload(reading: ConfigReader) -> None:
         key = f"{_ZERO}.{part}.device"
         device = reading.get(key)
         if device in ("cpu", "nvme"):
-            reading.say(key, KeyVerdict.NOT_SUPPORTED, why=OFFLOAD.format(tier=tier.format(device)))
+            reading.unsupported(key, OFFLOAD.format(tier=tier.format(device)))
         path = reading.get(f"{_ZERO}.{part}.nvme_path")
         if device == "nvme" and isinstance(path, str):
-            reading.set(f"{_ZERO}.{part}.nvme_path", "offload.path", value=path)
+            reading.set(f"{_ZERO}.{part}.nvme_path", "offload.path", path)
 
 
 def _read_precision(reading: ConfigReader) -> None:
@@ -93,31 +86,27 @@ def _read_precision(reading: ConfigReader) -> None:
         value = reading.get(key)
         if key in on:
             mode = "bf16_reduce" if mode == "bf16" and sent == "bf16" else mode
-            reading.set(key, "precision.mode", value=mode)
+            reading.set(key, "precision.mode", mode)
         elif value == AUTO:
-            reading.say(
-                key, KeyVerdict.NOT_NEEDED, why='left open there: precision.mode = "auto" goes by the device'
-            )
+            reading.not_needed(key, 'left open there: precision.mode = "auto" goes by the device')
         elif on or autocast or AUTO in [reading.get(other) for other in modes]:
-            reading.say(
-                key, KeyVerdict.NOT_NEEDED, why=f"off; {', '.join(on) or 'another key'} says the precision"
-            )
+            reading.not_needed(key, f"off; {', '.join(on) or 'another key'} says the precision")
         else:
-            reading.set(key, "precision.mode", value="fp32")
+            reading.set(key, "precision.mode", "fp32")
     if not on and not autocast and not any(key in reading.leaves for key in modes):
         reading.set_default("precision.mode", "fp32", why="DeepSpeed computes in fp32 unless asked")
     if sent == "bf16" and reading.settings.get("precision.mode") == "bf16_reduce":
-        reading.set(wire, "precision.mode", value="bf16_reduce")
+        reading.set(wire, "precision.mode", "bf16_reduce")
     elif sent in (None, "fp32"):
-        reading.say(wire, KeyVerdict.NOT_NEEDED, why="gradients are sent and summed in fp32 here")
+        reading.not_needed(wire, "gradients are sent and summed in fp32 here")
     else:
-        reading.say(wire, KeyVerdict.NOT_SUPPORTED, why="gradients are summed in fp32 (bf16_reduce: in bf16)")
+        reading.unsupported(wire, "gradients are summed in fp32 (bf16_reduce: in bf16)")
 
 
 def _read_batch(reading: ConfigReader) -> None:
     """Reads train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × ranks."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    total, micro, steps = (required_count(reading, key) for key in keys)
+    total, micro, steps = (reading.count(key) for key in keys)
     ranks = reading.ranks
     given = [value for value in (micro, steps, ranks) if value]
     if total and total % math.prod(given):
@@ -135,42 +124,17 @@ def _read_batch(reading: ConfigReader) -> None:
         )
     if total and ranks and steps and not micro:
         micro = total // (ranks * steps)
-        reading.settings["train.microbatch"] = micro
-        reading.origins["train.microbatch"] = f"{keys[0]} / ({keys[2]} × ranks)"
+        reading.infer("train.microbatch", micro, origin=f"{keys[0]} / ({keys[2]} × ranks)")
     if total:
-        reading.set(keys[0], "train.global_batch", value=total)
+        reading.set(keys[0], "train.global_batch", total)
         if micro and steps and not ranks:
             reading.notes.append(f"its batch sizes are for {total // (micro * steps)} ranks")
-    if required_count(reading, keys[1]):
-        reading.set(keys[1], "train.microbatch", value=micro, why="sequences a rank at once")
+    if reading.count(keys[1]):
+        reading.set(keys[1], "train.microbatch", micro, why="sequences a rank at once")
     if steps:
-        _read_accumulation(reading, keys[2], total=total, micro=micro, steps=steps)
-    elif micro and not total:
-        one_ranks_batch(reading, micro, origin=keys[1])
-
-
-def _read_accumulation(
-    reading: ConfigReader, key: str, *, total: int | None, micro: int | None, steps: int
-) -> None:
-    why = "accumulation is train.global_batch / (train.microbatch × ranks)"
-    if total or not micro:
-        reading.say(key, KeyVerdict.NOT_NEEDED, why=why)
-        return
-    one_ranks_batch(reading, micro * steps, origin=key)
-    reading.say(key, KeyVerdict.NOT_NEEDED, why=why)
-
-
-def one_ranks_batch(reading: ConfigReader, sequences: int, *, origin: str) -> None:
-    """Sets `train.global_batch` from `sequences` per rank, with a note if the number of ranks is unknown."""
-    if "train.global_batch" in reading.settings:
-        return
-    reading.settings["train.global_batch"] = sequences * (reading.ranks or 1)
-    reading.origins["train.global_batch"] = f"{sequences} of each rank ({origin})"
-    if reading.ranks is None:
-        reading.notes.append(
-            f"train.global_batch = {sequences} is one rank's, for the file does not say how many there are: "
-            "--ranks N multiplies it"
-        )
+        reading.not_needed(keys[2], "accumulation is train.global_batch / (train.microbatch × ranks)")
+    if micro and not total:
+        reading.infer_global_batch(micro * (steps or 1), origin=keys[2] if steps else keys[1])
 
 
 def _read_optimizer(reading: ConfigReader) -> None:
@@ -180,22 +144,20 @@ def _read_optimizer(reading: ConfigReader) -> None:
     kind = str(reading.get(key)).lower()
     coupled = reading.get("optimizer.params.adam_w_mode") is False
     if kind in _ADAMS and coupled:
-        reading.set(key, "optimizer.name", value="torch.optim.Adam", why="its weight decay is an L2 term")
-        reading.say("optimizer.params.adam_w_mode", KeyVerdict.NOT_NEEDED, why="optimizer.name says it")
+        reading.set(key, "optimizer.name", "torch.optim.Adam", why="its weight decay is an L2 term")
+        reading.not_needed("optimizer.params.adam_w_mode", "optimizer.name says it")
     elif kind in _ADAMS:
-        reading.set(
-            key, "optimizer.name", value="adamw", why="fused, as DeepSpeed's is" if kind == "adam" else ""
-        )
+        reading.set(key, "optimizer.name", "adamw", why="fused, as DeepSpeed's is" if kind == "adam" else "")
     elif kind in _DOTTED:
-        reading.set(key, "optimizer.name", value=_DOTTED[kind])
+        reading.set(key, "optimizer.name", _DOTTED[kind])
     else:
         instead = "adamw stands instead; optimizer.name takes the dotted name of any torch.optim.Optimizer"
-        reading.say(key, KeyVerdict.NOT_SUPPORTED, why=instead)
-    follow(reading, {k: rule for k, rule in RULES.items() if k.startswith("optimizer.")})
+        reading.unsupported(key, instead)
+    rules = load_rules("deepspeed").items()
+    follow(reading, {name: rule for name, rule in rules if name.startswith("optimizer.")})
     if kind in _ADAMS:
         for target, value in _ADAM_DEFAULTS.items():
-            absent = f"optimizer.params.{target.partition('.')[2]}" not in reading.leaves
-            if absent:
+            if f"optimizer.params.{target.partition('.')[2]}" not in reading.leaves:
                 reading.set_default(target, value, why="DeepSpeed's default, which the file leaves as it is")
     elif _DOTTED.get(kind) and "optimizer.params.weight_decay" not in reading.leaves:
         reading.set_default("optimizer.weight_decay", 0.0, why="torch's default for it")
@@ -208,7 +170,7 @@ def _read_schedule(reading: ConfigReader) -> None:
     kind = kinds.get(str(reading.get(key)).lower())
     if key in reading.leaves and kind is None:
         for one in [one for one in reading.unread() if one.startswith("scheduler.")]:
-            reading.say(one, KeyVerdict.NOT_SUPPORTED, why="schedule.kind: constant, cosine, linear or wsd")
+            reading.unsupported(one, "schedule.kind: constant, cosine, linear or wsd")
         return
     if kind is None:
         if "optimizer.type" in reading.leaves:
@@ -217,7 +179,7 @@ def _read_schedule(reading: ConfigReader) -> None:
                 "schedule.kind here is cosine by default"
             )
         return
-    reading.set(key, "schedule.kind", value=kind)
+    reading.set(key, "schedule.kind", kind)
     if kind == "linear":
         reading.set_default("schedule.final_ratio", 0.0, why="WarmupDecayLR ends at 0")
     if kind == "cosine" and "scheduler.params.cos_min_ratio" not in reading.leaves:
@@ -226,12 +188,8 @@ def _read_schedule(reading: ConfigReader) -> None:
         reading.set_default("schedule.warmup_steps", 1000, why=f"{reading.get(key)}'s default")
     lowest = reading.get("scheduler.params.warmup_min_lr")
     if lowest not in (None, AUTO) and not isinstance(lowest, SourceText):
-        starts_low = whole(lowest) == 0
-        reading.say(
-            "scheduler.params.warmup_min_lr",
-            KeyVerdict.NOT_NEEDED if starts_low else KeyVerdict.NOT_SUPPORTED,
-            why="warmup begins at the peak / warmup_steps",
-        )
+        verdict = reading.not_needed if whole(lowest) == 0 else reading.unsupported
+        verdict("scheduler.params.warmup_min_lr", "warmup begins at the peak / warmup_steps")
     _read_peak(reading)
 
 
@@ -245,11 +203,4 @@ def _read_peak(reading: ConfigReader) -> None:
         # The scheduler sets the rate in every step, so the optimizer's own is never used.
         reading.settings.pop("optimizer.learning_rate")
         reading.notes.append(f"the scheduler's peak, {peak}, is what DeepSpeed trains at, not {optimizers}")
-    reading.set(key, "optimizer.learning_rate", value=peak, why="the peak")
-
-
-def _read_trackers(reading: ConfigReader) -> None:
-    """Reads `tensorboard.enabled` and `wandb.enabled` into the one list `log.trackers`."""
-    wanted = [name for name in ("tensorboard", "wandb") if is_on(reading.get(f"{name}.enabled"))]
-    for name in wanted:
-        reading.set(f"{name}.enabled", "log.trackers", value=wanted)
+    reading.set(key, "optimizer.learning_rate", peak, why="the peak")

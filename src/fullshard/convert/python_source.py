@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from fullshard.convert.account import SourceText
+from fullshard.convert.reader import SourceText
 
 _MOST_VALUES = 20_000
 # Calls whose arguments are settings, with the names of their positional arguments.

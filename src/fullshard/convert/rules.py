@@ -1,204 +1,196 @@
-"""Rules: the meaning of a config key as a value, so that a format is a table of rules."""
+"""Rules: what single keys of a config mean here. Each format has a table of them, `<format>.toml`.
+
+An entry of a table names one or several keys, or shell patterns, of its section: `["optimizer.*"]`, or none
+for keys without a dot. Keys that act together are read by the module of their format.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from functools import cache
+from pathlib import Path
+from string import Template
+from typing import Any, Literal, cast
 
-from fullshard.convert.account import ConfigReader, KeyVerdict, SourceText
+from fullshard.convert.reader import (
+    AUTO,
+    ConfigReader,
+    SourceText,
+    is_on,
+    is_one_of,
+    last_name,
+    number,
+    positive,
+    whole,
+)
 from fullshard.errors import SpecError
+from fullshard.spec.small_files import SETTINGS_BYTES, parse_toml, read_text
+from fullshard.spec.value import FrozenModel
 
-AUTO = "auto"
+STAGES = {0: "no_shard", 1: "zero1", 2: "shard_grad_op", 3: "full_shard"}  # of ZeRO
+DTYPES = {
+    "bfloat16": "bf16",
+    "bf16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "fp16": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+    "fp32": "fp32",
+}
+OFFLOAD = 'the planner offloads where nothing else fits; offload.tier = "{tier}" does so in any case'
+# Explanations that several tables share, as `$name`.
+_TEXTS = {
+    "offload": OFFLOAD.format(tier="params+optimizer:cpu"),
+    "tensor_parallel": "no step of training splits matmuls yet: fullshard plan run.toml --set "
+    "sharding.tensor_parallel=N says what it would take",
+    "blocks": "the repeated blocks are found by themselves; where not, sharding.units.names takes their "
+    'paths, such as ["model.layers.*"]',
+    "sync_states": "parameters are initialised shard by shard from one seed, or read straight into "
+    "the shards",
+}
 
 
-@dataclass(frozen=True)
-class Sets:
-    """The key sets `target` to `turned(value)`.
+class Rule(FrozenModel):
+    """The meaning of a key: one of `not_needed`, `unsupported` and `sets`.
 
-    turned: conversion of the value; None means that it cannot be expressed here
-    why: remark on a difference
-    instead: explanation if the value cannot be expressed
+    not_needed: why the result is the same without the key, whatever its value
+    unsupported: why the result differs, and what there is instead
+    unless: values that do not request the unsupported feature; null never does
+    switch: the key of the section's first level that turns the unsupported feature on, if there is one
+    sets: the key of run.toml that the value is converted for, by one of the next four fields
+    choices: results by the value's text in lower case; `dtypes`: those of torch's dtypes
+    on, off: results for a true value and for any other
+    read: name of the conversion, in `_CONVERSIONS`; with none of the four, the value is taken as it is
+    why: remark on a difference between the two keys
+    instead: explanation if the value cannot be converted
     """
 
-    target: str
-    turned: Callable[[Any], Any] = lambda value: value
+    not_needed: str = ""
+    unsupported: str = ""
+    unless: tuple[Any, ...] = (False, "none", "None", 0)
+    switch: str = ""
+    sets: str = ""
+    choices: Mapping[str, Any] | Literal["dtypes"] | None = None
+    on: Any = None
+    off: Any = None
+    read: str = ""
     why: str = ""
     instead: str = ""
 
-
-@dataclass(frozen=True)
-class Maps:
-    """The key sets `target` to the entry of `choices` for its value in lower case.
-
-    why: remark on a difference
-    instead: explanation for values that are not in `choices`
-    without: values that request nothing
-    """
-
-    target: str
-    choices: Mapping[str, Any]
-    why: str = ""
-    instead: str = ""
-    without: tuple[Any, ...] = ()
+    def convert(self, value: Any) -> Any:
+        """Returns the value for run.toml; None if it cannot be expressed there."""
+        if self.choices is not None:
+            choices = DTYPES if self.choices == "dtypes" else self.choices
+            return choices.get(last_name(value))
+        if value is None or self.on is None:
+            return _CONVERSIONS[self.read](value)
+        return self.on if is_on(value) else self.off
 
 
-@dataclass(frozen=True)
-class NotNeeded:
-    """The key is not needed, whatever its value."""
-
-    why: str
-
-
-@dataclass(frozen=True)
-class Unsupported:
-    """The feature of the key does not exist here. A value in `without` does not request it."""
-
-    instead: str
-    without: tuple[Any, ...] = (False, None, "none", "None", 0)
-
-
-@dataclass(frozen=True)
-class Section:
-    """A section that `<section>.<switch>` turns on. Its feature does not exist here; off, it requests
-    nothing.
-    """
-
-    instead: str
-    switch: str = "enabled"
-
-
-Rule = Sets | Maps | NotNeeded | Unsupported | Section
 Rules = Mapping[str, Rule]
 
-OFF = "as it is here"
+
+@cache
+def load_rules(name: str) -> Rules:
+    """Returns the rules of the table `name`, by key or pattern, in the order of the file."""
+    path = Path(__file__).with_name(f"{name}.toml")
+    tables = parse_toml(read_text(path, most_bytes=SETTINGS_BYTES))
+    found: dict[str, Rule] = {}
+    for section, entries in [("", tables), *tables.items()]:
+        for keys, entry in cast(dict[str, Any], entries).items():
+            if isinstance(entry, dict) and entry.keys() & {"not_needed", "unsupported", "sets"}:
+                texts = {
+                    k: Template(v).safe_substitute(_TEXTS) for k, v in entry.items() if isinstance(v, str)
+                }
+                rule = Rule.parse({**entry, **texts}, source=f"{path.name}, {keys}")
+                found |= {section.removesuffix("*") + key: rule for key in keys.split()}
+    return found
 
 
 def follow(reading: ConfigReader, rules: Rules, *, named: Callable[[str], str] = lambda key: key) -> None:
-    """Gives a verdict on every key that has none yet and matches a rule.
+    """Gives a verdict on every key that has none yet and matches a rule, by its name or a pattern.
 
-    rules: by key or shell pattern; the first match counts
     named: maps a key of the config to its name in `rules`
     """
     for key in reading.unread():
-        rule = _rule_for(named(key), rules)
+        name = named(key)
+        patterns = (rule for pattern, rule in rules.items() if fnmatchcase(name, pattern))
+        rule = rules.get(name) or next(patterns, None)
         if rule is not None:
-            _follow(reading, key, rule=rule)
+            _follow(reading, key, rule)
 
 
-def each(section: str, names: str, *, rule: Rule) -> dict[str, Rule]:
-    """Returns `rule` for every key of `section` in `names`, which are separated by blanks."""
-    return {f"{section}.{name}": rule for name in names.split()}
+def read_trackers(reading: ConfigReader, key: str) -> None:
+    """Reads the switches of tensorboard and wandb, `key` with their names, into the list `log.trackers`."""
+    switches = {name: key.format(name) for name in ("tensorboard", "wandb")}
+    wanted = [name for name, switch in switches.items() if is_on(reading.get(switch))]
+    for name in wanted:
+        reading.set(switches[name], "log.trackers", wanted)
 
 
-def plain_keys(rules: Rules) -> list[str]:
+def plain_keys(rules: Iterable[str]) -> list[str]:
     """Returns the keys without wildcards, which are suggested for misspelled keys."""
     return [key for key in rules if "*" not in key]
 
 
-def _rule_for(key: str, rules: Rules) -> Rule | None:
-    if key in rules:
-        return rules[key]
-    return next((rule for pattern, rule in rules.items() if fnmatchcase(key, pattern)), None)
-
-
-def _follow(reading: ConfigReader, key: str, *, rule: Rule) -> None:
+def _follow(reading: ConfigReader, key: str, rule: Rule) -> None:
     value = reading.get(key)
-    if value == AUTO and isinstance(rule, Sets | Maps):
-        left = f"left open there, to be filled in by the trainer: set {rule.target}, or keep its default"
-        reading.say(key, KeyVerdict.NOT_NEEDED, why=left)
-    elif isinstance(rule, Sets):
-        _set(reading, key, rule=rule)
-    elif isinstance(rule, Maps):
-        chosen = rule.choices.get(_plain(value))
-        if _in(value, rule.without):
-            reading.say(key, KeyVerdict.NOT_NEEDED, why=f"unset: {rule.target} has its default")
-        elif chosen is None:
-            known = rule.instead or f"{rule.target} has no {_plain(value)!r}"
-            reading.say(key, KeyVerdict.NOT_SUPPORTED, why=known)
+    if rule.not_needed:
+        reading.not_needed(key, rule.not_needed)
+    elif rule.unsupported:
+        switch = reading.get(f"{key.partition('.')[0]}.{rule.switch}")
+        asks = is_on(switch) if rule.switch else not is_one_of(value, (None, *rule.unless))
+        if asks:
+            reading.unsupported(key, rule.unsupported)
         else:
-            reading.set(key, rule.target, value=chosen, why=rule.why)
-    elif isinstance(rule, NotNeeded):
-        reading.say(key, KeyVerdict.NOT_NEEDED, why=rule.why)
-    elif isinstance(rule, Unsupported):
-        asks = not _in(value, rule.without)
-        reading.say(
-            key,
-            KeyVerdict.NOT_SUPPORTED if asks else KeyVerdict.NOT_NEEDED,
-            why=rule.instead if asks else OFF,
-        )
+            reading.not_needed(key, "as it is here")
+    elif value == AUTO:
+        left = f"left open there, to be filled in by the trainer: set {rule.sets}, or keep its default"
+        reading.not_needed(key, left)
+    elif isinstance(value, SourceText) and rule.choices is None:
+        reading.set(key, rule.sets, value)
+    elif (converted := rule.convert(value)) is not None:
+        reading.set(key, rule.sets, converted, why=rule.why)
+    elif value is None:
+        reading.not_needed(key, f"unset: {rule.sets} has its default")
     else:
-        on = is_on(reading.get(f"{key.partition('.')[0]}.{rule.switch}"))
-        reading.say(
-            key, KeyVerdict.NOT_SUPPORTED if on else KeyVerdict.NOT_NEEDED, why=rule.instead if on else OFF
-        )
-
-
-def _set(reading: ConfigReader, key: str, *, rule: Sets) -> None:
-    value = reading.get(key)
-    if value is None:
-        reading.say(key, KeyVerdict.NOT_NEEDED, why=f"unset: {rule.target} has its default")
-        return
-    if isinstance(value, SourceText):
-        reading.set(key, rule.target, value=value)
-        return
-    turned = rule.turned(value)
-    if turned is None:
-        reading.say(
-            key, KeyVerdict.NOT_SUPPORTED, why=rule.instead or f"{value!r} is nothing for {rule.target}"
-        )
-    else:
-        reading.set(key, rule.target, value=turned, why=rule.why)
-
-
-def _plain(value: Any) -> str:
-    """`ShardingStrategy.FULL_SHARD`, `"FULL_SHARD"`, True -> `full_shard`, `full_shard`, `true`."""
-    return str(value).rpartition(".")[2].lower()
-
-
-def _in(value: Any, values: Iterable[Any]) -> bool:
-    return any(type(value) is type(one) and value == one for one in values)
-
-
-# Conversions of values for the tables #
-def number(value: Any) -> float | None:
-    """Returns a number, also of text (`1e-4`, which YAML reads as text), or None."""
-    try:
-        return None if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
-def whole(value: Any) -> int | None:
-    """Returns a non-negative whole number; None for any other value."""
-    read = number(value)
-    return int(read) if read is not None and read >= 0 and read.is_integer() else None
-
-
-def positive(value: Any) -> int | None:
-    """Returns a whole number over 0; None for any other value."""
-    return whole(value) or None
-
-
-def required_count(reading: ConfigReader, key: str, *, unset: tuple[Any, ...] = ()) -> int | None:
-    """Returns the whole number over 0 of `key`; None if it is absent, left open, or one of `unset`.
-
-    Raises SpecError for any other value, because no run can express it.
-    """
-    value = reading.get(key)
-    if _in(value, (None, AUTO, *unset)) or isinstance(value, SourceText):
-        return None
-    count = positive(value)
-    if count is None:
-        raise SpecError(f"{key} is not valid.", got=repr(value), fix="a whole number over 0")
-    return count
-
-
-def is_on(value: Any) -> bool:
-    """Returns True for True, `true`, `yes` and `on`."""
-    return value is True or str(value).lower() in ("true", "yes", "on")
+        reading.unsupported(key, rule.instead or f"{rule.sets} cannot be {value!r}")
 
 
 def pair(value: Any) -> list[float] | None:
     """Returns two numbers; None for any other value."""
     read = [number(one) for one in value] if isinstance(value, list) else []
     return [one for one in read if one is not None] if len(read) == 2 and None not in read else None
+
+
+def strategy_of(stage: Any) -> str | None:
+    """Returns the strategy of ZeRO stage 0 to 3; None for any other value."""
+    read = whole(stage)
+    return None if read is None else STAGES.get(read)
+
+
+def require_stage(reading: ConfigReader, key: str) -> None:
+    """Raises SpecError for a stage that ZeRO does not have."""
+    value = reading.get(key)
+    if value in (None, AUTO) or isinstance(value, SourceText) or strategy_of(value) is not None:
+        return
+    raise SpecError(f"{key} is not valid.", got=repr(value), fix="0, 1, 2 or 3")
+
+
+def _power_of_two(power: Any) -> float | None:
+    exponent = whole(power)
+    return 2.0**exponent if exponent is not None and exponent < 128 else None
+
+
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "": lambda value: value,
+    "number": number,
+    "whole": whole,
+    "positive": positive,
+    "pair": pair,
+    "power_of_two": _power_of_two,
+    "switch": lambda value: None if value is None else is_on(value),
+    "text": lambda value: value if isinstance(value, str) else None,
+    "zero_stage": strategy_of,
+    "recompute": lambda value: None if value is None else "none" if value is False else "full",
+}

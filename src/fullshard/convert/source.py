@@ -4,13 +4,13 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from fullshard.convert.account import Format, leaves
 from fullshard.convert.python_source import (
     FSDP_CALLS,
     LIGHTNING_HOSTS,
     LIGHTNING_STRATEGIES,
     PythonSource,
 )
+from fullshard.convert.reader import Format, leaves
 from fullshard.errors import SpecError
 from fullshard.spec.libraries import ForeignErrors
 from fullshard.spec.run import Run

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from fullshard.convert.account import ConfigReader, KeyVerdict
-from fullshard.convert.deepspeed import one_ranks_batch
-from fullshard.convert.rules import follow, is_on, number, plain_keys, positive, required_count
-from fullshard.convert.torchtitan_rules import RULES
+from fullshard.convert.reader import ConfigReader, is_on, number, positive
+from fullshard.convert.rules import follow, load_rules, plain_keys, read_trackers
 from fullshard.spec.presets import find_preset
 
 # torchtitan's defaults for keys that are left out, if the section or the file needs them.
@@ -28,13 +26,12 @@ _PRESETS = {
     ("qwen3", "8b"): "qwen3-8b",
     ("qwen3", "14b"): "qwen3-14b",
 }
-_PARALLEL = "parallelism."
 
 
 def read_torchtitan(reading: ConfigReader) -> None:
     """Gives a verdict on every key of a torchtitan job."""
     for key in ("training.seq_len", "training.steps"):
-        required_count(reading, key)
+        reading.count(key)
     _read_mesh(reading)
     _read_batch(reading)
     _read_model(reading)
@@ -43,68 +40,57 @@ def read_torchtitan(reading: ConfigReader) -> None:
     _read_schedule(reading)
     _read_precision(reading)
     _read_switched(reading)
-    follow(reading, RULES)
+    read_trackers(reading, "metrics.enable_{}")
+    rules = load_rules("torchtitan")
+    follow(reading, rules)
     for target, value in _DEFAULTS.items():
         reading.set_default(target, value, why="torchtitan's default, which the file leaves as it is")
     _fit_positions(reading)
-    reading.close(plain_keys(RULES))
+    reading.close(plain_keys(rules))
 
 
 def _read_mesh(reading: ConfigReader) -> None:
     """Reads the replicas and shards of the data-parallel ranks, and if parameters stay gathered."""
-    replicate_key, shard_key = (
-        f"{_PARALLEL}data_parallel_replicate_degree",
-        f"{_PARALLEL}data_parallel_shard_degree",
-    )
-    policy_key = f"{_PARALLEL}fsdp_reshard_after_forward"
+    replicate_key = "parallelism.data_parallel_replicate_degree"
+    shard_key = "parallelism.data_parallel_shard_degree"
+    policy_key = "parallelism.fsdp_reshard_after_forward"
     # A degree of -1, or none, means all remaining ranks.
-    replicate = required_count(reading, replicate_key, unset=(-1,)) or 1
-    shard = required_count(reading, shard_key, unset=(-1,)) or -1
+    replicate = reading.count(replicate_key, unset=(-1,)) or 1
+    shard = reading.count(shard_key, unset=(-1,)) or -1
     never = reading.get(policy_key) == "never"
     if replicate > 1 and shard == 1:
-        reading.set(replicate_key, "sharding.strategy", value="no_shard", why="replicated over all ranks")
-        reading.say(shard_key, KeyVerdict.NOT_NEEDED, why="1: nothing is sharded")
+        reading.set(replicate_key, "sharding.strategy", "no_shard", why="replicated over all ranks")
+        reading.not_needed(shard_key, "1: nothing is sharded")
     elif replicate > 1:
         degree = shard if shard > 1 else (reading.ranks // replicate if reading.ranks else None)
         strategy = "hybrid_shard_zero2" if never else "hybrid_shard"
-        reading.set(replicate_key, "sharding.strategy", value=strategy, why="ranks / shard_degree replicas")
+        reading.set(replicate_key, "sharding.strategy", strategy, why="ranks / shard_degree replicas")
         if degree is None:
-            reading.say(
-                shard_key, KeyVerdict.NOT_NEEDED, why=f"set sharding.shard_degree: ranks / {replicate}"
-            )
+            reading.not_needed(shard_key, f"set sharding.shard_degree: ranks / {replicate}")
             reading.notes.append(f"set sharding.shard_degree = ranks / {replicate}, or give --ranks")
         else:
-            reading.settings["sharding.shard_degree"] = degree
-            reading.origins["sharding.shard_degree"] = shard_key
-            reading.set(shard_key, "sharding.shard_degree", value=degree)
+            reading.infer("sharding.shard_degree", degree, origin=shard_key)
+            reading.set(shard_key, "sharding.shard_degree", degree)
     else:
-        reading.settings["sharding.strategy"] = "shard_grad_op" if never else "full_shard"
-        reading.origins["sharding.strategy"] = policy_key if policy_key in reading.leaves else "FSDP2"
-        reading.say(replicate_key, KeyVerdict.NOT_NEEDED, why="1: nothing is replicated")
-        reading.say(shard_key, KeyVerdict.NOT_NEEDED, why="all ranks, with full_shard and shard_grad_op")
-    value = reading.settings["sharding.strategy"]
-    if policy_key in reading.leaves:
-        reading.set(
-            policy_key, "sharding.strategy", value=value, why="never: parameters stay gathered until backward"
-        )
+        origin = policy_key if policy_key in reading.leaves else "FSDP2"
+        reading.infer("sharding.strategy", "shard_grad_op" if never else "full_shard", origin=origin)
+        reading.not_needed(replicate_key, "1: nothing is replicated")
+        reading.not_needed(shard_key, "all ranks, with full_shard and shard_grad_op")
+    why = "never: parameters stay gathered until backward"
+    reading.set(policy_key, "sharding.strategy", reading.settings["sharding.strategy"], why=why)
 
 
 def _read_batch(reading: ConfigReader) -> None:
-    local_key = (
-        "training.batch_size" if "training.batch_size" in reading.leaves else "training.local_batch_size"
-    )
-    local = required_count(reading, local_key)
-    total = required_count(reading, "training.global_batch_size", unset=(-1,))
+    older, total_key = "training.batch_size" in reading.leaves, "training.global_batch_size"
+    local_key = "training.batch_size" if older else "training.local_batch_size"
+    local, total = reading.count(local_key), reading.count(total_key, unset=(-1,))
     if local:
-        reading.set(local_key, "train.microbatch", value=local, why="sequences a rank at once")
+        reading.set(local_key, "train.microbatch", local, why="sequences a rank at once")
     if total:
-        reading.set("training.global_batch_size", "train.global_batch", value=total)
+        reading.set(total_key, "train.global_batch", total)
     else:
-        one_ranks_batch(reading, local or 8, origin=local_key if local else "torchtitan's default")
-        if "training.global_batch_size" in reading.leaves:
-            reading.say(
-                "training.global_batch_size", KeyVerdict.NOT_NEEDED, why="left out: local batch × ranks"
-            )
+        reading.infer_global_batch(local or 8, origin=local_key if local else "torchtitan's default")
+        reading.not_needed(total_key, "left out: local batch × ranks")
 
 
 def _read_model(reading: ConfigReader) -> None:
@@ -114,88 +100,71 @@ def _read_model(reading: ConfigReader) -> None:
     missing = (
         '[model] takes the sizes of a decoder, hf = "<directory or config.json>", or a module of Python\'s'
     )
-    for key in ("model.name", "model.flavor"):
-        if preset is None:
-            reading.say(key, KeyVerdict.NOT_SUPPORTED, why=missing)
-        else:
-            reading.set(
-                key, "model.d_model", value=preset.model.d_model, why=f"and the other sizes of {preset.name}"
-            )
     if preset is not None:
         for field, value in preset.model.model_dump().items():
-            reading.settings[f"model.{field}"] = value
-            reading.origins[f"model.{field}"] = f"{preset.name}"
+            reading.infer(f"model.{field}", value, origin=preset.name)
+    for key in ("model.name", "model.flavor"):
+        if preset is None:
+            reading.unsupported(key, missing)
+        else:
+            why = f"and the other sizes of {preset.name}"
+            reading.set(key, "model.d_model", preset.model.d_model, why=why)
 
 
 def _fit_positions(reading: ConfigReader) -> None:
     """Makes a flavor's rotary positions reach as far as the sequences are long."""
-    length, positions = (
-        reading.settings.get("data.sequence_length"),
-        reading.settings.get("model.max_sequence"),
-    )
-    if isinstance(length, int) and length > (positions or 2048):
-        reading.settings["model.max_sequence"] = length
-        reading.origins["model.max_sequence"] = "training.seq_len"
+    length = reading.settings.get("data.sequence_length")
+    if isinstance(length, int) and length > (reading.settings.get("model.max_sequence") or 2048):
+        reading.settings.pop("model.max_sequence", None)
+        reading.infer("model.max_sequence", length, origin="training.seq_len")
 
 
 def _read_recompute(reading: ConfigReader) -> None:
     mode_key, option_key = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
     mode, option = reading.get(mode_key), str(reading.get(option_key) or "2")
     if mode == "selective" and option == "op":
-        reading.set(mode_key, "recompute.mode", value="selective")
-        reading.settings["recompute.save_matmuls"] = 2
-        reading.origins["recompute.save_matmuls"] = option_key
-        reading.set(option_key, "recompute.save_matmuls", value=2, why="every second matmul is saved")
+        reading.set(mode_key, "recompute.mode", "selective")
+        reading.infer("recompute.save_matmuls", 2, origin=option_key)
+        reading.set(option_key, "recompute.save_matmuls", 2, why="every second matmul is saved")
     elif mode == "selective" and positive(option):
-        reading.set(mode_key, "recompute.mode", value="every")
-        reading.set(option_key, "recompute.every", value=positive(option))
-        reading.settings["recompute.every"] = positive(option)
+        reading.set(mode_key, "recompute.mode", "every")
+        reading.set(option_key, "recompute.every", positive(option))
     elif mode in ("full", "none"):
-        reading.set(mode_key, "recompute.mode", value=mode)
-        reading.say(option_key, KeyVerdict.NOT_NEEDED, why=f'for mode = "selective", not {mode}')
+        reading.set(mode_key, "recompute.mode", mode)
+        reading.not_needed(option_key, f'for mode = "selective", not {mode}')
     elif mode is not None:
-        reading.say(
-            mode_key,
-            KeyVerdict.NOT_SUPPORTED,
-            why="recompute.mode: none, full, every, selective, offload, or auto",
-        )
+        reading.unsupported(mode_key, "recompute.mode: none, full, every, selective, offload, or auto")
 
 
 def _read_optimizer(reading: ConfigReader) -> None:
-    name_key = "optimizer.name"
     names = {"adamw": "adamw", "adam": "torch.optim.Adam"}
-    name = names.get(str(reading.get(name_key)).lower())
+    name = names.get(str(reading.get("optimizer.name")).lower())
     if name is not None:
-        reading.set(name_key, "optimizer.name", value=name)
+        reading.set("optimizer.name", "optimizer.name", name)
     betas: list[Any] = [number(reading.get(f"optimizer.beta{one}")) for one in (1, 2)]
     if any(one is not None for one in betas):
         pair = [default if one is None else one for one, default in zip(betas, (0.9, 0.95), strict=True)]
         for one in (1, 2):
-            reading.set(f"optimizer.beta{one}", "optimizer.betas", value=pair)
+            reading.set(f"optimizer.beta{one}", "optimizer.betas", pair)
 
 
 def _read_schedule(reading: ConfigReader) -> None:
-    """Reads the schedule: a decay ratio is a share of the last steps (wsd), else decay begins after the
-    warmup.
-    """
+    """Reads the schedule: a decay ratio is a share of the last steps, or all after the warmup."""
     ratio_key, type_key = "lr_scheduler.decay_ratio", "lr_scheduler.decay_type"
     ratio, kind = number(reading.get(ratio_key)), str(reading.get(type_key) or "linear")
     if ratio is not None and 0 < ratio < 1:
-        reading.set(ratio_key, "schedule.decay_fraction", value=ratio, why='with schedule.kind = "wsd"')
-        reading.settings["schedule.kind"] = "wsd"
-        reading.origins["schedule.kind"] = ratio_key
+        reading.set(ratio_key, "schedule.decay_fraction", ratio, why='with schedule.kind = "wsd"')
+        reading.infer("schedule.kind", "wsd", origin=ratio_key)
         if kind != "linear":
-            reading.say(
-                type_key, KeyVerdict.NOT_SUPPORTED, why='wsd falls linearly; or schedule.kind = "cosine"'
-            )
+            reading.unsupported(type_key, 'wsd falls linearly; or schedule.kind = "cosine"')
     elif kind in ("linear", "cosine"):
-        reading.settings["schedule.kind"] = kind
-        reading.origins["schedule.kind"] = type_key if type_key in reading.leaves else "torchtitan's default"
+        origin = type_key if type_key in reading.leaves else "torchtitan's default"
+        reading.infer("schedule.kind", kind, origin=origin)
     else:
-        reading.say(type_key, KeyVerdict.NOT_SUPPORTED, why="schedule.kind: constant, cosine, linear or wsd")
+        reading.unsupported(type_key, "schedule.kind: constant, cosine, linear or wsd")
     if type_key in reading.leaves:
-        reading.set(type_key, "schedule.kind", value=reading.settings.get("schedule.kind"))
-    reading.say(ratio_key, KeyVerdict.NOT_NEEDED, why="decay begins after the warmup: schedule.kind")
+        reading.set(type_key, "schedule.kind", reading.settings.get("schedule.kind"))
+    reading.not_needed(ratio_key, "decay begins after the warmup: schedule.kind")
 
 
 def _read_precision(reading: ConfigReader) -> None:
@@ -205,13 +174,11 @@ def _read_precision(reading: ConfigReader) -> None:
     pure = reading.get("training.dtype") == "bfloat16"
     mode = "fp32" if compute == "float32" else ("bf16_reduce" if wire == "bfloat16" else "bf16")
     if pure and compute != "float32":
-        reading.set(
-            "training.dtype", "precision.mode", value="bf16_pure", why="with updates rounded stochastically"
-        )
-        mode = "bf16_pure"
+        mode, why = "bf16_pure", "with updates rounded stochastically"
+        reading.set("training.dtype", "precision.mode", mode, why=why)
     given = [key for key in (param_key, reduce_key) if key in reading.leaves]
     for key in given:
-        reading.set(key, "precision.mode", value=mode)
+        reading.set(key, "precision.mode", mode)
     if not given:
         reading.set_default("precision.mode", mode, why="torchtitan's default")
 
@@ -222,23 +189,19 @@ def _read_switched(reading: ConfigReader) -> None:
     if saves in reading.leaves:
         every = positive(reading.get("checkpoint.interval")) or 500
         if is_on(reading.get(saves)):
-            reading.set(saves, "checkpoint.every", value=every)
-            reading.set("checkpoint.interval", "checkpoint.every", value=every)
+            reading.set(saves, "checkpoint.every", every)
+            reading.set("checkpoint.interval", "checkpoint.every", every)
         else:
-            reading.say(saves, KeyVerdict.NOT_NEEDED, why="off: saved at the end, and when interrupted")
-            reading.say("checkpoint.interval", KeyVerdict.NOT_NEEDED, why="off")
+            reading.not_needed(saves, "off: saved at the end, and when interrupted")
+            reading.not_needed("checkpoint.interval", "off")
     enabled = [key for key in ("validation.enable", "validation.enabled") if key in reading.leaves]
     if enabled and is_on(reading.get(enabled[0])):
         every = positive(reading.get("validation.freq")) or 10
         for key in (enabled[0], "validation.freq"):
-            reading.set(key, "train.validate_every", value=every)
+            reading.set(key, "train.validate_every", every)
     for key in enabled:
-        reading.say(key, KeyVerdict.NOT_NEEDED, why="off: train.validate_every")
-    reading.say("validation.freq", KeyVerdict.NOT_NEEDED, why="off: train.validate_every")
+        reading.not_needed(key, "off: train.validate_every")
+    reading.not_needed("validation.freq", "off: train.validate_every")
     compiled = [key for key in ("training.compile", "compile.enable") if key in reading.leaves]
     for key in compiled:
-        reading.set(key, "run.compile", value=is_on(reading.get(key)), why="block by block")
-    trackers = ("tensorboard", "wandb")
-    wanted = [name for name in trackers if is_on(reading.get(f"metrics.enable_{name}"))]
-    for name in wanted:
-        reading.set(f"metrics.enable_{name}", "log.trackers", value=wanted)
+        reading.set(key, "run.compile", is_on(reading.get(key)), why="block by block")

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import Field
 
 from fullshard.errors import SpecError
-from fullshard.spec.hardware_file import read_tables, write_toml
+from fullshard.spec.hardware_file import read_tables, write_tables
 from fullshard.spec.plan import DeviceType
 from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -230,4 +230,4 @@ class Hardware(FrozenModel):
         """Writes TOML that people can edit and that reads back equal. Raises SpecError if it cannot be
         written.
         """
-        write_toml(Path(path), self.model_dump(mode="json", exclude_none=True), head=_FILE_HEAD)
+        write_tables(Path(path), self.model_dump(mode="json", exclude_none=True), head=_FILE_HEAD)

@@ -1,12 +1,11 @@
 """hardware.toml: plain data as TOML for people to read and edit, with a unit beside each figure."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from decimal import Decimal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fullshard.errors import SpecError
-from fullshard.spec.toml_file import read_toml
+from fullshard.spec.toml_file import read_toml, toml_text
 from fullshard.system.files import write_whole
 
 # The comment after each key, shared by all tables. `rates.matmul.bf16` is looked up by `matmul`.
@@ -51,70 +50,11 @@ def read_tables(path: Path) -> dict[str, Any]:
     return read_toml(path, fix="fullshard calibrate, which writes one")
 
 
-def write_toml(path: Path, data: Mapping[str, Any], *, head: str) -> None:
+def write_tables(path: Path, data: Mapping[str, Any], *, head: str) -> None:
     """Writes `data` atomically. Raises SpecError if it cannot be written."""
-    text = "".join(f"# {line}\n" for line in head.splitlines()) + "\n" + toml_text(data)
+    text = toml_text(data, head=head, comment=lambda path: _COMMENTS.get(path[-1]))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
     except OSError as error:
         raise SpecError(f"{path} cannot be written.", got=error.strerror) from error
-
-
-def toml_text(data: Mapping[str, Any]) -> str:
-    """Returns `data` as TOML that reads back to identical numbers. None is left out, because TOML has no
-    null.
-    """
-    return "\n".join(_table(data, [])).strip() + "\n"
-
-
-def _table(data: Mapping[str, Any], path: list[str]) -> Iterator[str]:
-    plain = {key: value for key, value in data.items() if not isinstance(value, Mapping)}
-    tables = {key: value for key, value in data.items() if isinstance(value, Mapping)}
-    if path and (plain or not tables):
-        comment = _COMMENTS.get(path[-1])
-        yield ""
-        yield f"[{'.'.join(map(_key, path))}]" + (f"  # {comment}" if comment else "")
-    for key, value in plain.items():
-        if value is None:
-            continue
-        comment, text = _COMMENTS.get(key), f"{_key(key)} = {_value(value)}"
-        if comment and "\n" in text:
-            yield f"# {comment}"
-        yield f"{text}  # {comment}" if comment and "\n" not in text else text
-    for key, value in tables.items():
-        yield from _table(value, [*path, key])
-
-
-def _key(name: str) -> str:
-    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else _string(name)
-
-
-def _value(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int):
-        return f"{value:_}" if abs(value) >= 10_000 else str(value)
-    if isinstance(value, float):
-        return _float(value)
-    if isinstance(value, str):
-        return _string(value)
-    assert isinstance(value, Sequence), f"{type(value).__name__} has no form in TOML"
-    items = [_value(item) for item in value]
-    if items and isinstance(value[0], Sequence) and not isinstance(value[0], str):
-        return "[\n" + "".join(f"    {item},\n" for item in items) + "]"
-    return f"[{', '.join(items)}]"
-
-
-def _float(value: float) -> str:
-    """Returns the shortest text that reads back to `value`: `0.125`, `2.039e12`."""
-    if value == 0 or 1e-3 <= abs(value) < 1e6:
-        return repr(value)
-    mantissa, _, exponent = f"{Decimal(repr(value)).normalize():e}".partition("e")
-    return f"{mantissa}e{int(exponent)}"
-
-
-def _string(text: str) -> str:
-    """Returns a TOML basic string, with `"`, the backslash and control characters escaped."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in escaped) + '"'

@@ -1,7 +1,11 @@
-"""Settings files, read as TOML tables."""
+"""TOML files of settings and of measured hardware: reading and writing."""
 
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fullshard.errors import SpecError
 from fullshard.spec.small_files import SETTINGS_BYTES, parse_toml, read_text
@@ -19,3 +23,70 @@ def read_toml(path: Path, *, fix: str) -> dict[str, Any]:
         raise SpecError(f"{path} cannot be read.", got=error.strerror, fix=fix) from error
     except ValueError as error:
         raise SpecError(f"{path} cannot be read.", got=str(error)) from error
+
+
+def toml_text(data: Mapping[str, Any], *, head: str, comment: Callable[[list[str]], str | None]) -> str:
+    """Returns `data` as TOML that reads back to identical values.
+
+    head: the text of the first comment
+    comment: returns the comment on a key or table, given by its path
+    """
+    head_lines = [f"# {_printable(line)}" for line in head.splitlines()]
+    return "\n".join([*head_lines, *_table(data, [], comment)]) + "\n"
+
+
+def _table(
+    data: Mapping[str, Any], path: list[str], comment: Callable[[list[str]], str | None]
+) -> Iterator[str]:
+    tables = {key: value for key, value in data.items() if isinstance(value, Mapping)}
+    if not tables or len(tables) < len(data):
+        yield ""
+    if path and (not tables or len(tables) < len(data)):
+        yield _commented(f"[{'.'.join(map(_key, path))}]", comment(path))
+    for key, value in data.items():
+        if key not in tables:
+            yield _commented(f"{_key(key)} = {toml_value(value)}", comment([*path, key]))
+    for key, value in tables.items():
+        yield from _table(cast(Mapping[str, Any], value), [*path, key], comment)
+
+
+def _commented(text: str, comment: str | None) -> str:
+    if not comment:
+        return text
+    comment = f"# {_printable(comment)}"
+    return f"{comment}\n{text}" if "\n" in text else f"{text}  {comment}"
+
+
+def _printable(text: str) -> str:
+    """Returns `text` on one line without control characters, which a TOML comment may not contain."""
+    return "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))
+
+
+def _key(name: str) -> str:
+    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else toml_value(name)
+
+
+def toml_value(value: Any) -> str:
+    """Returns a number, text, boolean, list or mapping as TOML; a list of lists has one line for each."""
+    if isinstance(value, bool | str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, int):
+        return f"{value:_}" if abs(value) >= 10_000 else str(value)
+    if isinstance(value, float):
+        return _float(value)
+    if isinstance(value, Mapping):
+        pairs = cast(Mapping[str, Any], value).items()
+        return "{" + ", ".join(f"{_key(key)} = {toml_value(one)}" for key, one in pairs) + "}"
+    assert isinstance(value, Sequence), f"{type(value).__name__} has no form in TOML"
+    items = [toml_value(item) for item in cast(Sequence[Any], value)]
+    if items and isinstance(value[0], list | tuple):
+        return "[\n" + "".join(f"    {item},\n" for item in items) + "]"
+    return f"[{', '.join(items)}]"
+
+
+def _float(value: float) -> str:
+    """Returns the shortest text that reads back to `value`: `0.125`, `2.039e12`."""
+    if value == 0 or 1e-3 <= abs(value) < 1e6 or not math.isfinite(value):
+        return repr(value)
+    mantissa, _, exponent = f"{Decimal(repr(value)).normalize():e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"

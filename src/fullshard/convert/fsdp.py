@@ -1,0 +1,208 @@
+"""Arguments of FSDP1, FSDP2, wrappers around them, and Lightning. Sources: torch.distributed.fsdp (2.13),
+lightning_fabric.strategies.fsdp (2.6).
+"""
+
+from collections.abc import Mapping
+
+from fullshard.convert.reader import ConfigReader, SourceText, is_on, last_name, positive
+from fullshard.convert.rules import DTYPES, follow, load_rules, plain_keys
+
+_STRATEGIES = {
+    "1": "full_shard",
+    "2": "shard_grad_op",
+    "3": "no_shard",
+    "4": "hybrid_shard",
+    "5": "hybrid_shard_zero2",
+    "full_shard": "full_shard",
+    "shard_grad_op": "shard_grad_op",
+    "no_shard": "no_shard",
+    "hybrid_shard": "hybrid_shard",
+    "_hybrid_shard_zero2": "hybrid_shard_zero2",
+    "hybrid_shard_zero2": "hybrid_shard_zero2",
+    # Names in FSDP wrappers of published courses.
+    "full": "full_shard",
+    "hybrid_full": "hybrid_shard",
+    "hybrid_shard_grad_op": "hybrid_shard_zero2",
+}
+_PREFETCHES = {
+    "backward_pre": "implicit",
+    "backward_post": "implicit",
+    "no_prefetch": "none",
+    "1": "implicit",
+    "2": "implicit",
+}
+
+
+def read_sharding(
+    reading: ConfigReader, keys: Mapping[str, str], *, by_default: bool, ranks_per_node: int | None = None
+) -> None:
+    """Reads the sharding strategy and the prefetch of FSDP1 or FSDP2.
+
+    keys: keys of the config by FSDP's own names
+    by_default: True if FSDP is used even where no key sets a strategy; its default is full_shard
+    """
+    _read_reshard(reading, keys.get("reshard_after_forward", ""))
+    _read_strategy(reading, keys.get("sharding_strategy", ""), ranks_per_node=ranks_per_node)
+    if by_default and not {"sharding_strategy", "reshard_after_forward"} & keys.keys():
+        reading.set_default("sharding.strategy", "full_shard", why="FSDP's default")
+    _read_prefetch(
+        reading, backward=keys.get("backward_prefetch", ""), forward=keys.get("forward_prefetch", "")
+    )
+
+
+def read_fsdp(reading: ConfigReader, *, prefix: str = "") -> None:
+    """Gives a verdict on the arguments of FSDP, fully_shard or FSDP2Config: keys that start with `prefix`."""
+    keys = {key.removeprefix(prefix): key for key in reading.leaves if key.startswith(prefix)}
+    _read_mesh(reading, keys)
+    read_sharding(reading, keys, by_default=bool(keys) and "parallelize_fn" not in keys)
+    for part in ("mixed_precision", "mp_policy"):
+        _read_dtypes(reading, keys.get(f"{part}.param_dtype", ""), keys.get(f"{part}.reduce_dtype", ""))
+    mixed = keys.get("mixed_precision", "")
+    if "compute_dtype" in keys and (not mixed or is_on(reading.get(mixed))):
+        _read_dtypes(reading, keys["compute_dtype"], keys.get("reduce_dtype", ""))
+        reading.not_needed(mixed, "on: precision.mode says which")
+    policy = keys.get("offload_policy", "")
+    if reading.get(policy) == "OffloadPolicy()":  # FSDP2's default, without any offload
+        reading.not_needed(policy, "as it is here")
+    rules = load_rules("fsdp")
+    follow(reading, rules, named=lambda key: key.removeprefix(prefix) if key.startswith(prefix) else "")
+
+
+def read_fsdp_alone(reading: ConfigReader) -> None:
+    """Gives a verdict on every argument of FSDP, fully_shard or FSDP2Config."""
+    read_fsdp(reading)
+    known = plain_keys(load_rules("fsdp"))
+    reading.close([*known, "sharding_strategy", "backward_prefetch", "forward_prefetch"])
+
+
+def read_lightning(reading: ConfigReader) -> None:
+    """Gives a verdict on the arguments of Fabric or a Trainer and its strategy, or of a strategy alone."""
+    nodes = reading.count("num_nodes") or 1
+    reading.count("max_steps", unset=(-1,))
+    devices = reading.get("devices")
+    each = len(devices) if isinstance(devices, list) else positive(devices)
+    if each:
+        reading.ranks = reading.ranks or each * nodes
+        if nodes == 1:
+            reading.set("devices", "run.ranks", each)
+        else:
+            reading.notes.append(
+                f"{each} ranks on each of {nodes} nodes: torchrun --nnodes {nodes} starts them"
+            )
+    named = str(reading.get("strategy")).lower()
+    if named in ("fsdp", "ddp"):
+        reading.set("strategy", "sharding.strategy", "full_shard" if named == "fsdp" else "no_shard")
+    read_fsdp(reading, prefix="strategy.")
+    rules = load_rules("lightning")
+    follow(reading, rules)
+    if "gradient_clip_val" not in reading.leaves:
+        reading.set_default("optimizer.clip_norm", 0.0, why="Lightning clips only if asked")
+    reading.close([*plain_keys(rules), *(f"strategy.{key}" for key in plain_keys(load_rules("fsdp")))])
+
+
+def _read_mesh(reading: ConfigReader, keys: Mapping[str, str]) -> None:
+    """Reads a two-axis mesh, (replicas, shards), as a hybrid strategy of that degree."""
+    for name in ("mesh.mesh_shape", "device_mesh.mesh_shape", "device_mesh", "mesh"):
+        key = keys.get(name, "")
+        shape = reading.get(key)
+        if not isinstance(shape, list) or not all(isinstance(one, int) for one in shape):
+            continue
+        if len(shape) == 2 and shape[1] > 1 and shape[0] > 1:
+            reading.infer("sharding.strategy", "hybrid_shard", origin=key)
+            reading.set(key, "sharding.shard_degree", shape[1], why="ranks / shard_degree replicas")
+            reading.ranks = reading.ranks or shape[0] * shape[1]
+        elif len(shape) == 2 and shape[0] > 1:
+            reading.set(key, "sharding.strategy", "no_shard", why="nothing is sharded")
+    # The named strategy may be the ZeRO-2 variant of the mesh's.
+    if reading.settings.get("sharding.strategy") == "hybrid_shard" and "sharding_strategy" in keys:
+        reading.settings.pop("sharding.strategy")
+
+
+def _read_strategy(reading: ConfigReader, key: str, *, ranks_per_node: int | None) -> None:
+    """Reads `sharding.strategy`; for a hybrid one also `shard_degree`, the ranks per node if known."""
+    value = reading.get(key)
+    strategy = None if value is None else _STRATEGIES.get(last_name(value))
+    if value is None:
+        reading.not_needed(key, "unset: the planner chooses, or full_shard")
+    elif strategy is None:
+        known = ", ".join(sorted(set(_STRATEGIES.values())))
+        reading.unsupported(key, f"sharding.strategy is one of {known}")
+    else:
+        reading.set(key, "sharding.strategy", strategy)
+        if strategy.startswith("hybrid") and "sharding.shard_degree" not in reading.settings:
+            _infer_shard_degree(reading, strategy, ranks_per_node)
+
+
+def _infer_shard_degree(reading: ConfigReader, strategy: str, ranks_per_node: int | None) -> None:
+    if ranks_per_node is not None:
+        reading.infer("sharding.shard_degree", ranks_per_node, origin="the ranks of a node")
+        return
+    reading.notes.append(
+        f"{strategy} shards within a node and replicates over nodes: set sharding.shard_degree "
+        "to the ranks of a node (left out, the planner chooses)"
+    )
+
+
+def _read_reshard(reading: ConfigReader, key: str) -> None:
+    """Reads FSDP2's `reshard_after_forward`: true is full_shard, false shard_grad_op, a number hpZ."""
+    value = reading.get(key)
+    if key not in reading.leaves:
+        return
+    degree = None if isinstance(value, bool) else positive(value)
+    if degree is not None and degree > 1:
+        reading.set(key, "sharding.reshard_to", degree, why="and the strategy full_shard (ZeRO++ hpZ)")
+        reading.infer("sharding.strategy", "full_shard", origin=key)
+        return
+    named = _STRATEGIES.get(last_name(value)) if degree is None else None
+    flag = {"true": "full_shard", "none": "full_shard", "false": "shard_grad_op"}.get(str(value).lower())
+    strategy = named or flag
+    if strategy is None:
+        reading.unsupported(key, "true (full_shard), false (shard_grad_op), or a degree")
+        return
+    if reading.settings.get("sharding.strategy") == "hybrid_shard":  # set by a two-axis mesh
+        strategy = "hybrid_shard" if strategy == "full_shard" else "hybrid_shard_zero2"
+        reading.settings["sharding.strategy"] = strategy
+    why = "unset: all units but the root; here the root too" if value is None else ""
+    reading.set(key, "sharding.strategy", strategy, why=why)
+
+
+def _read_prefetch(reading: ConfigReader, *, backward: str, forward: str) -> None:
+    """Reads `backward_prefetch` and `forward_prefetch`, which `prefetch.mode` combines."""
+    forward_on = is_on(reading.get(forward))
+    if backward in reading.leaves:
+        name = last_name(reading.get(backward))
+        mode = "none" if reading.get(backward) is None else _PREFETCHES.get(name)
+        if mode is None:
+            reading.unsupported(backward, "prefetch.mode: none, implicit or explicit")
+        else:
+            post = "one unit ahead; here always issued before the gradients of the one that waits"
+            why = post if name in ("backward_post", "2") else ""
+            reading.set(backward, "prefetch.mode", "explicit" if forward_on else mode, why=why)
+    if isinstance(reading.get(forward), SourceText):
+        reading.unsupported(forward, "known only when the program runs: set prefetch.mode")
+    elif forward_on:
+        why = "prefetch.forward units ahead, 1 by default"
+        reading.set(forward, "prefetch.mode", "explicit", why=why)
+    else:
+        reading.not_needed(forward, "off: what overlaps is the engine's own one unit")
+
+
+def _read_dtypes(reading: ConfigReader, param: str, reduce: str) -> None:
+    """Reads `precision.mode` from the dtypes of gathered parameters and reduced gradients."""
+    named = {key: DTYPES.get(last_name(reading.get(key))) for key in (param, reduce) if key in reading.leaves}
+    for key in named:
+        if isinstance(reading.get(key), SourceText) and named[key] is None:
+            reading.unsupported(key, "known only when the program runs: set precision.mode")
+    compute = named.get(param) or "fp32"
+    wire = named.get(reduce) or compute
+    mode = {"fp32": "fp32", "fp16": "fp16"}.get(compute) or ("bf16_reduce" if wire == "bf16" else "bf16")
+    summed = ""
+    if compute == "fp16" and wire == "fp16":
+        summed = "gradients are summed in fp32 here"
+    elif compute == "fp32" and wire != "fp32":
+        summed = "gradients of fp32 parameters are summed in fp32 here"
+    for key in named:
+        if any(named.values()):
+            reading.set(key, "precision.mode", mode, why=summed if key == reduce else "")
+        else:
+            reading.not_needed(key, "unset: the dtype that the module has; precision.mode decides")

@@ -1,0 +1,208 @@
+"""The verdict on each key of a config, and the settings of a run.toml that the config sets."""
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from enum import StrEnum
+from typing import Any, cast
+
+from fullshard.errors import SpecError
+from fullshard.spec.run import Run
+from fullshard.spec.value import FrozenModel
+
+AUTO = "auto"
+
+
+class Format(StrEnum):
+    """The tool that a config belongs to."""
+
+    ACCELERATE = "accelerate"
+    DEEPSPEED = "deepspeed"
+    FSDP = "fsdp"
+    LIGHTNING = "lightning"
+    TORCHTITAN = "torchtitan"
+
+
+class KeyVerdict(StrEnum):
+    """The verdict on a key.
+
+    taken: the key exists here under its own name
+    renamed: the key exists here under another name
+    not needed: the result is the same without it
+    not supported: the result differs
+    unknown: the format has no such key, as far as is known here
+    """
+
+    TAKEN = "taken"
+    RENAMED = "renamed"
+    NOT_NEEDED = "not needed"
+    NOT_SUPPORTED = "not supported"
+    UNKNOWN = "unknown"
+
+
+class SourceText(str):
+    """Source text of a value that the converted program would only know when it runs."""
+
+    __slots__ = ()
+
+
+class KeyResult(FrozenModel):
+    """The verdict on one key.
+
+    key, value: the key and its value in the config
+    verdict: see `KeyVerdict`
+    sets: the key of run.toml that it sets, if any
+    why: a short explanation
+    """
+
+    key: str
+    value: Any
+    verdict: KeyVerdict
+    sets: str = ""
+    why: str = ""
+
+
+class ConfigReader:
+    """A config while it is read. The first verdict on a leaf counts; `close` gives the last ones: unknown.
+
+    leaves: values by dotted key: everything in the nested mappings that is not a mapping, and empty mappings
+    said: verdicts by key
+    settings: values by key of run.toml
+    origins: for each of `settings`, the key of the config that it comes from
+    ranks: number of ranks, if known
+    """
+
+    def __init__(self, tree: Mapping[str, Any], *, ranks: int | None = None) -> None:
+        self.leaves = dict(leaves(tree))
+        self.said: dict[str, KeyResult] = {}
+        self.settings: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        self.notes: list[str] = []
+        self.ranks = ranks
+
+    def get(self, key: str) -> Any:
+        """Returns the value of `key`, or None if it is absent."""
+        return self.leaves.get(key)
+
+    def unread(self) -> list[str]:
+        """Returns the keys without a verdict."""
+        return [key for key in self.leaves if key not in self.said]
+
+    def count(self, key: str, *, unset: tuple[Any, ...] = ()) -> int | None:
+        """Returns the whole number over 0 of `key`; None if it is absent, left open, or one of `unset`.
+
+        Raises SpecError for any other value, because no run can express it.
+        """
+        value = self.get(key)
+        if isinstance(value, SourceText) or is_one_of(value, (None, AUTO, *unset)):
+            return None
+        if (count := positive(value)) is None:
+            raise SpecError(f"{key} is not valid.", got=repr(value), fix="a whole number over 0")
+        return count
+
+    def set(self, key: str, target: str, value: Any, *, why: str = "") -> None:
+        """Records that `key` sets `target` to `value`, unless another key has set it to another value."""
+        if isinstance(self.get(key), SourceText) and isinstance(value, SourceText):
+            self.unsupported(key, f"known only when the program runs: set {target}")
+            return
+        before = self.settings.setdefault(target, value)
+        if before != value:
+            first = self.origins.get(target, "something else")
+            self.unsupported(key, f"{first} has set {target} = {before!r} already")
+            return
+        self.origins.setdefault(target, key)
+        same = key.rpartition(".")[2] == target.rpartition(".")[2]
+        self._note(key, KeyVerdict.TAKEN if same else KeyVerdict.RENAMED, why, target)
+
+    def infer(self, target: str, value: Any, *, origin: str) -> None:
+        """Sets `target`, if no key has, to a value that follows from `origin`, which the run.toml names."""
+        if target not in self.settings:
+            self.settings[target], self.origins[target] = value, origin
+
+    def infer_global_batch(self, sequences: int, *, origin: str) -> None:
+        """Sets `train.global_batch` from `sequences` per rank, with a note if the ranks are unknown."""
+        if "train.global_batch" in self.settings:
+            return
+        origin = f"{sequences} of each rank ({origin})"
+        self.infer("train.global_batch", sequences * (self.ranks or 1), origin=origin)
+        if self.ranks is None:
+            self.notes.append(
+                f"train.global_batch = {sequences} is one rank's, for the file does not say how many there "
+                "are: --ranks N multiplies it"
+            )
+
+    def set_default(self, target: str, value: Any, *, why: str) -> None:
+        """Sets `target`, if no key has, to the other tool's default, with a note if it differs from ours."""
+        if target not in self.settings and default(target) != value:
+            self.infer(target, value, origin=why)
+            self.notes.append(f"{target} = {value!r}: {why}")
+
+    def not_needed(self, key: str, why: str) -> None:
+        """Records that the result is the same without `key`. Absent keys are ignored."""
+        self._note(key, KeyVerdict.NOT_NEEDED, why)
+
+    def unsupported(self, key: str, why: str) -> None:
+        """Records that the result differs from what `key` requests. Absent keys are ignored."""
+        self._note(key, KeyVerdict.NOT_SUPPORTED, why)
+
+    def close(self, known: list[str]) -> None:
+        """Records the remaining keys as unknown, each with the nearest of the `known` keys."""
+        for key in self.unread():
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+            why = f"no such key here; is {near[0]} meant?" if near else "no key of this format is called so"
+            self._note(key, KeyVerdict.UNKNOWN, why)
+
+    def _note(self, key: str, verdict: KeyVerdict, why: str, sets: str = "") -> None:
+        if key in self.leaves and key not in self.said:
+            self.said[key] = KeyResult(key=key, value=self.get(key), verdict=verdict, sets=sets, why=why)
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) for everything that is not a mapping, and for empty mappings."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from leaves(cast(Mapping[str, Any], value), f"{key}.")
+        else:
+            yield key, value
+
+
+def default(target: str) -> Any:
+    """Returns the default of a key of run.toml."""
+    value: Any = Run()
+    for part in target.split("."):
+        value = getattr(value, part)
+    return list(cast(tuple[Any, ...], value)) if isinstance(value, tuple) else value
+
+
+def number(value: Any) -> float | None:
+    """Returns a number, also of text (`1e-4`, which YAML reads as text), or None."""
+    try:
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def whole(value: Any) -> int | None:
+    """Returns a non-negative whole number; None for any other value."""
+    read = number(value)
+    return int(read) if read is not None and read >= 0 and read.is_integer() else None
+
+
+def positive(value: Any) -> int | None:
+    """Returns a whole number over 0; None for any other value."""
+    return whole(value) or None
+
+
+def is_on(value: Any) -> bool:
+    """Returns True for True, `true`, `yes` and `on`."""
+    return value is True or str(value).lower() in ("true", "yes", "on")
+
+
+def is_one_of(value: Any, values: Iterable[Any]) -> bool:
+    """Returns True if `value` equals one of `values` and has its type: 0 is not False."""
+    return any(type(value) is type(one) and value == one for one in values)
+
+
+def last_name(value: Any) -> str:
+    """`ShardingStrategy.FULL_SHARD`, `"FULL_SHARD"`, True -> `full_shard`, `full_shard`, `true`."""
+    return str(value).rpartition(".")[2].lower()
