@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.jobs.calibrate import measure
-from fullshard.report.calibration import calibration_table
+from fullshard.report.calibration import calibration_rows
 from fullshard.sharding.mesh import process_group
 from fullshard.spec.calibration import Calibration
 from fullshard.spec.hardware import Hardware
@@ -59,7 +59,7 @@ def test_the_file_reads_back_equal_and_the_table_names_every_kind(found: list[Ca
     assert Hardware.load(tmp_path / "hardware.toml") == found[0].hardware
     found[0].save(tmp_path)
     assert Calibration.load(tmp_path) == found[0]
-    table = calibration_table(found[0])
+    table = dict(calibration_rows(found[0]))
     for label in (
         "matmul fp32",
         "attention bf16",

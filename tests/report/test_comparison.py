@@ -6,7 +6,7 @@ import json
 import pytest
 
 from fullshard.report.comparison import Compared, compare, comparison_rows
-from fullshard.report.table import measurement_rows, show_measurement
+from fullshard.report.measurement import measurement_rows, show_measurement
 from fullshard.spec.measurement import DriveBytes, Measurement, PeakBytes, StepSeconds
 from fullshard.spec.memory import MemoryTerms
 from fullshard.spec.prediction import OffloadTerms, Prediction, TimeTerms

@@ -5,9 +5,8 @@ import io
 import pytest
 
 from fullshard.quantities import format_bytes
-from fullshard.report.compare_plans import comparison_rows, show_comparison
-from fullshard.report.grid import show_rows
-from fullshard.report.plan import MEMORY_LABELS, TIME_LABELS, Budget, PlanPage, plan_rows, show_plan
+from fullshard.report.plan import Budget, PlanPage, label_of, plan_cells, plan_rows, show_plan, show_plans
+from fullshard.report.table import show_rows
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import ActivationTerms, OffloadTerms, TimeTerms
 from fullshard.spec.run import Run
@@ -29,8 +28,9 @@ def lines(plan: Plan) -> list[str]:
 def test_every_term_has_words():
     prediction = predicted().prediction
     assert prediction is not None
-    assert set(MEMORY_LABELS) == set(prediction.memory.terms())
-    assert set(TIME_LABELS) == set(TimeTerms.model_fields)
+    labels = [label_of(name) for name in (*prediction.memory.terms(), *TimeTerms.model_fields)]
+    assert len(set(labels)) == len(labels)
+    assert not any("_" in label for label in labels)
 
 
 def test_bytes_are_held_against_what_the_device_has():
@@ -106,11 +106,11 @@ def test_strategies_side_by_side_are_ordered_by_speed_then_by_what_they_lack():
         predicted("sharding.strategy=hybrid_shard", "sharding.shard_degree=4", capacity=44 * GIB),
     ]
     chosen = plans[2]
-    table = comparison_rows(chosen, plans)
+    table = plan_cells(chosen, plans)
     assert [row[0] for row in table] == ["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"]
     assert [row[-1] for row in table] == ["chosen", "+25 % time", "15.00 GiB over", "1.00 GiB over"]
     out = io.StringIO()
-    show_comparison(chosen, plans, file=out)
+    show_plans(chosen, plans, file=out)
     assert max(map(len, out.getvalue().splitlines())) <= 100
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fullshard.cli.main import main
 from fullshard.jobs.progress import progress
-from fullshard.report.grid import show_grid, show_rows
-from fullshard.report.table import show_measurement
+from fullshard.report.measurement import show_measurement
+from fullshard.report.table import show_grid, show_rows
 from fullshard.system.terminal import printable, printable_line
 from tests.checkpoint.states import saved
 from tests.checkpoint.test_strangers import rewritten_manifest

@@ -50,7 +50,8 @@ def calibrate(
     from fullshard.launch.scratch import private_directory
     from fullshard.launch.start import start
     from fullshard.profiler.detect import user_hardware_path
-    from fullshard.report.calibration import calibration_table
+    from fullshard.report.calibration import calibration_rows
+    from fullshard.report.table import show_rows
     from fullshard.spec.calibration import Calibration, CalibrationSettings
     from fullshard.system.targets import require_file
 
@@ -66,7 +67,10 @@ def calibrate(
         if exit_code == 0 and os.environ.get("RANK", "0") == "0":
             found = _fitted(Calibration.load(directory))
             found.hardware.save(path)
-            typer.echo(found.model_dump_json() if as_json else calibration_table(found))
+            if as_json:
+                typer.echo(found.model_dump_json())
+            else:
+                show_rows(calibration_rows(found))
             typer.echo(f"written: {path}", err=True)
     raise typer.Exit(exit_code)
 

@@ -93,7 +93,7 @@ def _as_json(conversion: "Conversion") -> dict[str, object]:
 def _show(conversion: "Conversion") -> None:
     """Prints the table, and the number of keys for each verdict."""
     from fullshard.convert.reader import KeyVerdict
-    from fullshard.report.grid import show_rows
+    from fullshard.report.table import show_rows
 
     rows = [(one.key, _told(one.verdict, one.sets, why=one.why)) for one in conversion.said]
     show_rows(rows, file=sys.stderr)

@@ -42,7 +42,7 @@ def prepare_data(
     if as_json:
         typer.echo(json.dumps(summary))
         return
-    from fullshard.report.grid import show_rows
+    from fullshard.report.table import show_rows
 
     show_rows(_rows(summary))
     for skip_message in summary["skip_messages"]:  # type: ignore[union-attr]

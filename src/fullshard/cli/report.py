@@ -37,7 +37,7 @@ def report(
     if as_json:
         typer.echo(json.dumps([_record(run) for run in runs], indent=2))
         return
-    from fullshard.report.table import show_measurement
+    from fullshard.report.measurement import show_measurement
 
     for index, run in enumerate(runs):
         if index:

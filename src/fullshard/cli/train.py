@@ -100,7 +100,7 @@ def _show_measurement(run: "Run", *, since: float, as_json: bool) -> None:
     if as_json:
         typer.echo(printable(path.read_text(encoding="utf-8").rstrip()))
         return
-    from fullshard.report.table import show_measurement
+    from fullshard.report.measurement import show_measurement
     from fullshard.spec.measurement import Measurement
     from fullshard.spec.plan import Plan
 

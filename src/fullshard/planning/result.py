@@ -84,9 +84,8 @@ class PlanResult:
 
     def show(self, budget: "Budget | None", *, compare: bool) -> None:
         """Prints the page. With `compare`, adds the other strategies and the rules of thumb."""
-        from fullshard.report.compare_plans import show_comparison
-        from fullshard.report.grid import show_rows
-        from fullshard.report.plan import PlanPage, show_plan
+        from fullshard.report.plan import PlanPage, show_plan, show_plans
+        from fullshard.report.table import show_rows
 
         if self.largest is not None:
             what, size = self.largest
@@ -106,7 +105,7 @@ class PlanResult:
         )
         if compare and self.found is not None:
             typer.echo("")
-            show_comparison(self.best, self.found.by_strategy.values())
+            show_plans(self.best, self.found.by_strategy.values())
             typer.echo("")
             show_rows(("", line) for line in rules)
 

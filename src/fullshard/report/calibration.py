@@ -7,14 +7,8 @@ from fullshard.spec.calibration import Calibration
 from fullshard.spec.hardware import Curve, Hardware, Link
 
 
-def calibration_table(calibration: Calibration) -> str:
-    """Returns one line per figure: the best point of each curve, where it is reached, and the fit errors."""
-    rows = list(_rows(calibration))
-    width = max(len(label) for label, _ in rows)
-    return "\n".join(f"{label:<{width}}  {text}".rstrip() for label, text in rows)
-
-
-def _rows(calibration: Calibration) -> Iterator[tuple[str, str]]:
+def calibration_rows(calibration: Calibration) -> Iterator[tuple[str, str]]:
+    """Yields (label, text) lines: the best point of each curve, where it is reached, and the fit errors."""
     hardware, rates = calibration.hardware, calibration.hardware.rates
     yield "hardware", _layout(hardware)
     yield "measured in", f"{format_seconds(calibration.took_seconds)}, all ranks at once; a rank's rates:"

@@ -20,8 +20,8 @@ from typing import TextIO
 from pydantic import computed_field
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
-from fullshard.report.grid import show_grid
-from fullshard.report.plan import MEMORY_LABELS, TIME_LABELS
+from fullshard.report.plan import label_of
+from fullshard.report.table import show_grid
 from fullshard.spec.measurement import Measurement, PeakBytes
 from fullshard.spec.prediction import Prediction
 from fullshard.spec.value import FrozenModel
@@ -29,8 +29,6 @@ from fullshard.spec.value import FrozenModel
 HEADER = ("", "predicted", "measured", "error")
 CRUMB_BYTES = 1e-5  # fraction of a rank's bytes below which a term gets no line of its own
 _LABELS = {
-    **MEMORY_LABELS,
-    **TIME_LABELS,
     "rest": "activations, rest",
     "compute": "compute, host",
     "data": "waiting: data",
@@ -38,11 +36,9 @@ _LABELS = {
     "host": "host memory, beside",
     "read": "read in a step",
     "written": "written in a step",
-    "reserved": "reserved",
     "tokens_per_second": "tokens/s",
     "mfu": "MFU",
 }
-_SAME_BYTES = ("parameter_shards", "gradients", "optimizer_state", "buffers", "units_in_flight")
 _NOT_TOLD_BY_CUDA = ("gradients", "units_in_flight")
 _SAME_SECONDS = ("exposed_all_gather", "exposed_reduce_scatter", "exposed_all_reduce", "engine")
 
@@ -121,15 +117,15 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
 
 def _memory(prediction: Prediction, peak: PeakBytes) -> Iterable[Compared]:
     on_cuda = peak.allocated is not None
-    same = [name for name in _SAME_BYTES if not (on_cuda and name in _NOT_TOLD_BY_CUDA)]
+    apart = {"rest", *(_NOT_TOLD_BY_CUDA if on_cuda else ())}
+    seen = {name: count for name, count in peak.parts().items() if name not in apart}
     predicted = prediction.memory.terms()
     total = peak.total if peak.allocated is None else peak.allocated
-    seen = {name: getattr(peak, name) for name in same}
-    for name in same:
-        yield Compared(term=name, predicted=predicted[name], measured=seen[name])
+    for name, count in seen.items():
+        yield Compared(term=name, predicted=predicted[name], measured=count)
     yield Compared(
         term="rest",
-        predicted=prediction.memory.total - sum(predicted[name] for name in same),
+        predicted=prediction.memory.total - sum(predicted[name] for name in seen),
         measured=total - sum(seen.values()),
     )
     yield Compared(term="total", predicted=prediction.memory.total, measured=total)
@@ -186,7 +182,7 @@ def _cells(
         if line.predicted or line.measured:
             error = line.error_percent
             yield (
-                f"{indent}{_LABELS.get(line.term, line.term)}",
+                f"{indent}{_LABELS.get(line.term) or label_of(line.term)}",
                 "-" if line.predicted is None else show(line.predicted),
                 "-" if line.measured is None else show(line.measured),
                 "" if error is None else f"{error:+,.{1 if abs(error) < 1000 else 0}f} %",

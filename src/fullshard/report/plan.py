@@ -1,10 +1,10 @@
 """A plan before it runs, in readable form: settings, bytes, seconds, speed, cost, and reasons."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TextIO
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
-from fullshard.report.grid import show_rows
+from fullshard.report.table import show_grid, show_rows
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import ActivationTerms, Prediction
 from fullshard.spec.run import Run, Strategy
@@ -13,33 +13,22 @@ from fullshard.spec.value import FrozenModel, PositiveFloat, PositiveInt
 BAR_COLUMNS = 24
 CRUMB = 1e-3  # fraction of the whole below which a term gets no line of its own
 
-# Labels of the fields of `MemoryTerms` and `TimeTerms`.
-MEMORY_LABELS = {
-    "parameter_shards": "parameter shards",
-    "gradients": "gradients",
-    "optimizer_state": "optimizer state",
-    "buffers": "buffers",
-    "batch": "batch",
-    "units_in_flight": "units in flight",
-    "whole_gradients": "whole gradients",
-    "activations": "activations",
+_COMPARED = ("strategy", "mesh", "batch", "recompute", "bytes a rank", "step", "tokens/s", "MFU", "")
+# Labels of the fields of `MemoryTerms` and `TimeTerms` that do not have their own names, with blanks.
+_LABELS = {
     "loss": "logits and loss",
-    "backward": "backward",
     "workspace": "kernels' workspace",
-}
-TIME_LABELS = {
-    "compute": "compute",
-    "recompute": "recompute",
     "exposed_all_gather": "waiting: all-gather",
     "exposed_reduce_scatter": "waiting: reduce-scatter",
     "exposed_all_reduce": "waiting: all-reduce",
     "engine": "copies of the engine",
-    "contention": "contention",
-    "tensor_parallel": "tensor parallel",
-    "optimizer": "optimizer",
     "offload": "waiting: host and drive",
-    "stragglers": "stragglers",
 }
+
+
+def label_of(term: str) -> str:
+    """Returns the words for a term of `MemoryTerms` or `TimeTerms`."""
+    return _LABELS.get(term, term.replace("_", " "))
 
 
 class Budget(FrozenModel):
@@ -116,6 +105,52 @@ def plan_rows(page: PlanPage) -> Iterator[tuple[str, str]]:
         yield "why" if index == 0 else "", text
 
 
+def show_plans(chosen: Plan, others: Iterable[Plan], *, file: TextIO | None = None) -> None:
+    """Prints one line per plan that has a prediction to `file` (standard output), `chosen` first."""
+    show_grid(_COMPARED, plan_cells(chosen, others), file=file)
+
+
+def plan_cells(chosen: Plan, others: Iterable[Plan]) -> list[tuple[str, ...]]:
+    """Returns the cells: the chosen plan, other plans that fit, by speed, then the rest, by bytes."""
+    assert chosen.prediction is not None, "the chosen plan is predicted"
+    predicted = [(plan, plan.prediction) for plan in others if plan.prediction is not None and plan != chosen]
+    predicted.sort(key=lambda one: _order(one[1]))
+    rows = [(chosen, chosen.prediction), *predicted]
+    return [_plan_cells(plan, prediction, chosen=chosen.prediction) for plan, prediction in rows]
+
+
+def _order(prediction: Prediction) -> tuple[int, float]:
+    if prediction.fits:
+        return (0, -prediction.tokens_per_second)
+    return (1, prediction.needed_bytes)
+
+
+def _plan_cells(plan: Plan, prediction: Prediction, *, chosen: Prediction) -> tuple[str, ...]:
+    reshard = f"→{plan.reshard_after_forward}" if type(plan.reshard_after_forward) is int else ""
+    mfu = f"{100 * prediction.mfu:.1f} %" if prediction.mfu is not None else "-"
+    return (
+        str(plan.strategy),
+        f"{plan.replicate_degree}×{plan.shard_degree}{reshard}",
+        f"{plan.microbatch}×{plan.accumulation}",
+        recompute_text(plan.run).removesuffix(" block"),
+        format_bytes(prediction.needed_bytes),
+        format_seconds(prediction.time.total),
+        format_count(prediction.tokens_per_second),
+        mfu,
+        _verdict(prediction, chosen=chosen),
+    )
+
+
+def _verdict(prediction: Prediction, *, chosen: Prediction) -> str:
+    """Compares a plan with the chosen one: the additional time per token, or what does not fit."""
+    if not prediction.fits:
+        return f"{format_bytes(prediction.needed_bytes - prediction.capacity_bytes)} over"
+    if prediction is chosen:
+        return "chosen"
+    longer = 100 * (chosen.tokens_per_second / prediction.tokens_per_second - 1)
+    return f"{longer:+.0f} % time" if abs(longer) >= 0.5 else "as fast"
+
+
 def mesh_text(plan: Plan) -> str:
     """Returns the mesh as `full_shard over 8 ranks` or `hybrid_shard over 8 ranks, in 4 replicas`."""
     if plan.strategy is Strategy.NO_SHARD:
@@ -185,9 +220,7 @@ def _memory(prediction: Prediction) -> Iterator[tuple[str, str]]:
         f"{format_bytes(needed)} of {format_bytes(capacity)} on the fullest rank "
         f"({100 * needed / capacity:.0f} %): {rest}",
     )
-    terms: dict[str, float] = {
-        MEMORY_LABELS.get(name, name): count for name, count in prediction.memory.terms().items()
-    }
+    terms = {label_of(name): float(count) for name, count in prediction.memory.terms().items()}
     terms["allocator reserve"] = prediction.allocator_reserve_bytes
     terms["device context"] = prediction.context_bytes
     yield from _bars(terms, format_bytes, whole=needed)
@@ -255,14 +288,14 @@ def _dry_run(parts: Mapping[str, int], prediction: Prediction) -> Iterator[tuple
     )
     for name, count in parts.items():
         if count or predicted[name]:
-            label = MEMORY_LABELS.get(name, "activations, rest")
+            label = "activations, rest" if name == "rest" else label_of(name)
             yield f"  {label}", f"{format_bytes(count):>10}; predicted {format_bytes(predicted[name])}"
 
 
 def _time(prediction: Prediction) -> Iterator[tuple[str, str]]:
     total = prediction.time.total
     yield "step", format_seconds(total) + ("" if prediction.is_timed else ", without its drive")
-    terms = {TIME_LABELS.get(name, name): seconds for name, seconds in prediction.time.terms().items()}
+    terms = {label_of(name): seconds for name, seconds in prediction.time.terms().items()}
     yield from _bars(terms, format_seconds, whole=total)
 
 

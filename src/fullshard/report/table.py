@@ -1,148 +1,59 @@
-"""The short table after a run: a Measurement in readable form, beside its prediction if there is one."""
+"""Label-text lines and tables. They are fitted to a terminal; elsewhere they are plain, up to 100 columns."""
 
 import sys
-from collections.abc import Iterator
-from textwrap import indent
+from collections.abc import Iterable, Sequence
+from textwrap import wrap
 from typing import TextIO
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from fullshard.quantities import format_bytes, format_count, format_seconds
-from fullshard.report.comparison import CRUMB_BYTES, compare, show_comparison
-from fullshard.report.plan import TIME_LABELS, traffic_lines
-from fullshard.spec.measurement import Measurement, PeakBytes, StepSeconds
-from fullshard.spec.prediction import Prediction
 from fullshard.system.terminal import printable, printable_line
 
+PLAIN_COLUMNS = 100
 
-def show_measurement(
-    measurement: Measurement, *, prediction: Prediction | None = None, file: TextIO | None = None
-) -> None:
-    """Prints the table to `file` (standard output): fitted to a terminal, plain lines elsewhere.
 
-    With a `prediction`, a second table compares bytes and seconds with the predicted ones, term by term.
-    """
+def show_rows(rows: Iterable[tuple[str, str]], *, file: TextIO | None = None) -> None:
+    """Prints (label, text) lines; long texts continue on the lines below."""
     out: TextIO = file or sys.stdout
-    rows = [
-        (label, printable_line(text)) for label, text in measurement_rows(measurement, prediction=prediction)
-    ]
+    rows = [(printable(label), printable(text)) for label, text in rows]
+    console = Console(file=out, highlight=False, soft_wrap=True)
+    columns = console.width if out.isatty() else PLAIN_COLUMNS
+    width = max((len(label) for label, _ in rows), default=0)
+    for label, text in rows:
+        style = "dim" if label.startswith(" ") else "bold"
+        for index, line in enumerate(_lines(text, columns - width - 2)):
+            shown = f"{label if index == 0 else '':<{width}}"
+            if out.isatty():
+                console.print(Text.assemble((shown, style), f"  {line}"))
+            else:
+                print(f"{shown}  {line}".rstrip(), file=out)
+
+
+def show_grid(header: Sequence[str], rows: Sequence[Sequence[str]], *, file: TextIO | None = None) -> None:
+    """Prints a table with the first column left-aligned and the others right-aligned."""
+    out: TextIO = file or sys.stdout
+    lines = list(grid_lines(header, rows))
     if out.isatty():
-        table = Table.grid(padding=(0, 2, 0, 0))
-        for label, text in rows:
-            table.add_row(Text(label, style="dim" if label.startswith(" ") else "bold"), Text(text))
-        Console(file=out, highlight=False).print(table)
-    else:
-        width = max(len(label) for label, _ in rows)
-        print("\n".join(f"{label:<{width}}  {text}" for label, text in rows), file=out)
-    if prediction is not None:
-        print(file=out)
-        show_comparison(compare(prediction, measurement), file=out)
-    if measurement.sample is not None:
-        sample = indent(printable(measurement.sample), "    ")
-        print(f"\na sample of what it writes\n\n{sample}", file=out)
+        console = Console(file=out, highlight=False, soft_wrap=True)
+        console.print(Text(lines[0], style="bold"))
+        lines = lines[1:]
+    print("\n".join(lines), file=out)
 
 
-def measurement_rows(
-    measurement: Measurement, *, prediction: Prediction | None = None
-) -> Iterator[tuple[str, str]]:
-    """Yields (label, text) lines. Figures that were not measured, or that `prediction`'s table has, are left
-    out.
-    """
-    m = measurement
-    yield (
-        "run",
-        f"{m.directory}: {m.strategy} on {m.world_size} rank{'s' if m.world_size > 1 else ''} ({m.device})",
-    )
-    if m.offload is not None:
-        yield "offload", m.offload
-        if prediction is not None and prediction.offload is not None and prediction.offload.disk_bytes:
-            held = format_bytes(prediction.offload.disk_bytes)
-            yield "", f"predicted: {held} of the drive a rank"
-            yield from (("", line) for line in traffic_lines(prediction))
-        elif m.drive is not None:
-            moved = f"reads {format_bytes(m.drive.read)} and writes {format_bytes(m.drive.written)}"
-            yield "", f"a step {moved} of the drive, a rank"
-    if not m.pace.steps:
-        yield "steps", f"none: {m.last_step} were done before"
-        return
-    yield "steps", f"{m.first_step} to {m.last_step}, {m.skipped_steps} skipped"
-    yield from _losses(m)
-    yield from _speed(m)
-    if m.step_seconds is not None and prediction is None:
-        yield from _seconds(m.step_seconds)
-    if m.startup_seconds is not None:
-        yield "first step", f"done {format_seconds(m.startup_seconds)} after the command"
-    if m.peak_bytes is not None and prediction is None:
-        yield from _memory(m.peak_bytes)
-    if m.checkpoint is not None:
-        yield "checkpoint", m.checkpoint
+def grid_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:
+    """Returns the lines of that table."""
+    rows = [[printable_line(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    for row in [header, *rows]:
+        cells = [
+            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}"
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
 
 
-def _losses(m: Measurement) -> Iterator[tuple[str, str]]:
-    if m.first_loss is not None and m.last_loss is not None:
-        yield "loss", f"{m.first_loss:.4f} in the first step, {m.last_loss:.4f} in the last"
-    if m.validation_loss is not None:
-        share = ""
-        if m.byte_entropy:
-            ratio = m.validation_loss / m.byte_entropy
-            share = f" = {ratio:.3f} of the entropy of the byte frequencies ({m.byte_entropy:.4f})"
-        yield "validation", f"{m.validation_loss:.4f} nats a token{share}"
-
-
-def _speed(m: Measurement) -> Iterator[tuple[str, str]]:
-    pace, rate = m.pace, m.tokens_per_second
-    left_out = min(pace.steps, pace.warmup_steps)
-    if rate is None:
-        why = "were warmup" if not pace.untimed_steps else "were warmup or measured otherwise"
-        yield "speed", f"not known: all {pace.steps} steps {why}"
-        return
-    each = (
-        f" on all ranks, {format_count(rate / m.world_size)} a rank"
-        if m.world_size > 1
-        else " on the one rank"
-    )
-    yield "speed", f"{format_count(rate)} tokens/s{each}"
-    slowed = f", and {pace.untimed_steps} that were profiled" if pace.untimed_steps else ""
-    yield "", f"over {pace.timed_steps} steps, the {left_out} warmup steps before them left out{slowed}"
-    step, data = pace.seconds / pace.timed_steps, pace.data_seconds / pace.timed_steps
-    yield "step", f"{format_seconds(step)}, of these {format_seconds(data)} waiting for data"
-    if m.mfu is not None and m.peak is not None:
-        whence = "by its datasheet" if m.peak.source == "catalog" else "a matmul measured here"
-        peak = f"{_flops(m.peak.flops_per_second)}/s a rank ({m.peak.device}, {m.peak.dtype}, {whence})"
-        yield "MFU", f"{100 * m.mfu:.1f} % of {peak}"
-
-
-def _seconds(step: StepSeconds) -> Iterator[tuple[str, str]]:
-    for name, seconds in step.terms().items():
-        if seconds:
-            share = f"{100 * seconds / step.total:.1f} %"
-            yield f"  {TIME_LABELS.get(name, name)}", f"{format_seconds(seconds)}, {share}"
-
-
-def _memory(peak: PeakBytes) -> Iterator[tuple[str, str]]:
-    yield "memory", f"{format_bytes(peak.total)} at the peak of the fullest rank"
-    parts = [
-        ("parameter shards", peak.parameter_shards),
-        ("gradients", peak.gradients),
-        ("optimizer state", peak.optimizer_state),
-        ("buffers", peak.buffers),
-        ("units in flight", peak.units_in_flight),
-        ("activations, rest", peak.rest),
-    ]
-    for label, count in parts:
-        if count > CRUMB_BYTES * peak.total:
-            yield f"  {label}", format_bytes(count)
-    if peak.host is not None:
-        yield "host memory", f"{format_bytes(peak.host)} a rank beside, for its tier"
-    cuda = [("active", peak.active), ("allocated", peak.allocated), ("reserved", peak.reserved)]
-    counted = [f"{label} {format_bytes(count)}" for label, count in cuda if count is not None]
-    if counted:
-        yield "  CUDA", ", ".join(counted)
-
-
-def _flops(count: float) -> str:
-    """Returns a readable FLOP count: `1.02e11` -> `102 GFLOP`."""
-    text = format_count(count)
-    return f"{text[:-1]} {text[-1]}FLOP" if text[-1].isalpha() else f"{text} FLOP"
+def _lines(text: str, columns: int) -> list[str]:
+    if len(text) <= columns:
+        return [text]
+    return wrap(text, max(columns, 20), subsequent_indent="  ", break_on_hyphens=False)

@@ -2,7 +2,7 @@
 
 import io
 
-from fullshard.report.table import measurement_rows, show_measurement
+from fullshard.report.measurement import measurement_rows, show_measurement
 from fullshard.spec.measurement import Measurement, Pace
 from tests.spec.test_measurement import measurement, pace
 
