@@ -2,9 +2,10 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
 
 import typer
+
+from fullshard.cli.options import AsJson, Overrides, RunPath
 
 # Default settings of the timed run: steps small enough that time outside compute is visible.
 SETTINGS = ("data.sequence_length=128", "train.global_batch=4", "precision.mode=fp32")
@@ -12,12 +13,9 @@ SETTINGS = ("data.sequence_length=128", "train.global_batch=4", "precision.mode=
 
 def overhead(
     *,
-    run_path: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The run to time.")] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Over what the file says; may be repeated."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="All ratios, as JSON on standard output.")] = False,
+    run_path: RunPath = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
 ) -> None:
     """Time fullshard's step against a plainly written fully_shard loop, in alternating pairs in one job."""
     from fullshard.launch.request import Request

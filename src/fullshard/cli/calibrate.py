@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fullshard.cli.numbers import positive
+from fullshard.cli.options import AsJson, positive
 
 if TYPE_CHECKING:
     from fullshard.launch.request import Request
@@ -17,29 +17,34 @@ if TYPE_CHECKING:
 def calibrate(
     *,
     ranks: Annotated[
-        int, typer.Option("--ranks", min=0, help="Ranks on this machine; 0: one a GPU, or two on the CPU.")
+        int,
+        typer.Option("--ranks", min=0, help="Ranks on this machine; 0 is one per GPU, or two on the CPU."),
     ] = 0,
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option("--device", help="What to measure.")
+        Literal["auto", "cpu", "cuda"], typer.Option("--device", help="The device to measure.")
     ] = "auto",
     seconds: Annotated[
         float | None,
-        typer.Option("--seconds", min=0.1, callback=positive, help="About how long to measure, if not 36."),
+        typer.Option("--seconds", min=0.1, callback=positive, help="Approximate duration; 36 by default."),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", metavar="HARDWARE.toml", help="Where to; by default where plan and train look."
+            "--out",
+            metavar="HARDWARE.toml",
+            help="The file to write; the one that plan and train read, by default.",
         ),
     ] = None,
     drive: Annotated[
         Path,
-        typer.Option("--drive", metavar="DIRECTORY", help="On the drive to measure, as offload.path is."),
+        typer.Option(
+            "--drive", metavar="DIRECTORY", help="A directory on the drive to measure, such as offload.path."
+        ),
     ] = Path(),
     force: Annotated[
-        bool, typer.Option("--force", help="Let --out replace a file that is not a hardware.toml.")
+        bool, typer.Option("--force", help="Replace --out even if it is not a hardware.toml.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="All that was found, as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure this machine, or under torchrun or srun the cluster, and write a hardware.toml.
 
@@ -92,7 +97,9 @@ def _require_directory(path: Path) -> None:
         with suppress(FileNotFoundError):
             path.lstat()
     except OSError as error:
-        raise SpecError(f"{path} cannot be written.", got=error.strerror, fix="another --out") from error
+        raise SpecError(
+            f"{path} cannot be written.", got=error.strerror, fix="another path for --out"
+        ) from error
 
 
 def _require_drive(directory: Path) -> None:
@@ -100,7 +107,7 @@ def _require_drive(directory: Path) -> None:
 
     if not os.path.isdir(directory):
         raise SpecError(
-            f"{directory} is not a directory.", got=f"--drive {directory}", fix="one that is on the drive"
+            f"{directory} is not a directory.", got=f"--drive {directory}", fix="a directory on the drive"
         )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fullshard.cli.options import AsJson, KeyFile
 from fullshard.system.terminal import printable_line
 
 if TYPE_CHECKING:
@@ -18,16 +19,11 @@ if TYPE_CHECKING:
     from fullshard.checkpoint.verify import Damage
 
 
-KeyFileOption = Annotated[
-    Path | None, typer.Option("--key-file", help="Accept only checkpoints that are signed with its key.")
-]
-
-
 def list_checkpoints(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or its checkpoints.")],
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="As a JSON list.")] = False,
-    key_file: KeyFileOption = None,
+    as_json: AsJson = False,
+    key_file: KeyFile = None,
 ) -> None:
     """List the checkpoints of a run, and which are complete. Exits with 6 if --key-file does not fit all."""
     from fullshard.errors import CheckpointError
@@ -50,11 +46,11 @@ def list_checkpoints(
 def verify_checkpoints(
     directory: Annotated[
         str,
-        typer.Argument(metavar="DIR", help="A checkpoint; or a run's directory, for all of its checkpoints."),
+        typer.Argument(metavar="DIR", help="A checkpoint, or a run's directory for all of its checkpoints."),
     ],
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="As a JSON list.")] = False,
-    key_file: KeyFileOption = None,
+    as_json: AsJson = False,
+    key_file: KeyFile = None,
 ) -> None:
     """Read every byte of checkpoints; list damaged files, and the tensors that they affect."""
     from fullshard.checkpoint.manifest import MANIFEST
@@ -94,9 +90,11 @@ def _verified(files: "Files") -> "tuple[str, list[Damage]]":
 
 def diff_checkpoints(
     one: Annotated[str, typer.Argument(metavar="ONE", help="A checkpoint.")],
-    other: Annotated[str, typer.Argument(metavar="OTHER", help="Another; ranks and strategy may differ.")],
+    other: Annotated[
+        str, typer.Argument(metavar="OTHER", help="Another checkpoint; its ranks and strategy may differ.")
+    ],
     *,
-    key_file: KeyFileOption = None,
+    key_file: KeyFile = None,
 ) -> None:
     """Show where two checkpoints differ, tensor by tensor. Exits with 1 if they do."""
     from fullshard.checkpoint.load import find
@@ -134,7 +132,9 @@ class ExportDtype(StrEnum):
 def export_checkpoint(
     source: Annotated[
         str,
-        typer.Argument(metavar="CHECKPOINT", help="A checkpoint; or a run's directory, for its newest."),
+        typer.Argument(
+            metavar="CHECKPOINT", help="A checkpoint, or a run's directory for its newest checkpoint."
+        ),
     ],
     target: Annotated[
         Path,
@@ -146,19 +146,21 @@ def export_checkpoint(
     form: Annotated[
         ExportFormat,
         typer.Option(
-            "--format", help="hf: what from_pretrained loads, config and tokenizer too; peft: adapters."
+            "--format",
+            help="hf also writes the config and tokenizer for from_pretrained; peft only the adapters.",
         ),
     ] = ExportFormat.SAFETENSORS,
     dtype: Annotated[
-        ExportDtype | None, typer.Option(help="Of floating-point tensors; as trained, by default.")
+        ExportDtype | None,
+        typer.Option(help="Dtype of floating-point tensors; the trained dtype by default."),
     ] = None,
     shard_size: Annotated[
-        str | None, typer.Option(help="Several files of at most this size (5 GB), and their index.")
+        str | None, typer.Option(help="Write several files of at most this size (5 GB), and an index.")
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace a file that is not safetensors; write among other files.")
+        bool, typer.Option("--force", help="Replace other files, or write beside them.")
     ] = False,
-    key_file: KeyFileOption = None,
+    key_file: KeyFile = None,
 ) -> None:
     """Write the model of a checkpoint as safetensors: one file, several with an index, or a whole
     directory."""
@@ -213,10 +215,10 @@ def gather_checkpoint(
         list[Path], typer.Argument(metavar="NODE...", help="The directory of each node, in any order.")
     ],
     target: Annotated[
-        Path, typer.Option("--to", metavar="OUT", help="A directory of checkpoints to write into.")
+        Path, typer.Option("--to", metavar="OUT", help="The directory of checkpoints to write into.")
     ],
     *,
-    key_file: KeyFileOption = None,
+    key_file: KeyFile = None,
 ) -> None:
     """Combine the parts that nodes saved on their own disks (checkpoint.disks = "node")."""
     from fullshard.checkpoint.per_node import gather
@@ -242,7 +244,7 @@ def _place(directory: str, key_file: Path | None) -> "CheckpointLocation":
         else location_of(directory, key_file=key_file)
     )
     if not locally(place.exists, doing=f"looking at {place}"):
-        raise CheckpointError(f"{place} is no directory.", fix="the run's directory, such as runs/default")
+        raise CheckpointError(f"{place} is not a directory.", fix="the run's directory, such as runs/default")
     return place
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fullshard.cli.options import AsJson
 from fullshard.system.terminal import printable
 
 if TYPE_CHECKING:
@@ -29,15 +30,13 @@ def convert(
         typer.Option(
             "--from",
             metavar="FORMAT",
-            help="accelerate, deepspeed, fsdp, lightning or torchtitan; else its content tells.",
+            help="accelerate, deepspeed, fsdp, lightning or torchtitan; by default detected from the content.",
         ),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="How many ranks it is for, where the file does not say so.")
+        int | None, typer.Option(min=1, help="Number of ranks, if the file does not contain it.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="All of it as one JSON object on standard output.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print another tool's config as a run.toml; report on standard error what became of each of its keys."""
     from fullshard.convert.conversion import convert as converted
@@ -95,14 +94,8 @@ def _show(conversion: "Conversion") -> None:
     from fullshard.convert.reader import KeyVerdict
     from fullshard.report.table import show_rows
 
-    rows = [(one.key, _told(one.verdict, one.sets, why=one.why)) for one in conversion.said]
-    show_rows(rows, file=sys.stderr)
+    show_rows(((one.key, one.text) for one in conversion.said), file=sys.stderr)
     for note in conversion.notes:
         print(f"note: {printable(note)}", file=sys.stderr)
     counts = ", ".join(f"{conversion.count(one)} {one}" for one in KeyVerdict if conversion.count(one))
     print(f"{conversion.name} ({conversion.format}): {len(conversion.said)} keys: {counts}", file=sys.stderr)
-
-
-def _told(verdict: str, sets: str, *, why: str) -> str:
-    target = f" -> {sets}" if sets else ""
-    return f"{verdict}{target}{f': {why}' if why else ''}"

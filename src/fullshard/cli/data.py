@@ -2,24 +2,19 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
+from fullshard.cli.options import AsJson, Overrides, RunPath
 from fullshard.system.terminal import printable_line
 
 
 def prepare_data(
-    run_path: Annotated[
-        Path | None, typer.Argument(metavar="RUN.toml", help="The run; without it, the embedded default.")
-    ] = None,
+    run_path: RunPath = None,
     *,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Over what the file says; may be repeated."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
 ) -> None:
     """Tokenize the data of a run and pack it into sequences, before the run needs them; show a summary."""
     from fullshard.data.build import is_plain_text, packed_data, tokenizer_vocabulary

@@ -15,7 +15,7 @@ from fullshard.system.terminal import escape_logs, printable
 HELP = """Train PyTorch models whose parameters, gradients and optimizer state are sharded over ranks.
 
 Results go to standard output, progress and errors to standard error. Exit codes: 0 done, 75 interrupted and
-saved (resume with train --resume), 130 ended by Ctrl-C, 1 an error nobody foresaw, 2 wrong usage or run.toml,
+saved (resume with train --resume), 130 ended by Ctrl-C, 1 unexpected error, 2 wrong usage or run.toml,
 3 plan, 4 sharding, 5 data, 6 checkpoint, 7 launch, 8 training, 9 offload.
 """
 
@@ -47,7 +47,7 @@ def _app() -> typer.Typer:
     checkpoints.command("gather")(checkpoint.gather_checkpoint)
     checkpoints.command("export")(checkpoint.export_checkpoint)
     app.add_typer(checkpoints, name="ckpt")
-    prepared = _group("Make the tokens of a run ahead.")
+    prepared = _group("Prepare the tokens of a run in advance.")
     prepared.callback()(_data_options)
     prepared.command("prepare")(data.prepare_data)
     app.add_typer(prepared, name="data")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fullshard.cli.numbers import positive
+from fullshard.cli.options import AsJson, Overrides, positive
 from fullshard.system.terminal import printable
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ Model = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="A preset (llama3-8b, …), a config.json, a Hugging Face name that is cached here, a saved spec, "
-        "or a run.toml; without it, the embedded default.",
+        "or a run.toml; without it, the default run.",
     ),
 ]
 On = Annotated[
@@ -37,68 +37,62 @@ On = Annotated[
         help="4xH100, 32x8xH100 (32 nodes of 8), or a hardware.toml; without it, this machine.",
     ),
 ]
-Ranks = Annotated[int | None, typer.Option("--ranks", min=1, help="So many ranks of that hardware.")]
+Ranks = Annotated[int | None, typer.Option("--ranks", min=1, help="Use this many ranks of the hardware.")]
 DriveRate = Annotated[
     str | None,
     typer.Option(
         "--drive-rate",
         metavar="BYTES/S",
-        help="Of the hardware's drive: what one rank reads and writes together while all do: 3.5G.",
+        help="Rate of the drive for one rank while all ranks use it, reads and writes together: 3.5G.",
     ),
 ]
 Length = Annotated[int | None, typer.Option("--sequence-length", min=1, metavar="TOKENS")]
 Tokens = Annotated[
     str | None,
-    typer.Option("--tokens-per-step", metavar="TOKENS", help="Over all ranks: 4M, 524288, …"),
+    typer.Option(
+        "--tokens-per-step", metavar="TOKENS", help="Tokens of one step over all ranks: 4M, 524288, …"
+    ),
 ]
 PrecisionOption = Annotated[
     str | None, typer.Option("--precision", metavar="MODE", help="fp32, bf16, bf16_reduce, fp16, bf16_pure.")
 ]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        help="Pin anything of the run: sharding.strategy=zero2; may be repeated.",
-    ),
-]
 BudgetOption = Annotated[
-    str | None, typer.Option("--budget", metavar="TOKENS", help="Tell how long so many tokens take: 15T.")
+    str | None, typer.Option("--budget", metavar="TOKENS", help="Show how long this many tokens take: 15T.")
 ]
 Price = Annotated[
     float | None,
     typer.Option(
-        "--price", metavar="DOLLARS", callback=positive, help="Of a GPU for an hour: what they cost."
+        "--price",
+        metavar="DOLLARS",
+        callback=positive,
+        help="Price of one GPU hour, to show the cost of the --budget.",
     ),
 ]
-Compare = Annotated[bool, typer.Option("--compare", help="All strategies side by side.")]
+Compare = Annotated[bool, typer.Option("--compare", help="Show all strategies side by side.")]
 Exact = Annotated[
     bool,
-    typer.Option("--exact", help="Run the chosen plan's real step without data or devices, and compare."),
+    typer.Option("--exact", help="Run the plan's real step without data or devices, and compare its memory."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="As JSON on standard output.")]
 Save = Annotated[
-    Path | None, typer.Option("--save", metavar="PLAN.json", help="What fullshard train --plan takes.")
+    Path | None, typer.Option("--save", metavar="PLAN.json", help="Save the plan for fullshard train --plan.")
 ]
 SaveSpec = Annotated[
     Path | None,
-    typer.Option("--save-spec", metavar="SPEC.json", help="The model's spec, to plan from again."),
+    typer.Option("--save-spec", metavar="SPEC.json", help="Save the model's spec, which MODEL accepts."),
 ]
-Force = Annotated[
-    bool, typer.Option("--force", help="Let --save and --save-spec replace files of other kinds.")
-]
+Force = Annotated[bool, typer.Option("--force", help="Let --save and --save-spec replace any file.")]
 Days = Annotated[
     float | None,
     typer.Option(
         "--fewest-gpus-in-days",
         metavar="DAYS",
         callback=positive,
-        help="The fewest GPUs that do the --budget in time.",
+        help="Find the fewest GPUs that process the --budget in this time.",
     ),
 ]
 Largest = Annotated[
     Literal["microbatch", "sequence"] | None,
-    typer.Option("--largest", help="The largest microbatch, or sequence, that fits."),
+    typer.Option("--largest", help="Find the largest microbatch or sequence that fits."),
 ]
 
 
@@ -207,7 +201,7 @@ def _with_drive(hardware: "Hardware", text: str) -> "Hardware":
         rate = float(parse_count(text))
     if not 0 < rate < float("inf"):
         raise SpecError(
-            "a drive has some bytes a second.", got=f"--drive-rate {text}", fix="--drive-rate 3.5G"
+            "the drive's rate is not a positive number.", got=f"--drive-rate {text}", fix="--drive-rate 3.5G"
         )
     source = f"{hardware.source}; drive: {format_count(rate)}B/s a rank, as asked"
     return hardware.model_copy(update={"disk_bytes_per_second": rate, "source": source})
@@ -233,7 +227,7 @@ def _check_spec(subject: "PlanTarget", asked: "Run") -> None:
                 f"{subject.name} was traced with {key} {own}.",
                 got=f"{wanted}",
                 why="what a microbatch computes and saves follows from it",
-                fix="plan from the model itself, and --save-spec anew",
+                fix="plan from the model itself, and save its spec again with --save-spec",
             )
 
 

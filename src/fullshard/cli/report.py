@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from fullshard.cli.options import AsJson
 from fullshard.cli.train import MEASUREMENT_NAME, PLAN_NAME
 from fullshard.system.terminal import printable
 
@@ -30,7 +31,7 @@ def report(
     directories: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Directories of runs, such as runs/default.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="As a JSON list.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what was predicted for past runs, and what was measured."""
     runs = [_read(directory) for directory in directories]
@@ -57,7 +58,9 @@ def _read(directory: Path) -> _ReportedRun:
     from fullshard.spec.plan import Plan
 
     if not os.path.isdir(directory):
-        raise SpecError(f"{directory} is no directory.", fix="the directory of a run, such as runs/default")
+        raise SpecError(
+            f"{directory} is not a directory.", fix="the directory of a run, such as runs/default"
+        )
     measured, planned = directory / MEASUREMENT_NAME, directory / PLAN_NAME
     if not measured.exists():
         started = (directory / _METRICS).exists()

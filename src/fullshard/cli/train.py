@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fullshard.cli.options import AsJson, Overrides, RunPath
 from fullshard.system.terminal import printable
 
 if TYPE_CHECKING:
@@ -19,22 +20,16 @@ MEASUREMENT_NAME, PLAN_NAME = "measurement.json", "plan.json"
 
 def train(
     *,
-    run_path: Annotated[
-        Path | None, typer.Argument(metavar="RUN.toml", help="The run; without it, the embedded default.")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Over what the file says; may be repeated."),
-    ] = None,
+    run_path: RunPath = None,
+    overrides: Overrides = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the newest checkpoint in the run's directory.")
     ] = False,
     plan_path: Annotated[
-        Path | None, typer.Option("--plan", metavar="PLAN.json", help="A saved plan, which carries its run.")
+        Path | None,
+        typer.Option("--plan", metavar="PLAN.json", help="Train a saved plan, which contains its run."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The measurement as JSON on standard output.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a sharded model on all GPUs, or on two CPU ranks; under torchrun or srun, on the ranks given."""
     started = time.time()

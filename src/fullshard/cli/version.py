@@ -2,15 +2,15 @@
 
 import json
 import platform
-from typing import Annotated
 
 import typer
 
 import fullshard
+from fullshard.cli.options import AsJson
 
 
 def version(
-    as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the versions of fullshard, torch and Python."""
     versions = {

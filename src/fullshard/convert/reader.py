@@ -60,6 +60,12 @@ class KeyResult(FrozenModel):
     sets: str = ""
     why: str = ""
 
+    @property
+    def text(self) -> str:
+        """The verdict, the key that is set and the explanation, on one line."""
+        target = f" -> {self.sets}" if self.sets else ""
+        return f"{self.verdict}{target}{f': {self.why}' if self.why else ''}"
+
 
 class ConfigReader:
     """A config while it is read. The first verdict on a leaf counts; `close` gives the last ones: unknown.
