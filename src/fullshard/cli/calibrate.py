@@ -18,7 +18,7 @@ def calibrate(
     *,
     ranks: Annotated[
         int,
-        typer.Option("--ranks", min=0, help="Ranks on this machine; 0 is one per GPU, or two on the CPU."),
+        typer.Option("--ranks", min=0, help="Ranks on this machine; 0: one per GPU, or two on the CPU."),
     ] = 0,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option("--device", help="The device to measure.")
@@ -32,14 +32,12 @@ def calibrate(
         typer.Option(
             "--out",
             metavar="HARDWARE.toml",
-            help="The file to write; the one that plan and train read, by default.",
+            help="The file to write, if not the default one.",
         ),
     ] = None,
     drive: Annotated[
         Path,
-        typer.Option(
-            "--drive", metavar="DIRECTORY", help="A directory on the drive to measure, such as offload.path."
-        ),
+        typer.Option("--drive", metavar="DIRECTORY", help="A directory on the drive to measure."),
     ] = Path(),
     force: Annotated[
         bool, typer.Option("--force", help="Replace --out even if it is not a hardware.toml.")
@@ -106,9 +104,7 @@ def _require_drive(directory: Path) -> None:
     from fullshard.errors import SpecError
 
     if not os.path.isdir(directory):
-        raise SpecError(
-            f"{directory} is not a directory.", got=f"--drive {directory}", fix="a directory on the drive"
-        )
+        raise SpecError(f"{directory} is not a directory.", got="--drive", fix="a directory on the drive")
 
 
 def _fitted(found: "Calibration") -> "Calibration":

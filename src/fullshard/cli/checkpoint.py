@@ -90,9 +90,7 @@ def _verified(files: "Files") -> "tuple[str, list[Damage]]":
 
 def diff_checkpoints(
     one: Annotated[str, typer.Argument(metavar="ONE", help="A checkpoint.")],
-    other: Annotated[
-        str, typer.Argument(metavar="OTHER", help="Another checkpoint; its ranks and strategy may differ.")
-    ],
+    other: Annotated[str, typer.Argument(metavar="OTHER", help="Another, also of other ranks or strategy.")],
     *,
     key_file: KeyFile = None,
 ) -> None:
@@ -132,9 +130,7 @@ class ExportDtype(StrEnum):
 def export_checkpoint(
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="CHECKPOINT", help="A checkpoint, or a run's directory for its newest checkpoint."
-        ),
+        typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run's directory for its newest."),
     ],
     target: Annotated[
         Path,
@@ -147,12 +143,12 @@ def export_checkpoint(
         ExportFormat,
         typer.Option(
             "--format",
-            help="hf also writes the config and tokenizer for from_pretrained; peft only the adapters.",
+            help="hf adds config and tokenizer; peft writes only the adapters.",
         ),
     ] = ExportFormat.SAFETENSORS,
     dtype: Annotated[
         ExportDtype | None,
-        typer.Option(help="Dtype of floating-point tensors; the trained dtype by default."),
+        typer.Option(help="Dtype of floating-point tensors, if not as trained."),
     ] = None,
     shard_size: Annotated[
         str | None, typer.Option(help="Write several files of at most this size (5 GB), and an index.")

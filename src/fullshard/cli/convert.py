@@ -30,7 +30,7 @@ def convert(
         typer.Option(
             "--from",
             metavar="FORMAT",
-            help="accelerate, deepspeed, fsdp, lightning or torchtitan; by default detected from the content.",
+            help="accelerate, deepspeed, fsdp, lightning or torchtitan, if it is not detected.",
         ),
     ] = None,
     ranks: Annotated[

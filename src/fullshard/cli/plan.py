@@ -49,9 +49,7 @@ DriveRate = Annotated[
 Length = Annotated[int | None, typer.Option("--sequence-length", min=1, metavar="TOKENS")]
 Tokens = Annotated[
     str | None,
-    typer.Option(
-        "--tokens-per-step", metavar="TOKENS", help="Tokens of one step over all ranks: 4M, 524288, …"
-    ),
+    typer.Option("--tokens-per-step", metavar="TOKENS", help="Over all ranks: 4M, 524288, …"),
 ]
 PrecisionOption = Annotated[
     str | None, typer.Option("--precision", metavar="MODE", help="fp32, bf16, bf16_reduce, fp16, bf16_pure.")
@@ -65,7 +63,7 @@ Price = Annotated[
         "--price",
         metavar="DOLLARS",
         callback=positive,
-        help="Price of one GPU hour, to show the cost of the --budget.",
+        help="Price of one GPU hour.",
     ),
 ]
 Compare = Annotated[bool, typer.Option("--compare", help="Show all strategies side by side.")]

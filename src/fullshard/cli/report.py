@@ -58,9 +58,7 @@ def _read(directory: Path) -> _ReportedRun:
     from fullshard.spec.plan import Plan
 
     if not os.path.isdir(directory):
-        raise SpecError(
-            f"{directory} is not a directory.", fix="the directory of a run, such as runs/default"
-        )
+        raise SpecError(f"{directory} is no directory.", fix="the directory of a run, such as runs/default")
     measured, planned = directory / MEASUREMENT_NAME, directory / PLAN_NAME
     if not measured.exists():
         started = (directory / _METRICS).exists()

@@ -27,7 +27,7 @@ def train(
     ] = False,
     plan_path: Annotated[
         Path | None,
-        typer.Option("--plan", metavar="PLAN.json", help="Train a saved plan, which contains its run."),
+        typer.Option("--plan", metavar="PLAN.json", help="A saved plan; it contains its run."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
