@@ -12,10 +12,10 @@ from fullshard.planning.describe_run import describe_anew
 from fullshard.planning.preset_specs import FILE, packed
 from fullshard.planning.spec_cache import key_of
 from fullshard.planning.target import find_subject
-from fullshard.spec.presets import PRESETS
+from fullshard.spec.presets import presets
 
 specs = {}
-for preset in PRESETS:
+for preset in presets():
     run = find_subject(preset.name).run(["precision.mode=bf16"])
     key = key_of(run, "cuda")
     assert key is not None, "presets can be cached"

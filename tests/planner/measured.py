@@ -10,9 +10,9 @@ from fullshard.models.decoder import DecoderModel
 from fullshard.offload.state import host_bytes_of, offloaded_of
 from fullshard.planner.memory import peak_bytes
 from fullshard.profiler.memory import Peak, measure_peak
-from fullshard.spec.memory import MemoryTerms
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
+from fullshard.spec.prediction import MemoryTerms
 from fullshard.spec.run import Run
 from fullshard.tracing.describe import describe
 from fullshard.training.loss import next_token_loss

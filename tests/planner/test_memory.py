@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fullshard.errors import PlanError
 from fullshard.planner.memory import peak_bytes
 from fullshard.planner.unit_bytes import padded_numel, shard_numel
-from fullshard.spec.memory import MemoryTerms
+from fullshard.spec.prediction import MemoryTerms
 from tests.planner.measured import described, measured, meta_model, plan_of, predicted
 
 STRATEGIES = {

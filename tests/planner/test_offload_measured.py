@@ -9,9 +9,8 @@ from fullshard.planner.offload import TIERS
 from fullshard.planner.search import predict
 from fullshard.spec.groups import PAGE_BYTES
 from fullshard.spec.measurement import DriveBytes
-from fullshard.spec.memory import MemoryTerms
 from fullshard.spec.plan import Plan
-from fullshard.spec.prediction import OffloadTerms
+from fullshard.spec.prediction import MemoryTerms, OffloadTerms
 from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.shard import shard

@@ -11,7 +11,7 @@ from fullshard.planning.preset_specs import FILE, public_version, shipped
 from fullshard.planning.spec_cache import key_of
 from fullshard.planning.target import find_subject
 from fullshard.spec.plan import Plan
-from fullshard.spec.presets import PRESETS
+from fullshard.spec.presets import presets
 from fullshard.spec.run import Run
 
 SMALL = (
@@ -80,7 +80,7 @@ def test_settings_that_are_not_in_the_key_do_not_change_the_spec() -> None:
     "name",
     [
         pytest.param(preset.name, marks=() if preset.name == "qwen2.5-0.5b" else pytest.mark.long)
-        for preset in PRESETS
+        for preset in presets()
     ],
 )
 def test_a_shipped_spec_equals_a_fresh_one(name: str) -> None:

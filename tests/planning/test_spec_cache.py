@@ -12,7 +12,7 @@ from fullshard.planning.preset_specs import FILE, packed, public_version, shippe
 from fullshard.planning.spec_cache import SOURCES, SpecKey, cache_directory, find, keep, key_of, trim
 from fullshard.spec.model import Kernel, Line, ModelSpec, Moment, Phase, Trace, UnitSpec
 from fullshard.spec.plan import Plan, Precision
-from fullshard.spec.presets import PRESETS
+from fullshard.spec.presets import presets
 from fullshard.spec.run import RecomputeSection, Run
 from tests.architecture.source import package, targets
 
@@ -216,7 +216,7 @@ def test_every_preset_is_shipped() -> None:
     specs = shipped(FILE, torch=public_version(version("torch")))
     if not specs:
         pytest.skip("shipped for another torch")
-    assert set(specs) == {shipped_key(preset.name).settings for preset in PRESETS}, "bench/preset_specs.py"
+    assert set(specs) == {shipped_key(preset.name).settings for preset in presets()}, "bench/preset_specs.py"
 
 
 def test_shipped_specs_are_for_one_torch_whatever_its_build(tmp_path: Path) -> None:

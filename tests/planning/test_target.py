@@ -8,7 +8,7 @@ import pytest
 from fullshard.errors import PlanError, SpecError
 from fullshard.planning.target import batch_for, find_subject
 from fullshard.spec.model_section import HuggingFaceModel
-from fullshard.spec.presets import PRESETS
+from fullshard.spec.presets import presets
 from fullshard.spec.run import Run
 from tests.spec.test_pretrained import LLAMA3_8B
 
@@ -20,7 +20,7 @@ def write_config(directory: Path, config: dict[str, object]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
+@pytest.mark.parametrize("preset", presets(), ids=lambda preset: preset.name)
 def test_a_preset_is_a_run_of_that_model(preset):
     run = find_subject(preset.name).run([])
     assert run.decoder == preset.model

@@ -1,8 +1,7 @@
 """A plan with round figures, as the tests of what is printed take it."""
 
-from fullshard.spec.memory import MemoryTerms
 from fullshard.spec.plan import Plan
-from fullshard.spec.prediction import Prediction, TimeTerms
+from fullshard.spec.prediction import MemoryTerms, Prediction, TimeTerms
 from fullshard.spec.run import Run
 
 GIB = 1024**3

@@ -8,8 +8,7 @@ import pytest
 from fullshard.report.comparison import Compared, compare, comparison_rows
 from fullshard.report.measurement import measurement_rows, show_measurement
 from fullshard.spec.measurement import DriveBytes, Measurement, PeakBytes, StepSeconds
-from fullshard.spec.memory import MemoryTerms
-from fullshard.spec.prediction import OffloadTerms, Prediction, TimeTerms
+from fullshard.spec.prediction import MemoryTerms, OffloadTerms, Prediction, TimeTerms
 from tests.spec.test_measurement import measurement, pace
 
 MEMORY = MemoryTerms(

@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 
-from fullshard.spec.catalog import ListedChip, chip_key, find_chip, listed_chips
-from fullshard.spec.links import find_link, listed_links
+from fullshard.spec.catalog import ListedChip, chip_key, find_chip, find_link, listed_chips, listed_links
 from fullshard.spec.rates import efficiencies
 
 CHIPS = listed_chips()

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 def calibrate(
     *,
     ranks: Annotated[
-        int,
-        typer.Option("--ranks", min=0, help="Ranks on this machine; 0: one per GPU, or two on the CPU."),
+        int, typer.Option("--ranks", min=0, help="Ranks on this machine; 0: one per GPU, or two on the CPU.")
     ] = 0,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option("--device", help="The device to measure.")
@@ -29,15 +28,10 @@ def calibrate(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            metavar="HARDWARE.toml",
-            help="The file to write, if not the default one.",
-        ),
+        typer.Option("--out", metavar="HARDWARE.toml", help="The file to write, if not the default one."),
     ] = None,
     drive: Annotated[
-        Path,
-        typer.Option("--drive", metavar="DIRECTORY", help="A directory on the drive to measure."),
+        Path, typer.Option("--drive", metavar="DIRECTORY", help="A directory on the drive to measure.")
     ] = Path(),
     force: Annotated[
         bool, typer.Option("--force", help="Replace --out even if it is not a hardware.toml.")
@@ -46,9 +40,8 @@ def calibrate(
 ) -> None:
     """Measure this machine, or under torchrun or srun the cluster, and write a hardware.toml.
 
-    It contains the rates of matmuls, attention, memory, the optimizer, collectives, copies and the drive,
-    each measured while all ranks work. `fullshard plan` and `fullshard train` use them. The default file is
-    ~/.config/fullshard/hardware.toml, or the one that $FULLSHARD_HARDWARE names.
+    It contains the rates that `fullshard plan` and `fullshard train` use, measured while all ranks work. The
+    default file is ~/.config/fullshard/hardware.toml, or the one that $FULLSHARD_HARDWARE names.
     """
     from fullshard.launch.scratch import private_directory
     from fullshard.launch.start import start

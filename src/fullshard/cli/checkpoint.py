@@ -129,8 +129,7 @@ class ExportDtype(StrEnum):
 
 def export_checkpoint(
     source: Annotated[
-        str,
-        typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run's directory for its newest."),
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run's directory for its newest.")
     ],
     target: Annotated[
         Path,
@@ -141,14 +140,10 @@ def export_checkpoint(
     *,
     form: Annotated[
         ExportFormat,
-        typer.Option(
-            "--format",
-            help="hf adds config and tokenizer; peft writes only the adapters.",
-        ),
+        typer.Option("--format", help="hf adds config and tokenizer; peft writes only the adapters."),
     ] = ExportFormat.SAFETENSORS,
     dtype: Annotated[
-        ExportDtype | None,
-        typer.Option(help="Dtype of floating-point tensors, if not as trained."),
+        ExportDtype | None, typer.Option(help="Dtype of floating-point tensors, if not as trained.")
     ] = None,
     shard_size: Annotated[
         str | None, typer.Option(help="Write several files of at most this size (5 GB), and an index.")

@@ -15,8 +15,7 @@ def positive(value: float | None) -> float | None:
 
 
 RunPath = Annotated[
-    Path | None,
-    typer.Argument(metavar="RUN.toml", help="The run; without it, all keys have their defaults."),
+    Path | None, typer.Argument(metavar="RUN.toml", help="The run; without it, all keys have their defaults.")
 ]
 Overrides = Annotated[
     list[str] | None,

@@ -48,8 +48,7 @@ DriveRate = Annotated[
 ]
 Length = Annotated[int | None, typer.Option("--sequence-length", min=1, metavar="TOKENS")]
 Tokens = Annotated[
-    str | None,
-    typer.Option("--tokens-per-step", metavar="TOKENS", help="Over all ranks: 4M, 524288, …"),
+    str | None, typer.Option("--tokens-per-step", metavar="TOKENS", help="Over all ranks: 4M, 524288, …")
 ]
 PrecisionOption = Annotated[
     str | None, typer.Option("--precision", metavar="MODE", help="fp32, bf16, bf16_reduce, fp16, bf16_pure.")
@@ -58,13 +57,7 @@ BudgetOption = Annotated[
     str | None, typer.Option("--budget", metavar="TOKENS", help="Show how long this many tokens take: 15T.")
 ]
 Price = Annotated[
-    float | None,
-    typer.Option(
-        "--price",
-        metavar="DOLLARS",
-        callback=positive,
-        help="Price of one GPU hour.",
-    ),
+    float | None, typer.Option("--price", metavar="DOLLARS", callback=positive, help="Price of one GPU hour.")
 ]
 Compare = Annotated[bool, typer.Option("--compare", help="Show all strategies side by side.")]
 Exact = Annotated[

@@ -26,8 +26,7 @@ def train(
         bool, typer.Option("--resume", help="Resume from the newest checkpoint in the run's directory.")
     ] = False,
     plan_path: Annotated[
-        Path | None,
-        typer.Option("--plan", metavar="PLAN.json", help="A saved plan; it contains its run."),
+        Path | None, typer.Option("--plan", metavar="PLAN.json", help="A saved plan; it contains its run.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

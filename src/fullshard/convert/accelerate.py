@@ -45,7 +45,7 @@ def _read_ranks(reading: ConfigReader) -> int | None:
         return None
     reading.ranks = reading.ranks or ranks
     if machines == 1:
-        reading.set("num_processes", "run.ranks", ranks)
+        reading.set("num_processes", "run.ranks", value=ranks)
     else:
         reading.notes.append(
             f"{ranks} ranks on {machines} machines: torchrun --nnodes {machines} starts them"
@@ -56,7 +56,7 @@ def _read_ranks(reading: ConfigReader) -> int | None:
 def _read_type(reading: ConfigReader, kind: str) -> None:
     key = "distributed_type"
     if kind in ("multi_gpu", "multi_cpu", "no"):
-        reading.set(key, "sharding.strategy", "no_shard", why="nothing is sharded")
+        reading.set(key, "sharding.strategy", value="no_shard", why="nothing is sharded")
     elif kind in ("fsdp", "deepspeed"):
         reading.not_needed(key, f"sharding.strategy says it, from {kind}_config")
     else:
@@ -73,8 +73,8 @@ def _read_mesh(reading: ConfigReader) -> None:
         return
     degree = positive(reading.get(shard)) or 1
     if degree == 1:
-        reading.set(replicate, "sharding.strategy", "no_shard")
+        reading.set(replicate, "sharding.strategy", value="no_shard")
         return
     why = "replicated over ranks / shard_degree"
-    reading.set(replicate, "sharding.strategy", "hybrid_shard", why=why)
-    reading.set(shard, "sharding.shard_degree", degree)
+    reading.set(replicate, "sharding.strategy", value="hybrid_shard", why=why)
+    reading.set(shard, "sharding.shard_degree", value=degree)

@@ -52,12 +52,12 @@ def _read_stage(reading: ConfigReader) -> None:
     elif strategy is None:
         reading.not_needed(key, "left open there: the planner chooses the strategy")
     elif whole(stage) == 3 and isinstance(shard_size, int) and shard_size > 0:  # MiCS
-        reading.set(key, "sharding.strategy", "hybrid_shard", why="MiCS: sharded in groups of ranks")
-        reading.set(f"{_ZERO}.mics_shard_size", "sharding.shard_degree", shard_size)
+        reading.set(key, "sharding.strategy", value="hybrid_shard", why="MiCS: sharded in groups of ranks")
+        reading.set(f"{_ZERO}.mics_shard_size", "sharding.shard_degree", value=shard_size)
     else:
-        reading.set(key, "sharding.strategy", strategy)
+        reading.set(key, "sharding.strategy", value=strategy)
     if whole(stage) == 3 and isinstance(hpz, int) and hpz > 1:
-        reading.set(f"{_ZERO}.zero_hpz_partition_size", "sharding.reshard_to", hpz)
+        reading.set(f"{_ZERO}.zero_hpz_partition_size", "sharding.reshard_to", value=hpz)
 
 
 def _read_offload(reading: ConfigReader) -> None:
@@ -70,7 +70,7 @@ def _read_offload(reading: ConfigReader) -> None:
             reading.unsupported(key, OFFLOAD.format(tier=tier.format(device)))
         path = reading.get(f"{_ZERO}.{part}.nvme_path")
         if device == "nvme" and isinstance(path, str):
-            reading.set(f"{_ZERO}.{part}.nvme_path", "offload.path", path)
+            reading.set(f"{_ZERO}.{part}.nvme_path", "offload.path", value=path)
 
 
 def _read_precision(reading: ConfigReader) -> None:
@@ -86,17 +86,17 @@ def _read_precision(reading: ConfigReader) -> None:
         value = reading.get(key)
         if key in on:
             mode = "bf16_reduce" if mode == "bf16" and sent == "bf16" else mode
-            reading.set(key, "precision.mode", mode)
+            reading.set(key, "precision.mode", value=mode)
         elif value == AUTO:
             reading.not_needed(key, 'left open there: precision.mode = "auto" goes by the device')
         elif on or autocast or AUTO in [reading.get(other) for other in modes]:
             reading.not_needed(key, f"off; {', '.join(on) or 'another key'} says the precision")
         else:
-            reading.set(key, "precision.mode", "fp32")
+            reading.set(key, "precision.mode", value="fp32")
     if not on and not autocast and not any(key in reading.leaves for key in modes):
         reading.set_default("precision.mode", "fp32", why="DeepSpeed computes in fp32 unless asked")
     if sent == "bf16" and reading.settings.get("precision.mode") == "bf16_reduce":
-        reading.set(wire, "precision.mode", "bf16_reduce")
+        reading.set(wire, "precision.mode", value="bf16_reduce")
     elif sent in (None, "fp32"):
         reading.not_needed(wire, "gradients are sent and summed in fp32 here")
     else:
@@ -126,11 +126,11 @@ def _read_batch(reading: ConfigReader) -> None:
         micro = total // (ranks * steps)
         reading.infer("train.microbatch", micro, origin=f"{keys[0]} / ({keys[2]} × ranks)")
     if total:
-        reading.set(keys[0], "train.global_batch", total)
+        reading.set(keys[0], "train.global_batch", value=total)
         if micro and steps and not ranks:
             reading.notes.append(f"its batch sizes are for {total // (micro * steps)} ranks")
     if reading.count(keys[1]):
-        reading.set(keys[1], "train.microbatch", micro, why="sequences a rank at once")
+        reading.set(keys[1], "train.microbatch", value=micro, why="sequences a rank at once")
     if steps:
         reading.not_needed(keys[2], "accumulation is train.global_batch / (train.microbatch × ranks)")
     if micro and not total:
@@ -144,12 +144,14 @@ def _read_optimizer(reading: ConfigReader) -> None:
     kind = str(reading.get(key)).lower()
     coupled = reading.get("optimizer.params.adam_w_mode") is False
     if kind in _ADAMS and coupled:
-        reading.set(key, "optimizer.name", "torch.optim.Adam", why="its weight decay is an L2 term")
+        reading.set(key, "optimizer.name", value="torch.optim.Adam", why="its weight decay is an L2 term")
         reading.not_needed("optimizer.params.adam_w_mode", "optimizer.name says it")
     elif kind in _ADAMS:
-        reading.set(key, "optimizer.name", "adamw", why="fused, as DeepSpeed's is" if kind == "adam" else "")
+        reading.set(
+            key, "optimizer.name", value="adamw", why="fused, as DeepSpeed's is" if kind == "adam" else ""
+        )
     elif kind in _DOTTED:
-        reading.set(key, "optimizer.name", _DOTTED[kind])
+        reading.set(key, "optimizer.name", value=_DOTTED[kind])
     else:
         instead = "adamw stands instead; optimizer.name takes the dotted name of any torch.optim.Optimizer"
         reading.unsupported(key, instead)
@@ -179,7 +181,7 @@ def _read_schedule(reading: ConfigReader) -> None:
                 "schedule.kind here is cosine by default"
             )
         return
-    reading.set(key, "schedule.kind", kind)
+    reading.set(key, "schedule.kind", value=kind)
     if kind == "linear":
         reading.set_default("schedule.final_ratio", 0.0, why="WarmupDecayLR ends at 0")
     if kind == "cosine" and "scheduler.params.cos_min_ratio" not in reading.leaves:
@@ -203,4 +205,4 @@ def _read_peak(reading: ConfigReader) -> None:
         # The scheduler sets the rate in every step, so the optimizer's own is never used.
         reading.settings.pop("optimizer.learning_rate")
         reading.notes.append(f"the scheduler's peak, {peak}, is what DeepSpeed trains at, not {optimizers}")
-    reading.set(key, "optimizer.learning_rate", peak, why="the peak")
+    reading.set(key, "optimizer.learning_rate", value=peak, why="the peak")

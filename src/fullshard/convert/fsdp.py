@@ -56,10 +56,11 @@ def read_fsdp(reading: ConfigReader, *, prefix: str = "") -> None:
     _read_mesh(reading, keys)
     read_sharding(reading, keys, by_default=bool(keys) and "parallelize_fn" not in keys)
     for part in ("mixed_precision", "mp_policy"):
-        _read_dtypes(reading, keys.get(f"{part}.param_dtype", ""), keys.get(f"{part}.reduce_dtype", ""))
+        param, reduce = keys.get(f"{part}.param_dtype", ""), keys.get(f"{part}.reduce_dtype", "")
+        _read_dtypes(reading, param=param, reduce=reduce)
     mixed = keys.get("mixed_precision", "")
     if "compute_dtype" in keys and (not mixed or is_on(reading.get(mixed))):
-        _read_dtypes(reading, keys["compute_dtype"], keys.get("reduce_dtype", ""))
+        _read_dtypes(reading, param=keys["compute_dtype"], reduce=keys.get("reduce_dtype", ""))
         reading.not_needed(mixed, "on: precision.mode says which")
     policy = keys.get("offload_policy", "")
     if reading.get(policy) == "OffloadPolicy()":  # FSDP2's default, without any offload
@@ -84,14 +85,14 @@ def read_lightning(reading: ConfigReader) -> None:
     if each:
         reading.ranks = reading.ranks or each * nodes
         if nodes == 1:
-            reading.set("devices", "run.ranks", each)
+            reading.set("devices", "run.ranks", value=each)
         else:
             reading.notes.append(
                 f"{each} ranks on each of {nodes} nodes: torchrun --nnodes {nodes} starts them"
             )
     named = str(reading.get("strategy")).lower()
     if named in ("fsdp", "ddp"):
-        reading.set("strategy", "sharding.strategy", "full_shard" if named == "fsdp" else "no_shard")
+        reading.set("strategy", "sharding.strategy", value="full_shard" if named == "fsdp" else "no_shard")
     read_fsdp(reading, prefix="strategy.")
     rules = load_rules("lightning")
     follow(reading, rules)
@@ -109,10 +110,10 @@ def _read_mesh(reading: ConfigReader, keys: Mapping[str, str]) -> None:
             continue
         if len(shape) == 2 and shape[1] > 1 and shape[0] > 1:
             reading.infer("sharding.strategy", "hybrid_shard", origin=key)
-            reading.set(key, "sharding.shard_degree", shape[1], why="ranks / shard_degree replicas")
+            reading.set(key, "sharding.shard_degree", value=shape[1], why="ranks / shard_degree replicas")
             reading.ranks = reading.ranks or shape[0] * shape[1]
         elif len(shape) == 2 and shape[0] > 1:
-            reading.set(key, "sharding.strategy", "no_shard", why="nothing is sharded")
+            reading.set(key, "sharding.strategy", value="no_shard", why="nothing is sharded")
     # The named strategy may be the ZeRO-2 variant of the mesh's.
     if reading.settings.get("sharding.strategy") == "hybrid_shard" and "sharding_strategy" in keys:
         reading.settings.pop("sharding.strategy")
@@ -128,12 +129,12 @@ def _read_strategy(reading: ConfigReader, key: str, *, ranks_per_node: int | Non
         known = ", ".join(sorted(set(_STRATEGIES.values())))
         reading.unsupported(key, f"sharding.strategy is one of {known}")
     else:
-        reading.set(key, "sharding.strategy", strategy)
+        reading.set(key, "sharding.strategy", value=strategy)
         if strategy.startswith("hybrid") and "sharding.shard_degree" not in reading.settings:
-            _infer_shard_degree(reading, strategy, ranks_per_node)
+            _infer_shard_degree(reading, strategy, ranks_per_node=ranks_per_node)
 
 
-def _infer_shard_degree(reading: ConfigReader, strategy: str, ranks_per_node: int | None) -> None:
+def _infer_shard_degree(reading: ConfigReader, strategy: str, *, ranks_per_node: int | None) -> None:
     if ranks_per_node is not None:
         reading.infer("sharding.shard_degree", ranks_per_node, origin="the ranks of a node")
         return
@@ -150,7 +151,7 @@ def _read_reshard(reading: ConfigReader, key: str) -> None:
         return
     degree = None if isinstance(value, bool) else positive(value)
     if degree is not None and degree > 1:
-        reading.set(key, "sharding.reshard_to", degree, why="and the strategy full_shard (ZeRO++ hpZ)")
+        reading.set(key, "sharding.reshard_to", value=degree, why="and the strategy full_shard (ZeRO++ hpZ)")
         reading.infer("sharding.strategy", "full_shard", origin=key)
         return
     named = _STRATEGIES.get(last_name(value)) if degree is None else None
@@ -163,7 +164,7 @@ def _read_reshard(reading: ConfigReader, key: str) -> None:
         strategy = "hybrid_shard" if strategy == "full_shard" else "hybrid_shard_zero2"
         reading.settings["sharding.strategy"] = strategy
     why = "unset: all units but the root; here the root too" if value is None else ""
-    reading.set(key, "sharding.strategy", strategy, why=why)
+    reading.set(key, "sharding.strategy", value=strategy, why=why)
 
 
 def _read_prefetch(reading: ConfigReader, *, backward: str, forward: str) -> None:
@@ -177,17 +178,17 @@ def _read_prefetch(reading: ConfigReader, *, backward: str, forward: str) -> Non
         else:
             post = "one unit ahead; here always issued before the gradients of the one that waits"
             why = post if name in ("backward_post", "2") else ""
-            reading.set(backward, "prefetch.mode", "explicit" if forward_on else mode, why=why)
+            reading.set(backward, "prefetch.mode", value="explicit" if forward_on else mode, why=why)
     if isinstance(reading.get(forward), SourceText):
         reading.unsupported(forward, "known only when the program runs: set prefetch.mode")
     elif forward_on:
         why = "prefetch.forward units ahead, 1 by default"
-        reading.set(forward, "prefetch.mode", "explicit", why=why)
+        reading.set(forward, "prefetch.mode", value="explicit", why=why)
     else:
         reading.not_needed(forward, "off: what overlaps is the engine's own one unit")
 
 
-def _read_dtypes(reading: ConfigReader, param: str, reduce: str) -> None:
+def _read_dtypes(reading: ConfigReader, *, param: str, reduce: str) -> None:
     """Reads `precision.mode` from the dtypes of gathered parameters and reduced gradients."""
     named = {key: DTYPES.get(last_name(reading.get(key))) for key in (param, reduce) if key in reading.leaves}
     for key in named:
@@ -203,6 +204,6 @@ def _read_dtypes(reading: ConfigReader, param: str, reduce: str) -> None:
         summed = "gradients of fp32 parameters are summed in fp32 here"
     for key in named:
         if any(named.values()):
-            reading.set(key, "precision.mode", mode, why=summed if key == reduce else "")
+            reading.set(key, "precision.mode", value=mode, why=summed if key == reduce else "")
         else:
             reading.not_needed(key, "unset: the dtype that the module has; precision.mode decides")

@@ -105,7 +105,7 @@ class ConfigReader:
             raise SpecError(f"{key} is not valid.", got=repr(value), fix="a whole number over 0")
         return count
 
-    def set(self, key: str, target: str, value: Any, *, why: str = "") -> None:
+    def set(self, key: str, target: str, *, value: Any, why: str = "") -> None:
         """Records that `key` sets `target` to `value`, unless another key has set it to another value."""
         if isinstance(self.get(key), SourceText) and isinstance(value, SourceText):
             self.unsupported(key, f"known only when the program runs: set {target}")
@@ -117,7 +117,7 @@ class ConfigReader:
             return
         self.origins.setdefault(target, key)
         same = key.rpartition(".")[2] == target.rpartition(".")[2]
-        self._note(key, KeyVerdict.TAKEN if same else KeyVerdict.RENAMED, why, target)
+        self._note(key, KeyVerdict.TAKEN if same else KeyVerdict.RENAMED, why=why, sets=target)
 
     def infer(self, target: str, value: Any, *, origin: str) -> None:
         """Sets `target`, if no key has, to a value that follows from `origin`, which the run.toml names."""
@@ -144,20 +144,20 @@ class ConfigReader:
 
     def not_needed(self, key: str, why: str) -> None:
         """Records that the result is the same without `key`. Absent keys are ignored."""
-        self._note(key, KeyVerdict.NOT_NEEDED, why)
+        self._note(key, KeyVerdict.NOT_NEEDED, why=why)
 
     def unsupported(self, key: str, why: str) -> None:
         """Records that the result differs from what `key` requests. Absent keys are ignored."""
-        self._note(key, KeyVerdict.NOT_SUPPORTED, why)
+        self._note(key, KeyVerdict.NOT_SUPPORTED, why=why)
 
     def close(self, known: list[str]) -> None:
         """Records the remaining keys as unknown, each with the nearest of the `known` keys."""
         for key in self.unread():
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
             why = f"no such key here; is {near[0]} meant?" if near else "no key of this format is called so"
-            self._note(key, KeyVerdict.UNKNOWN, why)
+            self._note(key, KeyVerdict.UNKNOWN, why=why)
 
-    def _note(self, key: str, verdict: KeyVerdict, why: str, sets: str = "") -> None:
+    def _note(self, key: str, verdict: KeyVerdict, *, why: str, sets: str = "") -> None:
         if key in self.leaves and key not in self.said:
             self.said[key] = KeyResult(key=key, value=self.get(key), verdict=verdict, sets=sets, why=why)
 

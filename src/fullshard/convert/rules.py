@@ -23,7 +23,7 @@ from fullshard.convert.reader import (
     whole,
 )
 from fullshard.errors import SpecError
-from fullshard.spec.small_files import SETTINGS_BYTES, parse_toml, read_text
+from fullshard.spec.toml_file import read_toml
 from fullshard.spec.value import FrozenModel
 
 STAGES = {0: "no_shard", 1: "zero1", 2: "shard_grad_op", 3: "full_shard"}  # of ZeRO
@@ -50,7 +50,7 @@ _TEXTS = {
 }
 
 
-class Rule(FrozenModel):
+class KeyRule(FrozenModel):
     """The meaning of a key: one of `not_needed`, `unsupported` and `sets`.
 
     not_needed: why the result is the same without the key, whatever its value
@@ -87,22 +87,22 @@ class Rule(FrozenModel):
         return self.on if is_on(value) else self.off
 
 
-Rules = Mapping[str, Rule]
+Rules = Mapping[str, KeyRule]
 
 
 @cache
 def load_rules(name: str) -> Rules:
     """Returns the rules of the table `name`, by key or pattern, in the order of the file."""
     path = Path(__file__).with_name(f"{name}.toml")
-    tables = parse_toml(read_text(path, most_bytes=SETTINGS_BYTES))
-    found: dict[str, Rule] = {}
+    tables = read_toml(path)
+    found: dict[str, KeyRule] = {}
     for section, entries in [("", tables), *tables.items()]:
         for keys, entry in cast(dict[str, Any], entries).items():
             if isinstance(entry, dict) and entry.keys() & {"not_needed", "unsupported", "sets"}:
                 texts = {
                     k: Template(v).safe_substitute(_TEXTS) for k, v in entry.items() if isinstance(v, str)
                 }
-                rule = Rule.parse({**entry, **texts}, source=f"{path.name}, {keys}")
+                rule = KeyRule.parse({**entry, **texts}, source=f"{path.name}, {keys}")
                 found |= {section.removesuffix("*") + key: rule for key in keys.split()}
     return found
 
@@ -117,7 +117,7 @@ def follow(reading: ConfigReader, rules: Rules, *, named: Callable[[str], str] =
         patterns = (rule for pattern, rule in rules.items() if fnmatchcase(name, pattern))
         rule = rules.get(name) or next(patterns, None)
         if rule is not None:
-            _follow(reading, key, rule)
+            _follow(reading, key, rule=rule)
 
 
 def read_trackers(reading: ConfigReader, key: str) -> None:
@@ -125,7 +125,7 @@ def read_trackers(reading: ConfigReader, key: str) -> None:
     switches = {name: key.format(name) for name in ("tensorboard", "wandb")}
     wanted = [name for name, switch in switches.items() if is_on(reading.get(switch))]
     for name in wanted:
-        reading.set(switches[name], "log.trackers", wanted)
+        reading.set(switches[name], "log.trackers", value=wanted)
 
 
 def plain_keys(rules: Iterable[str]) -> list[str]:
@@ -133,7 +133,7 @@ def plain_keys(rules: Iterable[str]) -> list[str]:
     return [key for key in rules if "*" not in key]
 
 
-def _follow(reading: ConfigReader, key: str, rule: Rule) -> None:
+def _follow(reading: ConfigReader, key: str, *, rule: KeyRule) -> None:
     value = reading.get(key)
     if rule.not_needed:
         reading.not_needed(key, rule.not_needed)
@@ -148,9 +148,9 @@ def _follow(reading: ConfigReader, key: str, rule: Rule) -> None:
         left = f"left open there, to be filled in by the trainer: set {rule.sets}, or keep its default"
         reading.not_needed(key, left)
     elif isinstance(value, SourceText) and rule.choices is None:
-        reading.set(key, rule.sets, value)
+        reading.set(key, rule.sets, value=value)
     elif (converted := rule.convert(value)) is not None:
-        reading.set(key, rule.sets, converted, why=rule.why)
+        reading.set(key, rule.sets, value=converted, why=rule.why)
     elif value is None:
         reading.not_needed(key, f"unset: {rule.sets} has its default")
     else:

@@ -12,9 +12,8 @@ from fullshard.convert.python_source import (
 )
 from fullshard.convert.reader import Format, leaves
 from fullshard.errors import SpecError
-from fullshard.spec.libraries import ForeignErrors
 from fullshard.spec.run import Run
-from fullshard.spec.small_files import check_depth, check_integers, parse_json, parse_toml
+from fullshard.spec.small_files import ForeignErrors, check_depth, check_integers, parse_json, parse_toml
 
 _MOST_KEYS = 5_000
 _YAML_LETTERS = 1 << 17  # the YAML parser takes about one second for this many characters

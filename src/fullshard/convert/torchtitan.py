@@ -59,25 +59,25 @@ def _read_mesh(reading: ConfigReader) -> None:
     shard = reading.count(shard_key, unset=(-1,)) or -1
     never = reading.get(policy_key) == "never"
     if replicate > 1 and shard == 1:
-        reading.set(replicate_key, "sharding.strategy", "no_shard", why="replicated over all ranks")
+        reading.set(replicate_key, "sharding.strategy", value="no_shard", why="replicated over all ranks")
         reading.not_needed(shard_key, "1: nothing is sharded")
     elif replicate > 1:
         degree = shard if shard > 1 else (reading.ranks // replicate if reading.ranks else None)
         strategy = "hybrid_shard_zero2" if never else "hybrid_shard"
-        reading.set(replicate_key, "sharding.strategy", strategy, why="ranks / shard_degree replicas")
+        reading.set(replicate_key, "sharding.strategy", value=strategy, why="ranks / shard_degree replicas")
         if degree is None:
             reading.not_needed(shard_key, f"set sharding.shard_degree: ranks / {replicate}")
             reading.notes.append(f"set sharding.shard_degree = ranks / {replicate}, or give --ranks")
         else:
             reading.infer("sharding.shard_degree", degree, origin=shard_key)
-            reading.set(shard_key, "sharding.shard_degree", degree)
+            reading.set(shard_key, "sharding.shard_degree", value=degree)
     else:
         origin = policy_key if policy_key in reading.leaves else "FSDP2"
         reading.infer("sharding.strategy", "shard_grad_op" if never else "full_shard", origin=origin)
         reading.not_needed(replicate_key, "1: nothing is replicated")
         reading.not_needed(shard_key, "all ranks, with full_shard and shard_grad_op")
     why = "never: parameters stay gathered until backward"
-    reading.set(policy_key, "sharding.strategy", reading.settings["sharding.strategy"], why=why)
+    reading.set(policy_key, "sharding.strategy", value=reading.settings["sharding.strategy"], why=why)
 
 
 def _read_batch(reading: ConfigReader) -> None:
@@ -85,9 +85,9 @@ def _read_batch(reading: ConfigReader) -> None:
     local_key = "training.batch_size" if older else "training.local_batch_size"
     local, total = reading.count(local_key), reading.count(total_key, unset=(-1,))
     if local:
-        reading.set(local_key, "train.microbatch", local, why="sequences a rank at once")
+        reading.set(local_key, "train.microbatch", value=local, why="sequences a rank at once")
     if total:
-        reading.set(total_key, "train.global_batch", total)
+        reading.set(total_key, "train.global_batch", value=total)
     else:
         reading.infer_global_batch(local or 8, origin=local_key if local else "torchtitan's default")
         reading.not_needed(total_key, "left out: local batch × ranks")
@@ -108,7 +108,7 @@ def _read_model(reading: ConfigReader) -> None:
             reading.unsupported(key, missing)
         else:
             why = f"and the other sizes of {preset.name}"
-            reading.set(key, "model.d_model", preset.model.d_model, why=why)
+            reading.set(key, "model.d_model", value=preset.model.d_model, why=why)
 
 
 def _fit_positions(reading: ConfigReader) -> None:
@@ -123,14 +123,14 @@ def _read_recompute(reading: ConfigReader) -> None:
     mode_key, option_key = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
     mode, option = reading.get(mode_key), str(reading.get(option_key) or "2")
     if mode == "selective" and option == "op":
-        reading.set(mode_key, "recompute.mode", "selective")
+        reading.set(mode_key, "recompute.mode", value="selective")
         reading.infer("recompute.save_matmuls", 2, origin=option_key)
-        reading.set(option_key, "recompute.save_matmuls", 2, why="every second matmul is saved")
+        reading.set(option_key, "recompute.save_matmuls", value=2, why="every second matmul is saved")
     elif mode == "selective" and positive(option):
-        reading.set(mode_key, "recompute.mode", "every")
-        reading.set(option_key, "recompute.every", positive(option))
+        reading.set(mode_key, "recompute.mode", value="every")
+        reading.set(option_key, "recompute.every", value=positive(option))
     elif mode in ("full", "none"):
-        reading.set(mode_key, "recompute.mode", mode)
+        reading.set(mode_key, "recompute.mode", value=mode)
         reading.not_needed(option_key, f'for mode = "selective", not {mode}')
     elif mode is not None:
         reading.unsupported(mode_key, "recompute.mode: none, full, every, selective, offload, or auto")
@@ -140,12 +140,12 @@ def _read_optimizer(reading: ConfigReader) -> None:
     names = {"adamw": "adamw", "adam": "torch.optim.Adam"}
     name = names.get(str(reading.get("optimizer.name")).lower())
     if name is not None:
-        reading.set("optimizer.name", "optimizer.name", name)
+        reading.set("optimizer.name", "optimizer.name", value=name)
     betas: list[Any] = [number(reading.get(f"optimizer.beta{one}")) for one in (1, 2)]
     if any(one is not None for one in betas):
         pair = [default if one is None else one for one, default in zip(betas, (0.9, 0.95), strict=True)]
         for one in (1, 2):
-            reading.set(f"optimizer.beta{one}", "optimizer.betas", pair)
+            reading.set(f"optimizer.beta{one}", "optimizer.betas", value=pair)
 
 
 def _read_schedule(reading: ConfigReader) -> None:
@@ -153,7 +153,7 @@ def _read_schedule(reading: ConfigReader) -> None:
     ratio_key, type_key = "lr_scheduler.decay_ratio", "lr_scheduler.decay_type"
     ratio, kind = number(reading.get(ratio_key)), str(reading.get(type_key) or "linear")
     if ratio is not None and 0 < ratio < 1:
-        reading.set(ratio_key, "schedule.decay_fraction", ratio, why='with schedule.kind = "wsd"')
+        reading.set(ratio_key, "schedule.decay_fraction", value=ratio, why='with schedule.kind = "wsd"')
         reading.infer("schedule.kind", "wsd", origin=ratio_key)
         if kind != "linear":
             reading.unsupported(type_key, 'wsd falls linearly; or schedule.kind = "cosine"')
@@ -163,7 +163,7 @@ def _read_schedule(reading: ConfigReader) -> None:
     else:
         reading.unsupported(type_key, "schedule.kind: constant, cosine, linear or wsd")
     if type_key in reading.leaves:
-        reading.set(type_key, "schedule.kind", reading.settings.get("schedule.kind"))
+        reading.set(type_key, "schedule.kind", value=reading.settings.get("schedule.kind"))
     reading.not_needed(ratio_key, "decay begins after the warmup: schedule.kind")
 
 
@@ -175,10 +175,10 @@ def _read_precision(reading: ConfigReader) -> None:
     mode = "fp32" if compute == "float32" else ("bf16_reduce" if wire == "bfloat16" else "bf16")
     if pure and compute != "float32":
         mode, why = "bf16_pure", "with updates rounded stochastically"
-        reading.set("training.dtype", "precision.mode", mode, why=why)
+        reading.set("training.dtype", "precision.mode", value=mode, why=why)
     given = [key for key in (param_key, reduce_key) if key in reading.leaves]
     for key in given:
-        reading.set(key, "precision.mode", mode)
+        reading.set(key, "precision.mode", value=mode)
     if not given:
         reading.set_default("precision.mode", mode, why="torchtitan's default")
 
@@ -189,8 +189,8 @@ def _read_switched(reading: ConfigReader) -> None:
     if saves in reading.leaves:
         every = positive(reading.get("checkpoint.interval")) or 500
         if is_on(reading.get(saves)):
-            reading.set(saves, "checkpoint.every", every)
-            reading.set("checkpoint.interval", "checkpoint.every", every)
+            reading.set(saves, "checkpoint.every", value=every)
+            reading.set("checkpoint.interval", "checkpoint.every", value=every)
         else:
             reading.not_needed(saves, "off: saved at the end, and when interrupted")
             reading.not_needed("checkpoint.interval", "off")
@@ -198,10 +198,10 @@ def _read_switched(reading: ConfigReader) -> None:
     if enabled and is_on(reading.get(enabled[0])):
         every = positive(reading.get("validation.freq")) or 10
         for key in (enabled[0], "validation.freq"):
-            reading.set(key, "train.validate_every", every)
+            reading.set(key, "train.validate_every", value=every)
     for key in enabled:
         reading.not_needed(key, "off: train.validate_every")
     reading.not_needed("validation.freq", "off: train.validate_every")
     compiled = [key for key in ("training.compile", "compile.enable") if key in reading.leaves]
     for key in compiled:
-        reading.set(key, "run.compile", is_on(reading.get(key)), why="block by block")
+        reading.set(key, "run.compile", value=is_on(reading.get(key)), why="block by block")

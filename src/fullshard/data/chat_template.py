@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fullshard.data.tokenizer import tokenizer_file, tokenizer_files, tokenizer_text
 from fullshard.errors import DataError, MissingExtraError
-from fullshard.spec.libraries import ForeignErrors
+from fullshard.spec.small_files import ForeignErrors
 
 Messages = Sequence[Mapping[str, Any]]
 _MARK = "{% generation"

@@ -14,7 +14,7 @@ from fullshard.data.documents import text_documents, unreadable
 from fullshard.data.token_store import Integers, TokenStore, mapped, mapped_npy
 from fullshard.errors import DataError
 from fullshard.spec.data_section import SourceFields
-from fullshard.spec.libraries import ForeignErrors
+from fullshard.spec.small_files import ForeignErrors
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 # Keys are the dtype codes in the index: Megatron-LM, megatron/core/datasets/indexed_dataset.py (DType).

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.errors import DataError, MissingExtraError
-from fullshard.spec.libraries import ForeignErrors
-from fullshard.spec.small_files import parse_json, read_text
+from fullshard.spec.small_files import ForeignErrors, parse_json, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend

@@ -65,7 +65,8 @@ def _answer_request() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)
     try:
-        answer = _perform(*pickle.load(sys.stdin.buffer))
+        plan, program, rank = pickle.load(sys.stdin.buffer)
+        answer = _perform(plan, program, rank=rank)
     except FullshardError as error:
         error.got = None if error.got is None else str(error.got)  # may be a value that cannot be pickled
         answer = error
@@ -73,7 +74,7 @@ def _answer_request() -> None:
         pickle.dump(answer, file)
 
 
-def _perform(plan: Plan, program: Program, rank: int) -> DryRun | FullshardError:
+def _perform(plan: Plan, program: Program, *, rank: int) -> DryRun | FullshardError:
     import torch
 
     from fullshard.dryrun.step import run_dry_step

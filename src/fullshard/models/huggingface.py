@@ -15,9 +15,9 @@ from fullshard.errors import MissingExtraError, SpecError
 from fullshard.models.meta_init import without_parameters
 from fullshard.models.quiet_import import import_quietly
 from fullshard.models.remote_code import class_beside, code_beside, not_trusted, without_code
-from fullshard.spec.libraries import ForeignErrors
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.pretrained import check_sizes, locate, read_config
+from fullshard.spec.small_files import ForeignErrors
 
 _LAYERS = "num_hidden_layers"
 _CAUSAL = "AutoModelForCausalLM"

@@ -31,9 +31,9 @@ from fullshard.planner.offload import update_bytes
 from fullshard.planner.tensor_parallel import check_split
 from fullshard.planner.trace_memory import LiveBytes, PhaseBytes, memory_trace
 from fullshard.planner.unit_bytes import UnitBytes, optimizer_bytes, unit_bytes, update_temporaries
-from fullshard.spec.memory import MemoryTerms
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
+from fullshard.spec.prediction import MemoryTerms
 
 
 def peak_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> MemoryTerms:

@@ -59,10 +59,9 @@ from fullshard.planner.unit_costs import TICKS, UnitCost, ticks
 from fullshard.spec.groups import UNIT_BUFFERS, Group, ShardSize, group_shards, part_bytes, piece_elements
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec, Trace
-from fullshard.spec.plan import ITEMSIZE, Plan, check_tier
+from fullshard.spec.plan import ITEMSIZE, Plan, UnitSettings, check_tier
 from fullshard.spec.prediction import OffloadTerms
 from fullshard.spec.run import OffloadSection, Tier
-from fullshard.spec.unit import UnitSettings
 
 TIERS: tuple[Tier, ...] = (
     "none",

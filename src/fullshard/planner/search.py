@@ -35,10 +35,9 @@ from fullshard.planner.offload import TIERS
 from fullshard.planner.step_time import Computing, Demand, StepTimer
 from fullshard.quantities import format_bytes, format_seconds
 from fullshard.spec.hardware import ComputeDtype, Hardware
-from fullshard.spec.memory import MemoryTerms
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
-from fullshard.spec.prediction import OffloadTerms, Prediction, host_fits
+from fullshard.spec.prediction import MemoryTerms, OffloadTerms, Prediction, host_fits
 from fullshard.spec.run import Run, Tier
 from fullshard.spec.value import FrozenModel, NonNegativeInt
 

@@ -8,8 +8,7 @@ from fullshard.errors import PlanError
 from fullshard.planner.tensor_parallel import split_shape
 from fullshard.spec.groups import part_bytes
 from fullshard.spec.model import ParamSpec, UnitSpec
-from fullshard.spec.plan import ITEMSIZE, Plan
-from fullshard.spec.unit import UnitSettings
+from fullshard.spec.plan import ITEMSIZE, Plan, UnitSettings
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from fullshard.errors import SpecError
-from fullshard.spec.catalog import find_chip, find_entry
+from fullshard.spec.catalog import find_chip, find_entry, find_link
 from fullshard.spec.hardware import Chip, CollectiveRate, Hardware, Link
 from fullshard.spec.hardware_text import hardware_of
-from fullshard.spec.links import find_link
 from fullshard.spec.rates import default_cpu_rates, efficiencies
 
 HARDWARE_VARIABLE = "FULLSHARD_HARDWARE"

@@ -4,9 +4,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fullshard.spec.plan import Dtype, Plan, Precision
+from fullshard.spec.plan import Dtype, Plan, Precision, UnitSettings
 from fullshard.spec.run import UnitOverride
-from fullshard.spec.unit import UnitSettings
 
 TORCH_DTYPE: dict[Dtype, torch.dtype] = {
     "fp32": torch.float32,

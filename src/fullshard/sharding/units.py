@@ -16,9 +16,8 @@ from fullshard.sharding.blocks import (
     holds_parameters,
     nearest_called,
 )
-from fullshard.spec.plan import Plan
+from fullshard.spec.plan import Plan, UnitSettings
 from fullshard.spec.run import UnitOverride, UnitSection
-from fullshard.spec.unit import UnitSettings
 
 Predicate = Callable[[str, nn.Module], bool]
 ROOT = "(root)"

@@ -1,6 +1,6 @@
-"""The catalog of known accelerators: the peaks of each, with the datasheet that they come from.
+"""The catalog of known accelerators and of the links between them, from datasheets.
 
-The figures are in `catalog.toml`, whose head explains them, and in `links.toml` and `rates.toml`.
+The figures are in `catalog.toml` and `links.toml`, whose heads explain them.
 """
 
 import re
@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from fullshard.spec.hardware import Chip, ComputeDtype
-from fullshard.spec.small_files import SETTINGS_BYTES, parse_toml, read_text
-from fullshard.spec.value import FrozenModel, PositiveFloat, PositiveInt
+from pydantic import Field
+
+from fullshard.spec.hardware import Chip, CollectiveRate, ComputeDtype, Link
+from fullshard.spec.toml_file import read_toml
+from fullshard.spec.value import FrozenModel, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 class ListedChip(FrozenModel):
@@ -53,8 +55,7 @@ class ListedChip(FrozenModel):
 @cache
 def listed_chips() -> tuple[ListedChip, ...]:
     """Returns all chips of the catalog."""
-    text = read_text(Path(__file__).with_name("catalog.toml"), most_bytes=SETTINGS_BYTES)
-    entries = parse_toml(text)["chips"]
+    entries = read_toml(Path(__file__).with_name("catalog.toml"))["chips"]
     return tuple(ListedChip.parse(entry, source=f"catalog.toml, {entry['name']}") for entry in entries)
 
 
@@ -87,3 +88,41 @@ def chip_key(name: str) -> str:
     for word in ("nvidia", "amd", "intel", "geforce", "instinct"):
         key = key.removeprefix(word)
     return key
+
+
+class ListedLink(FrozenModel):
+    """One entry of `links.toml`, whose head explains each field."""
+
+    bytes_per_second: PositiveFloat
+    efficiency: float = Field(gt=0, le=1)
+    base_seconds: NonNegativeFloat
+    hop_seconds: NonNegativeFloat
+    source: str
+
+
+@cache
+def listed_links() -> dict[str, ListedLink]:
+    """Returns all links of the catalog, by name."""
+    entries = read_toml(Path(__file__).with_name("links.toml"))
+    return {name: ListedLink.parse(entry, source=f"links.toml, {name}") for name, entry in entries.items()}
+
+
+def find_link(name: str) -> Link:
+    """Returns the catalog link `name` with the rates of its collectives. Raises KeyError for an unknown name.
+
+    An all-reduce is a reduce-scatter and an all-gather: a ring moves each byte twice, so it has half the rate
+    and twice the hops. Switches that reduce (NVLink SHARP) are faster; the catalog does not assume them.
+    """
+    entry = listed_links()[name]
+    rate = entry.bytes_per_second * entry.efficiency
+    base, hop = entry.base_seconds, entry.hop_seconds
+    once = CollectiveRate(base_seconds=base, hop_seconds=hop, bytes_per_second=rate)
+    twice = CollectiveRate(base_seconds=base, hop_seconds=2 * hop, bytes_per_second=rate / 2)
+    return Link(
+        name=name,
+        bytes_per_second=entry.bytes_per_second,
+        all_gather=once,
+        reduce_scatter=once,
+        all_reduce=twice,
+        source=entry.source,
+    )

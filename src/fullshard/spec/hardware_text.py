@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import SpecError
-from fullshard.spec.catalog import ListedChip, chip_key, find_entry, listed_chips
+from fullshard.spec.catalog import ListedChip, chip_key, find_entry, find_link, listed_chips, listed_links
 from fullshard.spec.hardware import Chip, Hardware, Link
 from fullshard.spec.hardware_file import read_tables
-from fullshard.spec.links import find_link, listed_links
 from fullshard.spec.rates import default_rates, efficiencies
 
 _COUNTS = re.compile(r"\s*(?:(\d{1,15})\s*[x×*]\s*)?(?:(\d{1,15})\s*[x×*]\s*)?(.+?)\s*", re.IGNORECASE)

@@ -6,7 +6,7 @@ from pathlib import Path
 from pydantic import Field
 
 from fullshard.spec.hardware import Chip, ComputeDtype, Curve, Point, Rates
-from fullshard.spec.small_files import SETTINGS_BYTES, parse_toml, read_text
+from fullshard.spec.toml_file import read_toml
 from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 # (seconds at the chip's peak, fraction of the rate that is reached), sorted by seconds.
@@ -78,8 +78,8 @@ class Efficiencies(FrozenModel):
 @cache
 def efficiencies() -> Efficiencies:
     """Returns the table that all chips share."""
-    text = read_text(Path(__file__).with_name("rates.toml"), most_bytes=SETTINGS_BYTES)
-    return Efficiencies.parse(parse_toml(text), source="rates.toml")
+    tables = read_toml(Path(__file__).with_name("rates.toml"))
+    return Efficiencies.parse(tables, source="rates.toml")
 
 
 def default_rates(

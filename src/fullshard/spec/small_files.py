@@ -11,11 +11,13 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from types import TracebackType
+from typing import Any, Self, cast
 
+from fullshard.errors import FullshardError
 from fullshard.quantities import format_bytes
 
 SETTINGS_BYTES = 1 << 20
@@ -26,6 +28,7 @@ VALUE_BYTES = 32 << 20
 
 DEEPEST = 100
 _LARGEST_INTEGER = 2**63
+_SHOWN_CHARACTERS = 300
 # tomllib's messages for a duplicate key or table:
 # https://github.com/python/cpython/blob/3.13/Lib/tomllib/_parser.py
 _TWICE = re.compile(r"(Cannot overwrite a value|Cannot declare \(.*\) twice)(?: \(at line (\d+),)?")
@@ -34,6 +37,29 @@ _HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 class TomlError(ValueError):
     """Error for text that is not TOML."""
+
+
+class ForeignErrors:
+    """A context for calls of another library that parse a user's file.
+
+    Such a library can raise anything for an unexpected file. The context raises `error(message)` instead. A
+    FullshardError passes unchanged, and so do exceptions that end the process.
+    """
+
+    def __init__(self, error: Callable[[str], Exception]) -> None:
+        self._error = error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A Rust panic is not an Exception.
+        panicked = type(error).__module__ == "pyo3_runtime"
+        if panicked or (isinstance(error, Exception) and not isinstance(error, FullshardError)):
+            words = " ".join(str(error).split()) or type(error).__name__
+            raise self._error(words[:_SHOWN_CHARACTERS]) from error
 
 
 def read_bytes(path: str | Path, *, most_bytes: int) -> bytes:

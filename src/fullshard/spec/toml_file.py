@@ -11,7 +11,7 @@ from fullshard.errors import SpecError
 from fullshard.spec.small_files import SETTINGS_BYTES, parse_toml, read_text
 
 
-def read_toml(path: Path, *, fix: str) -> dict[str, Any]:
+def read_toml(path: Path, *, fix: str | None = None) -> dict[str, Any]:
     """Returns the tables of the file.
 
     Raises SpecError for a file that is not TOML or has out-of-range numbers, and, with `fix`, for an
@@ -32,11 +32,11 @@ def toml_text(data: Mapping[str, Any], *, head: str, comment: Callable[[list[str
     comment: returns the comment on a key or table, given by its path
     """
     head_lines = [f"# {_printable(line)}" for line in head.splitlines()]
-    return "\n".join([*head_lines, *_table(data, [], comment)]) + "\n"
+    return "\n".join([*head_lines, *_table(data, [], comment=comment)]) + "\n"
 
 
 def _table(
-    data: Mapping[str, Any], path: list[str], comment: Callable[[list[str]], str | None]
+    data: Mapping[str, Any], path: list[str], *, comment: Callable[[list[str]], str | None]
 ) -> Iterator[str]:
     tables = {key: value for key, value in data.items() if isinstance(value, Mapping)}
     if not tables or len(tables) < len(data):
@@ -47,7 +47,7 @@ def _table(
         if key not in tables:
             yield _commented(f"{_key(key)} = {toml_value(value)}", comment([*path, key]))
     for key, value in tables.items():
-        yield from _table(cast(Mapping[str, Any], value), [*path, key], comment)
+        yield from _table(cast(Mapping[str, Any], value), [*path, key], comment=comment)
 
 
 def _commented(text: str, comment: str | None) -> str:
