@@ -40,7 +40,7 @@ def test_any_number_and_any_text_survive_a_file(
 def test_a_saved_file_says_its_units_and_leaves_nothing_beside_it(tmp_path: Path):
     hardware_on("8xH100").save(tmp_path / "new" / "hardware.toml")
     text = (tmp_path / "new" / "hardware.toml").read_text()
-    assert "memory_bytes_per_second = 3.35e12  # its peak, bytes/s" in text
+    assert "memory_bytes_per_second = 3.35e12  # peak, bytes/s" in text
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["hardware.toml"]
 
 

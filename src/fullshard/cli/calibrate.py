@@ -73,10 +73,10 @@ def calibrate(
 
 def _is_hardware(path: Path) -> bool:
     """Returns True if the file is a hardware.toml, written by hand or measured."""
-    from fullshard.spec.hardware_file import read_tables
+    from fullshard.spec.toml_file import read_toml
     from fullshard.system.targets import read_by
 
-    return read_by(read_tables)(path) and "chip" in read_tables(path)
+    return read_by(read_toml)(path) and "chip" in read_toml(path)
 
 
 def _require_directory(path: Path) -> None:

@@ -9,11 +9,20 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import Field
 
 from fullshard.errors import SpecError
-from fullshard.spec.hardware_file import read_tables, write_tables
 from fullshard.spec.plan import DeviceType
-from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from fullshard.spec.toml_file import read_toml, toml_text
+from fullshard.spec.value import (
+    FrozenModel,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_notes,
+)
+from fullshard.system.files import write_whole
 
 MOST_RANKS = 2**20
+CALIBRATE = "fullshard calibrate, which writes one"  # fix for a hardware.toml that cannot be read
 
 ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
@@ -22,8 +31,9 @@ class Chip(FrozenModel):
     """One accelerator.
 
     device_names: all names that drivers use for it, in lower case and without the vendor
-    memory_bytes: memory on the chip. Vendors print GB and mean GiB, and the driver keeps a few percent.
-    flops_per_second: dense matmul peak for each dtype whose peak is known
+    memory_bytes: memory on the chip, bytes. Vendors print GB and mean GiB; the driver keeps a few percent.
+    memory_bytes_per_second: peak, bytes/s
+    flops_per_second: dense matmul peak for each dtype whose peak is known, FLOP/s
     source: the datasheet
     """
 
@@ -69,14 +79,15 @@ def slower(curve: tuple[Point, ...], factor: float) -> tuple[Point, ...]:
 class Rates(FrozenModel):
     """Rates of one rank while the others work too: measured, or fractions of the chip's peaks.
 
-    matmul, attention, attention_backward: by dtype, FLOP of one launch -> FLOP/s
-    memory: bytes read and written by one elementwise launch -> bytes/s
-    optimizer: bytes read and written by the fused update -> bytes/s
+    matmul: by dtype, [FLOP of one launch, FLOP/s]
+    attention, attention_backward: by dtype, [FLOP of one launch, for computed pairs of positions, FLOP/s]
+    memory: elementwise operations, [bytes read and written by one launch, bytes/s]
+    optimizer: the fused update, [bytes read and written, bytes/s]
     launch_seconds: host time to issue one operation (on the CPU, in addition to computing it), forward and
-        backward averaged
-    unit_seconds: host time of FSDP2 to gather one unit's parameters or to reduce its gradients
-    step_seconds: host time of a step outside the model and FSDP2
-    watched_seconds: additional host time of a launch that selective recompute watches
+        backward averaged, s
+    unit_seconds: host time of FSDP2 to gather one unit's parameters or to reduce its gradients, s
+    step_seconds: host time of a step outside the model and FSDP2, s
+    watched_seconds: additional host time of a launch that selective recompute watches, s
     """
 
     matmul: Mapping[ComputeDtype, Curve]
@@ -95,13 +106,17 @@ class CollectiveRate(FrozenModel):
 
         base_seconds + hop_seconds * (n - 1) + x / bytes_per_second,    x = B * (n - 1) / n
 
-    This is the time of a ring. An all-reduce has its own rate, as measured (a ring's is half). If `curve` was
-    measured over `curve_ranks` ranks (x -> x / seconds, latency included), it replaces the line:
+    This is the time of a ring. An all-reduce has its own rate, as measured (a ring's is half). A measured
+    curve replaces the line: x / curve(x) + hop_seconds * (n - curve_ranks). Either way, `wait_seconds` is
+    added.
 
-        x / curve(x) + hop_seconds * (n - curve_ranks)
-
-    `wait_seconds` is added to either: ranks within a step wait for each other, whereas the ranks of the
-    measurement all started at once.
+    base_seconds: latency of a collective, s
+    hop_seconds: additional latency for each rank beyond the first, s
+    bytes_per_second: bytes/s
+    curve: [bytes that a rank receives, bytes/s including latency]; replaces the line
+    curve_ranks: number of ranks of the curve's measurement
+    wait_seconds: time that ranks in the midst of a step wait for each other, s per collective. The ranks of
+        a measurement all start at once.
     """
 
     base_seconds: NonNegativeFloat
@@ -137,7 +152,7 @@ class CollectiveRate(FrozenModel):
 class Link(FrozenModel):
     """The connection between ranks.
 
-    bytes_per_second: the peak of one rank in one direction
+    bytes_per_second: peak of one rank in one direction, bytes/s
     source: the source of that figure
     """
 
@@ -149,13 +164,15 @@ class Link(FrozenModel):
     source: str = ""
 
 
-_FILE_HEAD = """hardware.toml: what `fullshard plan` and `fullshard train` take this hardware to be.
-Rates are what one rank gets while all work. Figures may be edited; `fullshard calibrate` measures them."""
+_FILE_HEAD = """hardware.toml: the hardware that `fullshard plan` and `fullshard train` plan for.
+Rates are those of one rank while all ranks work. They may be edited; `fullshard calibrate` measures them."""
 
 
 class Hardware(FrozenModel):
     """`nodes` × `ranks_per_node` ranks of one chip.
 
+    nodes: groups of ranks that `across` joins
+    ranks_per_node: ranks of a node, which `within` joins
     within: the link between the ranks of a node. A node is the set of ranks that `within` joins: for GB200,
         all 72 of a rack.
     across: the link between nodes. Its rates are those of one rank while all ranks of its node use their
@@ -164,15 +181,15 @@ class Hardware(FrozenModel):
         cores with their collectives)
     contention: relative slowdown of compute beside a collective
     stragglers: fraction by which the slowest of many ranks is behind
-    context_bytes: device memory of a process outside the allocator
-    workspace_bytes: memory that matmul libraries take from the allocator
+    context_bytes: device memory of a process outside the allocator, bytes
+    workspace_bytes: memory that matmul libraries take from the allocator, bytes
     fragmentation: memory that the allocator reserves beyond the peaks of its streams, as a fraction of them
     usable_fraction: fraction of the chip's memory that a plan may use
-    host_bytes_per_second: device <-> host copies of one rank while all ranks copy
-    disk_bytes_per_second: reads and writes together of one rank while all ranks use the drive
-    host_memory_bytes: one rank's share of the host's memory
-    adam_per_second: parameters per second that the host's fused AdamW updates for one rank while it updates
-        for all ranks. 5.2e8 is torch 2.13's rate on two cores (32M fp32 parameters). Two cores of another
+    host_bytes_per_second: device <-> host copies of one rank while all ranks copy, bytes/s
+    disk_bytes_per_second: reads and writes together of one rank while all ranks use the drive, bytes/s
+    host_memory_bytes: one rank's share of the host's memory, bytes
+    adam_per_second: parameters that the host updates for one rank while it updates for all ranks, 1/s. 5.2e8
+        is the rate of torch 2.13's fused AdamW on two cores (32M fp32 parameters). Two cores of another
         machine reached 1.66e9: the host's memory decides, so measure it.
     price_per_hour: price of one chip
     """
@@ -224,10 +241,20 @@ class Hardware(FrozenModel):
 
         `fullshard.spec.hardware_text.hardware_on` also accepts a file that leaves out what the catalog knows.
         """
-        return cls.parse(read_tables(Path(path)), source=str(path))
+        return cls.parse(read_toml(Path(path), fix=CALIBRATE), source=str(path))
 
     def save(self, path: str | Path) -> None:
         """Writes TOML that people can edit and that reads back equal. Raises SpecError if it cannot be
         written.
         """
-        write_tables(Path(path), self.model_dump(mode="json", exclude_none=True), head=_FILE_HEAD)
+        notes: dict[str, str] = {}
+        for section in (Chip, Rates, Link, CollectiveRate, Hardware):
+            notes |= field_notes(section)
+        notes.pop("source")
+        data = self.model_dump(mode="json", exclude_none=True)
+        text = toml_text(data, head=_FILE_HEAD, comment=lambda keys: notes.get(keys[-1]))
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(Path(path), text)
+        except OSError as error:
+            raise SpecError(f"{path} cannot be written.", got=error.strerror) from error

@@ -8,9 +8,9 @@ from typing import Any
 
 from fullshard.errors import SpecError
 from fullshard.spec.catalog import ListedChip, chip_key, find_entry, find_link, listed_chips, listed_links
-from fullshard.spec.hardware import Chip, Hardware, Link
-from fullshard.spec.hardware_file import read_tables
+from fullshard.spec.hardware import CALIBRATE, Chip, Hardware, Link
 from fullshard.spec.rates import default_rates, efficiencies
+from fullshard.spec.toml_file import read_toml
 
 _COUNTS = re.compile(r"\s*(?:(\d{1,15})\s*[x×*]\s*)?(?:(\d{1,15})\s*[x×*]\s*)?(.+?)\s*", re.IGNORECASE)
 _EXAMPLES = "8xH100, 32x8xH100 (32 nodes of 8), H200, or a hardware.toml"
@@ -120,7 +120,7 @@ def _laid_out(hardware: Hardware, *, nodes: int, ranks_per_node: int) -> Hardwar
 
 def _from_file(path: Path) -> Hardware:
     """Reads a hardware.toml, and fills in missing figures from the catalog."""
-    data = read_tables(path)
+    data = read_toml(path, fix=CALIBRATE)
     if "rates" in data and isinstance(data.get("chip"), Mapping) and isinstance(data.get("within"), Mapping):
         return Hardware.parse(data, source=str(path))
     entry = _entry_of(data.get("chip"), path)

@@ -244,12 +244,6 @@ class Measurement(FrozenModel):
 
     @computed_field
     @property
-    def tokens_per_second_per_rank(self) -> float | None:
-        rate = self.pace.tokens_per_second
-        return None if rate is None else rate / self.world_size
-
-    @computed_field
-    @property
     def mfu(self) -> float | None:
         """Model FLOP utilisation; None if the speed, the FLOP per token or the peak is unknown."""
         rate = self.tokens_per_second

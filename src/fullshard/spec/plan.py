@@ -102,7 +102,7 @@ class Plan(FrozenModel):
     @property
     def is_what_if(self) -> bool:
         """True if the plan can be predicted, but not run yet."""
-        return bool(_what_if(self.run))
+        return self.run.sharding.tensor_parallel > 1
 
     @classmethod
     def from_run(
@@ -193,11 +193,10 @@ def _reshard_after_forward(plan: Plan, override: UnitOverride | None, *, kept: b
 
 def check_runs(run: Run) -> None:
     """Raises PlanError for settings that `fullshard plan` can predict, but training does not support yet."""
-    settings = _what_if(run)
-    if settings:
+    if run.sharding.tensor_parallel > 1:
         raise PlanError(
             "this is planned, not yet run.",
-            got=", ".join(settings),
+            got=f"sharding.tensor_parallel = {run.sharding.tensor_parallel}",
             why="fullshard plan says what it would take; fullshard train has no such step yet",
             fix="sharding.tensor_parallel = 1",
         )
@@ -216,14 +215,6 @@ def check_tier(run: Run) -> None:
         )
 
 
-def _what_if(run: Run) -> list[str]:
-    """Returns the settings that cannot be run yet."""
-    settings: list[str] = []
-    if run.sharding.tensor_parallel > 1:
-        settings.append(f"sharding.tensor_parallel = {run.sharding.tensor_parallel}")
-    return settings
-
-
 def _data_ranks(world_size: int, tensor_parallel: int) -> int:
     if world_size % tensor_parallel:
         raise PlanError(
@@ -237,23 +228,19 @@ def _data_ranks(world_size: int, tensor_parallel: int) -> int:
 
 def _settled(run: Run) -> Run:
     """Returns `run` with the plain default for every mechanism that it leaves to the planner."""
-    sharding, recompute, prefetch = run.sharding, run.recompute, run.prefetch
-    if sharding.strategy == "auto":
-        hybrid = sharding.shard_degree is not None
-        settled = Strategy.HYBRID_SHARD if hybrid else Strategy.FULL_SHARD
-        sharding = sharding.model_copy(update={"strategy": settled})
-    if recompute.mode == "auto":
-        recompute = recompute.model_copy(update={"mode": "none"})
-    if prefetch.mode == "auto":
-        prefetch = prefetch.model_copy(update={"mode": "implicit"})
-    place = run.run.model_copy(update={"compile": run.run.compile is True})
-    offload = run.offload
-    if offload.tier == "auto":
-        offload = offload.model_copy(update={"tier": "none"})
-    if offload.update == "auto":
-        offload = offload.model_copy(update={"update": "host"})
-    settled = {"run": place, "sharding": sharding, "recompute": recompute, "prefetch": prefetch}
-    return run.model_copy(update=settled | {"offload": offload})
+    hybrid = run.sharding.shard_degree is not None
+    plain: dict[str, dict[str, object]] = {
+        "run": {"compile": False},
+        "sharding": {"strategy": Strategy.HYBRID_SHARD if hybrid else Strategy.FULL_SHARD},
+        "recompute": {"mode": "none"},
+        "prefetch": {"mode": "implicit"},
+        "offload": {"tier": "none", "update": "host"},
+    }
+    for name, defaults in plain.items():
+        section: FrozenModel = getattr(run, name)
+        settled = {key: value for key, value in defaults.items() if getattr(section, key) == "auto"}
+        run = run.model_copy(update={name: section.model_copy(update=settled)})
+    return run
 
 
 def _mesh_degrees(run: Run, world_size: int) -> tuple[int, int]:

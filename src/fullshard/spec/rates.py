@@ -3,7 +3,7 @@
 from functools import cache
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from fullshard.spec.hardware import Chip, ComputeDtype, Curve, Point, Rates
 from fullshard.spec.toml_file import read_toml
@@ -13,47 +13,43 @@ from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt, 
 Shape = tuple[tuple[float, float], ...]
 
 
-class _Matmul(FrozenModel):
+class _Figures(FrozenModel):
+    model_config = ConfigDict(extra="ignore")  # the sources of the figures
+
+
+class _Matmul(_Figures):
     sustained: PositiveFloat
     curve: Shape
-    source: str
 
 
-class _Memory(FrozenModel):
+class _Memory(_Figures):
     curve: Shape
-    source: str
 
 
-class _Attention(FrozenModel):
+class _Attention(_Figures):
     forward: PositiveFloat
     backward: PositiveFloat
-    source: str
 
 
-class _Host(FrozenModel):
+class _Host(_Figures):
     copy_efficiency: PositiveFloat
-    copy_source: str
     launch_seconds: NonNegativeFloat
     unit_seconds: NonNegativeFloat
-    source: str
 
 
-class _Overlap(FrozenModel):
+class _Overlap(_Figures):
     contention: NonNegativeFloat
-    source: str
 
 
-class _MemoryUse(FrozenModel):
+class _MemoryUse(_Figures):
     usable_fraction: float = Field(gt=0, le=1)
     ecc_fraction: float = Field(gt=0, le=1)
     context_bytes: NonNegativeInt
     workspace_bytes: NonNegativeInt
     fragmentation: NonNegativeFloat
-    memory_source: str
-    source: str
 
 
-class _Cpu(FrozenModel):
+class _Cpu(_Figures):
     flops_per_second: PositiveFloat
     bytes_per_second: PositiveFloat
     collective_bytes_per_second: PositiveFloat

@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from inspect import getdoc
 from pathlib import Path
 from typing import Annotated, Any, Self, get_args
 
@@ -91,6 +92,16 @@ class FrozenModel(BaseModel):
             raise SpecError(f"{path} is not {what}.", got=got) from error
         except OSError as error:
             raise SpecError(f"{path} is not {what}.", got=error.strerror) from error
+
+
+def field_notes(section: type[BaseModel]) -> dict[str, str]:
+    """Returns the first sentence about each field in the docstring of a section."""
+    found: dict[str, str] = {}
+    entries = re.findall(r"^([a-z_]+(?:, [a-z_]+)*): (.+(?:\n {4}.+)*)", getdoc(section) or "", re.MULTILINE)
+    for names, text in entries:
+        sentence = " ".join(text.split()).partition(". ")[0].removesuffix(".")
+        found |= dict.fromkeys(names.split(", "), sentence)
+    return found
 
 
 def _spec_error(
