@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from pydantic import JsonValue
-from torch import Tensor, nn
+from torch import Tensor
 
 from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.distributed.agreement import gathered, on_all_ranks, rank
@@ -144,25 +144,6 @@ class OffloadedTensors:
         if not isinstance(store, DriveStore):
             return {}
         return {one.step: one for one in store.generations.whole() if store.generations.payload(one)}
-
-
-def gradients_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Returns the gradients of all parameters that have one, from where they wait for their update."""
-    if not isinstance(optimizer, StreamingAdamW):
-        return [p.grad for p in model.parameters() if p.grad is not None]
-    names, outside = optimizer.offloaded.names_of, optimizer.gradients
-    every = (outside.of(names[p]) if p in names else p.grad for p in model.parameters())
-    return [gradient for gradient in every if gradient is not None]
-
-
-def clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Clears the gradients of all model parameters.
-
-    The optimizer may hold fewer, and the others would accumulate.
-    """
-    model.zero_grad(set_to_none=True)
-    if isinstance(optimizer, StreamingAdamW):
-        optimizer.gradients.clear()
 
 
 def _packed(beside: ResidualState) -> bytes:

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -57,6 +57,15 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
             why=str(error).partition("\n")[0],
             fix="other optimizer.options, or another optimizer.name",
         ) from error
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Sets the learning rate of all groups, in place where it is a tensor (compiled optimizers)."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def _refuse_unsharded(model: nn.Module) -> None:

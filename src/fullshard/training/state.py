@@ -333,14 +333,3 @@ def _integer(value: JsonValue) -> int:
 
 def _floats(values: JsonValue) -> list[float]:
     return [float(str(value)) for value in values] if isinstance(values, list) else []
-
-
-def shard_replicas(tensor: Tensor, world_size: int) -> int:
-    """Returns the number of ranks that hold the same part of `tensor`."""
-    if not isinstance(tensor, DTensor):
-        return world_size
-    shards = 1
-    for axis, placement in enumerate(tensor.placements):
-        if placement.is_shard():
-            shards *= tensor.device_mesh.size(axis)
-    return world_size // shards

@@ -17,8 +17,10 @@ all-reduces, because loss and count are needed earlier: see [Note: what comes be
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -28,7 +30,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
-from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.spec.plan import Plan
@@ -40,10 +41,17 @@ from fullshard.survival.fingerprint import (
     settings_checksum,
 )
 from fullshard.survival.phase import PhaseTracker, RunPhase
+from fullshard.training.gradients import (
+    clear_gradients,
+    gradients_of,
+    local_norms,
+    reduce_scalars,
+    scale_gradients,
+    squared_norm,
+)
 from fullshard.training.loss import Loss
-from fullshard.training.offload_checkpoint import clear_gradients, gradients_of
-from fullshard.training.optimizer_in_backward import local_norms, scale, set_learning_rate
-from fullshard.training.state import TrainState, shard_replicas
+from fullshard.training.optimizer import set_learning_rate
+from fullshard.training.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -84,34 +92,44 @@ def run_step(
     ranks if they are not in the same step. With the optimizer in backward, also for a norm that is not
     finite.
     """
-    if plan.run.optimizer.in_backward:
-        return _run_in_backward(
-            state, plan, microbatches=microbatches, loss=loss, learning_rate=learning_rate, stop=stop
-        )
-    device, survival, where = _device(state.model), plan.run.survival, state.phase
+    device, where, survival = _device(state.model), state.phase, plan.run.survival
+    in_backward = state.in_backward if plan.run.optimizer.in_backward else None
     issued = collectives_issued(device)
+    agree = partial(_sum_over_ranks, state=state, plan=plan, learning_rate=learning_rate, issued=issued)
     sums = torch.zeros(4 + WIDTH, dtype=torch.float64, device=device)  # loss, count, squared norm, stop, …
     sums[3] = float(stop)
-    nominal = _accumulate(state, plan, microbatches=microbatches, loss=loss, sums=sums)
+
+    def updates(nominal: int) -> AbstractContextManager[None]:
+        """Context of a backward. See [Note: what comes before backward] in `optimizer_in_backward.py`."""
+        if in_backward is None:
+            return nullcontext()
+        where.enter(RunPhase.REDUCE)
+        loss_sum, count, *_ = agree(sums)
+        factor = nominal * plan.world_size / count if math.isfinite(loss_sum) and count > 0 else None
+        if factor is not None:
+            state.act_before_update()
+        return in_backward.updating(factor=factor, learning_rate=learning_rate)
+
+    nominal = _accumulate(state, plan, microbatches=microbatches, loss=loss, sums=sums, updates=updates)
     where.enter(RunPhase.REDUCE)
     gradients = gradients_of(state.model, state.optimizer)
-    _reduce_unsharded(gradients)
+    reduce_scalars(gradients)
     # Range in a profiler's trace: see `fullshard.profiler.trace`.
     with record_function("fullshard::optimizer"):
-        sums[2] = _squared_norm(
-            gradients, local_norms([local_tensor(g) for g in gradients]), world_size=plan.world_size
-        )
-    own = _fingerprint(state, plan, learning_rate=learning_rate, issued=issued, device=device)
+        norms = local_norms(gradients) if in_backward is None else in_backward.finish()
+        sums[2] = squared_norm(norms, world_size=plan.world_size)
     state.settle()  # after the all-reduce, updates have then settled on every rank
-    loss_sum, count, squared_norm, stops = _summed(sums, own, world_size=plan.world_size)
+    loss_sum, count, squared, stops = agree(sums)
     where.enter(RunPhase.OPTIMIZER)
     mean = loss_sum / count if count > 0 else math.nan
     # FSDP2 averages over ranks, but a sum is needed; see [Note: one denominator].
     unscale = nominal * plan.world_size / (count * state.loss_scale.scale) if count > 0 else math.nan
-    norm = math.sqrt(squared_norm) * unscale if squared_norm >= 0 else math.nan
+    norm = math.sqrt(squared) * unscale if squared >= 0 else math.nan
     finite = math.isfinite(loss_sum) and math.isfinite(norm)
     spike = finite and state.recent.spikes(mean, norm, section=survival)
-    if finite and not spike:
+    if in_backward is not None and not finite and math.isfinite(mean):
+        raise _updated_with(norm, step=state.step + 1)
+    if in_backward is None and finite and not spike:
         state.recent.add(mean, norm, section=survival)
         factor = unscale * _clip(norm, plan)
         with record_function("fullshard::optimizer"):
@@ -120,57 +138,6 @@ def run_step(
     if count > 0:
         state.loss_scale.update(finite=finite)
     return StepResult(mean, norm, int(count), skipped=not finite or spike, spike=spike, stop=stops > 0)
-
-
-def _run_in_backward(
-    state: TrainState,
-    plan: Plan,
-    *,
-    microbatches: Iterable[Any],
-    loss: Loss,
-    learning_rate: float,
-    stop: bool,
-) -> StepResult:
-    """Runs a step with the optimizer in backward.
-
-    See [Note: what comes before backward] in `optimizer_in_backward.py`.
-    """
-    device, where, updates = _device(state.model), state.phase, state.in_backward
-    issued = collectives_issued(device)
-    (batch,) = _expect_count(microbatches, plan.accumulation, where=where)
-    with record_function("fullshard::compute"):
-        total, count, nominal = _forward(state, plan, batch=batch, loss=loss, device=device)
-    sums = torch.zeros(4 + WIDTH, dtype=torch.float64, device=device)
-    sums[0], sums[1], sums[3] = total.detach(), count, float(stop)
-    where.enter(RunPhase.REDUCE)
-    own = _fingerprint(state, plan, learning_rate=learning_rate, issued=issued, device=device)
-    loss_sum, counted, _, stops = _summed(sums, own, world_size=plan.world_size)
-    finite = math.isfinite(loss_sum) and counted > 0
-    unscale = nominal * plan.world_size / counted if counted > 0 else math.nan
-    if finite:
-        state.act_before_update()
-    where.enter(RunPhase.BACKWARD)
-    with (
-        updates.begin(factor=unscale if finite else None, learning_rate=learning_rate),
-        record_function("fullshard::compute"),
-    ):
-        (total * (1 / nominal)).backward()
-    where.enter(RunPhase.OPTIMIZER)
-    # Only gradients that FSDP2 does not manage are left here.
-    _reduce_unsharded([p.grad for p in state.model.parameters() if p.grad is not None])
-    updates.finish()
-    where.enter(RunPhase.REDUCE)
-    measured = [p for p in state.model.parameters() if p in updates.norms]
-    sums.zero_()
-    sums[2] = _squared_norm(measured, [updates.norms[p] for p in measured], world_size=plan.world_size)
-    own = _fingerprint(state, plan, learning_rate=learning_rate, issued=issued, device=device)
-    squared_norm = _summed(sums, own, world_size=plan.world_size)[2]
-    norm = math.sqrt(squared_norm) * unscale if squared_norm >= 0 else math.nan
-    if finite and not math.isfinite(norm):
-        raise _updated_with(norm, step=state.step + 1)
-    state.model.zero_grad(set_to_none=True)
-    mean = loss_sum / counted if counted > 0 else math.nan
-    return StepResult(mean, norm, int(counted), skipped=not finite, spike=False, stop=stops > 0)
 
 
 def _updated_with(norm: float, *, step: int) -> TrainError:
@@ -183,41 +150,42 @@ def _updated_with(norm: float, *, step: int) -> TrainError:
     )
 
 
-def _fingerprint(
-    state: TrainState, plan: Plan, *, learning_rate: float, issued: int, device: torch.device
-) -> Fingerprint | None:
-    """Returns this rank's fingerprint, or None if fingerprints are off.
+def _sum_over_ranks(
+    sums: Tensor, *, state: TrainState, plan: Plan, learning_rate: float, issued: int
+) -> list[float]:
+    """Returns the four sums over all ranks, after checking the fingerprints. See [Note: one all-reduce].
 
     issued: number of collectives issued before the step; the fingerprint counts those after it
     """
-    kind = plan.run.survival.fingerprint
-    if kind == "none" or plan.world_size == 1:
-        return None
-    return Fingerprint(
-        step=state.step + 1,
-        collectives=collectives_issued(device) - issued if kind == "all" else 0,
-        settings=settings_checksum(plan, learning_rate=learning_rate, data_offset=state.data_offset),
-    )
-
-
-def _summed(sums: Tensor, own: Fingerprint | None, *, world_size: int) -> list[float]:
-    """Returns the four sums over all ranks, after checking the fingerprints. See [Note: one all-reduce]."""
+    totals, kind, own = sums.clone(), plan.run.survival.fingerprint, None
+    if plan.world_size == 1:
+        return cast(list[float], totals.tolist())[:4]
+    if kind != "none":
+        own = Fingerprint(
+            step=state.step + 1,
+            collectives=collectives_issued(sums.device) - issued if kind == "all" else 0,
+            settings=settings_checksum(plan, learning_rate=learning_rate, data_offset=state.data_offset),
+        )
+        totals[4:] = torch.tensor(own.numbers(plan.world_size), dtype=torch.float64)
+    dist.all_reduce(totals)
+    values = cast(list[float], totals.tolist())
     if own is not None:
-        sums[4:] = torch.tensor(own.numbers(world_size), dtype=torch.float64)
-    if world_size > 1:
-        dist.all_reduce(sums)
-    totals = cast(list[float], sums.tolist())
-    if own is not None:
-        check_same(own, totals[4:], world_size=world_size)
-    return totals[:4]
+        check_same(own, values[4:], world_size=plan.world_size)
+    return values[:4]
 
 
 def _accumulate(
-    state: TrainState, plan: Plan, *, microbatches: Iterable[Any], loss: Loss, sums: Tensor
+    state: TrainState,
+    plan: Plan,
+    *,
+    microbatches: Iterable[Any],
+    loss: Loss,
+    sums: Tensor,
+    updates: Callable[[int], AbstractContextManager[None]],
 ) -> int:
-    """Runs forward and backward of every microbatch, and adds up loss and count.
+    """Runs forward and backward of every microbatch, adds up loss and count, and returns the nominal count.
 
-    Returns the nominal count.
+    updates: takes the nominal count, and returns the context that backward runs in
     """
     engine = state.model if isinstance(state.model, FSDPModule) else None
     nominal = 1
@@ -226,10 +194,11 @@ def _accumulate(
             _set_sync(engine, plan, last=index == plan.accumulation - 1)
         with record_function("fullshard::compute"):
             total, count, nominal = _forward(state, plan, batch=batch, loss=loss, device=sums.device)
-            state.phase.enter(RunPhase.BACKWARD)
-            (total * (state.loss_scale.scale / nominal)).backward()
         sums[0] += total.detach()
         sums[1] += count
+        with updates(nominal), record_function("fullshard::compute"):
+            state.phase.enter(RunPhase.BACKWARD)
+            (total * (state.loss_scale.scale / nominal)).backward()
     return nominal
 
 
@@ -308,37 +277,6 @@ def _set_sync(engine: FSDPModule, plan: Plan, *, last: bool) -> None:
     engine.set_reshard_after_backward(last or plan.reshard_after_forward is not False)
 
 
-@torch.no_grad()
-def _reduce_unsharded(gradients: Sequence[Tensor]) -> None:
-    """Averages the gradients of scalars, which FSDP2 cannot shard."""
-    scalars = [g for g in gradients if g.ndim == 0]
-    if not scalars or not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    flat = torch.stack(scalars)
-    dist.all_reduce(flat)
-    for scalar, total in zip(scalars, flat.unbind(), strict=True):
-        scalar.copy_(total / dist.get_world_size())
-
-
-@torch.no_grad()
-def _squared_norm(tensors: Sequence[Tensor], local: Sequence[Tensor], *, world_size: int) -> Tensor:
-    """Returns this rank's share of the squared global norm.
-
-    Summed over all ranks, it counts every element once.
-
-    tensors: the gradients, or tensors with the same placement
-    local: norms of this rank's parts
-    """
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64)
-    norms = torch.stack(list(local))
-    replicas = [shard_replicas(g, world_size) for g in tensors]
-    squares = norms.double().square()
-    if len(set(replicas)) == 1:
-        return squares.sum() / replicas[0]
-    return (squares / torch.tensor(replicas, device=squares.device)).sum()
-
-
 def _clip(norm: float, plan: Plan) -> float:
     limit = plan.run.optimizer.clip_norm
     return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
@@ -351,7 +289,7 @@ def _update(
     if isinstance(optimizer, StreamingAdamW):
         optimizer.gradient_factor = factor
     else:
-        scale([local_tensor(g) for g in gradients], factor)
+        scale_gradients(gradients, factor)
     set_learning_rate(optimizer, learning_rate)
     optimizer.step()
 
