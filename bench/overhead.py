@@ -59,7 +59,11 @@ def main() -> None:
     with process_group(run.run.device) as ranks:
         device = "cuda" if ranks.device.type == "cuda" else "cpu"
         plan = Plan.from_run(run, world_size=ranks.world_size, device=device)
-        if plan.strategy is not Strategy.FULL_SHARD or plan.accumulation != 1 or run.recompute.mode != "none":
+        if (
+            plan.strategy is not Strategy.FULL_SHARD
+            or plan.accumulation != 1
+            or plan.run.recompute.mode != "none"
+        ):
             raise SystemExit("the loop by hand is full_shard, without accumulation and recompute: pin those")
         peers = {
             "fullshard": _our_steps(plan),
