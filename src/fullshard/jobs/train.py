@@ -1,6 +1,7 @@
 """The work of each rank of `fullshard train`, from the Run to its Measurement."""
 
 import math
+import signal
 import time
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,6 @@ from fullshard.distributed.agreement import gathered, on_rank_zero
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, PlanError
 from fullshard.jobs.checkpoints import Checkpoints
-from fullshard.jobs.interrupt import Interrupt
 from fullshard.jobs.launch_record import LaunchId
 from fullshard.jobs.leftovers import find_unusable_state, leftover_messages, unusable_message
 from fullshard.jobs.run_directory import OpenedRun, RunDirectory, opened
@@ -46,6 +46,7 @@ from fullshard.spec.run import Run
 from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.survival.watchdog import watching
 from fullshard.system.files import write_whole
+from fullshard.system.signals import NotedSignals, note_signals
 from fullshard.training.evaluate import generate, validation_loss
 from fullshard.training.loop import Step, train
 from fullshard.training.loss import Loss, loss_of, next_token_loss
@@ -87,7 +88,7 @@ class _TrainJob:
     startup_seconds: float | None = None
     sample: str | None = None
     repeated_steps: int = 0
-    interrupt: Interrupt = field(default_factory=Interrupt)
+    signals: NotedSignals = field(default_factory=NotedSignals)
 
     @property
     def run(self) -> Run:
@@ -107,7 +108,8 @@ def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float
         stack.enter_context(watching(where, run.survival))
         plan = plan or _plan(run, ranks)
         job = _start(stack, plan, ranks=ranks, where=where, resume=resume, command_started=command_started)
-        with job.interrupt:  # until everything is saved
+        # Until everything is saved, because ranks must agree on how to react.
+        with note_signals(signal.SIGTERM, signal.SIGINT, raise_second_interrupt=True) as job.signals:
             interrupted = _train(job)
             _finish(job, interrupted=interrupted)
             close_offload(job.state.model, plan=job.plan, finished=not interrupted)
@@ -291,7 +293,7 @@ def _steps(job: _TrainJob) -> Iterator[Step]:
         job.state,
         job.plan,
         loss=job.loss,
-        should_stop=lambda: job.interrupt.requested or job.checkpoints.failed is not None,
+        should_stop=lambda: job.signals.first is not None or job.checkpoints.failed is not None,
     )
 
 

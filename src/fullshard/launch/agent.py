@@ -20,7 +20,7 @@ from fullshard.launch.gc import gc_disabled
 from fullshard.launch.outcome import ProcessOutcome
 from fullshard.launch.request import Request
 from fullshard.launch.scratch import private_directory
-from fullshard.launch.signals import Signals
+from fullshard.system.signals import NotedSignals, note_signals
 from fullshard.system.terminal import printable
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def run_ranks(request: Request, *, ranks: int) -> int:
     quiet_logs(os.environ)
     attempts = Attempts(restarts=request.run.run.restarts)
     launch = uuid.uuid4().hex  # shared by all attempts, so that each resumes the previous one
-    with Signals() as signals, _quiet_torchelastic():
+    with note_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals, _quiet_torchelastic():
         while True:
             with private_directory() as directory:
                 request.save(directory)
@@ -89,7 +89,7 @@ class _Watch:
     the ranks. Signal handlers only record signals; this loop acts on them.
     """
 
-    def __init__(self, agent: "LocalElasticAgent", directory: Path, *, signals: Signals) -> None:
+    def __init__(self, agent: "LocalElasticAgent", directory: Path, *, signals: NotedSignals) -> None:
         self._agent = agent
         self._directory = directory
         self._ranks = agent.get_worker_group().spec.local_world_size
