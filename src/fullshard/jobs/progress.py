@@ -3,12 +3,14 @@
 Only rank 0 shows anything.
 """
 
+import dataclasses
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Protocol, TextIO
 
 from rich.console import Console
@@ -17,7 +19,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fullshard.jobs.metrics import StepMetrics
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.system.terminal import printable
 
@@ -25,6 +26,41 @@ BAR_WIDTH = 16
 REDRAW_SECONDS = 0.1
 # Number of steps for speed and time left: enough for a steady figure, few enough to follow a change.
 RECENT_STEPS = 20
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Figures of one finished step, over all ranks. None means not measured in this step.
+
+    tokens: valid tokens in this step
+    seconds: duration of the step
+    data_seconds: the part of `seconds` spent waiting for data (on rank 0)
+    mfu: fraction of the peak, from 0 to 1
+    peak_bytes: peak memory of the fullest rank
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    seconds: float
+    data_seconds: float | None = None
+    skipped: bool = False
+    mfu: float | None = None
+    peak_bytes: int | None = None
+    validation_loss: float | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of all ranks together."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def values(self) -> dict[str, float]:
+        """Returns the measured values by name, without the step number."""
+        fields = dataclasses.asdict(self) | {"tokens_per_second": self.tokens_per_second}
+        del fields["step"]
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class Progress(Protocol):

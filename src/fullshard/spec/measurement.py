@@ -231,12 +231,6 @@ class Measurement(FrozenModel):
 
     @computed_field
     @property
-    def tokens_per_second_per_rank(self) -> float | None:
-        rate = self.pace.tokens_per_second
-        return None if rate is None else rate / self.world_size
-
-    @computed_field
-    @property
     def mfu(self) -> float | None:
         """Model FLOP utilisation; None if the speed, the FLOP per token or the peak is unknown."""
         rate = self.tokens_per_second
@@ -255,7 +249,8 @@ class Measurement(FrozenModel):
     def _without_rates(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        return {key: value for key, value in data.items() if key not in cls.model_computed_fields}
+        rates = {*cls.model_computed_fields, "tokens_per_second_per_rank"}  # the latter: in older files
+        return {key: value for key, value in data.items() if key not in rates}
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -13,10 +13,7 @@ from fullshard.training.step import to_device
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss) -> float:
-    """Returns the mean loss over all ranks' microbatches.
-
-    Every rank must bring the same number. Collective.
-    """
+    """Returns the mean loss over all ranks' microbatches, the same number on every rank. Collective."""
     device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     was_training = model.training
@@ -37,12 +34,11 @@ def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss
 def generate(
     model: nn.Module, prompt: list[int], *, tokens: int, window: int, temperature: float = 0.7, seed: int = 0
 ) -> list[int]:
-    """Returns `prompt` followed by `tokens` more tokens, which are drawn one by one.
+    """Returns `prompt` followed by `tokens` more tokens, drawn one by one on rank 0. Collective.
 
-    window: number of most recent tokens that the model sees.
+    window: number of most recent tokens that the model sees
 
-    Collective: all ranks run the model, and rank 0 draws. Each token costs one forward pass over the whole
-    window, so this is for inspecting a trained model, not for serving.
+    Each token costs one forward pass over the whole window.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)

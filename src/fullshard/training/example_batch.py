@@ -13,10 +13,10 @@ from fullshard.training.loss import loss_of, model_loss
 
 
 def example(run: Run, model: nn.Module, *, rows: int) -> Any:
-    """Returns one microbatch of `rows` rows, or None for plain tokens and labels.
+    """Returns one microbatch of `rows` rows, or None for plain tokens and labels, which `describe` makes
+    itself.
 
-    `describe` makes those itself. For data from Python, returns the first microbatch of step 0, because only
-    the user knows its shapes.
+    For data from Python, this is the first microbatch of step 0, because only the user knows its shapes.
     """
     if run.data.source == "python":
         alone = run.train.model_copy(update={"microbatch": rows, "global_batch": rows})

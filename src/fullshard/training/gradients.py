@@ -73,7 +73,6 @@ def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
 
 
 def _replicas(tensor: Tensor, world_size: int) -> int:
-    """Returns the number of ranks that hold the same part of `tensor`."""
     if not isinstance(tensor, DTensor):
         return world_size
     shards = 1

@@ -1,7 +1,4 @@
-"""train(state, plan): a generator that yields each finished step.
-
-The body of the loop belongs to the user.
-"""
+"""train(state, plan): a generator that yields each finished step."""
 
 import itertools
 import logging
@@ -74,11 +71,10 @@ def train(
     loss: `loss(model, microbatch)`, see `training.loss.Loss`
     should_stop: called before each step; if it returns True on any rank, that step is the last on all ranks
 
-    After a `break`, another `train` of the same state continues where it stopped. Each step sets the learning
-    rate of every optimizer group to the plan's.
-
-    A plain iterable of data ends the run on all ranks as soon as it ends on any rank; another `train` starts
-    it from the beginning. Checkpoints do not hold its position: only `data.Batches` resumes exactly.
+    After a `break`, another `train` of the same state continues where it stopped. A plain iterable of data
+    ends
+    the run on all ranks as soon as it ends on any rank; another `train`, and a resumed run, start it from the
+    beginning: only `data.Batches` resumes exactly.
 
     Raises TrainError if there is no data, after `train.max_skipped_steps` skipped steps in a row, if the
     ranks are not in the same step, and if replicas compared by `survival.check_replicas_every` differ.
@@ -125,10 +121,7 @@ def train(
 
 
 def _start_loss_scale(state: TrainState, plan: Plan) -> None:
-    """Initialises the loss scale.
-
-    One loaded from a checkpoint is kept; one of another precision is discarded.
-    """
+    """Initialises the loss scale, or keeps the one loaded from a checkpoint of the same precision."""
     section = plan.run.precision
     if not plan.precision.loss_scaling:
         state.loss_scale = LossScale()
@@ -175,10 +168,7 @@ def _microbatches(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any
 
 
 def _warn_of_another_size(batch: Any, plan: Plan) -> None:
-    """Warns if microbatches differ from the plan's size, which an iterable may not know.
-
-    Packed rows can differ legitimately.
-    """
+    """Warns if microbatches differ from the plan's size, as those of packed rows may."""
     rows = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
     if rows and plan.microbatch not in rows:
         logger.warning(
@@ -192,7 +182,7 @@ def _warn_of_another_size(batch: Any, plan: Plan) -> None:
 
 
 class _Timed:
-    """Iterates over microbatches, and adds the time spent waiting for them to `seconds`."""
+    """Adds the time spent waiting for microbatches to `seconds`."""
 
     def __init__(self, batches: Iterable[Any], *, seconds: float) -> None:
         self.batches, self.seconds = batches, seconds

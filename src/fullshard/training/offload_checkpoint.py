@@ -34,9 +34,9 @@ class ResidualState:
 
 
 class OffloadedTensors:
-    """The offloaded tensors of one optimizer.
+    """The offloaded tensors of one optimizer, by checkpoint name.
 
-    Tensors have their checkpoint names: `model.<name>` for masters, `optimizer.<name>.<key>` for moments.
+    `model.<name>` is the full-precision parameter, `optimizer.<name>.<key>` a moment.
 
     frozen: checkpoints hold frozen parameters too
     """
@@ -54,9 +54,8 @@ class OffloadedTensors:
         return own | {_saved_name(name, "master") for name in self._offloaded.frozen.engine}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the offloaded tensors by name.
-
-        Parameters that were never updated have no moments, as in `torch.optim.AdamW`.
+        """Returns the offloaded tensors by name; parameters that were never updated have no moments, as in
+        torch.
         """
         found: dict[str, Tensor] = {}
         for parameter, name in self._offloaded.names_of.items():
@@ -69,10 +68,7 @@ class OffloadedTensors:
         return found
 
     def partitions(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
-        """Yields tensors to fill from a checkpoint, one portion at a time.
-
-        Tensors that it lacks become zero.
-        """
+        """Yields tensors to fill from a checkpoint, in portions; tensors that it lacks become zero."""
         for portion in self._offloaded.refill(frozen=self._frozen):
             receivers: dict[str, Tensor] = {}
             of_other_dtypes: list[tuple[Tensor, Tensor]] = []
@@ -92,9 +88,9 @@ class OffloadedTensors:
                 local_tensor(target).copy_(local_tensor(source))
 
     def commit_step(self, step: int, beside: Callable[[], ResidualState]) -> None:
-        """Commits the state after `step` steps as a generation once it is on its drive.
+        """Commits the state after `step` steps as a generation, from which a crashed run can resume.
 
-        A crashed run can resume from it. Does nothing if the state is in host memory.
+        Does nothing if the state is in host memory.
         """
         store = self._offloaded.store
         if isinstance(store, DriveStore):
@@ -102,18 +98,16 @@ class OffloadedTensors:
             self._offloaded.updates.submit(lambda: store.commit(step, payload))
 
     def newest_step(self, *, at_least: int) -> int | None:
-        """Returns the step of the newest generation that is complete on all ranks. Collective.
-
-        Returns None if it is before `at_least`.
+        """Returns the newest step, not before `at_least`, whose generation is complete on all ranks.
+        Collective.
         """
         newest = max(set[int].intersection(*gathered(set(self._resumable()))), default=None)
         return None if newest is None or newest < at_least else newest
 
     def restore_step(self, step: int) -> ResidualState | None:
-        """Restores the generation of this step, and drops later ones. Collective.
+        """Restores the generation of this step, drops later ones, and returns the residual state. Collective.
 
-        Returns the residual state saved with it, or None if any rank finds its own generation damaged. In
-        that case the generation is dropped, and the state is unchanged.
+        If any rank's generation is damaged, it is dropped, the state is unchanged, and the result is None.
         """
         store = self._offloaded.store
         assert isinstance(store, DriveStore), "others have no generations"

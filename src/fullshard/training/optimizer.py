@@ -24,9 +24,8 @@ EIGHT_BIT = "adamw8bit"
 def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     """Returns the optimizer that the plan's run names, over the trainable parameters of `model`.
 
-    Weight decay applies to parameters of two or more dimensions, not to norms and biases. Parameters on
-    different meshes or of different dtypes form different groups, because one fused call takes only one kind.
-    AdamW and Adam are fused: on two cores this is 8× as fast as the foreach loop.
+    Weight decay applies to parameters of two or more dimensions, not to norms and biases. AdamW and Adam are
+    fused: on two cores this is 8× as fast as the foreach loop.
 
     Raises ShardError if the model is not sharded or is currently unsharded (gathered); SpecError for an
     unknown name, options that the class does not take, and a class that cannot update sharded parameters;

@@ -8,11 +8,9 @@ the norm of all gradients are not available: no clipping, no loss scale, no skip
 norm that is not finite is found after the update, and ends the run.
 
 [Note: one optimizer, a unit at a time]
-The optimizer is the same as without `in_backward`, with all groups and all state. During a unit's update its
-groups are replaced by copies that hold only the unit's parameters. Hooks, schedulers and checkpoints see one
-optimizer, each parameter is updated by the same operations as without `in_backward`, and a counter that a
-class keeps in its groups increases once per step. The optimizer must update each parameter independently, as
-all of `torch.optim` do.
+During a unit's update the optimizer's groups are replaced by copies that hold only the unit's parameters.
+Hooks, schedulers and checkpoints see one optimizer, and a counter that a class keeps in its groups increases
+once per step. The optimizer must update each parameter independently, as all of `torch.optim` do.
 
 [Note: the gradient's memory]
 The gradients of a unit are views of one reduced chunk. FSDP2 holds a reference to it until the next unit is
@@ -52,11 +50,9 @@ class OptimizerInBackward:
 
     @contextmanager
     def updating(self, *, factor: float | None, learning_rate: float) -> Generator[None]:
-        """Context of one backward, after its forward. Call `finish` after it.
+        """Context of one backward, before `finish`. Raises TrainError if a gradient arrives more than once.
 
         factor: multiplies the reduced gradients; None measures their norms without an update
-
-        Raises TrainError if a gradient arrives more than once.
         """
         self._factor = factor
         self._unit_of = self._unit_of or _units(self.model)
@@ -72,9 +68,10 @@ class OptimizerInBackward:
             yield
 
     def finish(self) -> Mapping[Tensor, Tensor]:
-        """Updates the last unit and the parameters that FSDP2 does not shard.
+        """Updates the last unit and the parameters that FSDP2 does not shard, and returns the norms by
+        parameter.
 
-        Returns the norm of this rank's part of each gradient before scaling, by parameter.
+        A norm is that of this rank's part of a gradient, before scaling.
         """
         self._update_unit()
         self._update([p for p in self.model.parameters() if p.grad is not None])
@@ -85,7 +82,7 @@ class OptimizerInBackward:
 
     @torch.no_grad()
     def _on_gradient(self, parameter: Tensor) -> None:
-        """Runs when this parameter's gradient has been reduced (a post-accumulate-grad hook)."""
+        """Post-accumulate-grad hook: this parameter's gradient has been reduced."""
         unit = self._unit_of[parameter]
         if parameter in self._norms:
             raise _comes_again(self.model, parameter)
@@ -149,10 +146,7 @@ def _units(model: nn.Module) -> dict[Tensor, int]:
 
 
 def _free_storage(gradient: Tensor) -> None:
-    """Frees the memory of a reduced gradient, even if it is still referenced.
-
-    See [Note: the gradient's memory].
-    """
+    """Frees a gradient's memory even if it is still referenced. See [Note: the gradient's memory]."""
     local = local_tensor(gradient)
     if local.is_cuda:
         local.record_stream(torch.cuda.current_stream(local.device))

@@ -74,20 +74,16 @@ class TrainState:
     # The methods of fullshard.checkpoint.checkpointable.Checkpointable.
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors of a checkpoint.
-
-        Their names are `model.<name>`, `optimizer.<name>.<key>`, and `rng.<device>.<rank>` for each rank's
-        random states.
+        """Returns the tensors of a checkpoint: `model.<name>`, `optimizer.<name>.<key>`,
+        `rng.<device>.<rank>`.
         """
         self.settle()
         tensors = self._model_tensors() | self._optimizer_tensors() | _random_states()
         return tensors | (self.offloaded.tensors() if self.offloaded else {})
 
     def values(self) -> dict[str, JsonValue]:
-        """Returns the values of a checkpoint.
-
-        These are counts, figures of recent steps, the best loss, the loss scale, the optimizer's class, tied
-        names, and the config of a transformers model, for `export_hf`.
+        """Returns the values of a checkpoint: counts, recent figures, the loss scale, and facts about the
+        model.
         """
         best_loss, best_step = self.best or (None, None)
         return {
@@ -166,9 +162,8 @@ class TrainState:
         return self.offloaded.partitions(saved) if self.offloaded else iter(())
 
     def after_step(self, *, tokens: int, skipped: bool) -> None:
-        """Counts the step.
-
-        With state on a drive, also commits it, so that a crashed run can resume from here.
+        """Counts the step, and commits offloaded state on a drive, so that a crashed run can resume from
+        here.
         """
         self.step += 1
         self.tokens += 0 if skipped else tokens
@@ -199,9 +194,8 @@ class TrainState:
             self.offloaded.settle()
 
     def before_update(self, act: Callable[[], None]) -> None:
-        """Registers `act` to be called once, before the next optimizer step or load of a checkpoint.
-
-        See `fullshard.checkpoint.background`.
+        """Registers `act` to be called once, before the next optimizer step or load
+        (`checkpoint.background`).
         """
         self._before_update.append(act)
 
@@ -263,17 +257,13 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _free_gathered(model: nn.Module) -> None:
-    """Reshards all units, because a forward without a backward leaves them unsharded.
-
-    Unsharded parameters are not the optimizer's.
-    """
+    """Reshards units that a forward without backward left unsharded."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def _owner_and_key(name: str) -> tuple[str, str]:
-    """Returns (parameter, key) of `optimizer.<parameter>.<key>`. A key has no dot."""
     owner, _, key = name.removeprefix("optimizer.").rpartition(".")
     return owner, key
 

@@ -88,9 +88,9 @@ def run_step(
     Parameters and optimizer stay unchanged on all ranks if the loss or norm is not finite on any rank, if it
     is a spike while `survival.on_spike` is set, or if no rank has a valid token.
 
-    Raises TrainError for another number of microbatches, for an invalid loss (see `loss.Loss`), and on all
-    ranks if they are not in the same step. With the optimizer in backward, also for a norm that is not
-    finite.
+    Raises TrainError for another number of microbatches, for an invalid loss (see `loss.Loss`), on all ranks
+    if
+    they are not in the same step, and with the optimizer in backward, for a norm that is not finite.
     """
     device, where, survival = _device(state.model), state.phase, plan.run.survival
     in_backward = state.in_backward if plan.run.optimizer.in_backward else None
@@ -216,10 +216,7 @@ def _forward(
 
 
 def _expect_count(microbatches: Iterable[Any], expected: int, *, where: PhaseTracker) -> Iterator[Any]:
-    """Yields exactly `expected` microbatches.
-
-    Raises TrainError otherwise, because the ranks would wait forever.
-    """
+    """Yields exactly `expected` microbatches. Raises TrainError otherwise: the ranks would wait forever."""
     count = 0
     where.enter(RunPhase.DATA)
     for batch in microbatches:
@@ -242,9 +239,8 @@ def _count_error(got: str, expected: int) -> TrainError:
 
 
 def _sum_and_count(value: Any) -> tuple[Tensor, Any]:
-    """Returns (sum, count) of the user's loss; a mean counts as one item.
-
-    Raises TrainError for anything else.
+    """Returns (sum, count) of the user's loss; a mean counts as one item. Raises TrainError for anything
+    else.
     """
     is_pair = isinstance(value, tuple) and len(cast(tuple[Any, ...], value)) == 2
     total, count = cast(tuple[Any, Any], value) if is_pair else (value, 1)
@@ -264,10 +260,7 @@ def _described(value: object) -> str:
 
 
 def _set_sync(engine: FSDPModule, plan: Plan, *, last: bool) -> None:
-    """Sets what FSDP2 does after the backward of a microbatch.
-
-    Between microbatches, nothing is all-reduced over replicas, and parameters that forward left unsharded
-    stay so.
+    """Sets what FSDP2 does after a backward: only the last one all-reduces over replicas and reshards.
 
     FSDP2's `set_is_last_backward(False)` would avoid waiting for the last reduction of each microbatch, but
     it would keep its buffers through the next forward, and prefetch units of the previous microbatch.
