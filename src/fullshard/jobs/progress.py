@@ -1,7 +1,4 @@
-"""Progress on standard error during a run: a live line on a terminal, or a line every `log.every` steps.
-
-Only rank 0 shows anything.
-"""
+"""Progress of rank 0 on standard error: a live line on a terminal, or a line every `log.every` steps."""
 
 import dataclasses
 import os
@@ -75,10 +72,7 @@ class Progress(Protocol):
 
 @contextmanager
 def progress(*, steps: int, every: int, world_size: int, file: TextIO) -> Generator[Progress]:
-    """Shows the progress of a run of `steps` steps on `file` while the block runs.
-
-    The terminal is restored however the block ends. Even a killed run leaves its cursor visible.
-    """
+    """Shows the progress of a run of `steps` steps while the block runs, and restores the terminal."""
     course = RunProgress(steps=steps, world_size=world_size)
     if not _is_terminal(file):
         yield PlainLines(course, every=every, file=file)
@@ -125,10 +119,7 @@ class RunProgress:
         return (self.steps - metrics.step) * ((last - first) / between if between else metrics.seconds)
 
     def status_parts(self, *, width: int | None = None) -> list[str]:
-        """Returns the parts of the status line in order.
-
-        If they exceed `width`, drops the least important ones.
-        """
+        """Returns the parts of the status line, of which `width` drops the least important ones."""
         last, rate = self.last, self.tokens_per_second
         total = f"{format_count(rate)} tokens/s"
         if self.world_size > 1:

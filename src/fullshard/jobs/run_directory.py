@@ -104,8 +104,8 @@ def opened(
 def require_name(name: str) -> Path:
     """Returns the directory that `run.dir` names.
 
-    Raises SpecError for a directory that is not a run's alone (the working directory, the home directory, and
-    any directory that contains one of these), and for a name that is not a path.
+    Raises SpecError for a name that is not a path, and for the working directory, the home directory, and any
+    directory that contains one of these.
     """
     if not name.strip() or "://" in name:
         raise SpecError("run.dir does not name a directory.", got=f"run.dir = {name!r}", fix=_ANOTHER)
@@ -157,10 +157,7 @@ def require_free(root: Path, *, offload_path: str = "offload") -> None:
 
 
 def set_aside(root: Path, *, offload_path: str = "offload") -> Path | None:
-    """Renames the directory of an earlier run to `<name>.1`, or `.2`, and returns it; None if there is none.
-
-    Raises the errors of `require_free`.
-    """
+    """Renames the directory of an earlier run, if there is one, to `<name>.1`, or `.2`, and returns it."""
     require_free(root, offload_path=offload_path)
     if not _holds_run(root):
         return None

@@ -192,12 +192,11 @@ def open_run_log(
 
 
 def _json(value: Any) -> Any:
-    """Returns null for NaN and infinity, such as the loss of a skipped step, because JSON has neither."""
+    """Returns null for NaN and infinity, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _keep_until(path: Path, last_step: int) -> None:
-    """Drops the lines of later steps and invalid lines."""
     with open(path, "rb", opener=open_regular) as file:
         lines = file.readlines()
     kept = [line for line in lines if (step := _step_of(line)) is not None and step <= last_step]

@@ -184,7 +184,6 @@ def _start(
 def _earlier_run_messages(
     plan: Plan, directory: RunDirectory, *, left: SavedRunState | None, step: int
 ) -> Iterator[str]:
-    """Yields the messages about earlier runs, of a run that resumes after `step`."""
     if directory.previous_run:
         yield f"an earlier run in {directory.root} is kept as {directory.previous_run}"
     unused_state = unusable_message(plan, left, step=step) if left is not None else None
@@ -196,7 +195,6 @@ def _earlier_run_messages(
 
 
 def _model(run: Run, data: Data) -> tuple[nn.Module, Loss]:
-    """Returns the model, without values, and its loss. Raises SpecError if model and data do not fit."""
     model = build_model(run)
     check_positions(model, run)
     check_vocabulary(model, run, tokens=data.vocabulary)
@@ -206,8 +204,7 @@ def _model(run: Run, data: Data) -> tuple[nn.Module, Loss]:
 def _open_directory(stack: ExitStack, plan: Plan, *, ranks: Ranks, resume: bool) -> RunDirectory:
     """Opens the run's directory on rank 0, while the others wait until it is ready. Collective.
 
-    Raises PlanError, before anything is written, if the plan is for other ranks and no node has left or
-    joined.
+    Raises PlanError if the plan is for other ranks and no node has left or joined.
     """
     run = plan.run
     launch = LaunchId.merge(gathered(LaunchId.from_environment()))
@@ -340,7 +337,7 @@ def _after_step(job: _TrainJob, step: Step, *, measured: bool) -> None:
 
 
 def _validation(job: _TrainJob) -> Iterator[dict[str, Tensor]]:
-    """Yields the validation batches. Each reports progress, so a long validation is not taken for a hang."""
+    """Yields the validation batches, and enters the phase anew for each: a long validation is not a hang."""
     for batch in job.data.validation(rank=job.ranks.rank, plan=job.plan):
         job.state.phase.enter(RunPhase.VALIDATING)
         yield batch

@@ -86,7 +86,7 @@ class _Watch:
     """Watches the ranks of one attempt from start to end.
 
     The agent runs in its own thread, because in the main thread it would install its own handlers, which end
-    the ranks. Signal handlers only record signals; this loop acts on them.
+    the ranks.
     """
 
     def __init__(self, agent: "LocalElasticAgent", directory: Path, *, signals: NotedSignals) -> None:

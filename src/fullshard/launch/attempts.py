@@ -90,8 +90,8 @@ def restart_helps(failure: FailureReport) -> bool:
     """Returns whether another attempt may succeed.
 
     This is False if the run, the plan, the data or the checkpoints are wrong, or if a drive is full or fails
-    to write. It is True if a peer was lost: a killed rank makes its peers fail at whatever they did, such as
-    saving, which says nothing about the checkpoints. It is True for damaged state: an older generation or a
-    checkpoint is still intact.
+    to write; True if only a peer was lost, whatever this rank was doing, and for damaged state, of which
+    there is
+    an older generation or a checkpoint.
     """
     return failure.peer_lost or failure.name in _MENDED or failure.exit_code not in _SAME_AGAIN

@@ -18,18 +18,15 @@ def under_torchelastic(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def under_srun(environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether this process is one of several tasks of a SLURM job step.
-
-    A batch script and `srun --pty bash` have SLURM's variables too, but run as a single process.
-    """
+    """Returns whether this process is one of several tasks of a SLURM job step, unlike a batch script."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     return "SLURM_PROCID" in environment and tasks.isdecimal() and int(tasks) > 1
 
 
 def join_ranks(environment: MutableMapping[str, str] = os.environ) -> bool:
-    """Prepares the environment of a rank, before it imports torch; returns whether this process is a rank.
+    """Prepares the environment of a rank of torchrun or srun, before it imports torch.
 
-    A task of srun gets torchrun's variables.
+    Returns whether this process is one. A task of srun gets torchrun's variables.
     """
     if under_srun(environment) and not under_torchrun(environment):
         environment.update(from_slurm(environment))

@@ -40,8 +40,9 @@ class _Cause(IntEnum):
 def first_failure(ranks: list[RankOutcome]) -> tuple[int, FailureReport] | None:
     """Returns the rank that failed first and its failure, or None if all ended well.
 
-    A killed rank wrote nothing, and its peers' messages are earlier than the moment it was seen gone. So
-    messages that only report a lost peer come last, whatever their time.
+    Messages that only report a lost peer come last, whatever their time: a killed rank writes none, and is
+    seen
+    gone later than its peers fail.
     """
     failures = [(rank, *found) for rank in ranks if (found := _failure(rank)) is not None]
     if not failures:

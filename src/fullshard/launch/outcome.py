@@ -1,7 +1,4 @@
-"""The outcome of a piece of work: its exit code, and the report if it failed.
-
-This is the outermost level of a process, the only place that catches every exception.
-"""
+"""The outcome of a process, as its outermost level sees it: an exit code, and the report of a failure."""
 
 import json
 import os
@@ -75,10 +72,7 @@ class FailureReport:
 
 
 class ProcessOutcome:
-    """Context that catches every exception and sets `exit_code`.
-
-    The code is 0, a SystemExit's, 130 for Ctrl-C, or a failure's.
-    """
+    """Context that catches every exception and sets `exit_code` (a SystemExit's, 130 for Ctrl-C, …)."""
 
     def __init__(self) -> None:
         self.exit_code = 0

@@ -89,10 +89,7 @@ def _end_with(launcher: int) -> None:
 
 
 def _leave(ending: ProcessOutcome) -> None:
-    """Ends the process if it failed.
-
-    An interrupted rank returns, so that torchelastic does not end the others.
-    """
+    """Ends the process if it failed. An interrupted rank returns, or torchelastic would end the others."""
     sys.stdout.flush()
     sys.stderr.flush()
     if ending.exit_code in (0, INTERRUPTED_EXIT_CODE):

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fullshard.planning.spec_cache import find, keep, key_of
+from fullshard.planning.spec_cache import key_of, read_cached, write_cached
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
@@ -16,14 +16,13 @@ def describe_run(plan: Plan | Run, device: DeviceType, *, model: "Module | None"
 
     model: the same model, if it is already built
 
-    torch is imported only if the spec is neither shipped nor cached (`fullshard.planning.spec_cache`). Raises
-    the errors of building and describing the model.
+    torch is imported only if the spec is neither shipped nor cached. Raises the errors of building the model.
     """
     key = key_of(plan, device)
-    spec = find(key)
+    spec = read_cached(key)
     if spec is None:
         spec = describe_anew(plan, device, model=model)
-        keep(key, spec)
+        write_cached(key, spec)
     return spec
 
 

@@ -146,10 +146,7 @@ def _is_checked(run: "Run") -> bool:
 
 
 def _checked_model(run: "Run") -> "Module":
-    """Returns the run's model.
-
-    Raises the SpecError, DataError or MissingExtraError that the ranks would raise.
-    """
+    """Returns the run's model. Raises the errors that the ranks would raise."""
     if "torch" not in sys.modules:
         with gc_frozen_imports():  # the user's own modules are imported later
             import_module("torch._dynamo")  # needed by fake tensors
@@ -173,8 +170,9 @@ def _uses_the_host(run: "Run") -> bool:
 def _without_recompute(run: "Run", hardware: "Hardware", *, model: "Module | None") -> "Plan | None":
     """Returns the fastest plan if it is also the fastest when memory is ignored; else None.
 
-    Recompute trades time for memory, so in that case no plan with recompute is faster. Tracing the model
-    without it takes a quarter of the time of tracing all modes.
+    Recompute trades time for memory, so no plan with recompute is faster, and tracing the model without it
+    takes a
+    quarter of the time of tracing all modes.
     """
     if run.recompute.mode != "auto":
         return None
@@ -187,10 +185,7 @@ def _without_recompute(run: "Run", hardware: "Hardware", *, model: "Module | Non
 
 
 def _with_precision(run: "Run", device: "DeviceType") -> "Run":
-    """Replaces `auto` with bf16 if the device supports it, or else fp32.
-
-    The planner cannot query the device.
-    """
+    """Replaces `auto` with bf16 if the device supports it, or else fp32."""
     if run.precision.mode != "auto":
         return run
     bf16 = False

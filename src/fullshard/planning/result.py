@@ -166,10 +166,7 @@ def _summary(plan: "Plan", budget: "Budget | None") -> Mapping[str, object]:
 
 
 def answer_of(question: PlanRequest) -> PlanResult:
-    """Returns the fastest plan that fits.
-
-    Raises PlanError if none does, with the closest plan and possible fixes.
-    """
+    """Returns the fastest plan that fits. Raises PlanError if none does, with the closest plan and fixes."""
     from fullshard.planner.explain import explain
     from fullshard.planner.search import no_plan_fits, search
 
@@ -204,10 +201,7 @@ def largest_of(question: PlanRequest, what: Literal["microbatch", "sequence"]) -
 
 
 def fewest_gpus(question: PlanRequest, *, days: float, budget: "Budget | None") -> PlanRequest:
-    """Returns the question with the fewest GPUs of that kind that finish in time.
-
-    Raises PlanError if none do.
-    """
+    """Returns the question with the fewest GPUs that finish in time. Raises PlanError if none do."""
     from fullshard.errors import SpecError
     from fullshard.planner.capacity import fewest_ranks
 
@@ -221,10 +215,7 @@ def fewest_gpus(question: PlanRequest, *, days: float, budget: "Budget | None") 
 
 
 def with_dry_run(answer: PlanResult) -> PlanResult:
-    """Returns the answer with a dry run: the memory of the plan's real step.
-
-    The step runs without data or devices, in a process of its own.
-    """
+    """Returns the answer with a dry run of the plan's real step, in a process without data or devices."""
     from fullshard.dryrun.run import dry_run
     from fullshard.errors import SpecError
     from fullshard.spec.model_section import DecoderConfig

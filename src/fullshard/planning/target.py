@@ -46,10 +46,7 @@ class PlanTarget:
         return Run.load(self.run_path, overrides=[*self.settings, *overrides])
 
     def described(self, run: "Run", hardware: "Hardware") -> "ModelSpec":
-        """Returns the spec of the model as `run` trains it on `hardware`.
-
-        Traces the model if it is not cached.
-        """
+        """Returns the spec of the model as `run` trains it on `hardware`, from the cache if possible."""
         if self.spec is not None:
             return self.spec
         from fullshard.launch.gc import gc_disabled
@@ -152,7 +149,6 @@ def _from_spec(path: Path) -> PlanTarget:
 
 
 def _mode_of(spec: "ModelSpec") -> str:
-    """Returns the name of the precision that the spec was traced with."""
     from fullshard.spec.plan import Precision
 
     own = (spec.precision.param, spec.precision.reduce, spec.precision.master)
