@@ -76,8 +76,7 @@ def measure_steps(ranks: Ranks, *, seconds: float) -> tuple[MeasuredStep, ...]:
     """Returns the median seconds of a few steps of each sample, measured in about `seconds`. Collective.
 
     Two rounds, so that a temporary slowdown of the machine affects only part of each sample; in less time,
-    there
-    are fewer samples and one round.
+    there are fewer samples and one round.
     """
     kind: Literal["cpu", "cuda"] = "cuda" if ranks.device.type == "cuda" else "cpu"
     count = max(1, min(len(_SAMPLES), int(seconds / _LEAST_SECONDS)))

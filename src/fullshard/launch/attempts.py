@@ -91,7 +91,6 @@ def restart_helps(failure: FailureReport) -> bool:
 
     This is False if the run, the plan, the data or the checkpoints are wrong, or if a drive is full or fails
     to write; True if only a peer was lost, whatever this rank was doing, and for damaged state, of which
-    there is
-    an older generation or a checkpoint.
+    there is an older generation or a checkpoint.
     """
     return failure.peer_lost or failure.name in _MENDED or failure.exit_code not in _SAME_AGAIN

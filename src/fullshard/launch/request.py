@@ -28,10 +28,8 @@ class Request(FrozenModel):
     job: dotted name (`module:function`) of the function that each rank calls
 
     A job has the signature `job(run, resume=..., plan=..., command_started=...) -> None`. One that was
-    interrupted,
-    and has saved, raises `SystemExit(INTERRUPTED_EXIT_CODE)`. Its output goes to standard error: standard
-    output
-    is for the result, which the command prints.
+    interrupted, and has saved, raises `SystemExit(INTERRUPTED_EXIT_CODE)`. Its output goes to standard error:
+    standard output is for the result, which the command prints.
     """
 
     run: Run

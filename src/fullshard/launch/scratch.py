@@ -37,8 +37,7 @@ def remove_abandoned(parent: Path) -> None:
     """Removes the private directories in `parent` whose process is certainly dead, and leaves all others.
 
     This kernel frees the locks of its own dead processes only, so directories of other machines, from before
-    the
-    last boot, of other users, and without a lock are left alone.
+    the last boot, of other users, and without a lock are left alone.
     """
     for directory in parent.glob(f"{_PREFIX}*"):
         if _is_ours(directory) and _is_free(directory / _LOCK):

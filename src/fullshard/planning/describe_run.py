@@ -30,10 +30,12 @@ def describe_anew(plan: Plan | Run, device: DeviceType, *, model: "Module | None
     """Returns the same spec as `describe_run`, always from the model itself."""
     from fullshard.models.build import build_model
     from fullshard.tracing.describe import describe
-    from fullshard.training.example_batch import example
+    from fullshard.training.example_batch import make_example_batch
     from fullshard.training.loss import loss_of
 
     run = plan.run if isinstance(plan, Plan) else plan
     model = model or build_model(run)
-    batch = example(run, model, rows=plan.microbatch if isinstance(plan, Plan) else run.train.microbatch or 1)
+    batch = make_example_batch(
+        run, model, rows=plan.microbatch if isinstance(plan, Plan) else run.train.microbatch or 1
+    )
     return describe(model, plan, loss=loss_of(run, model), batch=batch, kernels_for=device)

@@ -6,20 +6,27 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fullshard.errors import PlanError, SpecError
 from fullshard.launch.environment import join_ranks, under_torchelastic, under_torchrun
 from fullshard.launch.gc import gc_disabled, gc_frozen_imports
+from fullshard.launch.request import Request
+from fullshard.launch.start import own_ranks
+from fullshard.planner.offload import with_untimed_drive
+from fullshard.planner.search import no_plan_fits, predict, search
+from fullshard.planning.describe_run import describe_run
+from fullshard.profiler.detect import detect_hardware
+from fullshard.spec.hardware import Hardware
+from fullshard.spec.model_section import DecoderConfig
+from fullshard.spec.plan import DeviceType, Plan
+from fullshard.spec.run import Run
 from fullshard.system.terminal import printable
+from fullshard.training.schedule import warmup_note
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from fullshard.launch.request import Request
-    from fullshard.spec.hardware import Hardware
-    from fullshard.spec.plan import DeviceType, Plan
-    from fullshard.spec.run import Run
 
-
-def plan_run(request: "Request") -> "Request":
+def plan_run(request: Request) -> Request:
     """Returns `request` with the fastest plan that fits, and its prediction.
 
     Every process that calls this for the same run on the same machine gets the same plan. If the planner
@@ -28,9 +35,6 @@ def plan_run(request: "Request") -> "Request":
 
     Raises the error of a run that cannot be trained, before anything is allocated.
     """
-    from fullshard.spec.plan import Plan
-    from fullshard.training.schedule import warmup_note
-
     if (note := warmup_note(request.run)) is not None:
         _print_note(note)
     ranks, device = _place(request)
@@ -51,24 +55,20 @@ def plan_run(request: "Request") -> "Request":
     return request.model_copy(update={"run": plan.run, "plan": plan})
 
 
-def _place(request: "Request") -> "tuple[int, DeviceType]":
+def _place(request: Request) -> tuple[int, DeviceType]:
     """Returns the number of ranks that the request will run on, and their device type."""
     if not join_ranks():
-        from fullshard.launch.start import own_ranks
-
         return own_ranks(request)
     from fullshard.sharding.mesh import pick_device_type
 
     return int(os.environ["WORLD_SIZE"]), pick_device_type(request.run.run.device)
 
 
-def _is_for(plan: "Plan", ranks: int, *, device: "DeviceType") -> bool:
+def _is_for(plan: Plan, ranks: int, *, device: DeviceType) -> bool:
     """Returns whether the plan is for these ranks, or False if torchrun may have changed their number.
 
     Raises PlanError for a plan that is for other ranks or another device.
     """
-    from fullshard.errors import PlanError
-
     if plan.device != device:
         raise PlanError(f"the plan is for {plan.device}.", got=f"this machine has {device}")
     if plan.world_size != ranks and not under_torchelastic():
@@ -80,7 +80,7 @@ def _is_for(plan: "Plan", ranks: int, *, device: "DeviceType") -> bool:
     return plan.world_size == ranks
 
 
-def _require_writable_checkpoints(run: "Run") -> None:
+def _require_writable_checkpoints(run: Run) -> None:
     """Raises the error of a run that cannot save, before its model is built: such a run must not train."""
     if run.checkpoint.dir is not None:
         from fullshard.checkpoint.location import location_of
@@ -92,18 +92,12 @@ def _require_writable_checkpoints(run: "Run") -> None:
         KeyFile(Path(run.checkpoint.key_file)).require()
 
 
-def _planned(run: "Run", *, chosen: "Plan | None", plain: "Plan") -> "Plan":
+def _planned(run: Run, *, chosen: Plan | None, plain: Plan) -> Plan:
     """Returns the plan with its prediction; if the planner cannot decide, without one.
 
     chosen: the plan that the user gave; None asks for the fastest one
     plain: the run's plan with plain defaults
     """
-    from fullshard.errors import PlanError, SpecError
-    from fullshard.planner.offload import with_untimed_drive
-    from fullshard.planner.search import no_plan_fits, predict, search
-    from fullshard.planning.describe_run import describe_run
-    from fullshard.profiler.detect import detect_hardware
-
     device = plain.device
     model = None if _is_checked(run) else _checked_model(run)
     try:
@@ -137,15 +131,13 @@ def _planned(run: "Run", *, chosen: "Plan | None", plain: "Plan") -> "Plan":
     return found.best
 
 
-def _is_checked(run: "Run") -> bool:
+def _is_checked(run: Run) -> bool:
     """Returns whether reading the run has checked it: its model, data and loss belong to this package."""
-    from fullshard.spec.model_section import DecoderConfig
-
     outside = run.train.loss or run.data.tokenizer or run.data.source == "python" or run.adapter.rank
     return isinstance(run.model, DecoderConfig) and not outside
 
 
-def _checked_model(run: "Run") -> "Module":
+def _checked_model(run: Run) -> "Module":
     """Returns the run's model. Raises the errors that the ranks would raise."""
     if "torch" not in sys.modules:
         with gc_frozen_imports():  # the user's own modules are imported later
@@ -163,28 +155,24 @@ def _checked_model(run: "Run") -> "Module":
     return model
 
 
-def _uses_the_host(run: "Run") -> bool:
+def _uses_the_host(run: Run) -> bool:
     return run.offload.takes_optimizer or run.recompute.mode == "offload"
 
 
-def _without_recompute(run: "Run", hardware: "Hardware", *, model: "Module | None") -> "Plan | None":
+def _without_recompute(run: Run, hardware: Hardware, *, model: "Module | None") -> Plan | None:
     """Returns the fastest plan if it is also the fastest when memory is ignored; else None.
 
     Recompute trades time for memory, so no plan with recompute is faster, and tracing the model without it
-    takes a
-    quarter of the time of tracing all modes.
+    takes a quarter of the time of tracing all modes.
     """
     if run.recompute.mode != "auto":
         return None
-    from fullshard.planner.search import search
-    from fullshard.planning.describe_run import describe_run
-
     plain = run.model_copy(update={"recompute": run.recompute.model_copy(update={"mode": "none"})})
     found = search(describe_run(plain, hardware.device, model=model), hardware, plain)
     return found.best if found.best == found.fastest else None
 
 
-def _with_precision(run: "Run", device: "DeviceType") -> "Run":
+def _with_precision(run: Run, device: DeviceType) -> Run:
     """Replaces `auto` with bf16 if the device supports it, or else fp32."""
     if run.precision.mode != "auto":
         return run

@@ -7,16 +7,24 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
+from fullshard.errors import SpecError
+from fullshard.planner.capacity import fewest_ranks, largest_microbatch, largest_sequence
+from fullshard.planner.explain import Explanation, explain
+from fullshard.planner.search import SearchResult, no_plan_fits, search
+from fullshard.planning.target import PlanTarget
+from fullshard.quantities import format_bytes, format_count
+from fullshard.report.compare_plans import show_comparison
+from fullshard.report.grid import show_rows
+from fullshard.report.plan import Budget, PlanPage, show_plan
+from fullshard.spec.hardware import Hardware
+from fullshard.spec.model import ModelSpec
+from fullshard.spec.model_section import DecoderConfig
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+
 if TYPE_CHECKING:
     from fullshard.dryrun.result import DryRun
-    from fullshard.planner.explain import Explanation
-    from fullshard.planner.search import SearchResult
-    from fullshard.planning.target import PlanTarget
-    from fullshard.report.plan import Budget
-    from fullshard.spec.hardware import Hardware
-    from fullshard.spec.model import ModelSpec
-    from fullshard.spec.plan import Plan
-    from fullshard.spec.run import Run
+
 
 # Lengths that --largest sequence tries: powers of two, and their midpoints.
 LENGTHS = tuple(sorted(1024 * part << power for part in (2, 3) for power in range(10)))
@@ -33,10 +41,10 @@ class PlanRequest:
     spec: the spec of the model
     """
 
-    subject: "PlanTarget"
-    asked: "Run"
-    hardware: "Hardware"
-    spec: "ModelSpec"
+    subject: PlanTarget
+    asked: Run
+    hardware: Hardware
+    spec: ModelSpec
 
     def about_saving(self, path: Path) -> str | None:
         if self.subject.spec is None:
@@ -55,8 +63,6 @@ class PlanRequest:
 
     @property
     def hardware_line(self) -> str:
-        from fullshard.quantities import format_bytes
-
         h = self.hardware
         where = f", {h.nodes:,} nodes of {h.ranks_per_node}" if h.nodes > 1 else ""
         links = h.within.name if h.across is None or h.nodes == 1 else f"{h.within.name}, {h.across.name}"
@@ -76,18 +82,14 @@ class PlanResult:
     """
 
     question: PlanRequest
-    best: "Plan"
-    found: "SearchResult | None" = None
-    explanation: "Explanation | None" = None
+    best: Plan
+    found: SearchResult | None = None
+    explanation: Explanation | None = None
     largest: tuple[str, int] | None = None
     dry: "DryRun | None" = None
 
-    def show(self, budget: "Budget | None", *, compare: bool) -> None:
+    def show(self, budget: Budget | None, *, compare: bool) -> None:
         """Prints the page. With `compare`, adds the other strategies and the rules of thumb."""
-        from fullshard.report.compare_plans import show_comparison
-        from fullshard.report.grid import show_rows
-        from fullshard.report.plan import PlanPage, show_plan
-
         if self.largest is not None:
             what, size = self.largest
             show_rows([(f"largest {what}", f"{size:,}"), ("", "")])
@@ -122,7 +124,7 @@ class PlanResult:
             [line for rule in self.explanation.rules for line in rule.lines()],
         )
 
-    def data(self, budget: "Budget | None") -> dict[str, object]:
+    def data(self, budget: Budget | None) -> dict[str, object]:
         """Returns the result as plain data. Its `best` is what --save writes."""
         best, spec, hardware = self.best, self.question.spec, self.question.hardware
         data: dict[str, object] = {
@@ -146,7 +148,7 @@ class PlanResult:
         return data
 
 
-def _summary(plan: "Plan", budget: "Budget | None") -> Mapping[str, object]:
+def _summary(plan: Plan, budget: Budget | None) -> Mapping[str, object]:
     prediction = plan.prediction
     assert prediction is not None, "the chosen plan is predicted"
     data: dict[str, object] = {
@@ -167,9 +169,6 @@ def _summary(plan: "Plan", budget: "Budget | None") -> Mapping[str, object]:
 
 def answer_of(question: PlanRequest) -> PlanResult:
     """Returns the fastest plan that fits. Raises PlanError if none does, with the closest plan and fixes."""
-    from fullshard.planner.explain import explain
-    from fullshard.planner.search import no_plan_fits, search
-
     spec, hardware, run = question.spec, question.hardware, question.asked
     found = search(spec, hardware, run)
     if found.best is None:
@@ -180,9 +179,6 @@ def answer_of(question: PlanRequest) -> PlanResult:
 
 def largest_of(question: PlanRequest, what: Literal["microbatch", "sequence"]) -> PlanResult:
     """Returns the plan with the largest microbatch, or sequence, that fits. Raises PlanError if none does."""
-    from fullshard.errors import SpecError
-    from fullshard.planner.capacity import largest_microbatch, largest_sequence
-
     spec, hardware, run = question.spec, question.hardware, question.asked
     if what == "microbatch":
         found = largest_microbatch(spec, hardware, run=run)
@@ -200,11 +196,8 @@ def largest_of(question: PlanRequest, what: Literal["microbatch", "sequence"]) -
     return PlanResult(question, found.plan, largest=("sequence", found.size))
 
 
-def fewest_gpus(question: PlanRequest, *, days: float, budget: "Budget | None") -> PlanRequest:
+def fewest_gpus(question: PlanRequest, *, days: float, budget: Budget | None) -> PlanRequest:
     """Returns the question with the fewest GPUs that finish in time. Raises PlanError if none do."""
-    from fullshard.errors import SpecError
-    from fullshard.planner.capacity import fewest_ranks
-
     if budget is None:
         raise SpecError("to be done in days, it must be known with what.", fix="--budget 15T")
     fleet = fewest_ranks(
@@ -217,11 +210,7 @@ def fewest_gpus(question: PlanRequest, *, days: float, budget: "Budget | None") 
 def with_dry_run(answer: PlanResult) -> PlanResult:
     """Returns the answer with a dry run of the plan's real step, in a process without data or devices."""
     from fullshard.dryrun.run import dry_run
-    from fullshard.errors import SpecError
-    from fullshard.spec.model_section import DecoderConfig
-    from fullshard.spec.plan import check_runs
 
-    check_runs(answer.best.run)
     question = answer.question
     if question.subject.spec is not None or not isinstance(question.asked.model, DecoderConfig):
         raise SpecError(
@@ -234,6 +223,4 @@ def with_dry_run(answer: PlanResult) -> PlanResult:
 
 def _parameters(count: int) -> str:
     """Formats a number of parameters as in `8.03B`: billions are customary here, not giga."""
-    from fullshard.quantities import format_count
-
     return format_count(count).replace("G", "B")

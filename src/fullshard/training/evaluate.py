@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from fullshard.training.loss import Loss
 from fullshard.training.step import to_device
 
+_TEMPERATURE = 0.7
+
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss) -> float:
@@ -31,9 +33,7 @@ def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss
 
 
 @torch.no_grad()
-def generate(
-    model: nn.Module, prompt: list[int], *, tokens: int, window: int, temperature: float = 0.7, seed: int = 0
-) -> list[int]:
+def generate(model: nn.Module, prompt: list[int], *, tokens: int, window: int) -> list[int]:
     """Returns `prompt` followed by `tokens` more tokens, drawn one by one on rank 0. Collective.
 
     window: number of most recent tokens that the model sees
@@ -41,7 +41,7 @@ def generate(
     Each token costs one forward pass over the whole window.
     """
     device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     text = list(prompt)
     was_training = model.training
     model.eval()
@@ -49,7 +49,7 @@ def generate(
         seen = torch.tensor([text[-window:]], device=device)  # (1, up to window)
         output = model(seen)
         logits: Tensor = getattr(output, "logits", output)[0, -1].float().cpu()
-        chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator).to(device)
+        chosen = torch.multinomial((logits / _TEMPERATURE).softmax(-1), 1, generator=generator).to(device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.broadcast(chosen, src=0)
         text.append(int(chosen.item()))

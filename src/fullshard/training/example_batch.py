@@ -12,9 +12,8 @@ from fullshard.spec.run import Run
 from fullshard.training.loss import loss_of, model_loss
 
 
-def example(run: Run, model: nn.Module, *, rows: int) -> Any:
-    """Returns one microbatch of `rows` rows, or None for plain tokens and labels, which `describe` makes
-    itself.
+def make_example_batch(run: Run, model: nn.Module, *, rows: int) -> Any:
+    """Returns one microbatch of `rows` rows, or None for plain tokens, which `describe` makes itself.
 
     For data from Python, this is the first microbatch of step 0, because only the user knows its shapes.
     """

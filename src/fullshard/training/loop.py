@@ -72,9 +72,8 @@ def train(
     should_stop: called before each step; if it returns True on any rank, that step is the last on all ranks
 
     After a `break`, another `train` of the same state continues where it stopped. A plain iterable of data
-    ends
-    the run on all ranks as soon as it ends on any rank; another `train`, and a resumed run, start it from the
-    beginning: only `data.Batches` resumes exactly.
+    ends the run on all ranks as soon as it ends on any rank; another `train`, and a resumed run, start it
+    from the beginning: only `data.Batches` resumes exactly.
 
     Raises TrainError if there is no data, after `train.max_skipped_steps` skipped steps in a row, if the
     ranks are not in the same step, and if replicas compared by `survival.check_replicas_every` differ.

@@ -26,8 +26,7 @@ def loss_of(run: Run, model: nn.Module) -> Loss:
     """Returns the loss that `run` trains on: `train.loss`, the model's own, or `next_token_loss`.
 
     The model's own is for a transformers model that is not a causal language model. Raises SpecError if the
-    name
-    cannot be imported.
+    name cannot be imported.
     """
     if run.train.loss is not None:
         return import_object(run.train.loss, key="train.loss")

@@ -76,14 +76,22 @@ def streaming_adamw(model: nn.Module, groups: list[dict[str, Any]], *, plan: Pla
             got=f'offload.tier = "{plan.run.offload.tier}"',
             fix="model = fullshard.shard(model, plan), which keeps its state outside",
         )
-    section = plan.run.optimizer
+    section, settings = plan.run.optimizer, offloaded.settings
+    gradients: Gradients
+    if settings.on_gpu:
+        gradients = HostGradients(offloaded.engine, pinned=True)
+    else:
+        gradients = DeviceGradients({name: parameter for parameter, name in offloaded.names_of.items()})
+    on_device = None
+    if plan.run.offload.update == "device":
+        on_device = DeviceUpdate(offloaded.groups, device=settings.device, moments=settings.moments)
     return StreamingAdamW(
         groups,
         offloaded,
-        gradients=_gradients(offloaded),
+        gradients=gradients,
         defaults=AdamOptions(section.learning_rate, *section.betas, section.eps, 0.0),
         seed=plan.run.run.seed,
-        on_device=_on_device(offloaded) if plan.run.offload.update == "device" else None,
+        on_device=on_device,
     )
 
 
@@ -245,14 +253,3 @@ def _verifies(generations: Generations, one: Generation) -> bool:
         logger.warning("the state after step %d cannot be used: %s", one.step, error)
         return False
     return True
-
-
-def _on_device(offloaded: OffloadedState) -> DeviceUpdate:
-    settings = offloaded.settings
-    return DeviceUpdate(offloaded.groups, device=settings.device, moments=settings.moments)
-
-
-def _gradients(offloaded: OffloadedState) -> Gradients:
-    if offloaded.settings.on_gpu:
-        return HostGradients(offloaded.engine, pinned=True)
-    return DeviceGradients({name: parameter for parameter, name in offloaded.names_of.items()})

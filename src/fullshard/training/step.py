@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
@@ -85,14 +85,13 @@ def run_step(
 ) -> StepResult:
     """Trains `state` on exactly `plan.accumulation` microbatches of this rank. Collective.
 
-    Parameters and optimizer stay unchanged on all ranks if the loss or norm is not finite on any rank, if it
-    is a spike while `survival.on_spike` is set, or if no rank has a valid token.
+    Nothing is updated on any rank if the loss or norm is not finite on one, if it is a spike while
+    `survival.on_spike` is set, or if no rank has a valid token.
 
-    Raises TrainError for another number of microbatches, for an invalid loss (see `loss.Loss`), on all ranks
-    if
-    they are not in the same step, and with the optimizer in backward, for a norm that is not finite.
+    Raises TrainError for another number of microbatches, an invalid loss (see `loss.Loss`), ranks that are in
+    different steps, and with the optimizer in backward, a norm that is not finite.
     """
-    device, where, survival = _device(state.model), state.phase, plan.run.survival
+    device, where, survival = next(state.model.parameters()).device, state.phase, plan.run.survival
     in_backward = state.in_backward if plan.run.optimizer.in_backward else None
     issued = collectives_issued(device)
     agree = partial(_sum_over_ranks, state=state, plan=plan, learning_rate=learning_rate, issued=issued)
@@ -114,8 +113,7 @@ def run_step(
     where.enter(RunPhase.REDUCE)
     gradients = gradients_of(state.model, state.optimizer)
     reduce_scalars(gradients)
-    # Range in a profiler's trace: see `fullshard.profiler.trace`.
-    with record_function("fullshard::optimizer"):
+    with record_function("fullshard::optimizer"):  # see `fullshard.profiler.trace`
         norms = local_norms(gradients) if in_backward is None else in_backward.finish()
         sums[2] = squared_norm(norms, world_size=plan.world_size)
     state.settle()  # after the all-reduce, updates have then settled on every rank
@@ -292,7 +290,3 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if device.type == "cpu":
         return batch
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
