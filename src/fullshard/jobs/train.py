@@ -129,15 +129,17 @@ def _start(
         plan = _plan(run, ranks)  # nodes have left or joined: same settings, current ranks
     model, loss = _model(run, data)
     weights = pretrained_directory(run)
-    goes_on = resume or directory.previous_attempt is not None
-    saved = directory.checkpoints if goes_on else None
+    saved = directory.checkpoints if resume or directory.previous_attempt is not None else None
     left = find_unusable_state(plan, saved=saved, must_resume=resume)
-    if not goes_on:
+    if saved is None:
         discard_offloaded(plan)
     shard(model, plan, values="initialised" if weights is None else "unset")
-    ahead = stack.enter_context(prefetch_batches(data, steps=run.data.ahead_steps))
-    saves = "trained" if run.adapter.saved_alone else "all"
-    state = TrainState(model, build_optimizer(model, plan), data=ahead, saved=saves)
+    state = TrainState(
+        model,
+        build_optimizer(model, plan),
+        data=stack.enter_context(prefetch_batches(data, steps=run.data.ahead_steps)),
+        saved="trained" if run.adapter.saved_alone else "all",
+    )
     state.phase = where
     torch.manual_seed(run.run.seed + ranks.rank)  # for dropout; replaced by a checkpoint's own state
     read = restore(state, plan, weights=weights, saved=saved, must_resume=resume)
@@ -152,19 +154,7 @@ def _start(
             peak=peak,
         )
     )
-    for line in _earlier_run_messages(plan, directory, left=left, step=state.step):
-        log.message(line)
-    log.message(_headline(plan, data, model=model))
-    if read is not None:
-        log.message(read)
-    if directory.previous_attempt is not None:
-        log.message(
-            directory.previous_attempt.describe(ranks.world_size, step=state.step, steps=run.train.steps)
-        )
-    elif resume:
-        log.message(f"resumed at step {state.step} of {run.train.steps}")
-    checkpoints = stack.enter_context(Checkpoints(directory.checkpoints, plan, say=log.message))
-    return _TrainJob(
+    job = _TrainJob(
         plan=plan,
         ranks=ranks,
         directory=directory,
@@ -175,23 +165,34 @@ def _start(
         matmul_peak=peak,
         command_started=command_started,
         first_step=state.step + 1,
-        checkpoints=checkpoints,
+        checkpoints=stack.enter_context(Checkpoints(directory.checkpoints, plan, say=log.message)),
         pace=Pace(warmup_steps=run.train.warmup_steps_untimed),
         skipped_before=state.skipped,
     )
+    _report_start(job, left=left, read=read, resume=resume)
+    return job
 
 
-def _earlier_run_messages(
-    plan: Plan, directory: RunDirectory, *, left: SavedRunState | None, step: int
-) -> Iterator[str]:
+def _report_start(job: _TrainJob, *, left: SavedRunState | None, read: str | None, resume: bool) -> None:
+    """Prints what the run starts from.
+
+    left: state on the drive that the run cannot use
+    read: message about the weights that were read
+    """
+    directory, log, step, steps = job.directory, job.log, job.state.step, job.run.train.steps
     if directory.previous_run:
-        yield f"an earlier run in {directory.root} is kept as {directory.previous_run}"
-    unused_state = unusable_message(plan, left, step=step) if left is not None else None
-    yield from leftover_messages(
-        plan, aside=directory.previous_run, reported=left.directory if left and unused_state else None
-    )
-    if unused_state is not None:
-        yield unused_state
+        log.message(f"an earlier run in {directory.root} is kept as {directory.previous_run}")
+    unused = unusable_message(job.plan, left, step=step) if left is not None else None
+    reported = left.directory if left and unused else None
+    for line in leftover_messages(job.plan, aside=directory.previous_run, reported=reported):
+        log.message(line)
+    for text in (unused, _headline(job), read):
+        if text is not None:
+            log.message(text)
+    if directory.previous_attempt is not None:
+        log.message(directory.previous_attempt.describe(job.ranks.world_size, step=step, steps=steps))
+    elif resume:
+        log.message(f"resumed at step {step} of {steps}")
 
 
 def _model(run: Run, data: Data) -> tuple[nn.Module, Loss]:
@@ -230,7 +231,8 @@ def _open_directory(stack: ExitStack, plan: Plan, *, ranks: Ranks, resume: bool)
     return on_rank_zero(lambda: found[0], doing="opening the run's directory")
 
 
-def _headline(plan: Plan, data: Data, *, model: nn.Module) -> str:
+def _headline(job: _TrainJob) -> str:
+    plan, model = job.plan, job.state.model
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     mesh = (
@@ -243,7 +245,7 @@ def _headline(plan: Plan, data: Data, *, model: nn.Module) -> str:
     return (
         f"{format_count(parameters)} parameters{of_them}, {plan.strategy} over {mesh} {plan.device} ranks, "
         f"{plan.precision.param} compute; {plan.run.train.global_batch} × {plan.run.data.sequence_length} "
-        f"tokens a step{accumulated}\n{data.describe()}"
+        f"tokens a step{accumulated}\n{job.data.describe()}"
     )
 
 

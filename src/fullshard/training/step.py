@@ -91,24 +91,13 @@ def run_step(
     Raises TrainError for another number of microbatches, an invalid loss (see `loss.Loss`), ranks that are in
     different steps, and with the optimizer in backward, a norm that is not finite.
     """
-    device, where, survival = next(state.model.parameters()).device, state.phase, plan.run.survival
+    where, survival, device = state.phase, plan.run.survival, next(state.model.parameters()).device
     in_backward = state.in_backward if plan.run.optimizer.in_backward else None
     issued = collectives_issued(device)
-    agree = partial(_sum_over_ranks, state=state, plan=plan, learning_rate=learning_rate, issued=issued)
     sums = torch.zeros(4 + WIDTH, dtype=torch.float64, device=device)  # loss, count, squared norm, stop, …
     sums[3] = float(stop)
-
-    def updates(nominal: int) -> AbstractContextManager[None]:
-        """Context of a backward. See [Note: what comes before backward] in `optimizer_in_backward.py`."""
-        if in_backward is None:
-            return nullcontext()
-        where.enter(RunPhase.REDUCE)
-        loss_sum, count, *_ = agree(sums)
-        factor = nominal * plan.world_size / count if math.isfinite(loss_sum) and count > 0 else None
-        if factor is not None:
-            state.act_before_update()
-        return in_backward.updating(factor=factor, learning_rate=learning_rate)
-
+    agree = partial(_sum_over_ranks, sums, state=state, plan=plan, learning_rate=learning_rate, issued=issued)
+    updates = partial(_updating, state=state, plan=plan, learning_rate=learning_rate, agree=agree)
     nominal = _accumulate(state, plan, microbatches=microbatches, loss=loss, sums=sums, updates=updates)
     where.enter(RunPhase.REDUCE)
     gradients = gradients_of(state.model, state.optimizer)
@@ -117,21 +106,20 @@ def run_step(
         norms = local_norms(gradients) if in_backward is None else in_backward.finish()
         sums[2] = squared_norm(norms, world_size=plan.world_size)
     state.settle()  # after the all-reduce, updates have then settled on every rank
-    loss_sum, count, squared, stops = agree(sums)
+    loss_sum, count, squared, stops = agree()
     where.enter(RunPhase.OPTIMIZER)
     mean = loss_sum / count if count > 0 else math.nan
     # FSDP2 averages over ranks, but a sum is needed; see [Note: one denominator].
     unscale = nominal * plan.world_size / (count * state.loss_scale.scale) if count > 0 else math.nan
     norm = math.sqrt(squared) * unscale if squared >= 0 else math.nan
-    finite = math.isfinite(loss_sum) and math.isfinite(norm)
+    finite = math.isfinite(mean) and math.isfinite(norm)
     spike = finite and state.recent.spikes(mean, norm, section=survival)
     if in_backward is not None and not finite and math.isfinite(mean):
         raise _updated_with(norm, step=state.step + 1)
     if in_backward is None and finite and not spike:
         state.recent.add(mean, norm, section=survival)
-        factor = unscale * _clip(norm, plan)
-        with record_function("fullshard::optimizer"):
-            _update(state.optimizer, gradients, factor=factor, learning_rate=learning_rate)
+        factor = unscale * _clip_factor(norm, plan)
+        _update(state.optimizer, gradients, factor=factor, learning_rate=learning_rate)
     clear_gradients(state.model, state.optimizer)
     if count > 0:
         state.loss_scale.update(finite=finite)
@@ -146,6 +134,23 @@ def _updated_with(norm: float, *, step: int) -> TrainError:
         fix="resume from the last checkpoint (--resume) with optimizer.in_backward = false, which skips such "
         "steps, or with a lower optimizer.learning_rate",
     )
+
+
+def _updating(
+    nominal: int, *, state: TrainState, plan: Plan, learning_rate: float, agree: Callable[[], list[float]]
+) -> AbstractContextManager[None]:
+    """Returns the context of a backward: with the optimizer in backward, it updates.
+
+    See [Note: what comes before backward] in `optimizer_in_backward.py`.
+    """
+    if not plan.run.optimizer.in_backward:
+        return nullcontext()
+    state.phase.enter(RunPhase.REDUCE)
+    loss_sum, count, *_ = agree()
+    if not math.isfinite(loss_sum) or count == 0:
+        return state.in_backward.updating(factor=None, learning_rate=learning_rate)
+    state.act_before_update()
+    return state.in_backward.updating(factor=nominal * plan.world_size / count, learning_rate=learning_rate)
 
 
 def _sum_over_ranks(
@@ -268,7 +273,7 @@ def _set_sync(engine: FSDPModule, plan: Plan, *, last: bool) -> None:
     engine.set_reshard_after_backward(last or plan.reshard_after_forward is not False)
 
 
-def _clip(norm: float, plan: Plan) -> float:
+def _clip_factor(norm: float, plan: Plan) -> float:
     limit = plan.run.optimizer.clip_norm
     return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
 
@@ -277,12 +282,13 @@ def _clip(norm: float, plan: Plan) -> float:
 def _update(
     optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], *, factor: float, learning_rate: float
 ) -> None:
-    if isinstance(optimizer, StreamingAdamW):
-        optimizer.gradient_factor = factor
-    else:
-        scale_gradients(gradients, factor)
     set_learning_rate(optimizer, learning_rate)
-    optimizer.step()
+    with record_function("fullshard::optimizer"):
+        if isinstance(optimizer, StreamingAdamW):
+            optimizer.gradient_factor = factor
+        else:
+            scale_gradients(gradients, factor)
+        optimizer.step()
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
