@@ -15,8 +15,7 @@ from fullshard.training.state import TrainState
 
 
 class Checkpoints:
-    """Saves checkpoints into `directory`, and reports on them through `say`. Collective: all ranks call
-    alike.
+    """Saves checkpoints into `directory`, and reports on them through `say`. Collective.
 
     A failed save is reported, and training continues unless `checkpoint.on_failure` is `stop`.
 
@@ -45,8 +44,7 @@ class Checkpoints:
             self._background.__exit__(kind, error, trace)
 
     def save(self, state: TrainState) -> None:
-        """Saves between two steps; in the background mode, returns once the copy can overlap with the next
-        step.
+        """Saves between two steps, in the background mode only until the copy overlaps with the next step.
 
         Raises OffloadError if the last update failed, because then there is no state to train on.
         """

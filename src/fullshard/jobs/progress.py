@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol, TextIO
+from typing import TextIO, TypeAlias
 
 from rich.console import Console
 from rich.live import Live
@@ -58,31 +58,6 @@ class StepMetrics:
         fields = dataclasses.asdict(self) | {"tokens_per_second": self.tokens_per_second}
         del fields["step"]
         return {name: value for name, value in fields.items() if value is not None}
-
-
-class Progress(Protocol):
-    def show(self, metrics: StepMetrics) -> None:
-        """Shows a finished step."""
-        ...
-
-    def say(self, text: str) -> None:
-        """Prints a permanent line of its own."""
-        ...
-
-
-@contextmanager
-def progress(*, steps: int, every: int, world_size: int, file: TextIO) -> Generator[Progress]:
-    """Shows the progress of a run of `steps` steps while the block runs, and restores the terminal."""
-    course = RunProgress(steps=steps, world_size=world_size)
-    if not _is_terminal(file):
-        yield PlainLines(course, every=every, file=file)
-        return
-    line = LiveLine(course, file=file)
-    line.start()
-    try:
-        yield line
-    finally:
-        line.stop()
 
 
 def _is_terminal(file: TextIO) -> bool:
@@ -138,7 +113,10 @@ class RunProgress:
 
 
 class PlainLines:
-    """Plain progress lines for the first step, the last step, every `every`-th step, and skipped steps."""
+    """Plain progress lines for the first and last step, every `every`-th step, and skipped steps.
+
+    `show` shows a finished step, and `say` prints a line of its own, also in `LiveLine`.
+    """
 
     def __init__(self, course: RunProgress, *, every: int, file: TextIO) -> None:
         self._course, self._every, self._file = course, every, file
@@ -203,3 +181,21 @@ class LiveLine:
     def _write(self, draw: Callable[[], object]) -> None:
         with suppress(OSError):  # the terminal may be gone: no reason to end a run of days
             draw()
+
+
+Progress: TypeAlias = PlainLines | LiveLine
+
+
+@contextmanager
+def progress(*, steps: int, every: int, world_size: int, file: TextIO) -> Generator[Progress]:
+    """Shows the progress of a run of `steps` steps while the block runs, and restores the terminal."""
+    course = RunProgress(steps=steps, world_size=world_size)
+    if not _is_terminal(file):
+        yield PlainLines(course, every=every, file=file)
+        return
+    line = LiveLine(course, file=file)
+    line.start()
+    try:
+        yield line
+    finally:
+        line.stop()

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from fullshard.errors import LaunchError
-from fullshard.launch.attempts import Attempts
+from fullshard.launch.attempts import Attempts, RankOutcome
 from fullshard.launch.environment import quiet_logs
-from fullshard.launch.first_failure import RankOutcome
 from fullshard.launch.gc import gc_disabled
 from fullshard.launch.outcome import ProcessOutcome
 from fullshard.launch.request import Request

@@ -93,7 +93,10 @@ class PlanResult:
         if self.largest is not None:
             what, size = self.largest
             show_rows([(f"largest {what}", f"{size:,}"), ("", "")])
-        because, runners_up, rules = self._explained()
+        why: list[str] = []
+        if self.explanation is not None:
+            instead = [line for line in self.explanation.lines() if line.startswith("instead: ")]
+            why = [f"{self.explanation.binds}; {self.explanation.because}", *instead[:RUNNERS_UP]]
         show_plan(
             PlanPage(
                 self.best,
@@ -101,7 +104,7 @@ class PlanResult:
                 model=self.question.model_line,
                 hardware=self.question.hardware_line,
                 rates=self.question.hardware.source,
-                why=[*because, *runners_up[:RUNNERS_UP]],
+                why=why,
                 budget=budget,
                 dry_run=self.dry.parts() if self.dry else None,
             )
@@ -110,19 +113,8 @@ class PlanResult:
             typer.echo("")
             show_comparison(self.best, self.found.by_strategy.values())
             typer.echo("")
-            show_rows(("", line) for line in rules)
-
-    def _explained(self) -> tuple[list[str], list[str], list[str]]:
-        """Returns the lines on the binding limits, on the runners-up, and on the rules of thumb."""
-        if self.explanation is None:
-            return [], [], []
-        lines = self.explanation.lines()
-        instead = [line for line in lines if line.startswith("instead: ")]
-        return (
-            [line.removeprefix("binds: ") for line in lines if line.startswith("binds: ")],
-            instead,
-            [line for rule in self.explanation.rules for line in rule.lines()],
-        )
+            rules = self.explanation.rules if self.explanation else ()
+            show_rows(("", line) for rule in rules for line in rule.lines())
 
     def data(self, budget: Budget | None) -> dict[str, object]:
         """Returns the result as plain data. Its `best` is what --save writes."""

@@ -29,33 +29,21 @@ logger = logging.getLogger("fullshard")
 _DATA = "fullshard::data"  # a range of a profiler's trace: see `fullshard.profiler.trace`
 
 
-@dataclass(frozen=True)
-class Step:
-    """Figures of a finished step, over all ranks.
+@dataclass(frozen=True, kw_only=True)
+class Step(StepResult):
+    """A finished step, with its figures over all ranks (see `StepResult`).
 
     index: number of the step, from 1
-    loss: mean over valid tokens, in nats for the default loss
-    grad_norm: norm of the gradient before clipping
-    tokens: valid tokens of the step
     seconds: duration of the whole step
     data_seconds: the part of `seconds` spent waiting for data
-    skipped: nothing was updated, because the loss or norm was not finite, or was a spike
-    spike: the step was skipped because its loss or norm stood out
     rollback: `survival.on_spike = "rollback"` asks the caller to call `roll_back` and then `train` again;
         without these calls, the step is only skipped
-    stopping: a rank was asked to stop, and this is the last step
     """
 
     index: int
-    loss: float
-    grad_norm: float
     learning_rate: float
-    tokens: int
     seconds: float
     data_seconds: float
-    skipped: bool
-    stopping: bool
-    spike: bool = False
     rollback: bool = False
 
 
@@ -95,27 +83,22 @@ def train(
         factor = rate_factor(plan.run.schedule, step=state.step, steps=plan.run.train.steps)
         rate = plan.run.optimizer.learning_rate * factor
         result = run_step(state, plan, microbatches=timed, loss=loss, learning_rate=rate, stop=should_stop())
-        state.after_step(tokens=result.count, skipped=result.skipped)
+        state.after_step(tokens=result.tokens, skipped=result.skipped)
         replicas.after_step(state.model, state.tensors, step=state.step, where=state.phase)
         state.phase.finish_step(state.step)
         in_a_row = in_a_row + 1 if result.skipped else 0
         too_many = in_a_row >= plan.run.train.max_skipped_steps
         yield Step(
+            **vars(result),
             index=state.step,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
             learning_rate=rate,
-            tokens=result.count,
             seconds=time.perf_counter() - started,
             data_seconds=timed.seconds,
-            skipped=result.skipped,
-            stopping=result.stop,
-            spike=result.spike,
             rollback=on_spike == "rollback" and (result.spike or too_many),
         )
         if too_many:
             raise _too_many_skipped(in_a_row, result)
-        if result.stop:
+        if result.stopping:
             return
 
 

@@ -101,9 +101,7 @@ def model_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def _ensure_valid_label(labels: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor]:
-    """Returns (labels, at least one of them valid; number of labels that were valid): a mean over none is
-    NaN.
-    """
+    """Returns (labels with a valid one, as the mean over none is NaN; number of valid labels)."""
     if labels.is_floating_point():
         return labels, torch.tensor(labels.numel(), device=labels.device)
     counted = labels[..., 1:] if shifted else labels

@@ -54,9 +54,7 @@ class OffloadedTensors:
         return own | {_saved_name(name, "master") for name in self._offloaded.frozen.engine}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the offloaded tensors by name; parameters that were never updated have no moments, as in
-        torch.
-        """
+        """Returns the offloaded tensors by name; parameters never updated have no moments, as in torch."""
         found: dict[str, Tensor] = {}
         for parameter, name in self._offloaded.names_of.items():
             updated = bool(self._optimizer.state.get(parameter))
@@ -98,9 +96,7 @@ class OffloadedTensors:
             self._offloaded.updates.submit(lambda: store.commit(step, payload))
 
     def newest_step(self, *, at_least: int) -> int | None:
-        """Returns the newest step, not before `at_least`, whose generation is complete on all ranks.
-        Collective.
-        """
+        """Returns the newest step from `at_least` on that is complete on all ranks, or None. Collective."""
         newest = max(set[int].intersection(*gathered(set(self._resumable()))), default=None)
         return None if newest is None or newest < at_least else newest
 

@@ -68,11 +68,7 @@ class OptimizerInBackward:
             yield
 
     def finish(self) -> Mapping[Tensor, Tensor]:
-        """Updates the last unit and the parameters that FSDP2 does not shard, and returns the norms by
-        parameter.
-
-        A norm is that of this rank's part of a gradient, before scaling.
-        """
+        """Updates the parameters that backward left, and returns the norm of each gradient's local part."""
         self._update_unit()
         self._update([p for p in self.model.parameters() if p.grad is not None])
         for index, group in self._groups.items():

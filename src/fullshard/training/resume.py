@@ -67,8 +67,7 @@ def pretrained_directory(run: Run) -> Path | None:
 def restore(
     state: TrainState, plan: Plan, *, weights: Path | None, saved: str | Path | None, must_resume: bool
 ) -> str | None:
-    """Loads `state` from the newest checkpoint in `saved`, or else from `weights`, if there are any.
-    Collective.
+    """Loads `state` from the newest checkpoint in `saved`, or else from `weights`, if any. Collective.
 
     A source without the frozen parameters is loaded on top of one that has them: a checkpoint of adapters
     only on

@@ -74,17 +74,13 @@ class TrainState:
     # The methods of fullshard.checkpoint.checkpointable.Checkpointable.
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors of a checkpoint: `model.<name>`, `optimizer.<name>.<key>`,
-        `rng.<device>.<rank>`.
-        """
+        """Returns the tensors of a checkpoint: parameters, optimizer state, random states of ranks."""
         self.settle()
         tensors = self._model_tensors() | self._optimizer_tensors() | _random_states()
         return tensors | (self.offloaded.tensors() if self.offloaded else {})
 
     def values(self) -> dict[str, JsonValue]:
-        """Returns the values of a checkpoint: counts, recent figures, the loss scale, and facts about the
-        model.
-        """
+        """Returns the values of a checkpoint: counts, recent figures, and facts about the model."""
         best_loss, best_step = self.best or (None, None)
         return {
             "step": self.step,
@@ -162,9 +158,7 @@ class TrainState:
         return self.offloaded.partitions(saved) if self.offloaded else iter(())
 
     def after_step(self, *, tokens: int, skipped: bool) -> None:
-        """Counts the step, and commits offloaded state on a drive, so that a crashed run can resume from
-        here.
-        """
+        """Counts the step, and commits offloaded state on a drive, from which a crashed run resumes."""
         self.step += 1
         self.tokens += 0 if skipped else tokens
         self.skipped += skipped
@@ -194,9 +188,7 @@ class TrainState:
             self.offloaded.settle()
 
     def before_update(self, act: Callable[[], None]) -> None:
-        """Registers `act` to be called once, before the next optimizer step or load
-        (`checkpoint.background`).
-        """
+        """Registers `act` to be called once, before the next optimizer step or load."""
         self._before_update.append(act)
 
     def act_before_update(self) -> None:

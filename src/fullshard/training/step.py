@@ -54,24 +54,24 @@ from fullshard.training.optimizer import set_learning_rate
 from fullshard.training.state import TrainState
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Global figures of one step, the same on all ranks.
+    """Figures of one step over all ranks, the same on all of them.
 
-    loss: mean over valid tokens
+    loss: mean over valid tokens, in nats for the default loss
     grad_norm: norm of the gradient before clipping
-    count: valid tokens (or microbatches, for a loss that is a mean)
-    skipped: nothing was updated
+    tokens: valid tokens of the step (or microbatches, for a loss that is a mean)
+    skipped: nothing was updated, because the loss or norm was not finite, or was a spike
     spike: the step was skipped because its loss or norm stood out
-    stop: a rank asked to stop
+    stopping: a rank was asked to stop, and this is the last step
     """
 
     loss: float
     grad_norm: float
-    count: int
+    tokens: int
     skipped: bool
-    spike: bool
-    stop: bool
+    spike: bool = False
+    stopping: bool
 
 
 def run_step(
@@ -123,7 +123,14 @@ def run_step(
     clear_gradients(state.model, state.optimizer)
     if count > 0:
         state.loss_scale.update(finite=finite)
-    return StepResult(mean, norm, int(count), skipped=not finite or spike, spike=spike, stop=stops > 0)
+    return StepResult(
+        loss=mean,
+        grad_norm=norm,
+        tokens=int(count),
+        skipped=not finite or spike,
+        spike=spike,
+        stopping=stops > 0,
+    )
 
 
 def _updated_with(norm: float, *, step: int) -> TrainError:
@@ -242,9 +249,7 @@ def _count_error(got: str, expected: int) -> TrainError:
 
 
 def _sum_and_count(value: Any) -> tuple[Tensor, Any]:
-    """Returns (sum, count) of the user's loss; a mean counts as one item. Raises TrainError for anything
-    else.
-    """
+    """Returns (sum, count) of the user's loss; a mean counts as one item. Raises TrainError."""
     is_pair = isinstance(value, tuple) and len(cast(tuple[Any, ...], value)) == 2
     total, count = cast(tuple[Any, Any], value) if is_pair else (value, 1)
     if not isinstance(total, Tensor) or total.numel() != 1 or not total.requires_grad:
