@@ -8,8 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.planning.preset_specs import FILE, packed, public_version, shipped
-from fullshard.planning.spec_cache import SpecKey, cache_directory, key_of, read_cached, trim, write_cached
+from fullshard.planning.spec_cache import (
+    SHIPPED_FILE,
+    SpecKey,
+    cache_directory,
+    key_of,
+    pack_specs,
+    public_version,
+    read_cached,
+    read_shipped,
+    trim,
+    write_cached,
+)
 from fullshard.spec.model import Kernel, Line, ModelSpec, Moment, Phase, Trace, UnitSpec
 from fullshard.spec.plan import Plan, Precision
 from fullshard.spec.presets import PRESETS
@@ -199,7 +209,7 @@ def shipped_key(name: str) -> SpecKey:
 
 
 def test_every_preset_is_shipped() -> None:
-    specs = shipped(FILE, torch=public_version(version("torch")))
+    specs = read_shipped(SHIPPED_FILE, torch=public_version(version("torch")))
     if not specs:
         pytest.skip("shipped for another torch")
     assert set(specs) == {shipped_key(preset.name).settings for preset in PRESETS}, "bench/preset_specs.py"
@@ -207,7 +217,7 @@ def test_every_preset_is_shipped() -> None:
 
 def test_shipped_specs_are_for_one_torch_whatever_its_build(tmp_path: Path) -> None:
     path = tmp_path / "specs.xz"
-    path.write_bytes(packed({"{}": SPEC}, torch="2.12.1+cpu"))
-    assert shipped(path, torch="2.12.1") == {"{}": SPEC.model_dump_json()}
-    assert shipped(path, torch="2.12.2") == {}
-    assert shipped(tmp_path / "none", torch="2.12.1") == {}
+    path.write_bytes(pack_specs({"{}": SPEC}, torch="2.12.1+cpu"))
+    assert read_shipped(path, torch="2.12.1") == {"{}": SPEC.model_dump_json()}
+    assert read_shipped(path, torch="2.12.2") == {}
+    assert read_shipped(tmp_path / "none", torch="2.12.1") == {}

@@ -38,12 +38,7 @@ _ISSUED = 64  # operations of one chain in `measure_launch`
 
 
 class Task(NamedTuple):
-    """A piece of work to time.
-
-    work: the call
-    size: FLOP or bytes of one launch in it
-    amount: FLOP or bytes of one call
-    """
+    """A piece of work to time, with the FLOP or bytes of one launch (`size`) and of one call (`amount`)."""
 
     work: Callable[[], object]
     size: float

@@ -6,12 +6,12 @@ See `planner.calibration_fit`.
 import gc
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -135,17 +135,6 @@ def _timed(plan: Plan, ranks: Ranks, *, seconds: float) -> Sequence[float]:
     return (times / ranks.world_size).tolist()
 
 
-class _SameBatch:
-    """A source of microbatches (`data.Batches`) without any cost."""
-
-    def __init__(self, length: int) -> None:
-        self.batch = {name: torch.zeros(1, length, dtype=torch.long) for name in ("tokens", "labels")}
-
-    def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
-        """Returns the same microbatch for every step and rank."""
-        return iter([self.batch] * plan.accumulation)
-
-
 def measure_step(mesh: DeviceMesh, *, seconds: float) -> float:
     """Returns the seconds of a step of `train` minus its forward and backward, on a tiny model. Collective.
 
@@ -153,14 +142,17 @@ def measure_step(mesh: DeviceMesh, *, seconds: float) -> float:
     """
     run = Run.load(overrides=[*_TINY, f"train.global_batch={mesh.size()}"])
     plan = Plan.from_run(run, world_size=mesh.size(), device="cuda" if mesh.device_type == "cuda" else "cpu")
-    data = _SameBatch(run.data.sequence_length)
-    state = _new_state(plan, data=data)
+    here = {
+        name: torch.zeros(1, run.data.sequence_length, dtype=torch.long, device=mesh.device_type)
+        for name in ("tokens", "labels")
+    }
+    # A source of microbatches (`data.Batches`) without any cost.
+    state = _new_state(plan, data=SimpleNamespace(microbatches=lambda step, rank, plan: iter([here])))
     for module in state.model.modules():
         if isinstance(module, FSDPModule):
             silence(module)
     steps = train(state, plan)
     whole = seconds_of(lambda: next(steps), mesh=mesh, seconds=seconds / 2)
-    here = {name: tensor.to(mesh.device_type) for name, tensor in data.batch.items()}
 
     def inner() -> None:
         total, _ = next_token_loss(state.model, here)

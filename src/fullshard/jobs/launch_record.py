@@ -57,7 +57,6 @@ class LaunchId:
         of one launch share at least one agent, whichever nodes have left or joined.
     jobs: names that a person or a scheduler gave the launch; a requeued launch has the same names
     earlier_jobs: names of the earlier attempts
-    world_size: number of ranks
     """
 
     agents: frozenset[str] = frozenset()

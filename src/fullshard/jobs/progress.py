@@ -29,8 +29,6 @@ RECENT_STEPS = 20
 class StepMetrics:
     """Figures of one finished step, over all ranks. None means not measured in this step.
 
-    tokens: valid tokens in this step
-    seconds: duration of the step
     data_seconds: the part of `seconds` spent waiting for data (on rank 0)
     mfu: fraction of the peak, from 0 to 1
     peak_bytes: peak memory of the fullest rank

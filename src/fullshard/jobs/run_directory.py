@@ -35,7 +35,6 @@ _PATIENCE_SECONDS = 20.0
 class RunDirectory:
     """The directory of a run, ready to be written.
 
-    root: the directory
     checkpoints: directory or URL of its checkpoints
     previous_run: the place that an earlier run in this directory was moved to
     previous_attempt: the record of an earlier attempt of this launch, which is resumed; None for the first

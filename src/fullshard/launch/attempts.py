@@ -28,7 +28,6 @@ _MENDED = {DamagedOffloadError.__name__}
 class RankOutcome:
     """Everything known about a rank that has ended.
 
-    rank: its number
     ending: the outcome that it wrote itself; None if it could not
     exit_code: exit code of its process, -n for signal n; None if nobody saw it
     seen_at: when it was first seen gone, in seconds since the epoch
@@ -47,11 +46,7 @@ class RankOutcome:
 
 @dataclass(frozen=True)
 class RestartDecision:
-    """The outcome of an attempt.
-
-    said: messages for standard error
-    exit_code: exit code of the launch, or None if there is another attempt
-    """
+    """Messages for standard error, and the exit code of the launch; None if there is another attempt."""
 
     said: tuple[str, ...]
     exit_code: int | None
@@ -59,11 +54,7 @@ class RestartDecision:
 
 @dataclass
 class Attempts:
-    """The restarts of a launch.
-
-    restarts: how many restarts are allowed
-    done: how many have happened
-    """
+    """The number of restarts that a launch may make, and how many it has `done`."""
 
     restarts: int
     done: int = 0

@@ -25,9 +25,8 @@ def gc_frozen_imports() -> Generator[None]:
     """Disables collection inside the block, and exempts all objects alive at its end from later collections.
 
     Searching them for cycles would take a second, also when the process ends (unless it has loaded a nanobind
-    library: see `_unfreeze_for_nanobind`). Only for libraries, before a user's modules are imported: that
-        search
-    closes files that user code leaves open.
+    library, see `_unfreeze_for_nanobind`). Only for libraries, before a user's modules are imported, because
+    that search closes files that user code leaves open.
     """
     with gc_disabled():
         yield

@@ -37,12 +37,8 @@ _PEER_LOST = (
 class FailureReport:
     """An exception in a form that another process can show.
 
-    name: class of the exception
-    message: its text
-    exit_code: exit code of the process
     at: time, in seconds since the epoch
     peer_lost: the error only reports that another rank has gone
-    traceback: the formatted traceback
     """
 
     name: str

@@ -21,9 +21,6 @@ FILE_NAME = "request.json"
 class Request(FrozenModel):
     """One launch.
 
-    run: the run
-    plan: its plan, if there is one
-    resume: the run must resume
     command_started: start of the command, in seconds since the epoch
     job: dotted name (`module:function`) of the function that each rank calls
 

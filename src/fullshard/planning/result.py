@@ -33,13 +33,7 @@ RUNNERS_UP = 3
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A planning question: everything is settled except the planner's choices.
-
-    subject: the model
-    asked: the run, with the settings that the user pins
-    hardware: the hardware
-    spec: the spec of the model
-    """
+    """A planning question: a model, hardware, and the run `asked` for, with the settings that the user pins."""
 
     subject: PlanTarget
     asked: Run
@@ -74,11 +68,8 @@ class PlanRequest:
 class PlanResult:
     """The chosen plan.
 
-    question: the question that it answers
-    best: the plan
     found, explanation: the search that found it, and its reasons
     largest: name and size of the maximised quantity
-    dry: the dry run, if one was made
     """
 
     question: PlanRequest

@@ -3,6 +3,12 @@
 An entry is a file in `$XDG_CACHE_HOME/fullshard/specs`, or in the directory that FULLSHARD_CACHE names. Its
 name is the digest of its key. Its first line is JSON with the key and the digest of the rest, which is the
 spec as JSON. An entry that does not match its digest or its key is ignored, and written anew.
+
+The specs of presets are shipped with the package in `preset_specs.xz`, which `bench/preset_specs.py` writes,
+as `fullshard plan NAME --on GPUS` requests them: for CUDA kernels, in bf16, at the preset's own sequence
+length up to 8,192. They are valid for one version of torch, regardless of its build (`+cpu`, `+cu130`). The
+file is LZMA over lines of UTF-8: the version of torch, then for each preset its `SpecKey.settings` and its
+spec.
 """
 
 import hashlib
@@ -19,7 +25,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from fullshard.errors import SpecError
-from fullshard.planning.preset_specs import shipped_spec
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.plan import DeviceType, Plan
@@ -29,6 +34,7 @@ from fullshard.spec.small_files import VALUE_BYTES, read_bytes
 from fullshard.spec.value import FrozenModel
 from fullshard.system.files import write_whole
 
+SHIPPED_FILE = Path(__file__).with_name("preset_specs.xz")
 VARIABLE = "FULLSHARD_CACHE"
 OFF = "off"
 MOST_BYTES = 64 << 20
@@ -185,3 +191,37 @@ def _sources() -> str:
     for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
+
+
+def shipped_spec(settings: str, *, torch: str) -> ModelSpec | None:
+    """Returns the shipped spec for these settings and this version of torch, or None."""
+    text = read_shipped(SHIPPED_FILE, torch=public_version(torch)).get(settings)
+    return None if text is None else ModelSpec.model_validate_json(text)
+
+
+@cache
+def read_shipped(path: Path, *, torch: str) -> Mapping[str, str]:
+    """Returns {settings: spec} of the file at `path`, empty if it was made with another version of torch."""
+    try:
+        import lzma  # Python may be built without it
+
+        data = read_bytes(path, most_bytes=VALUE_BYTES)
+    except (ImportError, OSError):
+        return {}
+    made_with, *lines = lzma.decompress(data).decode().splitlines()
+    return dict(zip(lines[::2], lines[1::2], strict=True)) if made_with == torch else {}
+
+
+def pack_specs(specs: Mapping[str, ModelSpec], *, torch: str) -> bytes:
+    """Returns the contents of a file that ships `specs`, by settings."""
+    import lzma
+
+    lines = [public_version(torch)]
+    for settings, spec in specs.items():
+        lines += [settings, spec.model_dump_json()]
+    return lzma.compress("\n".join(lines).encode(), preset=9)
+
+
+def public_version(version: str) -> str:
+    """Returns the version without its build: `2.13.0` for `2.13.0+cpu`."""
+    return version.partition("+")[0]

@@ -40,7 +40,6 @@ DEFAULT_TOKENS = 2**20
 class PlanTarget:
     """A model to plan for.
 
-    name: name of the model
     settings: equivalent `--set` arguments, which the user's own override
     run_path: a run.toml that defines the model
     spec: a known spec, in place of the run's own [model]

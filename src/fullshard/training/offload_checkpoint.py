@@ -23,11 +23,7 @@ logger = logging.getLogger("fullshard")
 
 @dataclass(frozen=True)
 class ResidualState:
-    """State that a run needs besides the offloaded tensors.
-
-    values: JSON values by name
-    tensors: small tensors by name
-    """
+    """State that a run needs besides the offloaded tensors: JSON values and small tensors, by name."""
 
     values: dict[str, JsonValue]
     tensors: dict[str, Tensor]

@@ -25,13 +25,11 @@ from fullshard.weights.names import described
 class TrainState:
     """A model, its optimizer, its data, and its progress.
 
-    step: finished steps
     tokens: valid tokens trained on, over all ranks
     skipped: steps skipped because the loss or norm was not finite, or was a spike
     data: a source of microbatches by step (`data.Batches`), or an iterable of microbatches
     iterator: position of a plain iterable, from which the next `train` continues after a `break`
     data_offset: batches skipped by `rollbacks`
-    rollbacks: number of rollbacks so far
     best: the lowest validation loss and its step
     recent: losses and norms of recent steps, from which spikes are detected
     phase: this rank's position in the step, for the watchdog
