@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from fullshard.distributed.agreement import world_size
 from fullshard.profiler.clock import timeline
 from fullshard.spec.hardware import ComputeDtype, Curve, Point
 
@@ -100,11 +101,11 @@ class Meter:
 
 def mean_over_ranks(value: float) -> float:
     """Returns the mean over ranks, by a CPU tensor: every group has a CPU backend. Collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         return value
     total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
+    return total.item() / world_size()
 
 
 def measured_dtypes(device: torch.device) -> tuple[ComputeDtype, ...]:

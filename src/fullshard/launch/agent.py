@@ -154,7 +154,7 @@ class _Watch:
         return min(times, default=None)
 
     def _ending(self, rank: int) -> ProcessOutcome | None:
-        return ProcessOutcome.load(ending_path(self._directory, rank))
+        return ProcessOutcome.load(self._directory / f"rank-{rank}.json")
 
     def _ended(self, run: "Future[RunResult]") -> list[RankOutcome]:
         try:
@@ -174,11 +174,6 @@ class _Watch:
             )
             for rank in range(self._ranks)
         ]
-
-
-def ending_path(directory: Path, rank: int) -> Path:
-    """Returns the file in which a rank of this launch records how it ended."""
-    return directory / f"rank-{rank}.json"
 
 
 def _say(text: str) -> None:

@@ -40,9 +40,6 @@ class RankOutcome:
     seen_at: float
     by_us: bool = False
 
-    def died_of(self, number: signal.Signals) -> bool:
-        return self.ending is None and self.exit_code == -number
-
 
 @dataclass(frozen=True)
 class RestartDecision:
@@ -74,29 +71,26 @@ class Attempts:
             codes = {one.ending.exit_code for one in ended if one.ending}
             return RestartDecision((), INTERRUPTED_EXIT_CODE if INTERRUPTED_EXIT_CODE in codes else 0)
         rank, failure = found
-        if interrupted_by is not None and ended[rank].died_of(signal.SIGTERM):
-            return self._interrupted_too_early(interrupted_by)
-        text = failure.text(rank)
-        if self.done == self.restarts or not restart_helps(failure):
-            return RestartDecision((text, *self._no_restart()), failure.exit_code)
-        if interrupted_by is not None:
-            said = f"{interrupted_by.name}: not restarted; the next start resumes from the newest checkpoint"
-            return RestartDecision((text, said), INTERRUPTED_EXIT_CODE)
-        self.done += 1
-        said = f"restart {self.done} of {self.restarts}, from the newest whole checkpoint of this run"
-        return RestartDecision((text, said), None)
-
-    def _interrupted_too_early(self, number: signal.Signals) -> RestartDecision:
-        said = "interrupted outside of training; nothing was saved that the last checkpoint does not hold"
-        # A restarted run has trained before, so a scheduler should requeue it.
-        return RestartDecision((said,), INTERRUPTED_EXIT_CODE if self.done else 128 + number)
-
-    def _no_restart(self) -> tuple[str, ...]:
+        outcome, text = ended[rank], failure.text(rank)
+        if interrupted_by is not None and outcome.ending is None and outcome.exit_code == -signal.SIGTERM:
+            said = "interrupted outside of training; nothing was saved that the last checkpoint does not hold"
+            # A restarted run has trained before, so a scheduler should requeue it.
+            return RestartDecision((said,), INTERRUPTED_EXIT_CODE if self.done else 128 + interrupted_by)
+        exit_code: int | None = failure.exit_code
         if not self.restarts:
-            return ()
+            return RestartDecision((text,), exit_code)
         if self.done == self.restarts:
-            return (f"not restarted: it was already, {self.restarts} times (run.restarts)",)
-        return ("not restarted: it would fail again",)
+            said = f"not restarted: it was already, {self.restarts} times (run.restarts)"
+        elif not restart_helps(failure):
+            said = "not restarted: it would fail again"
+        elif interrupted_by is not None:
+            said = f"{interrupted_by.name}: not restarted; the next start resumes from the newest checkpoint"
+            exit_code = INTERRUPTED_EXIT_CODE
+        else:
+            self.done += 1
+            said = f"restart {self.done} of {self.restarts}, from the newest whole checkpoint of this run"
+            exit_code = None
+        return RestartDecision((text, said), exit_code)
 
 
 def restart_helps(failure: FailureReport) -> bool:

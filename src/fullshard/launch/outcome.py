@@ -56,7 +56,7 @@ class FailureReport:
             message=str(error) if foreseen else _unforeseen(error),
             exit_code=error.exit_code if foreseen else 1,
             at=time.time(),
-            peer_lost=any(_says_peer_lost(one) for one in _chain(error)),
+            peer_lost=any(sign in str(one).lower() for one in _chain(error) for sign in _PEER_LOST),
             traceback="".join(traceback.format_exception(error)),
         )
 
@@ -122,11 +122,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(current))
         yield current
         current = current.__cause__ or current.__context__
-
-
-def _says_peer_lost(error: BaseException) -> bool:
-    said = str(error).lower()
-    return any(sign in said for sign in _PEER_LOST)
 
 
 def _unforeseen(error: BaseException) -> str:

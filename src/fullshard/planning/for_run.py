@@ -113,7 +113,8 @@ def _planned(run: Run, *, chosen: Plan | None, plain: Plan) -> Plan:
         spec = describe_run(run, device, model=model)
         found = search(spec, hardware, run)
     except (PlanError, SpecError) as error:
-        if run.offload.host_bytes is not None and _uses_the_host(run):
+        uses_host = run.offload.takes_optimizer or run.recompute.mode == "offload"
+        if run.offload.host_bytes is not None and uses_host:
             raise PlanError(
                 "offload.host_bytes cannot be held to: this run cannot be planned.",
                 got=f"offload.host_bytes = {run.offload.host_bytes}",
@@ -153,10 +154,6 @@ def _checked_model(run: Run) -> "Module":
     check_vocabulary(model, run, tokens=tokenizer_vocabulary(run.data))
     loss_of(run, model)
     return model
-
-
-def _uses_the_host(run: Run) -> bool:
-    return run.offload.takes_optimizer or run.recompute.mode == "offload"
 
 
 def _without_recompute(run: Run, hardware: Hardware, *, model: "Module | None") -> Plan | None:

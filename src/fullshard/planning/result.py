@@ -33,7 +33,7 @@ RUNNERS_UP = 3
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A planning question: a model, hardware, and the run `asked` for, with the settings that the user pins."""
+    """A planning question: a model, hardware, and the run that is `asked`, with the user's settings."""
 
     subject: PlanTarget
     asked: Run

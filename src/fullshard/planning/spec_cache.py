@@ -107,10 +107,12 @@ def read_cached(key: SpecKey | None, environment: Mapping[str, str] = os.environ
     """Returns the spec that was kept under `key`, or shipped, or None if there is no readable one."""
     if key is None or environment.get(VARIABLE) == OFF:
         return None
-    shipped = shipped_spec(key.settings, torch=key.torch)
+    shipped = read_shipped(SHIPPED_FILE, torch=public_version(key.torch)).get(key.settings)
+    if shipped is not None:
+        return ModelSpec.model_validate_json(shipped)
     directory = cache_directory(environment)
-    if shipped is not None or directory is None:
-        return shipped
+    if directory is None:
+        return None
     path = directory / key.name
     try:
         first, _, text = read_bytes(path, most_bytes=VALUE_BYTES).partition(b"\n")
@@ -191,12 +193,6 @@ def _sources() -> str:
     for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
-
-
-def shipped_spec(settings: str, *, torch: str) -> ModelSpec | None:
-    """Returns the shipped spec for these settings and this version of torch, or None."""
-    text = read_shipped(SHIPPED_FILE, torch=public_version(torch)).get(settings)
-    return None if text is None else ModelSpec.model_validate_json(text)
 
 
 @cache

@@ -88,11 +88,7 @@ def find_subject(name: str | None) -> PlanTarget:
     cached = cached_config(name)
     if cached is not None:
         return _from_config(cached, name=name)
-    raise _unknown(name)
-
-
-def _unknown(name: str) -> Exception:
-    return SpecError(
+    raise SpecError(
         f"there is no model {name!r}.",
         got="no preset, no file, and no repository in this machine's Hugging Face cache",
         fix=f"{', '.join(nearest_presets(name))}; or the path of a config.json, a saved spec or a run.toml",

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fullshard.distributed.agreement import world_size
 from fullshard.training.loss import Loss
 from fullshard.training.step import to_device
 
@@ -26,7 +27,7 @@ def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss
         sums[0] += total
         sums[1] += count
     model.train(was_training)
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if world_size() > 1:
         dist.all_reduce(sums)
     total_loss, total_count = cast(list[float], sums.tolist())
     return total_loss / max(total_count, 1.0)
@@ -50,7 +51,7 @@ def generate(model: nn.Module, prompt: list[int], *, tokens: int, window: int) -
         output = model(seen)
         logits: Tensor = getattr(output, "logits", output)[0, -1].float().cpu()
         chosen = torch.multinomial((logits / _TEMPERATURE).softmax(-1), 1, generator=generator).to(device)
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if world_size() > 1:
             dist.broadcast(chosen, src=0)
         text.append(int(chosen.item()))
     model.train(was_training)

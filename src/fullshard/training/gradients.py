@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.distributed.agreement import world_size
 from fullshard.distributed.tensors import local_tensor
 from fullshard.offload.adamw import StreamingAdamW
 
@@ -31,12 +32,12 @@ def clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def reduce_scalars(gradients: Sequence[Tensor]) -> None:
     """Averages the gradients of scalars over ranks, because FSDP2 cannot shard scalars."""
     scalars = [g for g in gradients if g.ndim == 0]
-    if not scalars or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not scalars or world_size() == 1:
         return
     flat = torch.stack(scalars)
     dist.all_reduce(flat)
     for scalar, total in zip(scalars, flat.unbind(), strict=True):
-        scalar.copy_(total / dist.get_world_size())
+        scalar.copy_(total / world_size())
 
 
 @torch.no_grad()
@@ -50,14 +51,14 @@ def local_norms(gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def squared_norm(norms: Mapping[Tensor, Tensor], *, world_size: int) -> Tensor:
+def squared_norm(norms: Mapping[Tensor, Tensor]) -> Tensor:
     """Returns this rank's share of the squared global norm: summed over ranks, every element counts once.
 
     norms: norm of this rank's part, by the gradient or another tensor with the same placement
     """
     if not norms:
         return torch.zeros((), dtype=torch.float64)
-    replicas = [_replicas(tensor, world_size) for tensor in norms]
+    replicas = [_replicas(tensor) for tensor in norms]
     squares = torch.stack(list(norms.values())).double().square()
     if len(set(replicas)) == 1:
         return squares.sum() / replicas[0]
@@ -72,11 +73,11 @@ def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
         torch._foreach_mul_(local, factor)  # pyright: ignore[reportPrivateUsage]
 
 
-def _replicas(tensor: Tensor, world_size: int) -> int:
+def _replicas(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
-        return world_size
+        return world_size()
     shards = 1
     for axis, placement in enumerate(tensor.placements):
         if placement.is_shard():
             shards *= tensor.device_mesh.size(axis)
-    return world_size // shards
+    return world_size() // shards

@@ -14,6 +14,7 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from fullshard.data.batches import Batches
+from fullshard.distributed.agreement import rank
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 from fullshard.survival.phase import RunPhase
@@ -115,10 +116,9 @@ def _start_loss_scale(state: TrainState, plan: Plan) -> None:
 
 def _microbatches(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any] | None]:
     """Returns a function from a step to this rank's microbatches. It returns None if any rank has no more."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
     if hasattr(state.data, "microbatches"):
         batches = cast(Batches, state.data)
-        return lambda step: batches.microbatches(step, rank=rank, plan=plan)
+        return lambda step: batches.microbatches(step, rank=rank(), plan=plan)
     if not isinstance(state.data, Iterable):
         raise TrainError(
             "there is no data to train on.",

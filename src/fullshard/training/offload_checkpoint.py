@@ -88,8 +88,9 @@ class OffloadedTensors:
         """
         store = self._offloaded.store
         if isinstance(store, DriveStore):
-            payload = _packed(beside())
-            self._offloaded.updates.submit(lambda: store.commit(step, payload))
+            payload = io.BytesIO()
+            torch.save(vars(beside()), payload)
+            self._offloaded.updates.submit(lambda: store.commit(step, payload.getvalue()))
 
     def newest_step(self, *, at_least: int) -> int | None:
         """Returns the newest step from `at_least` on that is complete on all ranks, or None. Collective."""
@@ -108,7 +109,8 @@ class OffloadedTensors:
             store.generations.drop(later)
 
         def take() -> ResidualState:
-            beside = _unpacked(store.generations.payload(found))
+            payload = io.BytesIO(store.generations.payload(found))
+            beside = ResidualState(**torch.load(payload, weights_only=True))
             self._offloaded.publish_all(verify=True)
             return beside
 
@@ -130,17 +132,6 @@ class OffloadedTensors:
         if not isinstance(store, DriveStore):
             return {}
         return {one.step: one for one in store.generations.whole() if store.generations.payload(one)}
-
-
-def _packed(beside: ResidualState) -> bytes:
-    file = io.BytesIO()
-    torch.save({"values": beside.values, "tensors": beside.tensors}, file)
-    return file.getvalue()
-
-
-def _unpacked(payload: bytes) -> ResidualState:
-    found = torch.load(io.BytesIO(payload), weights_only=True)
-    return ResidualState(found["values"], found["tensors"])
 
 
 def _saved_name(name: str, key: str) -> str:

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.manifest import SavedTensor, compare_names
+from fullshard.distributed.agreement import rank
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.survival.phase import PhaseTracker
@@ -110,8 +110,13 @@ class TrainState:
         elsewhere = self.offloaded.names if self.offloaded else set[str]()  # they are in `partitions`
         for name, info in saved.items():
             if name.startswith("optimizer.") and name not in elsewhere:
-                owner, key = _owner_and_key(name)
-                tensors[name] = self._empty_optimizer_tensor(_owned(parameters, owner), key=key, info=info)
+                owner, _, key = name.removeprefix("optimizer.").rpartition(".")
+                if owner not in parameters:
+                    raise CheckpointError(
+                        f"the checkpoint has optimizer state for {owner}, which the model does not have.",
+                        fix="the model that wrote the checkpoint, or a new run directory",
+                    )
+                tensors[name] = self._empty_optimizer_tensor(parameters[owner], key=key, info=info)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
         for name, own in _random_states().items():
             if name in saved and saved[name].shape == tuple(own.shape):
@@ -132,7 +137,7 @@ class TrainState:
         states: dict[str, dict[str, Tensor]] = {}
         for name, tensor in received.items():
             if name.startswith("optimizer."):
-                owner, key = _owner_and_key(name)
+                owner, _, key = name.removeprefix("optimizer.").rpartition(".")
                 states.setdefault(owner, {})[key] = tensor
         for name, parameter in self.model.named_parameters():
             self.optimizer.state.pop(parameter, None)
@@ -253,20 +258,6 @@ def _free_gathered(model: nn.Module) -> None:
             module.reshard()
 
 
-def _owner_and_key(name: str) -> tuple[str, str]:
-    owner, _, key = name.removeprefix("optimizer.").rpartition(".")
-    return owner, key
-
-
-def _owned(parameters: Mapping[str, nn.Parameter], name: str) -> nn.Parameter:
-    if name not in parameters:
-        raise CheckpointError(
-            f"the checkpoint has optimizer state for {name}, which the model does not have.",
-            fix="the model that wrote the checkpoint, or a new run directory",
-        )
-    return parameters[name]
-
-
 def _check_optimizer_is_the_models(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     held = {id(parameter) for parameter in model.parameters()}
     strangers = sum(id(p) not in held for group in optimizer.param_groups for p in group["params"])
@@ -290,19 +281,16 @@ def _tied_names(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def _random_states() -> dict[str, Tensor]:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    states = {f"rng.cpu.{rank}": torch.get_rng_state()}
+    states = {f"rng.cpu.{rank()}": torch.get_rng_state()}
     if torch.cuda.is_available():
-        states[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state()
+        states[f"rng.cuda.{rank()}"] = torch.cuda.get_rng_state()
     return states
 
 
 def _set_random_states(received: Mapping[str, Tensor]) -> None:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if (state := received.get(f"rng.cpu.{rank}")) is not None:
-        torch.set_rng_state(state)
-    if (state := received.get(f"rng.cuda.{rank}")) is not None:
-        torch.cuda.set_rng_state(state)
+    for device, set_state in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
+        if (state := received.get(f"rng.{device}.{rank()}")) is not None:
+            set_state(state)
 
 
 def _integer(value: JsonValue) -> int:

@@ -104,7 +104,7 @@ def run_step(
     reduce_scalars(gradients)
     with record_function("fullshard::optimizer"):  # see `fullshard.profiler.trace`
         norms = local_norms(gradients) if in_backward is None else in_backward.finish()
-        sums[2] = squared_norm(norms, world_size=plan.world_size)
+        sums[2] = squared_norm(norms)
     state.settle()  # after the all-reduce, updates have then settled on every rank
     loss_sum, count, squared, stops = agree()
     where.enter(RunPhase.OPTIMIZER)
@@ -118,7 +118,8 @@ def run_step(
         raise _updated_with(norm, step=state.step + 1)
     if in_backward is None and finite and not spike:
         state.recent.add(mean, norm, section=survival)
-        factor = unscale * _clip_factor(norm, plan)
+        limit = plan.run.optimizer.clip_norm
+        factor = unscale * (min(1.0, limit / (norm + 1e-6)) if limit else 1.0)
         _update(state.optimizer, gradients, factor=factor, learning_rate=learning_rate)
     clear_gradients(state.model, state.optimizer)
     if count > 0:
@@ -276,11 +277,6 @@ def _set_sync(engine: FSDPModule, plan: Plan, *, last: bool) -> None:
     engine.set_requires_gradient_sync(last or plan.sync_each_microbatch)
     engine.set_requires_all_reduce(last)
     engine.set_reshard_after_backward(last or plan.reshard_after_forward is not False)
-
-
-def _clip_factor(norm: float, plan: Plan) -> float:
-    limit = plan.run.optimizer.clip_norm
-    return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
 
 
 @torch.no_grad()
