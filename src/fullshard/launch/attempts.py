@@ -115,8 +115,7 @@ def first_failure(ranks: list[RankOutcome]) -> tuple[int, FailureReport] | None:
     """Returns the rank that failed first and its failure, or None if all ended well.
 
     Messages that only report a lost peer come last, whatever their time: a killed rank writes none, and is
-    seen
-    gone later than its peers fail.
+    seen gone later than its peers fail.
     """
     failures = [(rank, *found) for rank in ranks if (found := _failure(rank)) is not None]
     if not failures:

@@ -70,9 +70,8 @@ def restore(
     """Loads `state` from the newest checkpoint in `saved`, or else from `weights`, if any. Collective.
 
     A source without the frozen parameters is loaded on top of one that has them: a checkpoint of adapters
-    only on
-    top of the weights, and the state on a drive on top of a checkpoint, or of the weights if there is no
-    checkpoint. Returns a message about the weights that were read, or None. Raises CheckpointError.
+    only on top of the weights, and the state on a drive on top of a checkpoint, or of the weights if there is
+    no checkpoint. Returns a message about the weights that were read, or None. Raises CheckpointError.
     """
     newest = 0
     if saved is not None:

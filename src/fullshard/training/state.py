@@ -21,6 +21,8 @@ from fullshard.training.offload_checkpoint import OffloadedTensors, ResidualStat
 from fullshard.training.optimizer_in_backward import OptimizerInBackward
 from fullshard.weights.names import described
 
+_COUNTS = ("step", "tokens", "skipped", "data_offset", "rollbacks")
+
 
 class TrainState:
     """A model, its optimizer, its data, and its progress.
@@ -81,11 +83,7 @@ class TrainState:
         """Returns the values of a checkpoint: counts, recent figures, and facts about the model."""
         best_loss, best_step = self.best or (None, None)
         return {
-            "step": self.step,
-            "tokens": self.tokens,
-            "skipped": self.skipped,
-            "data_offset": self.data_offset,
-            "rollbacks": self.rollbacks,
+            **{name: getattr(self, name) for name in _COUNTS},
             "best_validation_loss": best_loss,
             "best_step": best_step,
             "recent_losses": list(self.recent.losses),
@@ -144,9 +142,8 @@ class TrainState:
             if name in states:
                 self.optimizer.state[parameter] = quantize_like(self.optimizer, parameter, state=states[name])
         _set_random_states(received)
-        self.step, self.tokens, self.skipped = (_integer(values[k]) for k in ("step", "tokens", "skipped"))
-        # Older checkpoints do not have these values.
-        self.data_offset, self.rollbacks = (_integer(values.get(k, 0)) for k in ("data_offset", "rollbacks"))
+        for name in _COUNTS:
+            setattr(self, name, _integer(values.get(name, 0)))  # older checkpoints lack some
         best = values.get("best_validation_loss")
         self.best = None if best is None else (float(str(best)), _integer(values["best_step"]))
         self.recent = RecentSteps(*(_floats(values.get(k, [])) for k in ("recent_losses", "recent_norms")))
