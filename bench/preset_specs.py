@@ -9,8 +9,7 @@ of processor time for each preset.
 from importlib.metadata import version
 
 from fullshard.planning.describe_run import describe_anew
-from fullshard.planning.preset_specs import FILE, packed
-from fullshard.planning.spec_cache import key_of
+from fullshard.planning.spec_cache import SHIPPED_FILE, key_of, pack_specs
 from fullshard.planning.target import find_subject
 from fullshard.spec.presets import presets
 
@@ -20,5 +19,5 @@ for preset in presets():
     key = key_of(run, "cuda")
     assert key is not None, "presets can be cached"
     specs[key.settings] = describe_anew(run, "cuda")
-FILE.write_bytes(packed(specs, torch=version("torch")))
-print(f"{FILE}: {len(specs)} presets, {FILE.stat().st_size:,} bytes")
+SHIPPED_FILE.write_bytes(pack_specs(specs, torch=version("torch")))
+print(f"{SHIPPED_FILE}: {len(specs)} presets, {SHIPPED_FILE.stat().st_size:,} bytes")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.calibration.fit import Sample, fit_collective
+from fullshard.calibration.collectives import Sample, fit_collective
 
 SIZES = (2**12, 2**16, 2**20, 2**24)
 

@@ -8,7 +8,7 @@ import pytest
 
 from fullshard.launch.request import Request
 from fullshard.planning.for_run import plan_run
-from fullshard.planning.preset_specs import FILE, public_version, shipped
+from fullshard.planning.spec_cache import SHIPPED_FILE, public_version, read_shipped
 from fullshard.spec.run import Run
 from tests.planning.test_describe_run import gpt2
 
@@ -41,7 +41,7 @@ def no_hardware_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_preset_is_planned_without_torch() -> None:
     from importlib.metadata import version
 
-    if not shipped(FILE, torch=public_version(version("torch"))):
+    if not read_shipped(SHIPPED_FILE, torch=public_version(version("torch"))):
         pytest.skip("shipped for another torch")
     assert printed(PLAN, "plan", "llama3-8b", "--on", "8xH100")
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from fullshard.errors import PlanError
 from fullshard.jobs.launch_record import LaunchId, LaunchRecord
-from fullshard.jobs.metrics import FILE_NAME
-from fullshard.jobs.run_directory import OpenedRun, RunDirectory, opened
+from fullshard.jobs.run_directory import LAUNCH, RunDirectory, opened
+from fullshard.jobs.run_log import FILE_NAME
 from fullshard.jobs.train import run_job
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
@@ -20,13 +20,13 @@ ONE, OTHER = (LaunchId(agents=frozenset({f"host:{agent}"})) for agent in (1, 2))
 TORCHRUN = {"RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
 
 
-def attempt(root: Path, launch: LaunchId, *, finishes: bool = False) -> OpenedRun:
+def attempt(root: Path, launch: LaunchId, *, finishes: bool = False) -> RunDirectory:
     """Writes a line of metrics, as a run does."""
     with opened(root, resume=False, launch=launch) as found:
         with (root / FILE_NAME).open("a") as file:
             file.write("a step\n")
         if finishes:
-            found.directory.note_end(interrupted=False)
+            found.note_end(interrupted=False)
     return found
 
 
@@ -98,8 +98,8 @@ def test_two_ranks_of_one_agent_see_the_same(ranks) -> None:
 
 def test_what_is_no_record_is_none(tmp_path: Path) -> None:
     for text in ("{", "{}", '{"version": "0.2.0", "configurations": []}', '{"world_size": 2}'):
-        RunDirectory(tmp_path).launch.write_text(text)
-        assert LaunchRecord.load(RunDirectory(tmp_path).launch) is None
+        (tmp_path / LAUNCH).write_text(text)
+        assert LaunchRecord.load(tmp_path / LAUNCH) is None
 
 
 def train(directory: str, steps: int, world_size: int) -> tuple[int, bool]:
@@ -114,7 +114,7 @@ def train(directory: str, steps: int, world_size: int) -> tuple[int, bool]:
 def test_a_plan_is_made_anew_for_the_ranks_that_are_left(ranks, tmp_path: Path) -> None:
     directory = str(tmp_path / "run")
     ranks(3).run(train, directory, 2, 3)
-    RunDirectory(Path(directory)).launch.write_text('{"jobs": ["torchrun:mine"], "world_size": 3}')
+    Path(directory, LAUNCH).write_text('{"jobs": ["torchrun:mine"], "world_size": 3}')
     assert ranks(2).run(train, directory, 4, 3) == [(2, True)] * 2
     steps = [line.split(",")[0] for line in Path(directory, FILE_NAME).read_text().splitlines()]
     assert steps == [f'{{"step": {step}' for step in (1, 2, 3, 4)]

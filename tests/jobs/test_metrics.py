@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.errors import SpecError, TrainError
-from fullshard.jobs.metrics import FILE_NAME, PREVIOUS_FILE_NAME, MetricsLog, StepMetrics
+from fullshard.jobs.progress import StepMetrics
+from fullshard.jobs.run_log import FILE_NAME, PREVIOUS_FILE_NAME, MetricsLog
 
 
 def metrics(step: int, *, loss: float = 2.5, skipped: bool = False) -> StepMetrics:

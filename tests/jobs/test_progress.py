@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.jobs.metrics import StepMetrics
-from fullshard.jobs.progress import LiveLine, RunProgress, progress
+from fullshard.jobs.progress import LiveLine, RunProgress, StepMetrics, progress
 
 
 def metrics(step: int, *, seconds: float = 0.5, skipped: bool = False) -> StepMetrics:

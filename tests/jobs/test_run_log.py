@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import MissingExtraError, TrainError
-from fullshard.jobs.metrics import FILE_NAME
 from fullshard.jobs.progress import PlainLines, RunProgress
-from fullshard.jobs.run_log import RunLog, open_run_log
+from fullshard.jobs.run_log import FILE_NAME, RunLog, open_run_log
 from fullshard.spec.measurement import MatmulPeak
 from fullshard.spec.run import Run
 from fullshard.training.loop import Step

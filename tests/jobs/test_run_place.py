@@ -7,8 +7,7 @@ import pytest
 from fullshard.cli.main import main
 from fullshard.errors import SpecError
 from fullshard.jobs.launch_record import LaunchRecord
-from fullshard.jobs.run_directory import opened
-from fullshard.jobs.run_place import require_free, require_name, set_aside
+from fullshard.jobs.run_directory import opened, require_free, require_name, set_aside
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 

@@ -17,8 +17,7 @@ from fullshard.errors import (
     SpecError,
     TrainError,
 )
-from fullshard.launch.attempts import Attempts
-from fullshard.launch.first_failure import RankOutcome
+from fullshard.launch.attempts import Attempts, RankOutcome
 from fullshard.launch.outcome import ProcessOutcome
 
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, CheckpointError, DataError, LaunchError
-from fullshard.launch.first_failure import RankOutcome, first_failure
+from fullshard.launch.attempts import RankOutcome, first_failure
 from fullshard.launch.outcome import ProcessOutcome
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fullshard.errors import INTERRUPTED_EXIT_CODE, FullshardError, LaunchError, PlanError
+from fullshard.errors import INTERRUPTED_EXIT_CODE, LaunchError
 from fullshard.launch.request import Request
 from fullshard.launch.start import own_ranks, start
 from fullshard.spec.plan import Plan
@@ -17,25 +17,6 @@ NO_JOB = "tests.launch.jobs:absent"  # a rank that was started would fail with a
 
 def run_with(*overrides: str) -> Run:
     return Run.load(overrides=["run.device=cpu", *overrides])
-
-
-@pytest.mark.parametrize(
-    ("run", "plan", "error", "said"),
-    [
-        (run_with("run.ranks=5"), None, PlanError, "train.global_batch = 20 or 25"),
-        (
-            run_with("run.ranks=2"),
-            Plan.from_run(run_with(), world_size=4),
-            PlanError,
-            "the plan is for 4 ranks",
-        ),
-    ],
-)
-def test_a_run_that_cannot_be_laid_out_is_refused(
-    run: Run, plan: Plan | None, error: type[FullshardError], said: str
-) -> None:
-    with pytest.raises(error, match=said):
-        start(Request(run=run, plan=plan, job=NO_JOB))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test does without")

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.planning.describe_run import describe_anew, describe_run
-from fullshard.planning.preset_specs import FILE, public_version, shipped
-from fullshard.planning.spec_cache import key_of
+from fullshard.planning.spec_cache import SHIPPED_FILE, key_of, public_version, read_shipped
 from fullshard.planning.target import find_subject
 from fullshard.spec.plan import Plan
 from fullshard.spec.presets import presets
@@ -84,7 +83,7 @@ def test_settings_that_are_not_in_the_key_do_not_change_the_spec() -> None:
     ],
 )
 def test_a_shipped_spec_equals_a_fresh_one(name: str) -> None:
-    if not shipped(FILE, torch=public_version(version("torch"))):
+    if not read_shipped(SHIPPED_FILE, torch=public_version(version("torch"))):
         pytest.skip("shipped for another torch")
     run = find_subject(name).run(["precision.mode=bf16"])
     fresh = describe_anew(run, "cuda")

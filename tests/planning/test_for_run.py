@@ -86,7 +86,7 @@ def test_a_plan_that_is_given_is_only_predicted() -> None:
 
 
 def test_an_optimizer_of_unknown_state_runs_with_plain_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan_run(request("optimizer.name=torch.optim.Adagrad")).plan is None
+    assert planned("optimizer.name=torch.optim.Adagrad").prediction is None
     assert capsys.readouterr().err.startswith("note: not planned, so with plain defaults: ")
 
 
@@ -99,6 +99,14 @@ def test_a_run_that_fits_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.
         plan_run(request("recompute.mode=none"))
     assert "closest: " in str(raised.value)
     assert "try: " in str(raised.value)
+
+
+def test_a_run_that_cannot_be_laid_out_is_refused_before_ranks_start() -> None:
+    with pytest.raises(PlanError, match=r"train.global_batch = 10 or 15"):
+        plan_run(request("run.ranks=5"))
+    of_four = Plan.from_run(request().run, world_size=4)
+    with pytest.raises(PlanError, match="the plan is for 4 ranks"):
+        plan_run(Request(run=request("run.ranks=2").run, plan=of_four))
 
 
 def test_what_cannot_be_run_yet_is_refused_before_ranks_start() -> None:
@@ -136,7 +144,7 @@ def test_a_limit_of_the_host_holds_also_where_nothing_was_calibrated(tier: str) 
 def test_a_limit_that_cannot_be_held_to_is_no_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken.toml").write_text("ranks_per_node = 0", encoding="utf-8")
     monkeypatch.setenv("FULLSHARD_HARDWARE", str(tmp_path / "broken.toml"))
-    assert plan_run(request("offload.tier=optimizer:cpu")).plan is None
+    assert planned("offload.tier=optimizer:cpu").prediction is None
     with pytest.raises(PlanError, match="cannot be held to"):
         plan_run(request("offload.tier=optimizer:cpu", "offload.host_bytes=100_000_000"))
 

@@ -16,7 +16,7 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import SurvivalSection
 from fullshard.survival.spikes import RecentSteps
 from fullshard.training.loop import Step, train
-from fullshard.training.rollback import roll_back
+from fullshard.training.resume import roll_back
 from tests.training.runs import Pairs, local_bits, mean_square, run_of, same_bits, sharded
 
 SECTION = SurvivalSection(on_spike="skip", spike_window=8, spike_sigma=3.0)

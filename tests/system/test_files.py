@@ -10,9 +10,9 @@ import pytest
 from fullshard.checkpoint.location import LocalLocation
 from fullshard.errors import FullshardError
 from fullshard.jobs.launch_record import LaunchRecord
-from fullshard.jobs.metrics import MetricsLog
 from fullshard.jobs.run_directory import opened
 from fullshard.jobs.run_lock import require_unlocked
+from fullshard.jobs.run_log import MetricsLog
 from fullshard.offload.directories import exclusive, replace
 from fullshard.offload.drive import SYSTEM, DriveFile
 from fullshard.system.files import open_regular, write_whole

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from fullshard.calibration.fit import Sample, fit_collective
+from fullshard.calibration.device import mean_over_ranks
 from fullshard.sharding.collectives import DirectAllGather, DirectReduceScatter
-from fullshard.spec.hardware import CollectiveRate, Link
+from fullshard.spec.hardware import CollectiveRate, Link, Point
 
 _SIZES = {
     "cpu": tuple(2**power for power in (12, 14, 16, 18, 20, 22, 24)),
@@ -94,15 +94,16 @@ def seconds_of(work: Callable[[], object], *, mesh: DeviceMesh, seconds: float) 
     rank makes as many calls as the slowest has time for; otherwise some would wait for calls that never come.
     """
     work()
-    estimate = _over_ranks(_window(work, 2, mesh=mesh), dist.ReduceOp.MAX)
-    fit = int(seconds / max(estimate, 1e-9))
+    slowest = torch.tensor(_window(work, 2, mesh=mesh), dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    fit = int(seconds / max(slowest.item(), 1e-9))
     windows, calls = max(min(fit, _WINDOWS), _LEAST_WINDOWS), max(min(fit // _WINDOWS, _MOST_CALLS), 1)
     taken = min(_window(work, calls, mesh=mesh) for _ in range(windows))
-    return _over_ranks(taken, dist.ReduceOp.SUM) / dist.get_world_size()
+    return mean_over_ranks(taken)
 
 
 def _window(work: Callable[[], object], calls: int, *, mesh: DeviceMesh) -> float:
-    _over_ranks(0.0, dist.ReduceOp.MAX)
+    mean_over_ranks(0.0)  # all ranks begin together
     started = time.perf_counter()
     for _ in range(calls):
         work()
@@ -111,17 +112,10 @@ def _window(work: Callable[[], object], calls: int, *, mesh: DeviceMesh) -> floa
     return (time.perf_counter() - started) / calls
 
 
-def _over_ranks(value: float, op: dist.ReduceOp.RedOpType) -> float:
-    total = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(total, op=op)
-    return total.item()
-
-
 def measure_unit(mesh: DeviceMesh, *, seconds: float) -> float:
     """Returns the host seconds of one FSDP2 action on a unit: unshard in forward or backward, or reduction.
 
-    Compares a chain of tiny sharded linear layers with an unsharded one, forward and backward, and divides by
-    units and actions. FSDP2 does all its work except the collectives, which would dominate.
+    Compares a chain of tiny linear layers, sharded and not. FSDP2 does all its work except the collectives.
     """
     plain = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_UNITS)))
     plain.to(mesh.device_type)
@@ -186,5 +180,61 @@ def measure_contention(mesh: DeviceMesh, *, seconds: float) -> float:
         torch.mm(a, a)
     end.record()
     torch.cuda.synchronize()
-    beside = _over_ranks(start.elapsed_time(end) / 1000 / matmuls, dist.ReduceOp.SUM) / dist.get_world_size()
+    beside = mean_over_ranks(start.elapsed_time(end) / 1000 / matmuls)
     return max(beside / alone - 1, 0.0)
+
+
+class Sample(NamedTuple):
+    """One measured collective.
+
+    whole_bytes: unsharded size
+    seconds: duration
+    """
+
+    whole_bytes: int
+    seconds: float
+
+
+def fit_collective(samples: Sequence[Sample], *, ranks: int) -> tuple[CollectiveRate, float]:
+    """Returns the rate of a collective, and the largest relative error of its linear fit on `samples`.
+
+    With x = B (n - 1) / n bytes received, least squares on the relative error of latency + x / rate:
+
+        minimise  sum ((a + b x) / t - 1)^2,   a >= 0, b > 0
+
+    A single number of ranks cannot separate the latency of a collective from that of its hops. All of it
+    counts as hops, so that the time of more ranks is never underestimated. The samples themselves are kept as
+    the curve, each at most as long as the larger ones, because other load on the machine only adds time.
+    """
+    assert samples, "nothing was measured"
+    assert ranks > 1, "one rank has no collective"
+    ordered = sorted(samples)
+    xs = [sample.whole_bytes * (ranks - 1) / ranks for sample in ordered]
+    ts = [min(sample.seconds for sample in ordered[i:]) for i in range(len(ordered))]
+    latency, per_byte = _line(xs, ts)
+    error = max(abs((latency + per_byte * x) / t - 1) for x, t in zip(xs, ts, strict=True))
+    rate = CollectiveRate(
+        base_seconds=0.0,
+        hop_seconds=latency / (ranks - 1),
+        bytes_per_second=1 / max(per_byte, 1e-15),
+        curve=tuple(Point(x, float(f"{x / t:.4g}")) for x, t in zip(xs, ts, strict=True)),
+        curve_ranks=ranks,
+    )
+    return rate, error
+
+
+def _line(xs: Sequence[float], ts: Sequence[float]) -> tuple[float, float]:
+    """Returns (a, b) of a + b x, fitted with weights 1 / t^2."""
+    weights = [1 / t**2 for t in ts]
+    s, sx = sum(weights), sum(w * x for w, x in zip(weights, xs, strict=True))
+    sxx = sum(w * x * x for w, x in zip(weights, xs, strict=True))
+    st = sum(w * t for w, t in zip(weights, ts, strict=True))
+    sxt = sum(w * x * t for w, x, t in zip(weights, xs, ts, strict=True))
+    determinant = s * sxx - sx * sx
+    if determinant > 0:
+        a, b = (sxx * st - sx * sxt) / determinant, (s * sxt - sx * st) / determinant
+        if a >= 0 and b > 0:
+            return a, b
+        if b <= 0:
+            return st / s, 0.0
+    return 0.0, sxt / sxx

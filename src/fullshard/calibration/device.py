@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from fullshard.distributed.agreement import world_size
 from fullshard.profiler.clock import timeline
 from fullshard.spec.hardware import ComputeDtype, Curve, Point
 
@@ -38,12 +39,7 @@ _ISSUED = 64  # operations of one chain in `measure_launch`
 
 
 class Task(NamedTuple):
-    """A piece of work to time.
-
-    work: the call
-    size: FLOP or bytes of one launch in it
-    amount: FLOP or bytes of one call
-    """
+    """A piece of work to time, with the FLOP or bytes of one launch (`size`) and of one call (`amount`)."""
 
     work: Callable[[], object]
     size: float
@@ -66,10 +62,9 @@ class Meter:
     def calls_per_second(self, work: Callable[[], object], *, seconds: float) -> float:
         """Returns the calls per second: the mean over ranks of each rank's second fastest window.
 
-        There are eight windows, or fewer in little time, with all ranks at work. Windows, not single calls:
-        with more ranks than cores, a call that falls between two context switches shows a whole core, while a
-        window shows this rank's share of it. Not their mean, because other load on the machine only slows
-        them down. Not the fastest, which may be such an outlier.
+        Windows, not single calls: with more ranks than cores, a call that falls between two context switches
+        shows a whole core, a window this rank's share of it. Not their mean, as other load on the machine only
+        slows them down, and not the fastest, which may be such an outlier.
         """
         work()  # the first call of a shape chooses a kernel
         once = mean_over_ranks(self._seconds(work, 2) / 2)
@@ -87,15 +82,14 @@ class Meter:
             work()
         return max(self.on.seconds(start, self.on.mark()), 1e-9)
 
-    def curve(self, tasks: Sequence[Callable[[], Task]], *, seconds: float) -> Curve:
-        """Returns the rate of each task, measured in about `seconds` in total.
+    def curve(self, make: Callable[[int], Task], sizes: Sequence[int], *, seconds: float) -> Curve:
+        """Returns the rate of the task of each size, measured in about `seconds` in total.
 
-        Tasks come in increasing size. The larger ones are skipped once a call takes more than its share of
-        the time.
+        Sizes increase. The larger ones are skipped once a call takes more than its share of the time.
         """
-        window, points = seconds / len(tasks), list[Point]()
-        for make in tasks:
-            task = make()
+        window, points = seconds / len(sizes), list[Point]()
+        for size in sizes:
+            task = make(size)  # one at a time, because all would not fit in memory
             rate = self.calls_per_second(task.work, seconds=window)
             points.append(Point(task.size, _rounded(rate * task.amount)))
             if _WINDOWS / rate > 2 * window:
@@ -104,15 +98,12 @@ class Meter:
 
 
 def mean_over_ranks(value: float) -> float:
-    """Returns the mean over ranks. Collective if there is a process group.
-
-    Uses a CPU tensor, because every group has a CPU backend.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    """Returns the mean over ranks, by a CPU tensor: every group has a CPU backend. Collective."""
+    if world_size() == 1:
         return value
     total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
+    return total.item() / world_size()
 
 
 def measured_dtypes(device: torch.device) -> tuple[ComputeDtype, ...]:
@@ -137,7 +128,7 @@ def measure_matmul(meter: Meter, dtype: ComputeDtype, *, seconds: float) -> Curv
         return Task(work, size=4 * n**3, amount=12 * n**3)
 
     with _arithmetic(dtype):
-        return meter.curve(_each(task, _MATMUL_EDGES[meter.kind]), seconds=seconds)
+        return meter.curve(task, _MATMUL_EDGES[meter.kind], seconds=seconds)
 
 
 def measure_attention(meter: Meter, dtype: ComputeDtype, *, seconds: float) -> tuple[Curve, Curve]:
@@ -173,14 +164,14 @@ def measure_attention(meter: Meter, dtype: ComputeDtype, *, seconds: float) -> t
 
     sequences = _SEQUENCES[meter.kind]
     with torch.no_grad():
-        first = meter.curve(_each(forward, sequences), seconds=seconds * 0.4)
-    return first, meter.curve(_each(backward, sequences), seconds=seconds * 0.6)
+        first = meter.curve(forward, sequences, seconds=seconds * 0.4)
+    return first, meter.curve(backward, sequences, seconds=seconds * 0.6)
 
 
 def measure_memory(meter: Meter, *, seconds: float) -> Curve:
-    """Returns the bytes/s, read and written, of elementwise work.
+    """Returns the bytes/s, read and written, of elementwise work into new memory, as in a model.
 
-    This is a product (12 bytes per element) and a SiLU (8), each into newly allocated memory, as in a model.
+    This is a product (12 bytes per element) and a SiLU (8).
     """
 
     def task(n: int) -> Task:
@@ -192,14 +183,11 @@ def measure_memory(meter: Meter, *, seconds: float) -> Curve:
 
         return Task(work, size=10 * n, amount=20 * n)
 
-    return meter.curve(_each(task, _ELEMENTS[meter.kind]), seconds=seconds)
+    return meter.curve(task, _ELEMENTS[meter.kind], seconds=seconds)
 
 
 def measure_optimizer(meter: Meter, *, seconds: float) -> Curve:
-    """Returns the bytes/s of fused AdamW in fp32.
-
-    It reads four tensors of the parameter's size, and writes three.
-    """
+    """Returns the bytes/s of fused AdamW in fp32, which reads four tensors and writes three."""
 
     def task(n: int) -> Task:
         parameter = meter.random(n).requires_grad_()
@@ -207,7 +195,7 @@ def measure_optimizer(meter: Meter, *, seconds: float) -> Curve:
         optimizer = torch.optim.AdamW([parameter], fused=True)
         return Task(optimizer.step, size=28 * n, amount=28 * n)
 
-    return meter.curve(_each(task, _ELEMENTS[meter.kind]), seconds=seconds)
+    return meter.curve(task, _ELEMENTS[meter.kind], seconds=seconds)
 
 
 def measure_launch(meter: Meter, *, seconds: float) -> float:
@@ -236,10 +224,7 @@ def measure_launch(meter: Meter, *, seconds: float) -> float:
 
 
 def measure_host_copies(meter: Meter, *, seconds: float) -> float | None:
-    """Returns the bytes/s between pinned host memory and the device, as the mean of both directions.
-
-    Returns None on the CPU.
-    """
+    """Returns the bytes/s between pinned host memory and the device, in both directions; None on the CPU."""
     if meter.kind == "cpu":
         return None
     there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=meter.device)
@@ -294,18 +279,6 @@ def _arithmetic(dtype: ComputeDtype) -> Generator[None]:
         yield
     finally:
         matmul.fp32_precision = before
-
-
-def _each(make: Callable[[int], Task], sizes: Sequence[int]) -> list[Callable[[], Task]]:
-    """Returns a factory per size, so that each task is created only when needed.
-
-    All tasks at once would not fit in memory.
-    """
-
-    def later(size: int) -> Callable[[], Task]:
-        return lambda: make(size)
-
-    return [later(size) for size in sizes]
 
 
 def _rounded(rate: float) -> float:

@@ -39,10 +39,7 @@ def measure_drive(directory: Path, *, pieces: int = 16) -> float | None:
 
 
 def filled_files(directory: Path, open_files: ExitStack, *, pieces: int) -> tuple[DriveFile, DriveFile]:
-    """Returns two open files of random numbers: zeros may be faster, and holes are not read at all.
-
-    They are unlinked, so a killed process leaves nothing on the drive.
-    """
+    """Returns two open, unlinked files of random numbers: zeros may be faster, and holes are not read."""
     with tempfile.TemporaryDirectory(prefix="fullshard-calibrate-", dir=directory) as name:
         one, other = (
             open_files.enter_context(DriveFile.create(Path(name, own), pieces * _PIECE_BYTES))

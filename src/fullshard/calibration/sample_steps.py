@@ -1,4 +1,4 @@
-"""Whole steps of small decoders, which check the rates measured in isolation.
+"""Steps of small decoders: whole ones, which check the rates measured in isolation, and a step's overhead.
 
 See `planner.calibration_fit`.
 """
@@ -7,17 +7,22 @@ import gc
 import statistics
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
+from fullshard.calibration.collectives import seconds_of, silence
 from fullshard.models.decoder import DecoderModel
 from fullshard.sharding.apply import shard
 from fullshard.sharding.mesh import Ranks
 from fullshard.spec.calibration import MeasuredStep
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+from fullshard.training.loop import train
 from fullshard.training.loss import next_token_loss
 from fullshard.training.optimizer import build_optimizer
 from fullshard.training.state import TrainState
@@ -50,6 +55,19 @@ _SAMPLES: tuple[tuple[str, int, int, int, str], ...] = (
     ("broad", 64, 1, 2, "sharding.strategy=zero1"),
     ("broad", 256, 2, 1, "sharding.strategy=full_shard"),
 )
+# A tiny model whose computing takes almost no time, with the parameters of a few blocks.
+_TINY = (
+    "model.vocabulary=16",
+    "model.d_model=16",
+    "model.layers=2",
+    "model.heads=2",
+    "model.kv_heads=2",
+    "model.d_ff=16",
+    "data.sequence_length=4",
+    "train.microbatch=1",
+    "train.steps=1000000",
+    "precision.mode=fp32",
+)
 _LONGER_ON_GPUS = 8
 _LEAST_SECONDS = 1.0  # per sample
 
@@ -57,8 +75,8 @@ _LEAST_SECONDS = 1.0  # per sample
 def measure_steps(ranks: Ranks, *, seconds: float) -> tuple[MeasuredStep, ...]:
     """Returns the median seconds of a few steps of each sample, measured in about `seconds`. Collective.
 
-    The samples run in two rounds, so that a temporary slowdown of the machine affects only part of each
-    sample. In less time, there are fewer samples and one round.
+    Two rounds, so that a temporary slowdown of the machine affects only part of each sample; in less time,
+    there are fewer samples and one round.
     """
     kind: Literal["cpu", "cuda"] = "cuda" if ranks.device.type == "cuda" else "cpu"
     count = max(1, min(len(_SAMPLES), int(seconds / _LEAST_SECONDS)))
@@ -92,13 +110,8 @@ def _plan(kind: Literal["cpu", "cuda"], at: int, *, world_size: int) -> Plan:
 
 
 def _timed(plan: Plan, ranks: Ranks, *, seconds: float) -> Sequence[float]:
-    """Returns the seconds of each step, as the mean over ranks, which wait for each other.
-
-    Runs as many steps as fit in `seconds`, at least two.
-    """
-    with torch.device("meta"):
-        model = DecoderModel(plan.run.decoder)
-    state = TrainState(shard(model, plan), build_optimizer(model, plan))
+    """Returns the seconds of each step (at least two) that fits in `seconds`, as the mean over ranks."""
+    state = _new_state(plan)
     shape = (plan.microbatch, plan.run.data.sequence_length)
     tokens = torch.randint(0, plan.run.decoder.vocabulary, shape, device=ranks.device)
     batch = {"tokens": tokens, "labels": tokens}
@@ -120,3 +133,36 @@ def _timed(plan: Plan, ranks: Ranks, *, seconds: float) -> Sequence[float]:
     times = torch.tensor([step() for _ in range(count)], dtype=torch.float64)
     dist.all_reduce(times)
     return (times / ranks.world_size).tolist()
+
+
+def measure_step(mesh: DeviceMesh, *, seconds: float) -> float:
+    """Returns the seconds of a step of `train` minus its forward and backward, on a tiny model. Collective.
+
+    This includes the collectives of the norm and of the loss, and the update of a few parameters.
+    """
+    run = Run.load(overrides=[*_TINY, f"train.global_batch={mesh.size()}"])
+    plan = Plan.from_run(run, world_size=mesh.size(), device="cuda" if mesh.device_type == "cuda" else "cpu")
+    here = {
+        name: torch.zeros(1, run.data.sequence_length, dtype=torch.long, device=mesh.device_type)
+        for name in ("tokens", "labels")
+    }
+    # A source of microbatches (`data.Batches`) without any cost.
+    state = _new_state(plan, data=SimpleNamespace(microbatches=lambda step, rank, plan: iter([here])))
+    for module in state.model.modules():
+        if isinstance(module, FSDPModule):
+            silence(module)
+    steps = train(state, plan)
+    whole = seconds_of(lambda: next(steps), mesh=mesh, seconds=seconds / 2)
+
+    def inner() -> None:
+        total, _ = next_token_loss(state.model, here)
+        total.backward()
+
+    bare = seconds_of(inner, mesh=mesh, seconds=seconds / 2)
+    return max(whole - bare, 0.0)
+
+
+def _new_state(plan: Plan, *, data: object = None) -> TrainState:
+    with torch.device("meta"):
+        model = DecoderModel(plan.run.decoder)
+    return TrainState(shard(model, plan), build_optimizer(model, plan), data=data)

@@ -113,17 +113,8 @@ def _fitted(found: "Calibration") -> "Calibration":
 
 
 def _request(directory: Path, *, ranks: int, device: str) -> "Request":
-    """Returns the job on all ranks.
-
-    Its batch is one sequence per rank, because `start` requires a batch that divides evenly over the ranks.
-    """
     from fullshard.launch.request import Request
-    from fullshard.launch.start import own_ranks
     from fullshard.spec.run import Run
 
     run = Run.load(overrides=[f"run.dir={directory}", f"run.device={device}", f"run.ranks={ranks}"])
-    request = Request(run=run, job="fullshard.jobs.calibrate:run_calibration")
-    given = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS")
-    count = int(given) if given else own_ranks(request)[0]
-    batch = run.train.model_copy(update={"global_batch": count, "microbatch": 1})
-    return request.model_copy(update={"run": run.model_copy(update={"train": batch})})
+    return Request(run=run, job="fullshard.jobs.calibrate:run_calibration")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import fullshard
-from fullshard.cli import bench, calibrate, checkpoint, convert, data, init, plan, report, train, version
+from fullshard.cli import calibrate, checkpoint, convert, data, init, plan, report, train, version
 from fullshard.launch.outcome import FailureReport, ProcessOutcome
 from fullshard.system.terminal import escape_logs, printable
 
@@ -51,10 +51,6 @@ def _app() -> typer.Typer:
     prepared.callback()(_data_options)
     prepared.command("prepare")(data.prepare_data)
     app.add_typer(prepared, name="data")
-    benches = _group("Measure on this machine.")
-    benches.callback()(_bench_options)
-    benches.command("overhead")(bench.overhead)
-    app.add_typer(benches, name="bench")
     return app
 
 
@@ -82,10 +78,6 @@ def _options(
     ] = False,
 ) -> None:
     """Options before the command. `_group` has their help text."""
-
-
-def _bench_options() -> None:
-    """Measure on this machine."""
 
 
 def _data_options() -> None:

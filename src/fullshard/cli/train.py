@@ -71,8 +71,8 @@ def _require_directory(run: "Run", *, resume: bool) -> None:
     another run is writing it.
     """
     from fullshard.jobs.launch_record import LaunchId
+    from fullshard.jobs.run_directory import LAUNCH, require_free, require_name
     from fullshard.jobs.run_lock import require_unlocked, require_writable
-    from fullshard.jobs.run_place import LAUNCH, require_free, require_name
     from fullshard.launch.environment import under_srun, under_torchrun
 
     directory = require_name(run.run.dir)

@@ -11,8 +11,7 @@ from fullshard.calibration import device as meters
 from fullshard.calibration.collectives import measure_contention, measure_link, measure_unit
 from fullshard.calibration.device import Meter
 from fullshard.calibration.drive import measure_drive
-from fullshard.calibration.sample_steps import measure_steps
-from fullshard.calibration.step_overhead import measure_step
+from fullshard.calibration.sample_steps import measure_step, measure_steps
 from fullshard.profiler.detect import describe_machine, find_gpus
 from fullshard.sharding.mesh import Ranks, process_group
 from fullshard.spec.calibration import Calibration, CalibrationSettings

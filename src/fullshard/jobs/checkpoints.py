@@ -1,6 +1,7 @@
 """Checkpoints written during a run, synchronously or in the background."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -14,30 +15,22 @@ from fullshard.training.state import TrainState
 
 
 class Checkpoints:
-    """Saves checkpoints into `directory`, and reports on them through `say`.
-
-    Collective: all ranks call alike.
+    """Saves checkpoints into `directory`, and reports on them through `say`. Collective.
 
     A failed save is reported, and training continues unless `checkpoint.on_failure` is `stop`.
 
     last: the newest checkpoint that was written
-    failed: the error of a failed save if `checkpoint.on_failure` is `stop`, set on each rank when it learns
-        of it
+    failed: the error of a failed save if `checkpoint.on_failure` is `stop`
     """
 
     def __init__(self, directory: str | Path, plan: Plan, *, say: Callable[[str], None]) -> None:
         self._directory, self._plan, self._say = checkpoint_location(directory, plan), plan, say
         section = plan.run.checkpoint
+        options = section.model_dump(include={"keep", "keep_every", "layout", "read_back"})
+        self._save_now = partial(save, directory=self._directory, plan=plan, **options)
         self._background: BackgroundSaver | None = None
         if section.mode == "async":
-            self._background = BackgroundSaver(
-                self._directory,
-                keep=section.keep,
-                keep_every=section.keep_every,
-                layout=section.layout,
-                plan=plan,
-                read_back=section.read_back,
-            )
+            self._background = BackgroundSaver(self._directory, plan=plan, **options)
         self.last: Path | str | None = None
         self.failed: CheckpointError | None = None
 
@@ -51,9 +44,7 @@ class Checkpoints:
             self._background.__exit__(kind, error, trace)
 
     def save(self, state: TrainState) -> None:
-        """Saves between two steps.
-
-        In the background mode, returns once the copy can overlap with the next step.
+        """Saves between two steps, in the background mode only until the copy overlaps with the next step.
 
         Raises OffloadError if the last update failed, because then there is no state to train on.
         """
@@ -69,8 +60,7 @@ class Checkpoints:
     def save_last(self, state: TrainState) -> None:
         """Saves at the end of the run, and returns when the checkpoint is written.
 
-        Raises CheckpointError if saving fails, and OffloadError if it fails because a drive cannot return the
-        state.
+        Raises CheckpointError, or OffloadError if a drive cannot return the state.
         """
         state.settle()
         self.wait()
@@ -99,18 +89,6 @@ class Checkpoints:
         if self._background is not None:
             self._background.wait()
             self.report_finished()
-
-    def _save_now(self, state: TrainState) -> Path | str:
-        section = self._plan.run.checkpoint
-        return save(
-            state,
-            self._directory,
-            keep=section.keep,
-            keep_every=section.keep_every,
-            layout=section.layout,
-            plan=self._plan,
-            read_back=section.read_back,
-        )
 
     def _written(self, path: Path | str, *, step: int, how: str = "") -> None:
         self.last = path

@@ -41,10 +41,7 @@ class LaunchRecord(FrozenModel):
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
-        """Reads the record.
-
-        None if the file is missing or is not a launch record: other programs write launch.json too.
-        """
+        """Reads the record; None if there is none, or another program's: others write launch.json too."""
         try:
             record = cls.read_json(path, what="the record of a launch")
         except SpecError:
@@ -59,8 +56,7 @@ class LaunchId:
     agents: the processes that restart ranks, one per node: torchrun's agents, or our launcher. Two attempts
         of one launch share at least one agent, whichever nodes have left or joined.
     jobs: names that a person or a scheduler gave the launch; a requeued launch has the same names
-    earlier_jobs: names of the earlier attempts, if there are any
-    world_size: number of ranks
+    earlier_jobs: names of the earlier attempts
     """
 
     agents: frozenset[str] = frozenset()

@@ -16,13 +16,11 @@ from fullshard.training.shard import directory_of
 def find_unusable_state(plan: Plan, *, saved: Path | str | None, must_resume: bool) -> SavedRunState | None:
     """Returns the state on the drive that a resuming run cannot use, or None. Collective.
 
-    State is unusable if the offload target or the number of ranks has changed. Looks on behalf of all ranks,
-    before any of the files is touched.
+    State is unusable if the offload target or the number of ranks has changed.
 
     saved: location of the checkpoints; None for a new run
 
-    Raises CheckpointError if the run must resume and there is no checkpoint: the drive then has the only
-    state.
+    Raises CheckpointError if the run must resume and the drive has the only state.
     """
     if saved is None:
         return None
@@ -55,12 +53,10 @@ def unusable_message(plan: Plan, found: SavedRunState, *, step: int) -> str | No
 
 
 def leftover_messages(plan: Plan, *, aside: Path | None, reported: Path | None = None) -> Iterator[str]:
-    """Yields one line per state that finished runs left on the drive, even if the plan offloads elsewhere.
+    """Yields, on rank 0, one line per state that finished runs left on the drive.
 
     aside: directory that an earlier run was moved to
-
-    The last argument is a directory to leave out, because another message covers it. Only rank 0 yields
-    lines.
+    reported: directory of a state to leave out, because another message covers it
     """
     if rank() != 0:
         return
@@ -74,7 +70,6 @@ def leftover_messages(plan: Plan, *, aside: Path | None, reported: Path | None =
 
 
 def _reason(plan: Plan, found: SavedRunState) -> str | None:
-    """Returns the reason why a plan cannot use the state, or None if it can."""
     if not plan.run.offload.on_disk:
         return f'offload.tier is now "{plan.run.offload.tier}"'
     if found.world_size != plan.world_size:

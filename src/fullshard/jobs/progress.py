@@ -1,15 +1,14 @@
-"""Progress on standard error during a run: a live line on a terminal, or a line every `log.every` steps.
+"""Progress of rank 0 on standard error: a live line on a terminal, or a line every `log.every` steps."""
 
-Only rank 0 shows anything.
-"""
-
+import dataclasses
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from typing import Protocol, TextIO
+from dataclasses import dataclass
+from typing import TextIO, TypeAlias
 
 from rich.console import Console
 from rich.live import Live
@@ -17,7 +16,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fullshard.jobs.metrics import StepMetrics
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.system.terminal import printable
 
@@ -27,32 +25,37 @@ REDRAW_SECONDS = 0.1
 RECENT_STEPS = 20
 
 
-class Progress(Protocol):
-    def show(self, metrics: StepMetrics) -> None:
-        """Shows a finished step."""
-        ...
+@dataclass(frozen=True)
+class StepMetrics:
+    """Figures of one finished step, over all ranks. None means not measured in this step.
 
-    def say(self, text: str) -> None:
-        """Prints a permanent line of its own."""
-        ...
-
-
-@contextmanager
-def progress(*, steps: int, every: int, world_size: int, file: TextIO) -> Generator[Progress]:
-    """Shows the progress of a run of `steps` steps on `file` while the block runs.
-
-    The terminal is restored however the block ends. Even a killed run leaves its cursor visible.
+    data_seconds: the part of `seconds` spent waiting for data (on rank 0)
+    mfu: fraction of the peak, from 0 to 1
+    peak_bytes: peak memory of the fullest rank
     """
-    course = RunProgress(steps=steps, world_size=world_size)
-    if not _is_terminal(file):
-        yield PlainLines(course, every=every, file=file)
-        return
-    line = LiveLine(course, file=file)
-    line.start()
-    try:
-        yield line
-    finally:
-        line.stop()
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    seconds: float
+    data_seconds: float | None = None
+    skipped: bool = False
+    mfu: float | None = None
+    peak_bytes: int | None = None
+    validation_loss: float | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of all ranks together."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def values(self) -> dict[str, float]:
+        """Returns the measured values by name, without the step number."""
+        fields = dataclasses.asdict(self) | {"tokens_per_second": self.tokens_per_second}
+        del fields["step"]
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 def _is_terminal(file: TextIO) -> bool:
@@ -89,10 +92,7 @@ class RunProgress:
         return (self.steps - metrics.step) * ((last - first) / between if between else metrics.seconds)
 
     def status_parts(self, *, width: int | None = None) -> list[str]:
-        """Returns the parts of the status line in order.
-
-        If they exceed `width`, drops the least important ones.
-        """
+        """Returns the parts of the status line, of which `width` drops the least important ones."""
         last, rate = self.last, self.tokens_per_second
         total = f"{format_count(rate)} tokens/s"
         if self.world_size > 1:
@@ -111,7 +111,10 @@ class RunProgress:
 
 
 class PlainLines:
-    """Plain progress lines for the first step, the last step, every `every`-th step, and skipped steps."""
+    """Plain progress lines for the first and last step, every `every`-th step, and skipped steps.
+
+    `show` shows a finished step, and `say` prints a line of its own, also in `LiveLine`.
+    """
 
     def __init__(self, course: RunProgress, *, every: int, file: TextIO) -> None:
         self._course, self._every, self._file = course, every, file
@@ -176,3 +179,21 @@ class LiveLine:
     def _write(self, draw: Callable[[], object]) -> None:
         with suppress(OSError):  # the terminal may be gone: no reason to end a run of days
             draw()
+
+
+Progress: TypeAlias = PlainLines | LiveLine
+
+
+@contextmanager
+def progress(*, steps: int, every: int, world_size: int, file: TextIO) -> Generator[Progress]:
+    """Shows the progress of a run of `steps` steps while the block runs, and restores the terminal."""
+    course = RunProgress(steps=steps, world_size=world_size)
+    if not _is_terminal(file):
+        yield PlainLines(course, every=every, file=file)
+        return
+    line = LiveLine(course, file=file)
+    line.start()
+    try:
+        yield line
+    finally:
+        line.stop()

@@ -1,26 +1,31 @@
-"""The directory of a run (its log, checkpoints and measurement), and the rules for writing there."""
+"""The directory of a run: its paths, the rules for writing there, and how an earlier run is set aside.
 
+[Note: whole or not at all]
+An earlier run is set aside by one rename of its directory, which is complete before and after. So that
+nothing else moves with it, a directory is renamed only if it holds a run's own record, and no directory,
+program or settings that a run does not write: these belong to a user's project, or to other runs.
+"""
+
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.checkpoint.location import location_of
-from fullshard.distributed.agreement import locally
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, SpecError
 from fullshard.jobs.launch_record import LaunchId, LaunchRecord
 from fullshard.jobs.run_lock import explained, locked, make
-from fullshard.jobs.run_place import (
-    CHECKPOINTS,
-    EXPORT,
-    LAUNCH,
-    MEASUREMENT,
-    METRICS,
-    PLAN,
-    require_free,
-    require_name,
-    set_aside,
-)
+from fullshard.spec.plan import Plan
+
+CHECKPOINTS, LAUNCH, PLAN = "checkpoints", "launch.json", "plan.json"
+METRICS, MEASUREMENT, EXPORT = "metrics.jsonl", "measurement.json", "model.safetensors"
+_WRITTEN = {CHECKPOINTS, LAUNCH, PLAN, METRICS, MEASUREMENT, EXPORT}
+# A run's own directories, including those of trackers and schedulers.
+_DIRECTORIES = {CHECKPOINTS, "tensorboard", "wandb", "mlruns", "logs"}
+_REPOSITORY = {".git", ".hg", ".svn", "pyproject.toml"}  # .git is a file in a worktree
+# Programs, settings and texts that people write.
+_OF_PEOPLE = {".py", ".ipynb", ".sh", ".sbatch", ".slurm", ".toml", ".yaml", ".yml", ".tex"}
+_ANOTHER = "run.dir = a directory of its own, such as runs/1"
 
 # Time that a restarted run waits for the lock: a killed rank may take a moment to exit.
 _PATIENCE_SECONDS = 20.0
@@ -28,59 +33,25 @@ _PATIENCE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The paths in a run's directory.
+    """The directory of a run, ready to be written.
 
-    root: the directory
-    saved_to: `checkpoint.dir`, if checkpoints are stored elsewhere
-    """
-
-    root: Path
-    saved_to: str | None = None
-
-    @property
-    def checkpoints(self) -> Path | str:
-        return self.saved_to or self.root / CHECKPOINTS
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / METRICS
-
-    @property
-    def measurement(self) -> Path:
-        return self.root / MEASUREMENT
-
-    @property
-    def plan(self) -> Path:
-        return self.root / PLAN
-
-    @property
-    def export(self) -> Path:
-        return self.root / EXPORT
-
-    @property
-    def launch(self) -> Path:
-        return self.root / LAUNCH
-
-    def note_end(self, *, interrupted: bool) -> None:
-        """Records how the run ended: batch scripts can read it, and a finished run is never resumed."""
-        record = LaunchRecord.load(self.launch)
-        if record is not None:
-            ended = "interrupted" if interrupted else "finished"
-            record.model_copy(update={"ended": ended}).save(self.launch)
-
-
-@dataclass(frozen=True)
-class OpenedRun:
-    """A run's directory, ready to be written.
-
+    checkpoints: directory or URL of its checkpoints
     previous_run: the place that an earlier run in this directory was moved to
     previous_attempt: the record of an earlier attempt of this launch, which is resumed; None for the first
         attempt
     """
 
-    directory: RunDirectory
+    root: Path
+    checkpoints: Path | str
     previous_run: Path | None = None
     previous_attempt: LaunchRecord | None = None
+
+    def note_end(self, *, interrupted: bool) -> None:
+        """Records how the run ended: batch scripts can read it, and a finished run is never resumed."""
+        record = LaunchRecord.load(self.root / LAUNCH)
+        if record is not None:
+            ended = "interrupted" if interrupted else "finished"
+            record.model_copy(update={"ended": ended}).save(self.root / LAUNCH)
 
 
 @contextmanager
@@ -92,21 +63,21 @@ def opened(
     saved_to: str | None = None,
     kept: bool = False,
     offload_path: str = "offload",
-) -> Generator[OpenedRun]:
-    """Opens the directory for one run to write, and locks it.
+) -> Generator[RunDirectory]:
+    """Opens the directory for one run to write, and locks it. Only rank 0 calls this.
 
     A new run takes the name of a directory that holds an earlier run, which becomes `<name>.1`, or `.2`. If
     an earlier attempt of the same `launch` used the directory, the run resumes it instead (see `LaunchId`).
 
+    saved_to: directory or URL of the checkpoints, if they are elsewhere
     kept: a run may have left state to resume from elsewhere (`fullshard.training.offload_checkpoint`)
 
-    Only rank 0 calls this. Raises TrainError if the directory is in use or cannot be made; CheckpointError if
-    there is nothing to resume, or if a new run would save to `saved_to`, where an earlier run has saved;
-    SpecError for a directory that is not a run's alone (`fullshard.jobs.run_place`).
+    Raises TrainError if the directory is in use or cannot be made; CheckpointError if there is nothing to
+    resume, or if a new run would save to `saved_to`, where an earlier run has saved; SpecError for a
+    directory that is not a run's alone.
     """
     require_name(str(root))
-    directory = RunDirectory(root, saved_to)
-    there = directory.launch.exists() if kept else Path(directory.checkpoints).is_dir()
+    there = (root / LAUNCH).exists() if kept else (root / CHECKPOINTS).is_dir()
     if resume and not saved_to and not there:
         raise CheckpointError(
             f"{root} holds no run to resume.",
@@ -114,7 +85,7 @@ def opened(
             fix="leave --resume out, or set run.dir to the directory of the run",
         )
     launch = launch or LaunchId()
-    before = launch.earlier_attempt(directory.launch)
+    before = launch.earlier_attempt(root / LAUNCH)
     if not (resume or before):
         require_free(root, offload_path=offload_path)  # a refused directory stays unchanged
     with explained(root):
@@ -125,15 +96,83 @@ def opened(
             aside = None if resume or before else set_aside(root, offload_path=offload_path)
         make(root)  # the lock moved with the directory that was set aside
         with locked(root):
-            launch.record().save(directory.launch)
-            yield OpenedRun(directory, aside, before)
+            launch.record().save(root / LAUNCH)
+            yield RunDirectory(root, saved_to or root / CHECKPOINTS, aside, before)
+
+
+def require_name(name: str) -> Path:
+    """Returns the directory that `run.dir` names.
+
+    Raises SpecError for a name that is not a path, and for the working directory, the home directory, and any
+    directory that contains one of these.
+    """
+    if not name.strip() or "://" in name:
+        raise SpecError("run.dir does not name a directory.", got=f"run.dir = {name!r}", fix=_ANOTHER)
+    if name.startswith("~"):
+        fix = f'run.dir = "{Path(os.path.expanduser(name))}"'
+        raise SpecError(f"run.dir = {name!r} would be a directory called ~ here.", fix=fix)
+    place = Path(os.path.realpath(name))
+    for what, other in (("the working directory", os.getcwd()), ("the home directory", _home())):
+        if Path(os.path.realpath(other)).is_relative_to(place):
+            raise SpecError(
+                f"run.dir = {name!r} is not a run's alone.",
+                got=f"{place}, which is or holds {what}",
+                why="a later run renames the directory, with all that is in it",
+                fix=_ANOTHER,
+            )
+    return Path(name)
+
+
+def require_free(root: Path, *, offload_path: str = "offload") -> None:
+    """Raises SpecError if a new run may neither write into `root` nor set aside its contents."""
+    entries = _entries(root)
+    own = _DIRECTORIES | {Path(offload_path).parts[0] if Path(offload_path).parts else ""}
+    if not _holds_run(root):
+        taken = [one.name for one in entries if one.name in _WRITTEN and not _is_empty(one)]
+        if taken:
+            raise SpecError(
+                f"{root} holds {', '.join(taken)}, and is not the directory of a run.",
+                got=f"neither a {LAUNCH} nor a {PLAN} that a run has written",
+                why="a run would write over them",
+                fix=f"{_ANOTHER}; or --resume, to continue from the checkpoints that are there",
+            )
+        others = [one.name for one in entries if not _may_lie_beside_run(one, own=own)]
+        if others:
+            raise SpecError(
+                f"{root} holds other things than a run.",
+                got=", ".join(others[:5]),
+                why="a run would write its files among them",
+                fix=f"{_ANOTHER}; loose files, logs/ and empty directories may lie there",
+            )
+        return
+    others = [one.name for one in entries if not _may_move_with_run(one, own=own)]
+    if others:
+        raise SpecError(
+            f"{root} holds an earlier run, and more.",
+            got=", ".join(others[:5]),
+            why="the earlier run is set aside by renaming the directory, and these would move with it",
+            fix=f"{_ANOTHER}; --resume, to continue the earlier run; or move these elsewhere",
+        )
+
+
+def set_aside(root: Path, *, offload_path: str = "offload") -> Path | None:
+    """Renames the directory of an earlier run, if there is one, to `<name>.1`, or `.2`, and returns it."""
+    require_free(root, offload_path=offload_path)
+    if not _holds_run(root):
+        return None
+    place = Path(os.path.realpath(root)) if root.is_symlink() else root  # the link stays
+    number = 1
+    while (target := place.with_name(f"{place.name}.{number}")).exists():
+        number += 1
+    place.rename(target)
+    return target
 
 
 def _require_no_checkpoint(saved_to: str) -> None:
-    """Raises CheckpointError if `saved_to` holds checkpoints, which a new run would mistake for its own.
+    """Raises CheckpointError if `saved_to` holds checkpoints, which a new run would mistake for its own."""
+    from fullshard.checkpoint.location import location_of  # imports torch, which the launcher's checks avoid
+    from fullshard.distributed.agreement import locally
 
-    They are not ours to move.
-    """
     place = location_of(saved_to)
     steps = locally(place.steps, doing=f"looking for checkpoints in {saved_to}")
     if steps:
@@ -142,3 +181,47 @@ def _require_no_checkpoint(saved_to: str) -> None:
             got=", ".join(files.name for _, files in steps[:3]),
             fix="--resume to resume it, or another checkpoint.dir",
         )
+
+
+def _holds_run(root: Path) -> bool:
+    """Returns whether a run left its own record there. A file called launch.json alone proves nothing."""
+    if LaunchRecord.load(root / LAUNCH) is not None:
+        return True
+    try:
+        Plan.load(root / PLAN)
+    except SpecError:
+        return False
+    return True
+
+
+def _may_move_with_run(entry: Path, *, own: set[str]) -> bool:
+    if entry.name in _REPOSITORY:
+        return False
+    return entry.name in own if entry.is_dir() else entry.suffix not in _OF_PEOPLE
+
+
+def _may_lie_beside_run(entry: Path, *, own: set[str]) -> bool:
+    if entry.name in _REPOSITORY:
+        return False
+    return not entry.is_dir() or entry.name.startswith(".") or entry.name in own or _is_empty(entry)
+
+
+def _is_empty(entry: Path) -> bool:
+    return entry.is_dir() and not any(entry.iterdir())
+
+
+def _entries(root: Path) -> list[Path]:
+    if not os.path.exists(root):
+        return []
+    try:
+        return sorted(root.iterdir())
+    except OSError as error:
+        raise SpecError(
+            f"run.dir = {str(root)!r} cannot be a run's directory.", got=error.strerror, fix=_ANOTHER
+        ) from error
+
+
+def _home() -> str:
+    """Returns the user's home directory, or the root if there is none, which is refused in any case."""
+    home = os.path.expanduser("~")
+    return home if os.path.isabs(home) else os.sep

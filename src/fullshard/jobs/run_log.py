@@ -1,24 +1,75 @@
 """The log that rank 0 shows and keeps of every step: the progress, `metrics.jsonl`, and the trackers."""
 
+import json
+import math
 import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing, contextmanager
-from typing import TextIO
+from io import FileIO
+from pathlib import Path
+from typing import Any, TextIO
 
-from fullshard.errors import TrainError
-from fullshard.jobs.metrics import MetricsLog, StepMetrics
-from fullshard.jobs.progress import Progress, progress
+from fullshard.errors import SpecError, TrainError
+from fullshard.jobs.progress import Progress, StepMetrics, progress
 from fullshard.jobs.trackers import Tracker, open_trackers, require_trackers
 from fullshard.spec.measurement import MatmulPeak, peak_tokens_per_second
 from fullshard.spec.run import Run
+from fullshard.system.files import open_regular, write_whole
 from fullshard.training.loop import Step
+
+FILE_NAME = "metrics.jsonl"
+PREVIOUS_FILE_NAME = "metrics.previous.jsonl"
+
+
+class MetricsLog:
+    """The file `metrics.jsonl` in the run's directory: one line of JSON per step, each written in one piece.
+
+    A run that resumes after `after_step` drops later lines, whose steps it repeats, and incomplete ones, so
+    that the file is one curve. A new run (`after_step` 0) keeps the last run's file as
+    `metrics.previous.jsonl`. Raises SpecError if the directory cannot be written.
+    """
+
+    def __init__(self, directory: str | Path, *, after_step: int = 0) -> None:
+        self.path = Path(directory, FILE_NAME)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if after_step and self.path.exists():
+                _keep_until(self.path, after_step)
+            elif self.path.exists() and self.path.stat().st_size:
+                self.path.replace(self.path.with_name(PREVIOUS_FILE_NAME))
+            # Unbuffered, so that each line is one write and a crash between two steps loses nothing.
+            self._file = FileIO(self.path, "ab", opener=open_regular)
+        except OSError as error:
+            raise SpecError(
+                f"{self.path} cannot be written.", got=error.strerror, fix="run.dir = another directory"
+            ) from error
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Appends a line. Raises TrainError if it cannot be written."""
+        line = json.dumps({"step": metrics.step} | {k: _json(v) for k, v in metrics.values().items()})
+        data = f"{line}\n".encode()
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            raise _write_failed(self.path, str(error.strerror)) from error
+        if written != len(data):
+            raise _write_failed(self.path, f"{written} of {len(data)} bytes were written: the disk is full")
+
+    def rewind(self, last_step: int) -> None:
+        """Drops the lines of steps after `last_step`, which will be repeated. Raises TrainError."""
+        self._file.close()
+        try:
+            _keep_until(self.path, last_step)
+            self._file = FileIO(self.path, "ab", opener=open_regular)
+        except OSError as error:
+            raise _write_failed(self.path, str(error.strerror)) from error
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class RunLog:
-    """Records finished steps. Created by `open_run_log`; on ranks other than 0 it does nothing.
-
-    peak_tokens_per_second: reference for MFU (see `fullshard.spec.measurement`); None for no MFU
-    """
+    """Records finished steps. Created by `open_run_log`; on ranks other than 0 it does nothing."""
 
     def __init__(
         self,
@@ -35,12 +86,9 @@ class RunLog:
     def step(
         self, step: Step, *, peak_bytes: int | None = None, validation_loss: float | None = None
     ) -> None:
-        """Records and shows a finished step.
+        """Records and shows a finished step. Raises TrainError if the line cannot be written to disk.
 
-        peak_bytes: peak memory of the fullest rank, if it was measured
-
-        The trackers receive every `log.every`-th step, and those with a validation loss. Raises TrainError if
-        the line cannot be written to disk.
+        The trackers receive every `log.every`-th step, and those with a validation loss.
         """
         metrics = StepMetrics(
             step=step.index,
@@ -58,7 +106,11 @@ class RunLog:
         if self._metrics is not None:
             self._metrics.write(metrics)
         if step.index % self._every == 0 or validation_loss is not None:
-            self._track(metrics)
+            self._trackers = [
+                one
+                for one in self._trackers
+                if self._try(lambda one=one: one.log(step.index, metrics.values()))
+            ]
         if self._progress is not None:
             self._progress.show(metrics)
         if validation_loss is not None:
@@ -70,30 +122,18 @@ class RunLog:
             self._progress.say(text)
 
     def rewind(self, last_step: int) -> None:
-        """Drops the steps after `last_step`, to which the run returns. `metrics.jsonl` stays one curve."""
+        """Drops the steps after `last_step`, to which the run returns."""
         if self._metrics is not None:
             self._metrics.rewind(last_step)
 
     def close(self, *, exit_code: int = 0) -> None:
         """Closes the trackers, and passes them the `exit_code` of the run."""
-        for tracker in self._trackers:
-            self._try(lambda tracker=tracker: tracker.close(exit_code=exit_code))
+        for one in self._trackers:
+            self._try(lambda one=one: one.close(exit_code=exit_code))
         self._trackers.clear()
 
-    def _track(self, metrics: StepMetrics) -> None:
-        values = metrics.values()
-        reached = [
-            tracker
-            for tracker in self._trackers
-            if self._try(lambda tracker=tracker: tracker.log(metrics.step, values))
-        ]
-        self._trackers = reached
-
     def _try(self, act: Callable[[], None]) -> bool:
-        """Returns whether `act` succeeded.
-
-        Losing a tracker does not end the run: `metrics.jsonl` has everything.
-        """
+        """Returns whether `act` succeeded; losing a tracker does not end the run."""
         try:
             act()
         except TrainError as error:
@@ -118,8 +158,7 @@ def open_run_log(
     flops_per_token, peak: values that MFU is computed from
     file: destination of the progress; standard error by default
 
-    Raises MissingExtraError on all ranks for a tracker that is not installed, and SpecError if a tracker does
-    not start or `run.dir` cannot be written.
+    Raises MissingExtraError on all ranks for a tracker that is not installed, or SpecError.
     """
     require_trackers(run.log.trackers)
     if rank != 0:
@@ -150,3 +189,36 @@ def open_run_log(
             raise
         finally:
             log.close(exit_code=exit_code)
+
+
+def _json(value: Any) -> Any:
+    """Returns null for NaN and infinity, which JSON does not have."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _keep_until(path: Path, last_step: int) -> None:
+    with open(path, "rb", opener=open_regular) as file:
+        lines = file.readlines()
+    kept = [line for line in lines if (step := _step_of(line)) is not None and step <= last_step]
+    if len(kept) < len(lines):
+        write_whole(path, b"".join(kept).decode())
+
+
+def _step_of(line: bytes) -> int | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return None
+    step = fields.get("step") if isinstance(fields, dict) else None
+    return step if isinstance(step, int) else None
+
+
+def _write_failed(path: Path, got: str) -> TrainError:
+    return TrainError(
+        f"{path} cannot be written any more.",
+        got=got,
+        why="a run whose figures are lost would continue unseen",
+        fix="free the disk, then fullshard train --resume",
+    )

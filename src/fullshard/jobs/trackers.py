@@ -1,21 +1,16 @@
-"""Experiment trackers that a run can also report to: tensorboard, wandb, mlflow.
-
-Each is an extra, imported only if it is requested. `metrics.jsonl` is written in any case.
-"""
+"""Experiment trackers that a run can also report to (tensorboard, wandb, mlflow), each an extra."""
 
 import importlib
 import importlib.util
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, MissingExtraError, SpecError, TrainError
 from fullshard.spec.run import Run
-
-TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 
 
 class Tracker(Protocol):
@@ -26,49 +21,30 @@ class Tracker(Protocol):
         ...
 
     def close(self, *, exit_code: int = 0) -> None:
-        """Sends the remaining data.
-
-        exit_code: exit code of the run; a run with a code other than 0 is marked as failed
-
-        Raises TrainError if the tracker is no longer reachable.
-        """
+        """Sends the remaining data; marks the run as failed if its exit code is not 0. Raises TrainError."""
         ...
 
 
-def require_trackers(names: Sequence[TrackerName]) -> None:
-    """Raises MissingExtraError for the first tracker that is not installed.
-
-    Imports none, so every rank can call it.
-    """
+def require_trackers(names: Sequence[str]) -> None:
+    """Raises MissingExtraError for the first tracker that is not installed, without importing any."""
     for name in names:
-        require_package(name, extra=name)
+        if importlib.util.find_spec(name) is None:
+            raise MissingExtraError(name, package=name, needed_for=f'log.trackers = ["{name}"]')
 
 
 def open_trackers(run: Run, *, after_step: int = 0) -> list[Tracker]:
-    """Returns the trackers that `run.log.trackers` names.
+    """Returns the trackers that `run.log.trackers` names, after `require_trackers`.
 
     after_step: the step that the run resumes from
 
-    Raises MissingExtraError, or SpecError if a tracker does not start.
+    Raises SpecError if a tracker does not start.
     """
-    return [_open(name, run, after_step=after_step) for name in run.log.trackers]
-
-
-def require_package(package: str, *, extra: str) -> None:
-    """Raises MissingExtraError if `package` cannot be found, without importing it."""
-    if importlib.util.find_spec(package) is None:
-        raise MissingExtraError(extra, package=package, needed_for=f'log.trackers = ["{extra}"]')
-
-
-def _open(name: TrackerName, run: Run, *, after_step: int) -> Tracker:
-    require_package(name, extra=name)
-    match name:
-        case "tensorboard":
-            return TensorboardTracker(run, after_step=after_step)
-        case "wandb":
-            return WandbTracker(run)
-        case "mlflow":
-            return MlflowTracker(run)
+    makers: dict[str, Callable[[], Tracker]] = {
+        "tensorboard": lambda: TensorboardTracker(run, after_step=after_step),
+        "wandb": lambda: WandbTracker(run),
+        "mlflow": lambda: MlflowTracker(run),
+    }
+    return [makers[name]() for name in run.log.trackers]
 
 
 class TensorboardTracker:
@@ -94,10 +70,7 @@ class TensorboardTracker:
 
 
 class WandbTracker:
-    """A run of the project `fullshard` (or WANDB_PROJECT), online or offline as WANDB_MODE sets.
-
-    Its files are in `<run.dir>/wandb`.
-    """
+    """A run of the project `fullshard` (or WANDB_PROJECT), with its files in `<run.dir>/wandb`."""
 
     def __init__(self, run: Run) -> None:
         wandb = importlib.import_module("wandb")

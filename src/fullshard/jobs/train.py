@@ -1,15 +1,15 @@
 """The work of each rank of `fullshard train`, from the Run to its Measurement."""
 
 import math
+import signal
 import time
-from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch._dynamo  # pyright: ignore[reportUnusedImport]  # else imported later, with gc enabled
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.checkpoint import location_of
@@ -18,41 +18,33 @@ from fullshard.distributed.agreement import gathered, on_rank_zero
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, PlanError
 from fullshard.jobs.checkpoints import Checkpoints
-from fullshard.jobs.interrupt import Interrupt
 from fullshard.jobs.launch_record import LaunchId
 from fullshard.jobs.leftovers import find_unusable_state, leftover_messages, unusable_message
-from fullshard.jobs.run_directory import OpenedRun, RunDirectory, opened
+from fullshard.jobs.run_directory import EXPORT, LAUNCH, MEASUREMENT, PLAN, RunDirectory, opened
 from fullshard.jobs.run_log import RunLog, open_run_log
 from fullshard.models.build import build_model, flops_per_token
 from fullshard.models.checks import check_positions, check_vocabulary
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.huggingface import is_causal_lm
 from fullshard.offload.saved_state import SavedRunState
-from fullshard.offload.state import OffloadedState, host_bytes_of, offloaded_of
+from fullshard.offload.state import host_bytes_of, offloaded_of
 from fullshard.profiler.clock import find_matmul_peak
 from fullshard.profiler.memory import Peak, live_bytes, measure_peak
 from fullshard.profiler.trace import trace_step
 from fullshard.quantities import format_count, format_seconds
 from fullshard.sharding.mesh import Ranks, process_group
-from fullshard.spec.measurement import (
-    MatmulPeak,
-    Measurement,
-    MemoryParts,
-    Pace,
-    PeakBytes,
-    StepSeconds,
-)
+from fullshard.spec.measurement import MatmulPeak, Measurement, Pace, PeakBytes, StepSeconds
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
 from fullshard.survival.phase import PhaseTracker, RunPhase
 from fullshard.survival.watchdog import watching
 from fullshard.system.files import write_whole
+from fullshard.system.signals import NotedSignals, note_signals
 from fullshard.training.evaluate import generate, validation_loss
 from fullshard.training.loop import Step, train
 from fullshard.training.loss import Loss, loss_of, next_token_loss
 from fullshard.training.optimizer import build_optimizer
-from fullshard.training.resume import checkpoint_location, pretrained_directory, restore
-from fullshard.training.rollback import roll_back
+from fullshard.training.resume import checkpoint_location, pretrained_directory, restore, roll_back
 from fullshard.training.shard import close_offload, directory_of, discard_offloaded, shard
 from fullshard.training.state import TrainState
 from fullshard.weights.export import export
@@ -88,7 +80,7 @@ class _TrainJob:
     startup_seconds: float | None = None
     sample: str | None = None
     repeated_steps: int = 0
-    interrupt: Interrupt = field(default_factory=Interrupt)
+    signals: NotedSignals = field(default_factory=NotedSignals)
 
     @property
     def run(self) -> Run:
@@ -108,7 +100,8 @@ def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float
         stack.enter_context(watching(where, run.survival))
         plan = plan or _plan(run, ranks)
         job = _start(stack, plan, ranks=ranks, where=where, resume=resume, command_started=command_started)
-        with job.interrupt:  # until everything is saved
+        # Until everything is saved, because ranks must agree on how to react.
+        with note_signals(signal.SIGTERM, signal.SIGINT, raise_second_interrupt=True) as job.signals:
             interrupted = _train(job)
             _finish(job, interrupted=interrupted)
             close_offload(job.state.model, plan=job.plan, finished=not interrupted)
@@ -131,20 +124,22 @@ def _start(
     # Before anything is allocated or written. Tokenizing may take hours, so it reports to the watchdog.
     data = build_data(run, alive=lambda: where.enter(RunPhase.LOADING))
     where.enter(RunPhase.STARTING)
-    found = stack.enter_context(_directory(plan, ranks, resume=resume))
-    directory = found.directory
-    if found.previous_attempt is not None and plan.world_size != ranks.world_size:
+    directory = _open_directory(stack, plan, ranks=ranks, resume=resume)
+    if directory.previous_attempt is not None and plan.world_size != ranks.world_size:
         plan = _plan(run, ranks)  # nodes have left or joined: same settings, current ranks
     model, loss = _model(run, data)
     weights = pretrained_directory(run)
-    goes_on = resume or found.previous_attempt is not None
-    saved = directory.checkpoints if goes_on else None
+    saved = directory.checkpoints if resume or directory.previous_attempt is not None else None
     left = find_unusable_state(plan, saved=saved, must_resume=resume)
-    discard_offloaded(plan, unless=goes_on)
+    if saved is None:
+        discard_offloaded(plan)
     shard(model, plan, values="initialised" if weights is None else "unset")
-    ahead = stack.enter_context(prefetch_batches(data, steps=run.data.ahead_steps))
-    saves = "trained" if run.adapter.saved_alone else "all"
-    state = TrainState(model, build_optimizer(model, plan), data=ahead, saved=saves)
+    state = TrainState(
+        model,
+        build_optimizer(model, plan),
+        data=stack.enter_context(prefetch_batches(data, steps=run.data.ahead_steps)),
+        saved="trained" if run.adapter.saved_alone else "all",
+    )
     state.phase = where
     torch.manual_seed(run.run.seed + ranks.rank)  # for dropout; replaced by a checkpoint's own state
     read = restore(state, plan, weights=weights, saved=saved, must_resume=resume)
@@ -159,17 +154,7 @@ def _start(
             peak=peak,
         )
     )
-    for line in _earlier_run_messages(plan, found, left=left, step=state.step):
-        log.message(line)
-    log.message(_headline(plan, data, model=model))
-    if read is not None:
-        log.message(read)
-    if found.previous_attempt is not None:
-        log.message(found.previous_attempt.describe(ranks.world_size, step=state.step, steps=run.train.steps))
-    elif resume:
-        log.message(f"resumed at step {state.step} of {run.train.steps}")
-    checkpoints = stack.enter_context(Checkpoints(directory.checkpoints, plan, say=log.message))
-    return _TrainJob(
+    job = _TrainJob(
         plan=plan,
         ranks=ranks,
         directory=directory,
@@ -180,69 +165,74 @@ def _start(
         matmul_peak=peak,
         command_started=command_started,
         first_step=state.step + 1,
-        checkpoints=checkpoints,
+        checkpoints=stack.enter_context(Checkpoints(directory.checkpoints, plan, say=log.message)),
         pace=Pace(warmup_steps=run.train.warmup_steps_untimed),
         skipped_before=state.skipped,
     )
+    _report_start(job, left=left, read=read, resume=resume)
+    return job
 
 
-def _earlier_run_messages(
-    plan: Plan, found: OpenedRun, *, left: SavedRunState | None, step: int
-) -> Iterator[str]:
-    """Yields the messages about earlier runs, of a run that resumes after `step`."""
-    if found.previous_run:
-        yield f"an earlier run in {found.directory.root} is kept as {found.previous_run}"
-    unused_state = unusable_message(plan, left, step=step) if left is not None else None
-    yield from leftover_messages(
-        plan, aside=found.previous_run, reported=left.directory if left and unused_state else None
-    )
-    if unused_state is not None:
-        yield unused_state
+def _report_start(job: _TrainJob, *, left: SavedRunState | None, read: str | None, resume: bool) -> None:
+    """Prints what the run starts from.
+
+    left: state on the drive that the run cannot use
+    read: message about the weights that were read
+    """
+    directory, log, step, steps = job.directory, job.log, job.state.step, job.run.train.steps
+    if directory.previous_run:
+        log.message(f"an earlier run in {directory.root} is kept as {directory.previous_run}")
+    unused = unusable_message(job.plan, left, step=step) if left is not None else None
+    reported = left.directory if left and unused else None
+    for line in leftover_messages(job.plan, aside=directory.previous_run, reported=reported):
+        log.message(line)
+    for text in (unused, _headline(job), read):
+        if text is not None:
+            log.message(text)
+    if directory.previous_attempt is not None:
+        log.message(directory.previous_attempt.describe(job.ranks.world_size, step=step, steps=steps))
+    elif resume:
+        log.message(f"resumed at step {step} of {steps}")
 
 
 def _model(run: Run, data: Data) -> tuple[nn.Module, Loss]:
-    """Returns the model, without values, and its loss. Raises SpecError if model and data do not fit."""
     model = build_model(run)
     check_positions(model, run)
     check_vocabulary(model, run, tokens=data.vocabulary)
     return model, loss_of(run, model)
 
 
-@contextmanager
-def _directory(plan: Plan, ranks: Ranks, *, resume: bool) -> Generator[OpenedRun]:
-    """Opens the directory on rank 0, which fails for all ranks if it must; the others wait until it is ready.
+def _open_directory(stack: ExitStack, plan: Plan, *, ranks: Ranks, resume: bool) -> RunDirectory:
+    """Opens the run's directory on rank 0, while the others wait until it is ready. Collective.
 
-    Raises PlanError, before anything is written, if the plan is for other ranks and no node has left or
-    joined.
+    Raises PlanError if the plan is for other ranks and no node has left or joined.
     """
     run = plan.run
     launch = LaunchId.merge(gathered(LaunchId.from_environment()))
     if plan.world_size != ranks.world_size:
-        record = RunDirectory(Path(run.run.dir)).launch
+        record = Path(run.run.dir, LAUNCH)
         if on_rank_zero(lambda: launch.earlier_attempt(record), doing=f"reading {record}") is None:
             raise PlanError(
                 f"the plan is for {plan.world_size} ranks.",
                 got=f"{ranks.world_size} ranks",
                 fix=f"start {plan.world_size}, or make a plan for {ranks.world_size}",
             )
+    found: list[RunDirectory] = []
     if ranks.rank == 0:
-        kept = run.offload.on_disk
-        with opened(
+        own = opened(
             Path(run.run.dir),
             resume=resume,
             launch=launch,
             saved_to=run.checkpoint.dir,
-            kept=kept,
+            kept=run.offload.on_disk,
             offload_path=run.offload.path,
-        ) as found:
-            yield on_rank_zero(lambda: found, doing="telling of the run's directory")
-    else:
-        yield on_rank_zero(
-            lambda: OpenedRun(RunDirectory(Path(run.run.dir))), doing="opening the run's directory"
         )
+        found.append(stack.enter_context(own))
+    return on_rank_zero(lambda: found[0], doing="opening the run's directory")
 
 
-def _headline(plan: Plan, data: Data, *, model: nn.Module) -> str:
+def _headline(job: _TrainJob) -> str:
+    plan, model = job.plan, job.state.model
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     mesh = (
@@ -255,7 +245,7 @@ def _headline(plan: Plan, data: Data, *, model: nn.Module) -> str:
     return (
         f"{format_count(parameters)} parameters{of_them}, {plan.strategy} over {mesh} {plan.device} ranks, "
         f"{plan.precision.param} compute; {plan.run.train.global_batch} × {plan.run.data.sequence_length} "
-        f"tokens a step{accumulated}\n{data.describe()}"
+        f"tokens a step{accumulated}\n{job.data.describe()}"
     )
 
 
@@ -274,7 +264,8 @@ def _train(job: _TrainJob) -> bool:
             with trace_step(job.ranks.device) as traced:
                 step = next(steps, None)
             assert traced.seconds is not None, "the block has ended"
-            job.profiled.append(_least_waiting(traced.seconds, job.ranks.device))
+            # Of the rank that waited least, because the other ranks waited for it.
+            job.profiled.append(min(gathered(traced.seconds), key=lambda seconds: seconds.waiting))
         else:
             step = next(steps, None)
         if step is None:
@@ -292,7 +283,7 @@ def _steps(job: _TrainJob) -> Iterator[Step]:
         job.state,
         job.plan,
         loss=job.loss,
-        should_stop=lambda: job.interrupt.requested or job.checkpoints.failed is not None,
+        should_stop=lambda: job.signals.first is not None or job.checkpoints.failed is not None,
     )
 
 
@@ -348,7 +339,7 @@ def _after_step(job: _TrainJob, step: Step, *, measured: bool) -> None:
 
 
 def _validation(job: _TrainJob) -> Iterator[dict[str, Tensor]]:
-    """Yields the validation batches. Each reports progress, so a long validation is not taken for a hang."""
+    """Yields the validation batches, and enters the phase anew for each: a long validation is not a hang."""
     for batch in job.data.validation(rank=job.ranks.rank, plan=job.plan):
         job.state.phase.enter(RunPhase.VALIDATING)
         yield batch
@@ -370,12 +361,13 @@ def _finish(job: _TrainJob, *, interrupted: bool) -> None:
     if job.ranks.rank == 0:
         job.directory.note_end(interrupted=interrupted)
     if job.ranks.rank == 0 and job.last is not None:
-        write_whole(job.directory.plan, job.plan.model_dump_json(indent=2) + "\n")
-        _measurement(job).save(job.directory.measurement)
+        root = job.directory.root
+        write_whole(root / PLAN, job.plan.model_dump_json(indent=2) + "\n")
+        _measurement(job).save(root / MEASUREMENT)
         if job.run.checkpoint.export and job.checkpoints.last is not None and not interrupted:
             saved = location_of(job.checkpoints.last, key_file=job.run.checkpoint.key_file)
-            export(saved, job.directory.export)
-            job.log.message(f"exported {job.directory.export}")
+            export(saved, root / EXPORT)
+            job.log.message(f"exported {root / EXPORT}")
 
 
 def _sample(job: _TrainJob) -> str | None:
@@ -434,44 +426,27 @@ def _step_seconds(job: _TrainJob) -> StepSeconds | None:
     return min(job.profiled, key=lambda step: step.total).scaled_to(seconds)
 
 
-def _least_waiting(own: StepSeconds, device: torch.device) -> StepSeconds:
-    """Returns the step of the rank that waited least, because the other ranks waited for it. Collective."""
-    terms = torch.tensor(list(own.terms().values()), dtype=torch.float64, device=device)
-    rows = [torch.zeros_like(terms) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, terms)
-    steps = [StepSeconds(**dict(zip(own.terms(), row.tolist(), strict=True))) for row in rows]
-    return min(steps, key=lambda step: step.waiting)
-
-
 def _highest_peak(peak: Peak, job: _TrainJob) -> PeakBytes | None:
     """Returns the parts of the rank with the highest peak, on all ranks. Collective."""
     if peak.parts is None:
         return None
-    device, offloaded = job.ranks.device, offloaded_of(job.state.model)
-    own = [peak.bytes, *peak.parts.parts().values(), peak.active_bytes, peak.reserved_bytes, 0]
+    offloaded, on_cuda = offloaded_of(job.state.model), job.ranks.device.type == "cuda"
+    masters, host = 0, None
     if offloaded is not None:
-        own[-1] = _host_bytes(job.plan, offloaded)
         masters = live_bytes(offloaded.masters.values())  # shards to the meter, host memory to a plan
-        own[0], own[1] = own[0] - masters, own[1] - masters
-    rows = [torch.zeros(len(own), dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, torch.tensor(own, device=device))
-    every = [row.tolist() for row in rows]
-    fullest, host = max(every, key=lambda row: row[0]), max(row[-1] for row in every)
-    total, *parts, active, reserved, _ = fullest
-    on_cuda = device.type == "cuda"
-    return PeakBytes(
-        **dict(zip(MemoryParts.model_fields, parts, strict=True)),
-        allocated=total if on_cuda else None,
-        active=active if on_cuda else None,
-        reserved=reserved if on_cuda else None,
-        host=None if offloaded is None else host,
+        gradients = sum(local_tensor(p).numel() * p.element_size() for p in offloaded.names_of)
+        host = host_bytes_of(offloaded) + (gradients if job.plan.gradients_leave else 0)
+    parts = peak.parts.parts() | {"parameter_shards": peak.parts.parameter_shards - masters}
+    own = PeakBytes(
+        **parts,
+        allocated=peak.bytes - masters if on_cuda else None,
+        active=peak.active_bytes if on_cuda else None,
+        reserved=peak.reserved_bytes if on_cuda else None,
+        host=host,
     )
-
-
-def _host_bytes(plan: Plan, offloaded: OffloadedState) -> int:
-    """Returns the host bytes that offload takes on this rank: state or streaming buffers, and gradients."""
-    gradients = sum(local_tensor(p).numel() * p.element_size() for p in offloaded.names_of)
-    return host_bytes_of(offloaded) + (gradients if plan.gradients_leave else 0)
+    every = gathered(own)
+    fullest = max(every, key=lambda one: one.total)
+    return fullest.model_copy(update={"host": max((one.host for one in every if one.host), default=host)})
 
 
 def _offload_label(plan: Plan) -> str | None:

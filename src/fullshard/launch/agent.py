@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from fullshard.errors import LaunchError
-from fullshard.launch.attempts import Attempts
+from fullshard.launch.attempts import Attempts, RankOutcome
 from fullshard.launch.environment import quiet_logs
-from fullshard.launch.first_failure import RankOutcome
 from fullshard.launch.gc import gc_disabled
 from fullshard.launch.outcome import ProcessOutcome
 from fullshard.launch.request import Request
 from fullshard.launch.scratch import private_directory
-from fullshard.launch.signals import Signals
+from fullshard.system.signals import NotedSignals, note_signals
 from fullshard.system.terminal import printable
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def run_ranks(request: Request, *, ranks: int) -> int:
     quiet_logs(os.environ)
     attempts = Attempts(restarts=request.run.run.restarts)
     launch = uuid.uuid4().hex  # shared by all attempts, so that each resumes the previous one
-    with Signals() as signals, _quiet_torchelastic():
+    with note_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals, _quiet_torchelastic():
         while True:
             with private_directory() as directory:
                 request.save(directory)
@@ -86,10 +85,10 @@ class _Watch:
     """Watches the ranks of one attempt from start to end.
 
     The agent runs in its own thread, because in the main thread it would install its own handlers, which end
-    the ranks. Signal handlers only record signals; this loop acts on them.
+    the ranks.
     """
 
-    def __init__(self, agent: "LocalElasticAgent", directory: Path, *, signals: Signals) -> None:
+    def __init__(self, agent: "LocalElasticAgent", directory: Path, *, signals: NotedSignals) -> None:
         self._agent = agent
         self._directory = directory
         self._ranks = agent.get_worker_group().spec.local_world_size
@@ -155,7 +154,7 @@ class _Watch:
         return min(times, default=None)
 
     def _ending(self, rank: int) -> ProcessOutcome | None:
-        return ProcessOutcome.load(ending_path(self._directory, rank))
+        return ProcessOutcome.load(self._directory / f"rank-{rank}.json")
 
     def _ended(self, run: "Future[RunResult]") -> list[RankOutcome]:
         try:
@@ -175,11 +174,6 @@ class _Watch:
             )
             for rank in range(self._ranks)
         ]
-
-
-def ending_path(directory: Path, rank: int) -> Path:
-    """Returns the file in which a rank of this launch records how it ended."""
-    return directory / f"rank-{rank}.json"
 
 
 def _say(text: str) -> None:

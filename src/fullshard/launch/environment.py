@@ -18,12 +18,23 @@ def under_torchelastic(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def under_srun(environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether this process is one of several tasks of a SLURM job step.
-
-    A batch script and `srun --pty bash` have SLURM's variables too, but run as a single process.
-    """
+    """Returns whether this process is one of several tasks of a SLURM job step, unlike a batch script."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     return "SLURM_PROCID" in environment and tasks.isdecimal() and int(tasks) > 1
+
+
+def join_ranks(environment: MutableMapping[str, str] = os.environ) -> bool:
+    """Prepares the environment of a rank of torchrun or srun, before it imports torch.
+
+    Returns whether this process is one. A task of srun gets torchrun's variables.
+    """
+    if under_srun(environment) and not under_torchrun(environment):
+        environment.update(from_slurm(environment))
+    if not under_torchrun(environment):
+        return False
+    quiet_logs(environment)
+    share_cores(environment)
+    return True
 
 
 def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
@@ -69,10 +80,7 @@ def quiet_logs(environment: MutableMapping[str, str]) -> None:
 
 
 def share_cores(environment: MutableMapping[str, str]) -> None:
-    """Sets the threads of a rank to its share of the cores.
-
-    More threads than cores compete, and are slower.
-    """
+    """Sets the threads of a rank to its share of the cores, because more threads would compete."""
     ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
     environment.setdefault("OMP_NUM_THREADS", str(max(_cores() // ranks, 1)))
 

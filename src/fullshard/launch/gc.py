@@ -24,11 +24,9 @@ def gc_disabled() -> Generator[None]:
 def gc_frozen_imports() -> Generator[None]:
     """Disables collection inside the block, and exempts all objects alive at its end from later collections.
 
-    Searching them for cycles would take a second, also when the process ends. Only for libraries, before a
-    user's modules are imported: that search closes files that user code leaves open.
-
-    A process that has loaded a nanobind library (triton, which CUDA builds of torch import) still takes that
-    second when it ends: see `_unfreeze_for_nanobind`.
+    Searching them for cycles would take a second, also when the process ends (unless it has loaded a nanobind
+    library, see `_unfreeze_for_nanobind`). Only for libraries, before a user's modules are imported, because
+    that search closes files that user code leaves open.
     """
     with gc_disabled():
         yield
@@ -38,10 +36,9 @@ def gc_frozen_imports() -> Generator[None]:
 
 
 def _unfreeze_for_nanobind() -> None:
-    """Lets the interpreter free all objects at exit, if a library checks that it does.
+    """Lets the interpreter free all objects at exit if a nanobind library (triton) is loaded.
 
-    A nanobind library prints a line for each of its instances, types and functions that outlives the
-    interpreter. Types are part of cycles, so frozen ones would all be reported.
+    Such a library prints a line for each of its instances, types and functions that outlives the interpreter.
     """
     if any(_is_of_nanobind(module) for module in [*sys.modules.values()]):
         gc.unfreeze()

@@ -1,7 +1,4 @@
-"""The outcome of a piece of work: its exit code, and the report if it failed.
-
-This is the outermost level of a process, the only place that catches every exception.
-"""
+"""The outcome of a process, as its outermost level sees it: an exit code, and the report of a failure."""
 
 import json
 import os
@@ -40,12 +37,8 @@ _PEER_LOST = (
 class FailureReport:
     """An exception in a form that another process can show.
 
-    name: class of the exception
-    message: its text
-    exit_code: exit code of the process
     at: time, in seconds since the epoch
     peer_lost: the error only reports that another rank has gone
-    traceback: the formatted traceback
     """
 
     name: str
@@ -63,7 +56,7 @@ class FailureReport:
             message=str(error) if foreseen else _unforeseen(error),
             exit_code=error.exit_code if foreseen else 1,
             at=time.time(),
-            peer_lost=any(_says_peer_lost(one) for one in _chain(error)),
+            peer_lost=any(sign in str(one).lower() for one in _chain(error) for sign in _PEER_LOST),
             traceback="".join(traceback.format_exception(error)),
         )
 
@@ -75,10 +68,7 @@ class FailureReport:
 
 
 class ProcessOutcome:
-    """Context that catches every exception and sets `exit_code`.
-
-    The code is 0, a SystemExit's, 130 for Ctrl-C, or a failure's.
-    """
+    """Context that catches every exception and sets `exit_code` (a SystemExit's, 130 for Ctrl-C, …)."""
 
     def __init__(self) -> None:
         self.exit_code = 0
@@ -132,11 +122,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(current))
         yield current
         current = current.__cause__ or current.__context__
-
-
-def _says_peer_lost(error: BaseException) -> bool:
-    said = str(error).lower()
-    return any(sign in said for sign in _PEER_LOST)
 
 
 def _unforeseen(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fullshard.errors import INTERRUPTED_EXIT_CODE, TrainError
-from fullshard.launch.environment import quiet_logs, share_cores
+from fullshard.launch.environment import join_ranks
 from fullshard.launch.gc import gc_frozen_imports
 from fullshard.launch.outcome import ProcessOutcome
 from fullshard.launch.request import Request
@@ -24,8 +24,7 @@ def main(argv: Sequence[str]) -> None:
     directory, launcher = Path(argv[0]), int(argv[1])
     _end_with(launcher)
     escape_logs()
-    quiet_logs(os.environ)
-    share_cores(os.environ)
+    join_ranks()
     path = directory / f"rank-{os.environ['RANK']}.json"
     with ProcessOutcome() as ending:
         request = Request.load(directory)
@@ -38,14 +37,12 @@ def main(argv: Sequence[str]) -> None:
 
 
 def perform_here(request: Request) -> int:
-    """Performs the request as the rank that torchrun's environment assigns to this process; returns 0 or 75.
+    """Performs the request as the rank that this process became by `join_ranks`; returns 0 or 75.
 
     Exceptions are also written to torchrun's error file (`TORCHELASTIC_ERROR_FILE`).
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and os.getsid(0) == os.getpid():
         _end_with(os.getppid())  # torchrun itself: it starts ranks as leaders of a session
-    quiet_logs(os.environ)
-    share_cores(os.environ)
     from torch.distributed.elastic.multiprocessing.errors import record  # after the environment
 
     try:
@@ -92,10 +89,7 @@ def _end_with(launcher: int) -> None:
 
 
 def _leave(ending: ProcessOutcome) -> None:
-    """Ends the process if it failed.
-
-    An interrupted rank returns, so that torchelastic does not end the others.
-    """
+    """Ends the process if it failed. An interrupted rank returns, or torchelastic would end the others."""
     sys.stdout.flush()
     sys.stderr.flush()
     if ending.exit_code in (0, INTERRUPTED_EXIT_CODE):

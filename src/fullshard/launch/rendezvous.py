@@ -7,7 +7,7 @@ from fullshard.distributed.loopback import LOOPBACK, served_on_loopback
 
 
 class OneMachine(RendezvousHandler):
-    """A rendezvous of a single agent. Its ranks meet at a store on loopback.
+    """A rendezvous of a single agent, whose ranks meet at a store on loopback.
 
     torch's own handlers open a store on every interface, and its `c10d` unpickles whatever anybody writes
     there.

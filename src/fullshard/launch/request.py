@@ -21,18 +21,12 @@ FILE_NAME = "request.json"
 class Request(FrozenModel):
     """One launch.
 
-    run: the run
-    plan: its plan, if there is one
-    resume: the run must resume
     command_started: start of the command, in seconds since the epoch
     job: dotted name (`module:function`) of the function that each rank calls
 
-    The function has this signature:
-
-        job(run, resume=resume, plan=plan, command_started=command_started) -> None
-
-    A job that was interrupted, and has saved, raises `SystemExit(INTERRUPTED_EXIT_CODE)`. Its output goes to
-    standard error: standard output is for the result, which the command prints.
+    A job has the signature `job(run, resume=..., plan=..., command_started=...) -> None`. One that was
+    interrupted, and has saved, raises `SystemExit(INTERRUPTED_EXIT_CODE)`. Its output goes to standard error:
+    standard output is for the result, which the command prints.
     """
 
     run: Run

@@ -36,9 +36,8 @@ def private_directory() -> Generator[Path]:
 def remove_abandoned(parent: Path) -> None:
     """Removes the private directories in `parent` whose process is certainly dead, and leaves all others.
 
-    The kernel frees a lock when the process that holds it ends, however it ends. This kernel knows only its
-    own processes, so directories of other machines, or from before the last boot, are left alone. So are
-    directories of other users, and directories without a lock.
+    This kernel frees the locks of its own dead processes only, so directories of other machines, from before
+    the last boot, of other users, and without a lock are left alone.
     """
     for directory in parent.glob(f"{_PREFIX}*"):
         if _is_ours(directory) and _is_free(directory / _LOCK):

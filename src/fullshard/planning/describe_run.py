@@ -1,8 +1,8 @@
 """describe_run(plan, device): the spec of the model that a run trains, from the cache if possible."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fullshard.planning.spec_cache import find, keep, key_of
+from fullshard.planning.spec_cache import key_of, read_cached, write_cached
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import DeviceType, Plan
 from fullshard.spec.run import Run
@@ -16,14 +16,13 @@ def describe_run(plan: Plan | Run, device: DeviceType, *, model: "Module | None"
 
     model: the same model, if it is already built
 
-    torch is imported only if the spec is neither shipped nor cached (`fullshard.planning.spec_cache`). Raises
-    the errors of building and describing the model.
+    torch is imported only if the spec is neither shipped nor cached. Raises the errors of building the model.
     """
     key = key_of(plan, device)
-    spec = find(key)
+    spec = read_cached(key)
     if spec is None:
         spec = describe_anew(plan, device, model=model)
-        keep(key, spec)
+        write_cached(key, spec)
     return spec
 
 
@@ -31,10 +30,34 @@ def describe_anew(plan: Plan | Run, device: DeviceType, *, model: "Module | None
     """Returns the same spec as `describe_run`, always from the model itself."""
     from fullshard.models.build import build_model
     from fullshard.tracing.describe import describe
-    from fullshard.training.example_batch import example
     from fullshard.training.loss import loss_of
 
     run = plan.run if isinstance(plan, Plan) else plan
     model = model or build_model(run)
-    batch = example(run, model, rows=plan.microbatch if isinstance(plan, Plan) else run.train.microbatch or 1)
+    batch = _example_batch(plan, model)
     return describe(model, plan, loss=loss_of(run, model), batch=batch, kernels_for=device)
+
+
+def _example_batch(plan: Plan | Run, model: "Module") -> Any:
+    """Returns a microbatch for `describe`, or None for plain tokens, which it makes itself.
+
+    For data from Python, this is the first microbatch of step 0, because only the user knows its shapes.
+    """
+    import torch
+
+    from fullshard.data import build_data
+    from fullshard.models.examples import example_batch
+    from fullshard.training.loss import loss_of, model_loss
+
+    run = plan.run if isinstance(plan, Plan) else plan
+    rows = plan.microbatch if isinstance(plan, Plan) else run.train.microbatch or 1
+    if run.data.source == "python":
+        alone = run.train.model_copy(update={"microbatch": rows, "global_batch": rows})
+        own = Plan.from_run(run.model_copy(update={"train": alone}), world_size=1)
+        return next(iter(build_data(run).microbatches(0, rank=0, plan=own)))
+    if loss_of(run, model) is model_loss:
+        return example_batch(model, run, rows=rows)
+    if not run.data.document_mask:
+        return None
+    keys, shape = ("tokens", "labels", "positions", "documents"), (rows, run.data.sequence_length)
+    return {key: torch.empty(shape, dtype=torch.int64, device="meta") for key in keys}

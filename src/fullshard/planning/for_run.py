@@ -6,133 +6,140 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fullshard.launch.environment import from_slurm, quiet_logs, share_cores, under_srun, under_torchrun
+from fullshard.errors import PlanError, SpecError
+from fullshard.launch.environment import join_ranks, under_torchelastic, under_torchrun
 from fullshard.launch.gc import gc_disabled, gc_frozen_imports
+from fullshard.launch.request import Request
+from fullshard.launch.start import own_ranks
+from fullshard.planner.offload import with_untimed_drive
+from fullshard.planner.search import no_plan_fits, predict, search
+from fullshard.planning.describe_run import describe_run
+from fullshard.profiler.detect import detect_hardware
+from fullshard.spec.hardware import Hardware
+from fullshard.spec.model_section import DecoderConfig
+from fullshard.spec.plan import DeviceType, Plan
+from fullshard.spec.run import Run
 from fullshard.system.terminal import printable
+from fullshard.training.schedule import warmup_note
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from fullshard.launch.request import Request
-    from fullshard.spec.hardware import Hardware
-    from fullshard.spec.plan import DeviceType, Plan
-    from fullshard.spec.run import Run
 
-
-def plan_run(request: "Request") -> "Request":
+def plan_run(request: Request) -> Request:
     """Returns `request` with the fastest plan that fits, and its prediction.
 
     Every process that calls this for the same run on the same machine gets the same plan. If the planner
-    cannot decide (because it does not know the hardware or the optimizer), the run's plain defaults are used,
-    and a note on standard error reports this. Raises PlanError if nothing fits, before anything is allocated.
+    cannot decide (because it does not know the hardware or the optimizer), the plan has the run's plain
+    defaults, and a note on standard error reports this.
+
+    Raises the error of a run that cannot be trained, before anything is allocated.
     """
-    from fullshard.training.schedule import warmup_note
-
     if (note := warmup_note(request.run)) is not None:
-        _note(note)
+        _print_note(note)
     ranks, device = _place(request)
-    given = request.plan
-    if given is not None and (given.world_size, given.device) != (ranks, device):
-        return request  # `start` raises the error
-    if given is not None:
-        from fullshard.spec.plan import check_runs
-
-        check_runs(given.run)
-    if given is None:
-        from fullshard.spec.plan import Plan
-
-        # Plain mistakes are found here, before torch is imported (unless something has imported it already).
-        Plan.from_run(request.run, world_size=ranks, device=device)
-    section = request.run.checkpoint
-    # A run that cannot save must not train, and this is checked before the model is built.
-    if section.dir is not None:
-        from fullshard.checkpoint.location import location_of
-
-        # Raises for a location that cannot be saved to.
-        location_of(section.dir)
-    if section.key_file is not None:
-        from fullshard.checkpoint.digests import KeyFile
-
-        KeyFile(Path(section.key_file)).require()
+    if request.plan is not None and not _is_for(request.plan, ranks, device=device):
+        return request  # nodes have left or joined: only the job can decide
+    # Plain mistakes are found here, before torch is imported (unless something has imported it already).
+    run = _with_precision((request.plan or request).run, device)
+    plain = Plan.from_run(run, world_size=ranks, device=device)
+    _require_writable_checkpoints(run)
     # A model of this package imports only torch, if anything.
-    with gc_frozen_imports() if _is_checked(request.run) else gc_disabled():
-        plan = _planned(request, ranks=ranks, device=device)
-    if plan is not None and plan.prediction is not None and not plan.prediction.is_timed:
-        _note(
+    with gc_frozen_imports() if _is_checked(run) else gc_disabled():
+        plan = _planned(run, chosen=request.plan, plain=plain)
+    if plan.prediction is not None and not plan.prediction.is_timed:
+        _print_note(
             "how fast the drive is is not known: bytes are planned, and the step's time is predicted without "
             "it\n  try: fullshard calibrate --drive DIRECTORY, one on that drive"
         )
-    return request if plan is None else request.model_copy(update={"run": plan.run, "plan": plan})
+    return request.model_copy(update={"run": plan.run, "plan": plan})
 
 
-def _place(request: "Request") -> "tuple[int, DeviceType]":
+def _place(request: Request) -> tuple[int, DeviceType]:
     """Returns the number of ranks that the request will run on, and their device type."""
-    if under_srun() and not under_torchrun():
-        os.environ.update(from_slurm(os.environ))
-    if not under_torchrun():
-        from fullshard.launch.start import own_ranks
-
+    if not join_ranks():
         return own_ranks(request)
-    quiet_logs(os.environ)
-    share_cores(os.environ)  # before torch is imported: this process is a rank
     from fullshard.sharding.mesh import pick_device_type
 
     return int(os.environ["WORLD_SIZE"]), pick_device_type(request.run.run.device)
 
 
-def _planned(request: "Request", *, ranks: int, device: "DeviceType") -> "Plan | None":
-    from fullshard.errors import PlanError, SpecError
-    from fullshard.planner.offload import with_untimed_drive
-    from fullshard.planner.search import no_plan_fits, predict, search
-    from fullshard.planning.describe_run import describe_run
-    from fullshard.profiler.detect import detect_hardware
+def _is_for(plan: Plan, ranks: int, *, device: DeviceType) -> bool:
+    """Returns whether the plan is for these ranks, or False if torchrun may have changed their number.
 
-    run = _with_precision(request.run, device)
+    Raises PlanError for a plan that is for other ranks or another device.
+    """
+    if plan.device != device:
+        raise PlanError(f"the plan is for {plan.device}.", got=f"this machine has {device}")
+    if plan.world_size != ranks and not under_torchelastic():
+        raise PlanError(
+            f"the plan is for {plan.world_size} ranks.",
+            got=f"{ranks} ranks",
+            fix=f"start {plan.world_size}, or make a plan for {ranks}",
+        )
+    return plan.world_size == ranks
+
+
+def _require_writable_checkpoints(run: Run) -> None:
+    """Raises the error of a run that cannot save, before its model is built: such a run must not train."""
+    if run.checkpoint.dir is not None:
+        from fullshard.checkpoint.location import location_of
+
+        location_of(run.checkpoint.dir)
+    if run.checkpoint.key_file is not None:
+        from fullshard.checkpoint.digests import KeyFile
+
+        KeyFile(Path(run.checkpoint.key_file)).require()
+
+
+def _planned(run: Run, *, chosen: Plan | None, plain: Plan) -> Plan:
+    """Returns the plan with its prediction; if the planner cannot decide, without one.
+
+    chosen: the plan that the user gave; None asks for the fastest one
+    plain: the run's plan with plain defaults
+    """
+    device = plain.device
     model = None if _is_checked(run) else _checked_model(run)
     try:
         # Under torchrun, it finds the ranks per node in the environment.
-        hardware = detect_hardware(device, ranks=None if under_torchrun() else ranks)
+        hardware = detect_hardware(device, ranks=None if under_torchrun() else plain.world_size)
         if run.offload.on_disk and hardware.disk_bytes_per_second is None:
             hardware = with_untimed_drive(hardware)
-        if request.plan is not None:
-            return predict(describe_run(request.plan, device, model=model), request.plan, hardware)
+        if chosen is not None:
+            return predict(describe_run(chosen, device, model=model), chosen, hardware)
         quick = _without_recompute(run, hardware, model=model)
         if quick is not None:
             return quick
         spec = describe_run(run, device, model=model)
         found = search(spec, hardware, run)
     except (PlanError, SpecError) as error:
-        if run.offload.host_bytes is not None and _uses_the_host(run):
+        uses_host = run.offload.takes_optimizer or run.recompute.mode == "offload"
+        if run.offload.host_bytes is not None and uses_host:
             raise PlanError(
                 "offload.host_bytes cannot be held to: this run cannot be planned.",
                 got=f"offload.host_bytes = {run.offload.host_bytes}",
                 why=error.what,
                 fix=error.fix or "offload.host_bytes left out",
             ) from error
-        _note(
+        _print_note(
             f"not planned, so with plain defaults: {error.what}"
             + (f"\n  try: {error.fix}" if error.fix else "")
         )
-        return None
+        return chosen or plain
     if found.best is None:
         assert found.closest is not None, "a search that considered something has a best plan or a closest"
         raise no_plan_fits(found.closest, spec=spec, hardware=hardware, run=run)
     return found.best
 
 
-def _is_checked(run: "Run") -> bool:
+def _is_checked(run: Run) -> bool:
     """Returns whether reading the run has checked it: its model, data and loss belong to this package."""
-    from fullshard.spec.model_section import DecoderConfig
-
     outside = run.train.loss or run.data.tokenizer or run.data.source == "python" or run.adapter.rank
     return isinstance(run.model, DecoderConfig) and not outside
 
 
-def _checked_model(run: "Run") -> "Module":
-    """Returns the run's model.
-
-    Raises the SpecError, DataError or MissingExtraError that the ranks would raise.
-    """
+def _checked_model(run: Run) -> "Module":
+    """Returns the run's model. Raises the errors that the ranks would raise."""
     if "torch" not in sys.modules:
         with gc_frozen_imports():  # the user's own modules are imported later
             import_module("torch._dynamo")  # needed by fake tensors
@@ -149,31 +156,21 @@ def _checked_model(run: "Run") -> "Module":
     return model
 
 
-def _uses_the_host(run: "Run") -> bool:
-    return run.offload.takes_optimizer or run.recompute.mode == "offload"
-
-
-def _without_recompute(run: "Run", hardware: "Hardware", *, model: "Module | None") -> "Plan | None":
+def _without_recompute(run: Run, hardware: Hardware, *, model: "Module | None") -> Plan | None:
     """Returns the fastest plan if it is also the fastest when memory is ignored; else None.
 
-    Recompute trades time for memory, so in that case no plan with recompute is faster. Tracing the model
-    without it takes a quarter of the time of tracing all modes.
+    Recompute trades time for memory, so no plan with recompute is faster, and tracing the model without it
+    takes a quarter of the time of tracing all modes.
     """
     if run.recompute.mode != "auto":
         return None
-    from fullshard.planner.search import search
-    from fullshard.planning.describe_run import describe_run
-
     plain = run.model_copy(update={"recompute": run.recompute.model_copy(update={"mode": "none"})})
     found = search(describe_run(plain, hardware.device, model=model), hardware, plain)
     return found.best if found.best == found.fastest else None
 
 
-def _with_precision(run: "Run", device: "DeviceType") -> "Run":
-    """Replaces `auto` with bf16 if the device supports it, or else fp32.
-
-    The planner cannot query the device.
-    """
+def _with_precision(run: Run, device: DeviceType) -> Run:
+    """Replaces `auto` with bf16 if the device supports it, or else fp32."""
     if run.precision.mode != "auto":
         return run
     bf16 = False
@@ -185,6 +182,6 @@ def _with_precision(run: "Run", device: "DeviceType") -> "Run":
     return run.model_copy(update={"precision": precision})
 
 
-def _note(text: str) -> None:
+def _print_note(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"note: {printable(text)}", file=sys.stderr)

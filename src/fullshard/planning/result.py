@@ -7,16 +7,23 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
+from fullshard.errors import SpecError
+from fullshard.planner.capacity import fewest_ranks, largest_microbatch, largest_sequence
+from fullshard.planner.explain import Explanation, explain
+from fullshard.planner.search import SearchResult, no_plan_fits, search
+from fullshard.planning.target import PlanTarget
+from fullshard.quantities import format_bytes, format_count
+from fullshard.report.plan import Budget, PlanPage, show_plan, show_plans
+from fullshard.report.table import show_rows
+from fullshard.spec.hardware import Hardware
+from fullshard.spec.model import ModelSpec
+from fullshard.spec.model_section import DecoderConfig
+from fullshard.spec.plan import Plan
+from fullshard.spec.run import Run
+
 if TYPE_CHECKING:
     from fullshard.dryrun.values import DryRun
-    from fullshard.planner.explain import Explanation
-    from fullshard.planner.search import SearchResult
-    from fullshard.planning.target import PlanTarget
-    from fullshard.report.plan import Budget
-    from fullshard.spec.hardware import Hardware
-    from fullshard.spec.model import ModelSpec
-    from fullshard.spec.plan import Plan
-    from fullshard.spec.run import Run
+
 
 # Lengths that --largest sequence tries: powers of two, and their midpoints.
 LENGTHS = tuple(sorted(1024 * part << power for part in (2, 3) for power in range(10)))
@@ -25,18 +32,12 @@ RUNNERS_UP = 3
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A planning question: everything is settled except the planner's choices.
+    """A planning question: a model, hardware, and the run that is `asked`, with the user's settings."""
 
-    subject: the model
-    asked: the run, with the settings that the user pins
-    hardware: the hardware
-    spec: the spec of the model
-    """
-
-    subject: "PlanTarget"
-    asked: "Run"
-    hardware: "Hardware"
-    spec: "ModelSpec"
+    subject: PlanTarget
+    asked: Run
+    hardware: Hardware
+    spec: ModelSpec
 
     def about_saving(self, path: Path) -> str | None:
         if self.subject.spec is None:
@@ -55,8 +56,6 @@ class PlanRequest:
 
     @property
     def hardware_line(self) -> str:
-        from fullshard.quantities import format_bytes
-
         h = self.hardware
         where = f", {h.nodes:,} nodes of {h.ranks_per_node}" if h.nodes > 1 else ""
         links = h.within.name if h.across is None or h.nodes == 1 else f"{h.within.name}, {h.across.name}"
@@ -68,29 +67,26 @@ class PlanRequest:
 class PlanResult:
     """The chosen plan.
 
-    question: the question that it answers
-    best: the plan
     found, explanation: the search that found it, and its reasons
     largest: name and size of the maximised quantity
-    dry: the dry run, if one was made
     """
 
     question: PlanRequest
-    best: "Plan"
-    found: "SearchResult | None" = None
-    explanation: "Explanation | None" = None
+    best: Plan
+    found: SearchResult | None = None
+    explanation: Explanation | None = None
     largest: tuple[str, int] | None = None
     dry: "DryRun | None" = None
 
-    def show(self, budget: "Budget | None", *, compare: bool) -> None:
+    def show(self, budget: Budget | None, *, compare: bool) -> None:
         """Prints the page. With `compare`, adds the other strategies and the rules of thumb."""
-        from fullshard.report.plan import PlanPage, show_plan, show_plans
-        from fullshard.report.table import show_rows
-
         if self.largest is not None:
             what, size = self.largest
             show_rows([(f"largest {what}", f"{size:,}"), ("", "")])
-        because, runners_up, rules = self._explained()
+        why: list[str] = []
+        if self.explanation is not None:
+            instead = [line for line in self.explanation.lines() if line.startswith("instead: ")]
+            why = [f"{self.explanation.binds}; {self.explanation.because}", *instead[:RUNNERS_UP]]
         show_plan(
             PlanPage(
                 self.best,
@@ -98,7 +94,7 @@ class PlanResult:
                 model=self.question.model_line,
                 hardware=self.question.hardware_line,
                 rates=self.question.hardware.source,
-                why=[*because, *runners_up[:RUNNERS_UP]],
+                why=why,
                 budget=budget,
                 dry_run=self.dry.parts() if self.dry else None,
             )
@@ -107,21 +103,10 @@ class PlanResult:
             typer.echo("")
             show_plans(self.best, self.found.by_strategy.values())
             typer.echo("")
-            show_rows(("", line) for line in rules)
+            rules = self.explanation.rules if self.explanation else ()
+            show_rows(("", line) for rule in rules for line in rule.lines())
 
-    def _explained(self) -> tuple[list[str], list[str], list[str]]:
-        """Returns the lines on the binding limits, on the runners-up, and on the rules of thumb."""
-        if self.explanation is None:
-            return [], [], []
-        lines = self.explanation.lines()
-        instead = [line for line in lines if line.startswith("instead: ")]
-        return (
-            [line.removeprefix("binds: ") for line in lines if line.startswith("binds: ")],
-            instead,
-            [line for rule in self.explanation.rules for line in rule.lines()],
-        )
-
-    def data(self, budget: "Budget | None") -> dict[str, object]:
+    def data(self, budget: Budget | None) -> dict[str, object]:
         """Returns the result as plain data. Its `best` is what --save writes."""
         best, spec, hardware = self.best, self.question.spec, self.question.hardware
         data: dict[str, object] = {
@@ -145,7 +130,7 @@ class PlanResult:
         return data
 
 
-def _summary(plan: "Plan", budget: "Budget | None") -> Mapping[str, object]:
+def _summary(plan: Plan, budget: Budget | None) -> Mapping[str, object]:
     prediction = plan.prediction
     assert prediction is not None, "the chosen plan is predicted"
     data: dict[str, object] = {
@@ -165,13 +150,7 @@ def _summary(plan: "Plan", budget: "Budget | None") -> Mapping[str, object]:
 
 
 def answer_of(question: PlanRequest) -> PlanResult:
-    """Returns the fastest plan that fits.
-
-    Raises PlanError if none does, with the closest plan and possible fixes.
-    """
-    from fullshard.planner.explain import explain
-    from fullshard.planner.search import no_plan_fits, search
-
+    """Returns the fastest plan that fits. Raises PlanError if none does, with the closest plan and fixes."""
     spec, hardware, run = question.spec, question.hardware, question.asked
     found = search(spec, hardware, run)
     if found.best is None:
@@ -182,9 +161,6 @@ def answer_of(question: PlanRequest) -> PlanResult:
 
 def largest_of(question: PlanRequest, what: Literal["microbatch", "sequence"]) -> PlanResult:
     """Returns the plan with the largest microbatch, or sequence, that fits. Raises PlanError if none does."""
-    from fullshard.errors import SpecError
-    from fullshard.planner.capacity import largest_microbatch, largest_sequence
-
     spec, hardware, run = question.spec, question.hardware, question.asked
     if what == "microbatch":
         found = largest_microbatch(spec, hardware, run=run)
@@ -202,14 +178,8 @@ def largest_of(question: PlanRequest, what: Literal["microbatch", "sequence"]) -
     return PlanResult(question, found.plan, largest=("sequence", found.size))
 
 
-def fewest_gpus(question: PlanRequest, *, days: float, budget: "Budget | None") -> PlanRequest:
-    """Returns the question with the fewest GPUs of that kind that finish in time.
-
-    Raises PlanError if none do.
-    """
-    from fullshard.errors import SpecError
-    from fullshard.planner.capacity import fewest_ranks
-
+def fewest_gpus(question: PlanRequest, *, days: float, budget: Budget | None) -> PlanRequest:
+    """Returns the question with the fewest GPUs that finish in time. Raises PlanError if none do."""
     if budget is None:
         raise SpecError("to be done in days, it must be known with what.", fix="--budget 15T")
     fleet = fewest_ranks(
@@ -220,16 +190,9 @@ def fewest_gpus(question: PlanRequest, *, days: float, budget: "Budget | None") 
 
 
 def with_dry_run(answer: PlanResult) -> PlanResult:
-    """Returns the answer with a dry run: the memory of the plan's real step.
-
-    The step runs without data or devices, in a process of its own.
-    """
+    """Returns the answer with a dry run of the plan's real step, in a process without data or devices."""
     from fullshard.dryrun.process import dry_run
-    from fullshard.errors import SpecError
-    from fullshard.spec.model_section import DecoderConfig
-    from fullshard.spec.plan import check_runs
 
-    check_runs(answer.best.run)
     question = answer.question
     if question.subject.spec is not None or not isinstance(question.asked.model, DecoderConfig):
         raise SpecError(
@@ -242,6 +205,4 @@ def with_dry_run(answer: PlanResult) -> PlanResult:
 
 def _parameters(count: int) -> str:
     """Formats a number of parameters as in `8.03B`: billions are customary here, not giga."""
-    from fullshard.quantities import format_count
-
     return format_count(count).replace("G", "B")

@@ -2,16 +2,19 @@
 
 An entry is a file in `$XDG_CACHE_HOME/fullshard/specs`, or in the directory that FULLSHARD_CACHE names. Its
 name is the digest of its key. Its first line is JSON with the key and the digest of the rest, which is the
-spec as JSON. An entry that does not match its digest or its key is ignored, and replaced by the next `keep`.
+spec as JSON. An entry that does not match its digest or its key is ignored, and written anew.
 
-The specs of presets are shipped with the package (`fullshard.planning.preset_specs`).
+The specs of presets are shipped with the package in `preset_specs.xz`, which `bench/preset_specs.py` writes,
+as `fullshard plan NAME --on GPUS` requests them: for CUDA kernels, in bf16, at the preset's own sequence
+length up to 8,192. They are valid for one version of torch, regardless of its build (`+cpu`, `+cu130`). The
+file is LZMA over lines of UTF-8: the version of torch, then for each preset its `SpecKey.settings` and its
+spec.
 """
 
 import hashlib
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -22,7 +25,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from fullshard.errors import SpecError
-from fullshard.planning.preset_specs import shipped_spec
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.model_section import DecoderConfig, HuggingFaceModel
 from fullshard.spec.plan import DeviceType, Plan
@@ -30,17 +32,14 @@ from fullshard.spec.pretrained import locate
 from fullshard.spec.run import Run
 from fullshard.spec.small_files import VALUE_BYTES, read_bytes
 from fullshard.spec.value import FrozenModel
+from fullshard.system.files import write_whole
 
+SHIPPED_FILE = Path(__file__).with_name("preset_specs.xz")
 VARIABLE = "FULLSHARD_CACHE"
 OFF = "off"
 MOST_BYTES = 64 << 20
 """Limit of the size of the whole cache, in bytes. The least recently used entries are removed first."""
 
-# Packages and modules of fullshard whose code determines a spec. A test checks that the list is complete.
-SOURCES = (
-    *("data", "distributed", "models", "planning", "sharding", "spec", "system", "tracing", "training"),
-    *("errors.py", "quantities.py"),
-)
 # Packages that change the modules that transformers builds, or that some of its models need.
 _LIBRARIES = (
     *("transformers", "peft", "kernels", "timm", "flash-attn", "flash-linear-attention"),
@@ -74,10 +73,9 @@ class _Head(FrozenModel):
 
 
 def key_of(plan: Plan | Run, device: DeviceType) -> SpecKey | None:
-    """Returns the key of the spec of `plan` with the kernels of `device`.
+    """Returns the key of the spec of `plan` with the kernels of `device`. Raises SpecError.
 
-    Returns None for models, losses, data and code from outside this package and transformers, because these
-    can change undetected. Raises SpecError for a missing config.json.
+    It is None for code from outside this package and transformers, because this can change undetected.
     """
     run = plan.run if isinstance(plan, Plan) else plan
     outside = run.train.loss is not None or run.data.source == "python"
@@ -105,14 +103,16 @@ def key_of(plan: Plan | Run, device: DeviceType) -> SpecKey | None:
     return SpecKey(settings=text, torch=torch, made_by=made_by)
 
 
-def find(key: SpecKey | None, environment: Mapping[str, str] = os.environ) -> ModelSpec | None:
+def read_cached(key: SpecKey | None, environment: Mapping[str, str] = os.environ) -> ModelSpec | None:
     """Returns the spec that was kept under `key`, or shipped, or None if there is no readable one."""
     if key is None or environment.get(VARIABLE) == OFF:
         return None
-    shipped = shipped_spec(key.settings, torch=key.torch)
+    shipped = read_shipped(SHIPPED_FILE, torch=public_version(key.torch)).get(key.settings)
+    if shipped is not None:
+        return ModelSpec.model_validate_json(shipped)
     directory = cache_directory(environment)
-    if shipped is not None or directory is None:
-        return shipped
+    if directory is None:
+        return None
     path = directory / key.name
     try:
         first, _, text = read_bytes(path, most_bytes=VALUE_BYTES).partition(b"\n")
@@ -127,25 +127,20 @@ def find(key: SpecKey | None, environment: Mapping[str, str] = os.environ) -> Mo
     return spec
 
 
-def keep(key: SpecKey | None, spec: ModelSpec, *, environment: Mapping[str, str] = os.environ) -> None:
+def write_cached(
+    key: SpecKey | None, spec: ModelSpec, *, environment: Mapping[str, str] = os.environ
+) -> None:
     """Writes `spec` under `key` atomically. Does nothing if the cache is not writable."""
     directory = cache_directory(environment)
     if key is None or directory is None:
         return
-    text = spec.model_dump_json().encode()
-    head = _Head(key=key, sha256=hashlib.sha256(text).hexdigest())
-    data = head.model_dump_json().encode() + b"\n" + text
-    if len(data) > VALUE_BYTES:
+    text = spec.model_dump_json()
+    head = _Head(key=key, sha256=hashlib.sha256(text.encode()).hexdigest()).model_dump_json()
+    if len(head) + len(text) >= VALUE_BYTES:
         return
     with suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
-        number, part = tempfile.mkstemp(suffix=".part", dir=directory)
-        try:
-            with os.fdopen(number, "wb") as file:
-                file.write(data)
-            os.replace(part, directory / key.name)
-        finally:
-            Path(part).unlink(missing_ok=True)
+        write_whole(directory / key.name, f"{head}\n{text}")
         trim(directory)
 
 
@@ -163,7 +158,7 @@ def cache_directory(environment: Mapping[str, str] = os.environ) -> Path | None:
 def trim(directory: Path, *, most_bytes: int = MOST_BYTES) -> None:
     """Removes the least recently used files until the rest take at most `most_bytes`."""
     room = most_bytes
-    found = [(path.stat(), path) for path in directory.iterdir() if path.suffix in (".json", ".part")]
+    found = [(path.stat(), path) for path in directory.iterdir() if ".json" in path.suffixes]
     for status, path in sorted(found, key=lambda one: -one[0].st_mtime):
         room -= status.st_size
         if room < 0:
@@ -193,13 +188,36 @@ def _version(package: str) -> str | None:
 
 @cache
 def _sources() -> str:
-    """Returns a digest of the sources that describe a model: a development checkout keeps one version."""
-    package = Path(__file__).parent.parent
+    """Returns a digest of this package's sources, because a development checkout keeps one version."""
     digest = hashlib.sha256()
-    for source in SOURCES:
-        place = package / source
-        files = [place] if place.suffix else sorted(place.rglob("*.py"))
-        for path in files:
-            digest.update(f"{path.relative_to(package)}\n".encode())
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
+
+
+@cache
+def read_shipped(path: Path, *, torch: str) -> Mapping[str, str]:
+    """Returns {settings: spec} of the file at `path`, empty if it was made with another version of torch."""
+    try:
+        import lzma  # Python may be built without it
+
+        data = read_bytes(path, most_bytes=VALUE_BYTES)
+    except (ImportError, OSError):
+        return {}
+    made_with, *lines = lzma.decompress(data).decode().splitlines()
+    return dict(zip(lines[::2], lines[1::2], strict=True)) if made_with == torch else {}
+
+
+def pack_specs(specs: Mapping[str, ModelSpec], *, torch: str) -> bytes:
+    """Returns the contents of a file that ships `specs`, by settings."""
+    import lzma
+
+    lines = [public_version(torch)]
+    for settings, spec in specs.items():
+        lines += [settings, spec.model_dump_json()]
+    return lzma.compress("\n".join(lines).encode(), preset=9)
+
+
+def public_version(version: str) -> str:
+    """Returns the version without its build: `2.13.0` for `2.13.0+cpu`."""
+    return version.partition("+")[0]

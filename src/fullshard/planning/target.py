@@ -6,13 +6,29 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from fullshard.spec.hardware import Hardware
-    from fullshard.spec.model import ModelSpec
-    from fullshard.spec.model_section import DecoderConfig
-    from fullshard.spec.run import Run
+from fullshard.errors import PlanError, SpecError
+from fullshard.launch.gc import gc_disabled
+from fullshard.launch.request import Request
+from fullshard.launch.start import own_ranks
+from fullshard.planning.describe_run import describe_run
+from fullshard.profiler.detect import detect_hardware
+from fullshard.quantities import format_count
+from fullshard.spec.hardware import Hardware
+from fullshard.spec.hardware_text import hardware_on
+from fullshard.spec.model import ModelSpec
+from fullshard.spec.model_section import DecoderConfig
+from fullshard.spec.plan import Precision
+from fullshard.spec.presets import find_preset, nearest_presets
+from fullshard.spec.pretrained import (
+    CONFIG_NAME,
+    cached_config,
+    check_sizes,
+    expressed,
+    not_a_decoder_reason,
+    read_config,
+)
+from fullshard.spec.run import Run
 
 # Default if neither the user nor a run.toml sets it: a usual sequence length in pretraining.
 DEFAULT_SEQUENCE = 8192
@@ -24,7 +40,6 @@ DEFAULT_TOKENS = 2**20
 class PlanTarget:
     """A model to plan for.
 
-    name: name of the model
     settings: equivalent `--set` arguments, which the user's own override
     run_path: a run.toml that defines the model
     spec: a known spec, in place of the run's own [model]
@@ -35,26 +50,18 @@ class PlanTarget:
     name: str
     settings: tuple[str, ...] = ()
     run_path: Path | None = None
-    spec: "ModelSpec | None" = None
+    spec: ModelSpec | None = None
     chosen_here: bool = True
     differs: tuple[str, ...] = ()
 
-    def run(self, overrides: Sequence[str]) -> "Run":
+    def run(self, overrides: Sequence[str]) -> Run:
         """Returns the run with the user's `section.key=value` overrides. Raises SpecError."""
-        from fullshard.spec.run import Run
-
         return Run.load(self.run_path, overrides=[*self.settings, *overrides])
 
-    def described(self, run: "Run", hardware: "Hardware") -> "ModelSpec":
-        """Returns the spec of the model as `run` trains it on `hardware`.
-
-        Traces the model if it is not cached.
-        """
+    def described(self, run: Run, hardware: Hardware) -> ModelSpec:
+        """Returns the spec of the model as `run` trains it on `hardware`, from the cache if possible."""
         if self.spec is not None:
             return self.spec
-        from fullshard.launch.gc import gc_disabled
-        from fullshard.planning.describe_run import describe_run
-
         with gc_disabled():
             return describe_run(run, hardware.device)
 
@@ -70,12 +77,7 @@ def find_subject(name: str | None) -> PlanTarget:
     if os.path.exists(path):
         return _from_file(path)
     if path.suffix in (".json", ".toml") or name.startswith((".", "/", "~")):
-        from fullshard.errors import SpecError
-
         raise SpecError(f"{name} cannot be read.", got="no such file")
-    from fullshard.spec.presets import find_preset
-    from fullshard.spec.pretrained import cached_config
-
     cached = cached_config(name) if "/" in name else None
     if cached is not None:
         return _from_config(cached, name=name)
@@ -86,14 +88,7 @@ def find_subject(name: str | None) -> PlanTarget:
     cached = cached_config(name)
     if cached is not None:
         return _from_config(cached, name=name)
-    raise _unknown(name)
-
-
-def _unknown(name: str) -> Exception:
-    from fullshard.errors import SpecError
-    from fullshard.spec.presets import nearest_presets
-
-    return SpecError(
+    raise SpecError(
         f"there is no model {name!r}.",
         got="no preset, no file, and no repository in this machine's Hugging Face cache",
         fix=f"{', '.join(nearest_presets(name))}; or the path of a config.json, a saved spec or a run.toml",
@@ -101,9 +96,6 @@ def _unknown(name: str) -> Exception:
 
 
 def _from_file(path: Path) -> PlanTarget:
-    from fullshard.errors import SpecError
-    from fullshard.spec.pretrained import CONFIG_NAME, read_config
-
     if path.is_dir():
         if not (path / CONFIG_NAME).is_file():
             raise SpecError(f"{path} is a directory without a {CONFIG_NAME}.", fix="a preset, or a file")
@@ -116,9 +108,6 @@ def _from_file(path: Path) -> PlanTarget:
 
 
 def _from_config(path: Path, *, name: str) -> PlanTarget:
-    from fullshard.errors import SpecError
-    from fullshard.spec.pretrained import check_sizes, expressed, not_a_decoder_reason, read_config
-
     config = read_config(path)
     check_sizes(config, source=str(path))
     if not isinstance(config.get("model_type"), str):
@@ -139,8 +128,6 @@ def _from_config(path: Path, *, name: str) -> PlanTarget:
 
 
 def _from_spec(path: Path) -> PlanTarget:
-    from fullshard.spec.model import ModelSpec
-
     spec = ModelSpec.load(path)
     length = spec.sequence_length
     settings = (
@@ -151,10 +138,7 @@ def _from_spec(path: Path) -> PlanTarget:
     return PlanTarget(name=str(path), settings=settings, spec=spec)
 
 
-def _mode_of(spec: "ModelSpec") -> str:
-    """Returns the name of the precision that the spec was traced with."""
-    from fullshard.spec.plan import Precision
-
+def _mode_of(spec: ModelSpec) -> str:
     own = (spec.precision.param, spec.precision.reduce, spec.precision.master)
     for mode in ("fp32", "bf16", "bf16_reduce", "fp16", "bf16_pure"):
         named = Precision.of(mode)
@@ -163,23 +147,20 @@ def _mode_of(spec: "ModelSpec") -> str:
     raise AssertionError(f"no precision mode computes in {own[0]}, reduces in {own[1]} and keeps {own[2]}")
 
 
-def _model_settings(model: "DecoderConfig") -> tuple[str, ...]:
+def _model_settings(model: DecoderConfig) -> tuple[str, ...]:
     """Returns the model as `--set` arguments, with a sequence length that it has positions for."""
     length = min(model.max_sequence, DEFAULT_SEQUENCE)
     own = tuple(f"model.{key}={json.dumps(value)}" for key, value in model)
     return (*own, f"data.sequence_length={length}")
 
 
-def batch_for(run: "Run", *, tokens: int | None, ranks: int) -> tuple[int, str | None]:
+def batch_for(run: Run, *, tokens: int | None, ranks: int) -> tuple[int, str | None]:
     """Returns (sequences per step, note for the user): about `tokens`, in whole microbatches of every rank.
 
     tokens: None means about a million
 
     Raises PlanError if one sequence per rank is more than twice as much as requested.
     """
-    from fullshard.errors import PlanError
-    from fullshard.quantities import format_count
-
     length = run.data.sequence_length
     wanted = DEFAULT_TOKENS if tokens is None else tokens
     once = ranks * (run.train.microbatch or 1)
@@ -201,7 +182,7 @@ def batch_for(run: "Run", *, tokens: int | None, ranks: int) -> tuple[int, str |
     )
 
 
-def batch_for_any_ranks(run: "Run", *, tokens: int | None) -> tuple[int, str | None]:
+def batch_for_any_ranks(run: Run, *, tokens: int | None) -> tuple[int, str | None]:
     """Returns (sequences per step, note for the user): a power of two, which suits many numbers of ranks."""
     wanted = 4 * DEFAULT_TOKENS if tokens is None else tokens
     sequences = 2 ** max(0, round(math.log2(max(1, wanted) / run.data.sequence_length)))
@@ -211,22 +192,14 @@ def batch_for_any_ranks(run: "Run", *, tokens: int | None) -> tuple[int, str | N
     )
 
 
-def hardware_for(on: str | None, *, ranks: int | None, run: "Run") -> "Hardware":
+def hardware_for(on: str | None, *, ranks: int | None, run: Run) -> Hardware:
     """Returns the hardware of `--on` with `ranks` ranks, or this machine with the ranks of a training run.
 
     Raises SpecError for unknown hardware, or ranks that do not fill whole nodes.
     """
-    from fullshard.errors import SpecError
-
     if on is None:
-        from fullshard.launch.request import Request
-        from fullshard.launch.start import own_ranks
-        from fullshard.profiler.detect import detect_hardware
-
         own, device = own_ranks(Request(run=run))
         return detect_hardware(device, ranks=ranks or own)
-    from fullshard.spec.hardware_text import hardware_on
-
     hardware = hardware_on(on)
     if ranks is None or ranks == hardware.world_size:
         return hardware

@@ -262,7 +262,8 @@ class Measurement(FrozenModel):
     def _without_rates(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        return {key: value for key, value in data.items() if key not in cls.model_computed_fields}
+        rates = {*cls.model_computed_fields, "tokens_per_second_per_rank"}  # the latter: in older files
+        return {key: value for key, value in data.items() if key not in rates}
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -1,4 +1,1 @@
-"""The training loop: data, loss, optimizer, schedule, step.
-
-The user's own `for` loop takes the place of callbacks.
-"""
+"""The training loop: data, loss, optimizer, schedule, step. The body of the loop belongs to the user."""

@@ -1,14 +1,11 @@
 """AdamW with 8-bit moments: torchao's, in blocks of 256 with one scale each (arXiv:2110.02861).
 
 [Note: moments in a checkpoint]
-Blocks are counted from the start of each rank's shard. A shard whose size is not a multiple of the block (or
-that has fewer than 4096 elements) keeps its moments in fp32, so what is quantised depends on the ranks.
-Checkpoints therefore hold the moments in fp32, which any number of ranks can load and quantise again. This
-takes 8 bytes per parameter of the shard: in the checkpoint, on the device from a snapshot until it is copied,
-and on the device during a load.
-
-A block with the same boundaries as before gets exactly the same codes, and the same scale up to the last bit:
-the scale follows from the block's largest value, whose code is the last (the first for a negative value).
+Blocks are counted from the start of each rank's shard, and a shard that is not whole blocks (or has fewer
+than 4096 elements) keeps its moments in fp32. What is quantised thus depends on the ranks, so checkpoints
+hold the moments in fp32 (8 bytes per parameter of the shard), and each load quantises them again. A block
+with the same boundaries gets the same codes, and the same scale up to the last bit: the scale follows from
+the block's largest value, whose code is the last (the first for a negative value).
 """
 
 import importlib
@@ -21,18 +18,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.distributed.tensors import local_tensor
+from fullshard.distributed.tensors import as_part_of, local_tensor
 from fullshard.errors import MissingExtraError
 from fullshard.models.quiet_import import import_quietly
 
 
 @cache
 def eight_bit_adamw() -> type[torch.optim.Optimizer]:
-    """Returns torchao's AdamW8bit. Raises MissingExtraError.
-
-    It compiles the update for each shape of a shard. On the CPU it runs uncompiled, because compiling there
-    needs a compiler and takes longer than it saves.
-    """
+    """Returns torchao's AdamW8bit, not compiled on the CPU. Raises MissingExtraError."""
     try:
         base: Any = import_quietly("torchao.optim").AdamW8bit
     except ImportError as error:
@@ -54,7 +47,7 @@ def dequantize(value: Tensor) -> Tensor:
     if not hasattr(local, "dequantize") or not hasattr(local, "codes"):
         return value
     full = cast(Any, local).dequantize()
-    return full if local is value else _as_part_of(cast(DTensor, value), full)
+    return full if local is value else as_part_of(cast(DTensor, value), full)
 
 
 def quantize_like(
@@ -89,14 +82,3 @@ def _fill(kept: Any, full: Tensor) -> None:
     quantised = importlib.import_module("torchao.optim.quant_utils").quantize_8bit_with_qmap
     kept.codes.copy_(quantised((blocks / scale.unsqueeze(-1)).view(full.shape), kept.qmap))
     kept.scale.copy_(scale)
-
-
-def _as_part_of(whole: DTensor, local: Tensor) -> DTensor:
-    return DTensor.from_local(
-        local,
-        whole.device_mesh,
-        whole.placements,
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
-    )

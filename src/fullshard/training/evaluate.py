@@ -7,16 +7,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fullshard.distributed.agreement import world_size
 from fullshard.training.loss import Loss
 from fullshard.training.step import to_device
+
+_TEMPERATURE = 0.7
 
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss) -> float:
-    """Returns the mean loss over all ranks' microbatches.
-
-    Every rank must bring the same number. Collective.
-    """
+    """Returns the mean loss over all ranks' microbatches, the same number on every rank. Collective."""
     device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     was_training = model.training
@@ -27,25 +27,22 @@ def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss
         sums[0] += total
         sums[1] += count
     model.train(was_training)
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if world_size() > 1:
         dist.all_reduce(sums)
     total_loss, total_count = cast(list[float], sums.tolist())
     return total_loss / max(total_count, 1.0)
 
 
 @torch.no_grad()
-def generate(
-    model: nn.Module, prompt: list[int], *, tokens: int, window: int, temperature: float = 0.7, seed: int = 0
-) -> list[int]:
-    """Returns `prompt` followed by `tokens` more tokens, which are drawn one by one.
+def generate(model: nn.Module, prompt: list[int], *, tokens: int, window: int) -> list[int]:
+    """Returns `prompt` followed by `tokens` more tokens, drawn one by one on rank 0. Collective.
 
-    window: number of most recent tokens that the model sees.
+    window: number of most recent tokens that the model sees
 
-    Collective: all ranks run the model, and rank 0 draws. Each token costs one forward pass over the whole
-    window, so this is for inspecting a trained model, not for serving.
+    Each token costs one forward pass over the whole window.
     """
     device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     text = list(prompt)
     was_training = model.training
     model.eval()
@@ -53,8 +50,8 @@ def generate(
         seen = torch.tensor([text[-window:]], device=device)  # (1, up to window)
         output = model(seen)
         logits: Tensor = getattr(output, "logits", output)[0, -1].float().cpu()
-        chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator).to(device)
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        chosen = torch.multinomial((logits / _TEMPERATURE).softmax(-1), 1, generator=generator).to(device)
+        if world_size() > 1:
             dist.broadcast(chosen, src=0)
         text.append(int(chosen.item()))
     model.train(was_training)

@@ -1,7 +1,4 @@
-"""train(state, plan): a generator that yields each finished step.
-
-The body of the loop belongs to the user.
-"""
+"""train(state, plan): a generator that yields each finished step."""
 
 import itertools
 import logging
@@ -17,6 +14,7 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from fullshard.data.batches import Batches
+from fullshard.distributed.agreement import rank
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 from fullshard.survival.phase import RunPhase
@@ -32,33 +30,21 @@ logger = logging.getLogger("fullshard")
 _DATA = "fullshard::data"  # a range of a profiler's trace: see `fullshard.profiler.trace`
 
 
-@dataclass(frozen=True)
-class Step:
-    """Figures of a finished step, over all ranks.
+@dataclass(frozen=True, kw_only=True)
+class Step(StepResult):
+    """A finished step, with its figures over all ranks (see `StepResult`).
 
     index: number of the step, from 1
-    loss: mean over valid tokens, in nats for the default loss
-    grad_norm: norm of the gradient before clipping
-    tokens: valid tokens of the step
     seconds: duration of the whole step
     data_seconds: the part of `seconds` spent waiting for data
-    skipped: nothing was updated, because the loss or norm was not finite, or was a spike
-    spike: the step was skipped because its loss or norm stood out
     rollback: `survival.on_spike = "rollback"` asks the caller to call `roll_back` and then `train` again;
         without these calls, the step is only skipped
-    stopping: a rank was asked to stop, and this is the last step
     """
 
     index: int
-    loss: float
-    grad_norm: float
     learning_rate: float
-    tokens: int
     seconds: float
     data_seconds: float
-    skipped: bool
-    stopping: bool
-    spike: bool = False
     rollback: bool = False
 
 
@@ -74,11 +60,9 @@ def train(
     loss: `loss(model, microbatch)`, see `training.loss.Loss`
     should_stop: called before each step; if it returns True on any rank, that step is the last on all ranks
 
-    After a `break`, another `train` of the same state continues where it stopped. Each step sets the learning
-    rate of every optimizer group to the plan's.
-
-    A plain iterable of data ends the run on all ranks as soon as it ends on any rank; another `train` starts
-    it from the beginning. Checkpoints do not hold its position: only `data.Batches` resumes exactly.
+    After a `break`, another `train` of the same state continues where it stopped. A plain iterable of data
+    ends the run on all ranks as soon as it ends on any rank; another `train`, and a resumed run, start it
+    from the beginning: only `data.Batches` resumes exactly.
 
     Raises TrainError if there is no data, after `train.max_skipped_steps` skipped steps in a row, if the
     ranks are not in the same step, and if replicas compared by `survival.check_replicas_every` differ.
@@ -100,35 +84,27 @@ def train(
         factor = rate_factor(plan.run.schedule, step=state.step, steps=plan.run.train.steps)
         rate = plan.run.optimizer.learning_rate * factor
         result = run_step(state, plan, microbatches=timed, loss=loss, learning_rate=rate, stop=should_stop())
-        state.after_step(tokens=result.count, skipped=result.skipped)
+        state.after_step(tokens=result.tokens, skipped=result.skipped)
         replicas.after_step(state.model, state.tensors, step=state.step, where=state.phase)
         state.phase.finish_step(state.step)
         in_a_row = in_a_row + 1 if result.skipped else 0
         too_many = in_a_row >= plan.run.train.max_skipped_steps
         yield Step(
+            **vars(result),
             index=state.step,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
             learning_rate=rate,
-            tokens=result.count,
             seconds=time.perf_counter() - started,
             data_seconds=timed.seconds,
-            skipped=result.skipped,
-            stopping=result.stop,
-            spike=result.spike,
             rollback=on_spike == "rollback" and (result.spike or too_many),
         )
         if too_many:
             raise _too_many_skipped(in_a_row, result)
-        if result.stop:
+        if result.stopping:
             return
 
 
 def _start_loss_scale(state: TrainState, plan: Plan) -> None:
-    """Initialises the loss scale.
-
-    One loaded from a checkpoint is kept; one of another precision is discarded.
-    """
+    """Initialises the loss scale, or keeps the one loaded from a checkpoint of the same precision."""
     section = plan.run.precision
     if not plan.precision.loss_scaling:
         state.loss_scale = LossScale()
@@ -140,10 +116,9 @@ def _start_loss_scale(state: TrainState, plan: Plan) -> None:
 
 def _microbatches(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any] | None]:
     """Returns a function from a step to this rank's microbatches. It returns None if any rank has no more."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
     if hasattr(state.data, "microbatches"):
         batches = cast(Batches, state.data)
-        return lambda step: batches.microbatches(step, rank=rank, plan=plan)
+        return lambda step: batches.microbatches(step, rank=rank(), plan=plan)
     if not isinstance(state.data, Iterable):
         raise TrainError(
             "there is no data to train on.",
@@ -175,10 +150,7 @@ def _microbatches(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any
 
 
 def _warn_of_another_size(batch: Any, plan: Plan) -> None:
-    """Warns if microbatches differ from the plan's size, which an iterable may not know.
-
-    Packed rows can differ legitimately.
-    """
+    """Warns if microbatches differ from the plan's size, as those of packed rows may."""
     rows = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
     if rows and plan.microbatch not in rows:
         logger.warning(
@@ -192,7 +164,7 @@ def _warn_of_another_size(batch: Any, plan: Plan) -> None:
 
 
 class _Timed:
-    """Iterates over microbatches, and adds the time spent waiting for them to `seconds`."""
+    """Adds the time spent waiting for microbatches to `seconds`."""
 
     def __init__(self, batches: Iterable[Any], *, seconds: float) -> None:
         self.batches, self.seconds = batches, seconds

@@ -23,10 +23,10 @@ IGNORED_LABEL = -100
 
 
 def loss_of(run: Run, model: nn.Module) -> Loss:
-    """Returns the loss that `run` trains on.
+    """Returns the loss that `run` trains on: `train.loss`, the model's own, or `next_token_loss`.
 
-    This is the function that `train.loss` names. If unset, it is `next_token_loss`, or `model_loss` for a
-    transformers model that is not a causal language model. Raises SpecError if the name cannot be imported.
+    The model's own is for a transformers model that is not a causal language model. Raises SpecError if the
+    name cannot be imported.
     """
     if run.train.loss is not None:
         return import_object(run.train.loss, key="train.loss")
@@ -101,10 +101,7 @@ def model_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def _ensure_valid_label(labels: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor]:
-    """Returns (labels, at least one of them valid; number of labels that were valid).
-
-    The mean over no labels is NaN, and remains NaN when it is multiplied by the count of 0.
-    """
+    """Returns (labels with a valid one, as the mean over none is NaN; number of valid labels)."""
     if labels.is_floating_point():
         return labels, torch.tensor(labels.numel(), device=labels.device)
     counted = labels[..., 1:] if shifted else labels

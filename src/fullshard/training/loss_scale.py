@@ -7,8 +7,7 @@ from dataclasses import dataclass
 class LossScale:
     """Dynamic loss scale: halved when a step overflows, doubled after `window` good steps. arXiv:1710.03740.
 
-    Every rank sees the same global norm, so all scales stay equal without communication. A constant scale of
-    1 (`window` 0) means no loss scaling.
+    Every rank sees the same global norm, so all scales stay equal. `window` 0 means no loss scaling.
     """
 
     scale: float = 1.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from pydantic import JsonValue
-from torch import Tensor, nn
+from torch import Tensor
 
 from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.distributed.agreement import gathered, on_all_ranks, rank
@@ -23,20 +23,16 @@ logger = logging.getLogger("fullshard")
 
 @dataclass(frozen=True)
 class ResidualState:
-    """State that a run needs besides the offloaded tensors.
-
-    values: JSON values by name
-    tensors: small tensors by name
-    """
+    """State that a run needs besides the offloaded tensors: JSON values and small tensors, by name."""
 
     values: dict[str, JsonValue]
     tensors: dict[str, Tensor]
 
 
 class OffloadedTensors:
-    """The offloaded tensors of one optimizer.
+    """The offloaded tensors of one optimizer, by checkpoint name.
 
-    Tensors have their checkpoint names: `model.<name>` for masters, `optimizer.<name>.<key>` for moments.
+    `model.<name>` is the full-precision parameter, `optimizer.<name>.<key>` a moment.
 
     frozen: checkpoints hold frozen parameters too
     """
@@ -54,10 +50,7 @@ class OffloadedTensors:
         return own | {_saved_name(name, "master") for name in self._offloaded.frozen.engine}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the offloaded tensors by name.
-
-        Parameters that were never updated have no moments, as in `torch.optim.AdamW`.
-        """
+        """Returns the offloaded tensors by name; parameters never updated have no moments, as in torch."""
         found: dict[str, Tensor] = {}
         for parameter, name in self._offloaded.names_of.items():
             updated = bool(self._optimizer.state.get(parameter))
@@ -69,10 +62,7 @@ class OffloadedTensors:
         return found
 
     def partitions(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
-        """Yields tensors to fill from a checkpoint, one portion at a time.
-
-        Tensors that it lacks become zero.
-        """
+        """Yields tensors to fill from a checkpoint, in portions; tensors that it lacks become zero."""
         for portion in self._offloaded.refill(frozen=self._frozen):
             receivers: dict[str, Tensor] = {}
             of_other_dtypes: list[tuple[Tensor, Tensor]] = []
@@ -92,28 +82,25 @@ class OffloadedTensors:
                 local_tensor(target).copy_(local_tensor(source))
 
     def commit_step(self, step: int, beside: Callable[[], ResidualState]) -> None:
-        """Commits the state after `step` steps as a generation once it is on its drive.
+        """Commits the state after `step` steps as a generation, from which a crashed run can resume.
 
-        A crashed run can resume from it. Does nothing if the state is in host memory.
+        Does nothing if the state is in host memory.
         """
         store = self._offloaded.store
         if isinstance(store, DriveStore):
-            payload = _packed(beside())
-            self._offloaded.updates.submit(lambda: store.commit(step, payload))
+            payload = io.BytesIO()
+            torch.save(vars(beside()), payload)
+            self._offloaded.updates.submit(lambda: store.commit(step, payload.getvalue()))
 
     def newest_step(self, *, at_least: int) -> int | None:
-        """Returns the step of the newest generation that is complete on all ranks. Collective.
-
-        Returns None if it is before `at_least`.
-        """
+        """Returns the newest step from `at_least` on that is complete on all ranks, or None. Collective."""
         newest = max(set[int].intersection(*gathered(set(self._resumable()))), default=None)
         return None if newest is None or newest < at_least else newest
 
     def restore_step(self, step: int) -> ResidualState | None:
-        """Restores the generation of this step, and drops later ones. Collective.
+        """Restores the generation of this step, drops later ones, and returns the residual state. Collective.
 
-        Returns the residual state saved with it, or None if any rank finds its own generation damaged. In
-        that case the generation is dropped, and the state is unchanged.
+        If any rank's generation is damaged, it is dropped, the state is unchanged, and the result is None.
         """
         store = self._offloaded.store
         assert isinstance(store, DriveStore), "others have no generations"
@@ -122,7 +109,8 @@ class OffloadedTensors:
             store.generations.drop(later)
 
         def take() -> ResidualState:
-            beside = _unpacked(store.generations.payload(found))
+            payload = io.BytesIO(store.generations.payload(found))
+            beside = ResidualState(**torch.load(payload, weights_only=True))
             self._offloaded.publish_all(verify=True)
             return beside
 
@@ -144,36 +132,6 @@ class OffloadedTensors:
         if not isinstance(store, DriveStore):
             return {}
         return {one.step: one for one in store.generations.whole() if store.generations.payload(one)}
-
-
-def gradients_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Returns the gradients of all parameters that have one, from where they wait for their update."""
-    if not isinstance(optimizer, StreamingAdamW):
-        return [p.grad for p in model.parameters() if p.grad is not None]
-    names, outside = optimizer.offloaded.names_of, optimizer.gradients
-    every = (outside.of(names[p]) if p in names else p.grad for p in model.parameters())
-    return [gradient for gradient in every if gradient is not None]
-
-
-def clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Clears the gradients of all model parameters.
-
-    The optimizer may hold fewer, and the others would accumulate.
-    """
-    model.zero_grad(set_to_none=True)
-    if isinstance(optimizer, StreamingAdamW):
-        optimizer.gradients.clear()
-
-
-def _packed(beside: ResidualState) -> bytes:
-    file = io.BytesIO()
-    torch.save({"values": beside.values, "tensors": beside.tensors}, file)
-    return file.getvalue()
-
-
-def _unpacked(payload: bytes) -> ResidualState:
-    found = torch.load(io.BytesIO(payload), weights_only=True)
-    return ResidualState(found["values"], found["tensors"])
 
 
 def _saved_name(name: str, key: str) -> str:

@@ -6,12 +6,12 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ShardError, SpecError
-from fullshard.spec.plan import Plan
+from fullshard.spec.plan import Plan, check_tier
 from fullshard.spec.run import OptimizerSection
 from fullshard.training.adamw8bit import eight_bit_adamw
 from fullshard.training.shard import streaming_adamw
@@ -24,13 +24,12 @@ EIGHT_BIT = "adamw8bit"
 def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     """Returns the optimizer that the plan's run names, over the trainable parameters of `model`.
 
-    Weight decay applies to parameters of two or more dimensions, not to norms and biases. Parameters on
-    different meshes or of different dtypes form different groups, because one fused call takes only one kind.
-    AdamW and Adam are fused: on two cores this is 8× as fast as the foreach loop.
+    Weight decay applies to parameters of two or more dimensions, not to norms and biases. AdamW and Adam are
+    fused: on two cores this is 8× as fast as the foreach loop.
 
     Raises ShardError if the model is not sharded or is currently unsharded (gathered); SpecError for an
     unknown name, options that the class does not take, and a class that cannot update sharded parameters;
-    MissingExtraError.
+    PlanError for offloaded state of another optimizer than AdamW; MissingExtraError.
     """
     _refuse_unsharded(model)
     section = plan.run.optimizer
@@ -40,7 +39,8 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
             f"{type(model).__name__} has no trainable parameter.", fix="requires_grad_(True) on some"
         )
     if plan.run.offload.takes_optimizer:
-        return _streaming(model, groups, plan=plan)
+        check_tier(plan.run)
+        return streaming_adamw(model, groups, plan=plan)
     if plan.precision.stochastic_rounding:
         return _stochastic(groups, plan)
     cls = _optimizer_class(section.name)
@@ -57,6 +57,15 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
             why=str(error).partition("\n")[0],
             fix="other optimizer.options, or another optimizer.name",
         ) from error
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Sets the learning rate of all groups, in place where it is a tensor (compiled optimizers)."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def _refuse_unsharded(model: nn.Module) -> None:
@@ -129,18 +138,6 @@ def _options(
     if can_fuse and not {"foreach", "differentiable"} & section.options.keys():
         options["fused"] = True
     return options | section.options
-
-
-def _streaming(model: nn.Module, groups: list[dict[str, Any]], *, plan: Plan) -> torch.optim.Optimizer:
-    section = plan.run.optimizer
-    if section.name.lower() != "adamw" or section.options:
-        raise SpecError(
-            "only AdamW's state is kept outside the device.",
-            got=f"optimizer.name = {section.name!r}, options = {section.options}, "
-            f'offload.tier = "{plan.run.offload.tier}"',
-            fix='optimizer.name = "adamw" without options, or offload.tier = "none"',
-        )
-    return streaming_adamw(model, groups, plan=plan)
 
 
 def _stochastic(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:

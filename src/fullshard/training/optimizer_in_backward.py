@@ -8,11 +8,9 @@ the norm of all gradients are not available: no clipping, no loss scale, no skip
 norm that is not finite is found after the update, and ends the run.
 
 [Note: one optimizer, a unit at a time]
-The optimizer is the same as without `in_backward`, with all groups and all state. During a unit's update its
-groups are replaced by copies that hold only the unit's parameters. Hooks, schedulers and checkpoints see one
-optimizer, each parameter is updated by the same operations as without `in_backward`, and a counter that a
-class keeps in its groups increases once per step. The optimizer must update each parameter independently, as
-all of `torch.optim` do.
+During a unit's update the optimizer's groups are replaced by copies that hold only the unit's parameters.
+Hooks, schedulers and checkpoints see one optimizer, and a counter that a class keeps in its groups increases
+once per step. The optimizer must update each parameter independently, as all of `torch.optim` do.
 
 [Note: the gradient's memory]
 The gradients of a unit are views of one reduced chunk. FSDP2 holds a reference to it until the next unit is
@@ -21,80 +19,68 @@ a GPU, FSDP2 calls the hooks on the stream that reduced; if another stream alloc
 `record_stream` informs the allocator.
 """
 
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self, cast
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
-from torch.utils.hooks import RemovableHandle
 
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
+from fullshard.training.gradients import local_norms, scale_gradients
+from fullshard.training.optimizer import set_learning_rate
 
 
 class OptimizerInBackward:
-    """Context that updates the parameters of `model` while backward runs inside it. Call `finish` afterwards.
-
-    factor: multiplies the reduced gradients; None measures without updating
-    norms: norm of this rank's part of each gradient before scaling, filled as gradients arrive
-
-    Raises TrainError during backward if a gradient arrives more than once.
-    """
+    """Updates the parameters of `model` unit by unit while backward runs inside `updating`."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.norms: dict[Tensor, Tensor] = {}
+        self._norms: dict[Tensor, Tensor] = {}
         self._unit_of: dict[Tensor, int] = {}
-        self._left: dict[int, int] = {}
+        self._left = Counter[int]()  # gradients that are still to come, by unit
         self._waiting: list[Tensor] = []  # of one unit, until its last gradient arrives
         self._groups: dict[int, dict[str, Any]] = {}
         self._group_of: dict[Tensor, int] = {}
-        self._handles: list[RemovableHandle] = []
         self._factor: float | None = None
 
-    def begin(self, *, factor: float | None, learning_rate: float) -> Self:
-        """Prepares one backward, after its forward."""
+    @contextmanager
+    def updating(self, *, factor: float | None, learning_rate: float) -> Generator[None]:
+        """Context of one backward, before `finish`. Raises TrainError if a gradient arrives more than once.
+
+        factor: multiplies the reduced gradients; None measures their norms without an update
+        """
         self._factor = factor
         self._unit_of = self._unit_of or _units(self.model)
-        self.norms, self._groups, self._waiting = {}, {}, []
-        self._left = {}
-        for unit in self._unit_of.values():
-            self._left[unit] = self._left.get(unit, 0) + 1
+        self._norms, self._groups, self._waiting = {}, {}, []
+        self._left = Counter(self._unit_of.values())
         groups = self.optimizer.param_groups
         self._group_of = {p: index for index, group in enumerate(groups) for p in group["params"]}
         if factor is not None:
             set_learning_rate(self.optimizer, learning_rate)
-        return self
+        with ExitStack() as hooks:
+            for parameter in self._unit_of:
+                hooks.callback(parameter.register_post_accumulate_grad_hook(self._on_gradient).remove)
+            yield
 
-    def __enter__(self) -> Self:
-        self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._unit_of]
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def finish(self) -> None:
-        """Updates what backward left: the last unit, and the parameters that FSDP2 does not shard."""
+    def finish(self) -> Mapping[Tensor, Tensor]:
+        """Updates the parameters that backward left, and returns the norm of each gradient's local part."""
         self._update_unit()
-        alone = [p for p in self.model.parameters() if p.grad is not None]
-        if alone:
-            self._update(alone)
+        self._update([p for p in self.model.parameters() if p.grad is not None])
         for index, group in self._groups.items():
             kept = self.optimizer.param_groups[index]["params"]
             self.optimizer.param_groups[index].update(group | {"params": kept})
+        return {p: self._norms[p] for p in self.model.parameters() if p in self._norms}
 
     @torch.no_grad()
     def _on_gradient(self, parameter: Tensor) -> None:
-        """Runs when this parameter's gradient has been reduced (a post-accumulate-grad hook)."""
+        """Post-accumulate-grad hook: this parameter's gradient has been reduced."""
         unit = self._unit_of[parameter]
-        if parameter in self.norms:
+        if parameter in self._norms:
             raise _comes_again(self.model, parameter)
         if self._waiting and self._unit_of[self._waiting[0]] != unit:
             self._update_unit()
@@ -105,20 +91,20 @@ class OptimizerInBackward:
 
     def _update_unit(self) -> None:
         parameters, self._waiting = self._waiting, []
-        if not parameters:
-            return
         gradients = [p.grad for p in parameters if p.grad is not None]
         self._update(parameters)
         for gradient in gradients:
-            _let_go(gradient)
+            _free_storage(gradient)
 
     @torch.no_grad()
     def _update(self, parameters: Sequence[Tensor]) -> None:
+        if not parameters:
+            return
         with record_function("fullshard::optimizer"):
-            local = [local_tensor(p.grad) for p in parameters if p.grad is not None]
-            self.norms.update(zip(parameters, local_norms(local), strict=True))
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            self._norms.update(zip(parameters, local_norms(gradients).values(), strict=True))
             if self._factor is not None:
-                scale(local, self._factor)
+                scale_gradients(gradients, self._factor)
                 self._step([p for p in parameters if p in self._group_of])
         for parameter in parameters:
             parameter.grad = None
@@ -138,31 +124,6 @@ class OptimizerInBackward:
         self._groups |= parts
 
 
-def local_norms(local: list[Tensor]) -> Sequence[Tensor]:
-    """Returns the norm of each tensor in fp32. bf16 norms would otherwise be rounded to 8 bits each."""
-    if not local:
-        return []
-    return torch._foreach_norm(local, 2, torch.float32)  # pyright: ignore[reportPrivateUsage]
-
-
-def scale(local: list[Tensor], factor: float) -> None:
-    """Multiplies all tensors by `factor` in place."""
-    if local and factor != 1.0:
-        torch._foreach_mul_(local, factor)  # pyright: ignore[reportPrivateUsage]
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets the learning rate of all groups.
-
-    A rate that is a tensor (in compiled optimizers) is filled in place.
-    """
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
-
-
 def _units(model: nn.Module) -> dict[Tensor, int]:
     """Returns the FSDP2 parameter group of each parameter whose gradient FSDP2 reduces, by id.
 
@@ -180,11 +141,8 @@ def _units(model: nn.Module) -> dict[Tensor, int]:
     return found
 
 
-def _let_go(gradient: Tensor) -> None:
-    """Frees the memory of a reduced gradient, even if it is still referenced.
-
-    See [Note: the gradient's memory].
-    """
+def _free_storage(gradient: Tensor) -> None:
+    """Frees a gradient's memory even if it is still referenced. See [Note: the gradient's memory]."""
     local = local_tensor(gradient)
     if local.is_cuda:
         local.record_stream(torch.cuda.current_stream(local.device))

@@ -1,4 +1,4 @@
-"""The starting point of a run: its own checkpoint, the weights of a Hugging Face directory, or neither."""
+"""The starting point of a run (a checkpoint, weights, or neither), and its return to a checkpoint."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +7,7 @@ from fullshard.checkpoint import NodeLocalDirectory, load
 from fullshard.checkpoint.location import CheckpointLocation, location_of, newest_step
 from fullshard.checkpoint.objects import ObjectLocation
 from fullshard.distributed.agreement import on_rank_zero
-from fullshard.errors import CheckpointError, SpecError
+from fullshard.errors import CheckpointError, SpecError, TrainError
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.plan import Plan
 from fullshard.spec.pretrained import locate, read_config
@@ -38,8 +38,7 @@ def newest_saved(directory: str | Path, plan: Plan) -> int | None:
 def pretrained_directory(run: Run) -> Path | None:
     """Returns the directory of the weights that `run` starts from, or None for initialised weights.
 
-    Raises CheckpointError if `model.weights` requires weights and there are none, and SpecError for quantised
-    weights, which fullshard cannot unpack.
+    Raises CheckpointError for weights that are required and missing, SpecError for quantised weights.
     """
     section = run.model
     if not isinstance(section, HuggingFaceModel) or section.weights == "none":
@@ -68,13 +67,11 @@ def pretrained_directory(run: Run) -> Path | None:
 def restore(
     state: TrainState, plan: Plan, *, weights: Path | None, saved: str | Path | None, must_resume: bool
 ) -> str | None:
-    """Loads `state` from the newest checkpoint in `saved`, or else from `weights`, if there are any.
+    """Loads `state` from the newest checkpoint in `saved`, or else from `weights`, if any. Collective.
 
-    Collective.
-
-    Returns a message about the weights that were read, or None. A source without the frozen parameters is
-    loaded on top of one that has them: a checkpoint of adapters only on top of the weights, and the state on
-    a drive on top of a checkpoint, or of the weights if there is no checkpoint. Raises CheckpointError.
+    A source without the frozen parameters is loaded on top of one that has them: a checkpoint of adapters
+    only on top of the weights, and the state on a drive on top of a checkpoint, or of the weights if there is
+    no checkpoint. Returns a message about the weights that were read, or None. Raises CheckpointError.
     """
     newest = 0
     if saved is not None:
@@ -99,3 +96,31 @@ def restore(
         read = from_checkpoint(missing_ok=not must_resume) or read
     # A warning has already reported missing weights, including everything that this message would say.
     return None if read is None or read.missing else read.describe()
+
+
+def roll_back(
+    state: TrainState, directory: str | Path | CheckpointLocation | NodeLocalDirectory, *, plan: Plan
+) -> bool:
+    """Loads the newest complete checkpoint of `directory`, and moves the data position forward. Collective.
+
+    The batches since that checkpoint and the next `survival.skip_batches` are not trained on (as PaLM's
+    authors did by hand, arXiv:2204.02311, section 5.1), except with a plain iterable, which has no position.
+    Returns False, with nothing changed, if there is no checkpoint yet.
+
+    Raises TrainError after `survival.max_rollbacks`, CheckpointError if no checkpoint is complete.
+    """
+    survival = plan.run.survival
+    if state.rollbacks >= survival.max_rollbacks:
+        raise TrainError(
+            f"the run was rolled back {state.rollbacks} times, and spikes again at step {state.step}.",
+            got=f"survival.max_rollbacks = {survival.max_rollbacks}",
+            why="other batches did not help, so it is not the batches",
+            fix="a lower optimizer.learning_rate, longer schedule.warmup_steps, an older checkpoint, or a "
+            "larger survival.spike_sigma if the curve is just rough",
+        )
+    next_batch, rollbacks = state.step + state.data_offset, state.rollbacks
+    if not load(state, directory, missing_ok=True):
+        return False
+    state.rollbacks = rollbacks + 1
+    state.data_offset = next_batch + survival.skip_batches - state.step
+    return True

@@ -44,5 +44,4 @@ def warmup_note(run: Run) -> str | None:
 
 
 def _progress(step: int, *, start: float, last: int) -> float:
-    """Returns the progress from 0 at `start` to 1 at `last`, or 0 if `last` is not after `start`."""
     return min(1.0, max(0.0, (step - start) / (last - start))) if last > start else 0.0

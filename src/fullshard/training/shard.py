@@ -68,10 +68,7 @@ def shard(
 
 
 def streaming_adamw(model: nn.Module, groups: list[dict[str, Any]], *, plan: Plan) -> StreamingAdamW:
-    """Returns the optimizer of a model with offloaded state.
-
-    Raises ShardError if the state is not offloaded.
-    """
+    """Returns the optimizer of offloaded state. Raises ShardError if the state is not offloaded."""
     offloaded = offloaded_of(model)
     if offloaded is None:
         raise ShardError(
@@ -79,14 +76,22 @@ def streaming_adamw(model: nn.Module, groups: list[dict[str, Any]], *, plan: Pla
             got=f'offload.tier = "{plan.run.offload.tier}"',
             fix="model = fullshard.shard(model, plan), which keeps its state outside",
         )
-    section = plan.run.optimizer
+    section, settings = plan.run.optimizer, offloaded.settings
+    gradients: Gradients
+    if settings.on_gpu:
+        gradients = HostGradients(offloaded.engine, pinned=True)
+    else:
+        gradients = DeviceGradients({name: parameter for parameter, name in offloaded.names_of.items()})
+    on_device = None
+    if plan.run.offload.update == "device":
+        on_device = DeviceUpdate(offloaded.groups, device=settings.device, moments=settings.moments)
     return StreamingAdamW(
         groups,
         offloaded,
-        gradients=_gradients(offloaded),
+        gradients=gradients,
         defaults=AdamOptions(section.learning_rate, *section.betas, section.eps, 0.0),
         seed=plan.run.run.seed,
-        on_device=_on_device(offloaded) if plan.run.offload.update == "device" else None,
+        on_device=on_device,
     )
 
 
@@ -99,20 +104,16 @@ def directory_of(plan: Plan, *, rank: int) -> Path:
     return rank_directory(path, run_id=name, rank=rank)
 
 
-def discard_offloaded(plan: Plan, *, unless: bool = False) -> None:
-    """Removes the files of an earlier run from this rank's paths, or nothing if `unless` is true.
-
-    Raises OffloadError.
-    """
-    if plan.run.offload.on_disk and not unless:
+def discard_offloaded(plan: Plan) -> None:
+    """Removes the files of an earlier run from this rank's paths. Raises OffloadError."""
+    if plan.run.offload.on_disk:
         discard(directory_of(plan, rank=rank()))
 
 
 def close_offload(model: nn.Module, *, plan: Plan, finished: bool) -> None:
-    """Closes the offloaded state at the end of a run, when nothing is unsharded any more.
+    """Closes the offloaded state at the end of a run.
 
-    If the run is `finished`, its files and the directories they leave empty are removed, because its
-    checkpoint holds everything. Otherwise the files stay, for a run that resumes.
+    If the run is `finished`, its files are removed, because its checkpoint holds everything.
     """
     offloaded = offloaded_of(model)
     if offloaded is not None:
@@ -124,10 +125,9 @@ def close_offload(model: nn.Module, *, plan: Plan, finished: bool) -> None:
 
 
 def _remove_empty(plan: Plan) -> None:
-    """Removes the directories of the state that are empty.
+    """Removes empty directories of the state: with a relative path, all below the run's own.
 
-    With a relative path, these can be all directories below the run's own. An absolute path belongs to the
-    user, so only the run's directories in it are removed.
+    An absolute path belongs to the user, so only the run's directories in it are removed.
     """
     path, own = Path(plan.run.offload.path), directory_of(plan, rank=rank())
     inside = not path.is_absolute() and ".." not in path.parts
@@ -212,10 +212,7 @@ def _on_drive(plan: Plan, groups: Sequence[Group], *, system: System) -> DriveSt
 
 
 def _open_on_all_ranks(opened: Callable[[], T], *, close: Callable[[T], None]) -> T:
-    """Returns the result of `opened`, once it has succeeded on all ranks. Collective.
-
-    Raises OffloadError: each rank's own, or the first other rank's on ranks that have none.
-    """
+    """Returns the result of `opened`, once it has succeeded on all ranks. Raises OffloadError. Collective."""
     own: OffloadError | None = None
     with ExitStack() as stack:
         found: list[T] = []
@@ -236,8 +233,7 @@ def _open_on_all_ranks(opened: Callable[[], T], *, close: Callable[[T], None]) -
 def _keep_common_generation(generations: Generations) -> None:
     """Drops every generation except the newest that is undamaged on all ranks. Collective.
 
-    This happens before the first byte is written. The next write replaces the older generation, which may be
-    the one that other ranks have.
+    It must precede the first write, which replaces the older generation: the others may have only that one.
     """
     while True:
         own = {one.step: one for one in generations.whole()}
@@ -257,14 +253,3 @@ def _verifies(generations: Generations, one: Generation) -> bool:
         logger.warning("the state after step %d cannot be used: %s", one.step, error)
         return False
     return True
-
-
-def _on_device(offloaded: OffloadedState) -> DeviceUpdate:
-    settings = offloaded.settings
-    return DeviceUpdate(offloaded.groups, device=settings.device, moments=settings.moments)
-
-
-def _gradients(offloaded: OffloadedState) -> Gradients:
-    if offloaded.settings.on_gpu:
-        return HostGradients(offloaded.engine, pinned=True)
-    return DeviceGradients({name: parameter for parameter, name in offloaded.names_of.items()})

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.manifest import SavedTensor, compare_names
+from fullshard.distributed.agreement import rank
 from fullshard.errors import CheckpointError, TrainError
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.survival.phase import PhaseTracker
@@ -21,17 +21,17 @@ from fullshard.training.offload_checkpoint import OffloadedTensors, ResidualStat
 from fullshard.training.optimizer_in_backward import OptimizerInBackward
 from fullshard.weights.names import described
 
+_COUNTS = ("step", "tokens", "skipped", "data_offset", "rollbacks")
+
 
 class TrainState:
     """A model, its optimizer, its data, and its progress.
 
-    step: finished steps
     tokens: valid tokens trained on, over all ranks
     skipped: steps skipped because the loss or norm was not finite, or was a spike
     data: a source of microbatches by step (`data.Batches`), or an iterable of microbatches
     iterator: position of a plain iterable, from which the next `train` continues after a `break`
     data_offset: batches skipped by `rollbacks`
-    rollbacks: number of rollbacks so far
     best: the lowest validation loss and its step
     recent: losses and norms of recent steps, from which spikes are detected
     phase: this rank's position in the step, for the watchdog
@@ -74,28 +74,16 @@ class TrainState:
     # The methods of fullshard.checkpoint.checkpointable.Checkpointable.
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors of a checkpoint.
-
-        Their names are `model.<name>`, `optimizer.<name>.<key>`, and `rng.<device>.<rank>` for each rank's
-        random states.
-        """
+        """Returns the tensors of a checkpoint: parameters, optimizer state, random states of ranks."""
         self.settle()
         tensors = self._model_tensors() | self._optimizer_tensors() | _random_states()
         return tensors | (self.offloaded.tensors() if self.offloaded else {})
 
     def values(self) -> dict[str, JsonValue]:
-        """Returns the values of a checkpoint.
-
-        These are counts, figures of recent steps, the best loss, the loss scale, the optimizer's class, tied
-        names, and the config of a transformers model, for `export_hf`.
-        """
+        """Returns the values of a checkpoint: counts, recent figures, and facts about the model."""
         best_loss, best_step = self.best or (None, None)
         return {
-            "step": self.step,
-            "tokens": self.tokens,
-            "skipped": self.skipped,
-            "data_offset": self.data_offset,
-            "rollbacks": self.rollbacks,
+            **{name: getattr(self, name) for name in _COUNTS},
             "best_validation_loss": best_loss,
             "best_step": best_step,
             "recent_losses": list(self.recent.losses),
@@ -120,8 +108,13 @@ class TrainState:
         elsewhere = self.offloaded.names if self.offloaded else set[str]()  # they are in `partitions`
         for name, info in saved.items():
             if name.startswith("optimizer.") and name not in elsewhere:
-                owner, key = _owner_and_key(name)
-                tensors[name] = self._empty_optimizer_tensor(_owned(parameters, owner), key=key, info=info)
+                owner, _, key = name.removeprefix("optimizer.").rpartition(".")
+                if owner not in parameters:
+                    raise CheckpointError(
+                        f"the checkpoint has optimizer state for {owner}, which the model does not have.",
+                        fix="the model that wrote the checkpoint, or a new run directory",
+                    )
+                tensors[name] = self._empty_optimizer_tensor(parameters[owner], key=key, info=info)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
         for name, own in _random_states().items():
             if name in saved and saved[name].shape == tuple(own.shape):
@@ -142,16 +135,15 @@ class TrainState:
         states: dict[str, dict[str, Tensor]] = {}
         for name, tensor in received.items():
             if name.startswith("optimizer."):
-                owner, key = _owner_and_key(name)
+                owner, _, key = name.removeprefix("optimizer.").rpartition(".")
                 states.setdefault(owner, {})[key] = tensor
         for name, parameter in self.model.named_parameters():
             self.optimizer.state.pop(parameter, None)
             if name in states:
                 self.optimizer.state[parameter] = quantize_like(self.optimizer, parameter, state=states[name])
         _set_random_states(received)
-        self.step, self.tokens, self.skipped = (_integer(values[k]) for k in ("step", "tokens", "skipped"))
-        # Older checkpoints do not have these values.
-        self.data_offset, self.rollbacks = (_integer(values.get(k, 0)) for k in ("data_offset", "rollbacks"))
+        for name in _COUNTS:
+            setattr(self, name, _integer(values.get(name, 0)))  # older checkpoints lack some
         best = values.get("best_validation_loss")
         self.best = None if best is None else (float(str(best)), _integer(values["best_step"]))
         self.recent = RecentSteps(*(_floats(values.get(k, [])) for k in ("recent_losses", "recent_norms")))
@@ -166,10 +158,7 @@ class TrainState:
         return self.offloaded.partitions(saved) if self.offloaded else iter(())
 
     def after_step(self, *, tokens: int, skipped: bool) -> None:
-        """Counts the step.
-
-        With state on a drive, also commits it, so that a crashed run can resume from here.
-        """
+        """Counts the step, and commits offloaded state on a drive, from which a crashed run resumes."""
         self.step += 1
         self.tokens += 0 if skipped else tokens
         self.skipped += skipped
@@ -199,10 +188,7 @@ class TrainState:
             self.offloaded.settle()
 
     def before_update(self, act: Callable[[], None]) -> None:
-        """Registers `act` to be called once, before the next optimizer step or load of a checkpoint.
-
-        See `fullshard.checkpoint.background`.
-        """
+        """Registers `act` to be called once, before the next optimizer step or load."""
         self._before_update.append(act)
 
     def act_before_update(self) -> None:
@@ -263,28 +249,10 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _free_gathered(model: nn.Module) -> None:
-    """Reshards all units, because a forward without a backward leaves them unsharded.
-
-    Unsharded parameters are not the optimizer's.
-    """
+    """Reshards units that a forward without backward left unsharded."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _owner_and_key(name: str) -> tuple[str, str]:
-    """Returns (parameter, key) of `optimizer.<parameter>.<key>`. A key has no dot."""
-    owner, _, key = name.removeprefix("optimizer.").rpartition(".")
-    return owner, key
-
-
-def _owned(parameters: Mapping[str, nn.Parameter], name: str) -> nn.Parameter:
-    if name not in parameters:
-        raise CheckpointError(
-            f"the checkpoint has optimizer state for {name}, which the model does not have.",
-            fix="the model that wrote the checkpoint, or a new run directory",
-        )
-    return parameters[name]
 
 
 def _check_optimizer_is_the_models(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -310,19 +278,16 @@ def _tied_names(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def _random_states() -> dict[str, Tensor]:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    states = {f"rng.cpu.{rank}": torch.get_rng_state()}
+    states = {f"rng.cpu.{rank()}": torch.get_rng_state()}
     if torch.cuda.is_available():
-        states[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state()
+        states[f"rng.cuda.{rank()}"] = torch.cuda.get_rng_state()
     return states
 
 
 def _set_random_states(received: Mapping[str, Tensor]) -> None:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if (state := received.get(f"rng.cpu.{rank}")) is not None:
-        torch.set_rng_state(state)
-    if (state := received.get(f"rng.cuda.{rank}")) is not None:
-        torch.cuda.set_rng_state(state)
+    for device, set_state in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
+        if (state := received.get(f"rng.{device}.{rank()}")) is not None:
+            set_state(state)
 
 
 def _integer(value: JsonValue) -> int:
@@ -333,14 +298,3 @@ def _integer(value: JsonValue) -> int:
 
 def _floats(values: JsonValue) -> list[float]:
     return [float(str(value)) for value in values] if isinstance(values, list) else []
-
-
-def shard_replicas(tensor: Tensor, world_size: int) -> int:
-    """Returns the number of ranks that hold the same part of `tensor`."""
-    if not isinstance(tensor, DTensor):
-        return world_size
-    shards = 1
-    for axis, placement in enumerate(tensor.placements):
-        if placement.is_shard():
-            shards *= tensor.device_mesh.size(axis)
-    return world_size // shards

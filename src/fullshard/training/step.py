@@ -17,18 +17,19 @@ all-reduces, because loss and count are needed earlier: see [Note: what comes be
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
-from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
 from fullshard.offload.adamw import StreamingAdamW
 from fullshard.spec.plan import Plan
@@ -40,30 +41,37 @@ from fullshard.survival.fingerprint import (
     settings_checksum,
 )
 from fullshard.survival.phase import PhaseTracker, RunPhase
+from fullshard.training.gradients import (
+    clear_gradients,
+    gradients_of,
+    local_norms,
+    reduce_scalars,
+    scale_gradients,
+    squared_norm,
+)
 from fullshard.training.loss import Loss
-from fullshard.training.offload_checkpoint import clear_gradients, gradients_of
-from fullshard.training.optimizer_in_backward import local_norms, scale, set_learning_rate
-from fullshard.training.state import TrainState, shard_replicas
+from fullshard.training.optimizer import set_learning_rate
+from fullshard.training.state import TrainState
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Global figures of one step, the same on all ranks.
+    """Figures of one step over all ranks, the same on all of them.
 
-    loss: mean over valid tokens
+    loss: mean over valid tokens, in nats for the default loss
     grad_norm: norm of the gradient before clipping
-    count: valid tokens (or microbatches, for a loss that is a mean)
-    skipped: nothing was updated
+    tokens: valid tokens of the step (or microbatches, for a loss that is a mean)
+    skipped: nothing was updated, because the loss or norm was not finite, or was a spike
     spike: the step was skipped because its loss or norm stood out
-    stop: a rank asked to stop
+    stopping: a rank was asked to stop, and this is the last step
     """
 
     loss: float
     grad_norm: float
-    count: int
+    tokens: int
     skipped: bool
-    spike: bool
-    stop: bool
+    spike: bool = False
+    stopping: bool
 
 
 def run_step(
@@ -77,100 +85,53 @@ def run_step(
 ) -> StepResult:
     """Trains `state` on exactly `plan.accumulation` microbatches of this rank. Collective.
 
-    Parameters and optimizer stay unchanged on all ranks if the loss or norm is not finite on any rank, if it
-    is a spike while `survival.on_spike` is set, or if no rank has a valid token.
+    Nothing is updated on any rank if the loss or norm is not finite on one, if it is a spike while
+    `survival.on_spike` is set, or if no rank has a valid token.
 
-    Raises TrainError for another number of microbatches, for an invalid loss (see `loss.Loss`), and on all
-    ranks if they are not in the same step. With the optimizer in backward, also for a norm that is not
-    finite.
+    Raises TrainError for another number of microbatches, an invalid loss (see `loss.Loss`), ranks that are in
+    different steps, and with the optimizer in backward, a norm that is not finite.
     """
-    if plan.run.optimizer.in_backward:
-        return _run_in_backward(
-            state, plan, microbatches=microbatches, loss=loss, learning_rate=learning_rate, stop=stop
-        )
-    device, survival, where = _device(state.model), plan.run.survival, state.phase
+    where, survival, device = state.phase, plan.run.survival, next(state.model.parameters()).device
+    in_backward = state.in_backward if plan.run.optimizer.in_backward else None
     issued = collectives_issued(device)
     sums = torch.zeros(4 + WIDTH, dtype=torch.float64, device=device)  # loss, count, squared norm, stop, …
     sums[3] = float(stop)
-    nominal = _accumulate(state, plan, microbatches=microbatches, loss=loss, sums=sums)
+    agree = partial(_sum_over_ranks, sums, state=state, plan=plan, learning_rate=learning_rate, issued=issued)
+    updates = partial(_updating, state=state, plan=plan, learning_rate=learning_rate, agree=agree)
+    nominal = _accumulate(state, plan, microbatches=microbatches, loss=loss, sums=sums, updates=updates)
     where.enter(RunPhase.REDUCE)
     gradients = gradients_of(state.model, state.optimizer)
-    _reduce_unsharded(gradients)
-    # Range in a profiler's trace: see `fullshard.profiler.trace`.
-    with record_function("fullshard::optimizer"):
-        sums[2] = _squared_norm(
-            gradients, local_norms([local_tensor(g) for g in gradients]), world_size=plan.world_size
-        )
-    own = _fingerprint(state, plan, learning_rate=learning_rate, issued=issued, device=device)
+    reduce_scalars(gradients)
+    with record_function("fullshard::optimizer"):  # see `fullshard.profiler.trace`
+        norms = local_norms(gradients) if in_backward is None else in_backward.finish()
+        sums[2] = squared_norm(norms)
     state.settle()  # after the all-reduce, updates have then settled on every rank
-    loss_sum, count, squared_norm, stops = _summed(sums, own, world_size=plan.world_size)
+    loss_sum, count, squared, stops = agree()
     where.enter(RunPhase.OPTIMIZER)
     mean = loss_sum / count if count > 0 else math.nan
     # FSDP2 averages over ranks, but a sum is needed; see [Note: one denominator].
     unscale = nominal * plan.world_size / (count * state.loss_scale.scale) if count > 0 else math.nan
-    norm = math.sqrt(squared_norm) * unscale if squared_norm >= 0 else math.nan
-    finite = math.isfinite(loss_sum) and math.isfinite(norm)
+    norm = math.sqrt(squared) * unscale if squared >= 0 else math.nan
+    finite = math.isfinite(mean) and math.isfinite(norm)
     spike = finite and state.recent.spikes(mean, norm, section=survival)
-    if finite and not spike:
+    if in_backward is not None and not finite and math.isfinite(mean):
+        raise _updated_with(norm, step=state.step + 1)
+    if in_backward is None and finite and not spike:
         state.recent.add(mean, norm, section=survival)
-        factor = unscale * _clip(norm, plan)
-        with record_function("fullshard::optimizer"):
-            _update(state.optimizer, gradients, factor=factor, learning_rate=learning_rate)
+        limit = plan.run.optimizer.clip_norm
+        factor = unscale * (min(1.0, limit / (norm + 1e-6)) if limit else 1.0)
+        _update(state.optimizer, gradients, factor=factor, learning_rate=learning_rate)
     clear_gradients(state.model, state.optimizer)
     if count > 0:
         state.loss_scale.update(finite=finite)
-    return StepResult(mean, norm, int(count), skipped=not finite or spike, spike=spike, stop=stops > 0)
-
-
-def _run_in_backward(
-    state: TrainState,
-    plan: Plan,
-    *,
-    microbatches: Iterable[Any],
-    loss: Loss,
-    learning_rate: float,
-    stop: bool,
-) -> StepResult:
-    """Runs a step with the optimizer in backward.
-
-    See [Note: what comes before backward] in `optimizer_in_backward.py`.
-    """
-    device, where, updates = _device(state.model), state.phase, state.in_backward
-    issued = collectives_issued(device)
-    (batch,) = _expect_count(microbatches, plan.accumulation, where=where)
-    with record_function("fullshard::compute"):
-        total, count, nominal = _forward(state, plan, batch=batch, loss=loss, device=device)
-    sums = torch.zeros(4 + WIDTH, dtype=torch.float64, device=device)
-    sums[0], sums[1], sums[3] = total.detach(), count, float(stop)
-    where.enter(RunPhase.REDUCE)
-    own = _fingerprint(state, plan, learning_rate=learning_rate, issued=issued, device=device)
-    loss_sum, counted, _, stops = _summed(sums, own, world_size=plan.world_size)
-    finite = math.isfinite(loss_sum) and counted > 0
-    unscale = nominal * plan.world_size / counted if counted > 0 else math.nan
-    if finite:
-        state.act_before_update()
-    where.enter(RunPhase.BACKWARD)
-    with (
-        updates.begin(factor=unscale if finite else None, learning_rate=learning_rate),
-        record_function("fullshard::compute"),
-    ):
-        (total * (1 / nominal)).backward()
-    where.enter(RunPhase.OPTIMIZER)
-    # Only gradients that FSDP2 does not manage are left here.
-    _reduce_unsharded([p.grad for p in state.model.parameters() if p.grad is not None])
-    updates.finish()
-    where.enter(RunPhase.REDUCE)
-    measured = [p for p in state.model.parameters() if p in updates.norms]
-    sums.zero_()
-    sums[2] = _squared_norm(measured, [updates.norms[p] for p in measured], world_size=plan.world_size)
-    own = _fingerprint(state, plan, learning_rate=learning_rate, issued=issued, device=device)
-    squared_norm = _summed(sums, own, world_size=plan.world_size)[2]
-    norm = math.sqrt(squared_norm) * unscale if squared_norm >= 0 else math.nan
-    if finite and not math.isfinite(norm):
-        raise _updated_with(norm, step=state.step + 1)
-    state.model.zero_grad(set_to_none=True)
-    mean = loss_sum / counted if counted > 0 else math.nan
-    return StepResult(mean, norm, int(counted), skipped=not finite, spike=False, stop=stops > 0)
+    return StepResult(
+        loss=mean,
+        grad_norm=norm,
+        tokens=int(count),
+        skipped=not finite or spike,
+        spike=spike,
+        stopping=stops > 0,
+    )
 
 
 def _updated_with(norm: float, *, step: int) -> TrainError:
@@ -183,41 +144,59 @@ def _updated_with(norm: float, *, step: int) -> TrainError:
     )
 
 
-def _fingerprint(
-    state: TrainState, plan: Plan, *, learning_rate: float, issued: int, device: torch.device
-) -> Fingerprint | None:
-    """Returns this rank's fingerprint, or None if fingerprints are off.
+def _updating(
+    nominal: int, *, state: TrainState, plan: Plan, learning_rate: float, agree: Callable[[], list[float]]
+) -> AbstractContextManager[None]:
+    """Returns the context of a backward: with the optimizer in backward, it updates.
+
+    See [Note: what comes before backward] in `optimizer_in_backward.py`.
+    """
+    if not plan.run.optimizer.in_backward:
+        return nullcontext()
+    state.phase.enter(RunPhase.REDUCE)
+    loss_sum, count, *_ = agree()
+    if not math.isfinite(loss_sum) or count == 0:
+        return state.in_backward.updating(factor=None, learning_rate=learning_rate)
+    state.act_before_update()
+    return state.in_backward.updating(factor=nominal * plan.world_size / count, learning_rate=learning_rate)
+
+
+def _sum_over_ranks(
+    sums: Tensor, *, state: TrainState, plan: Plan, learning_rate: float, issued: int
+) -> list[float]:
+    """Returns the four sums over all ranks, after checking the fingerprints. See [Note: one all-reduce].
 
     issued: number of collectives issued before the step; the fingerprint counts those after it
     """
-    kind = plan.run.survival.fingerprint
-    if kind == "none" or plan.world_size == 1:
-        return None
-    return Fingerprint(
-        step=state.step + 1,
-        collectives=collectives_issued(device) - issued if kind == "all" else 0,
-        settings=settings_checksum(plan, learning_rate=learning_rate, data_offset=state.data_offset),
-    )
-
-
-def _summed(sums: Tensor, own: Fingerprint | None, *, world_size: int) -> list[float]:
-    """Returns the four sums over all ranks, after checking the fingerprints. See [Note: one all-reduce]."""
+    totals, kind, own = sums.clone(), plan.run.survival.fingerprint, None
+    if plan.world_size == 1:
+        return cast(list[float], totals.tolist())[:4]
+    if kind != "none":
+        own = Fingerprint(
+            step=state.step + 1,
+            collectives=collectives_issued(sums.device) - issued if kind == "all" else 0,
+            settings=settings_checksum(plan, learning_rate=learning_rate, data_offset=state.data_offset),
+        )
+        totals[4:] = torch.tensor(own.numbers(plan.world_size), dtype=torch.float64)
+    dist.all_reduce(totals)
+    values = cast(list[float], totals.tolist())
     if own is not None:
-        sums[4:] = torch.tensor(own.numbers(world_size), dtype=torch.float64)
-    if world_size > 1:
-        dist.all_reduce(sums)
-    totals = cast(list[float], sums.tolist())
-    if own is not None:
-        check_same(own, totals[4:], world_size=world_size)
-    return totals[:4]
+        check_same(own, values[4:], world_size=plan.world_size)
+    return values[:4]
 
 
 def _accumulate(
-    state: TrainState, plan: Plan, *, microbatches: Iterable[Any], loss: Loss, sums: Tensor
+    state: TrainState,
+    plan: Plan,
+    *,
+    microbatches: Iterable[Any],
+    loss: Loss,
+    sums: Tensor,
+    updates: Callable[[int], AbstractContextManager[None]],
 ) -> int:
-    """Runs forward and backward of every microbatch, and adds up loss and count.
+    """Runs forward and backward of every microbatch, adds up loss and count, and returns the nominal count.
 
-    Returns the nominal count.
+    updates: takes the nominal count, and returns the context that backward runs in
     """
     engine = state.model if isinstance(state.model, FSDPModule) else None
     nominal = 1
@@ -226,10 +205,11 @@ def _accumulate(
             _set_sync(engine, plan, last=index == plan.accumulation - 1)
         with record_function("fullshard::compute"):
             total, count, nominal = _forward(state, plan, batch=batch, loss=loss, device=sums.device)
-            state.phase.enter(RunPhase.BACKWARD)
-            (total * (state.loss_scale.scale / nominal)).backward()
         sums[0] += total.detach()
         sums[1] += count
+        with updates(nominal), record_function("fullshard::compute"):
+            state.phase.enter(RunPhase.BACKWARD)
+            (total * (state.loss_scale.scale / nominal)).backward()
     return nominal
 
 
@@ -247,10 +227,7 @@ def _forward(
 
 
 def _expect_count(microbatches: Iterable[Any], expected: int, *, where: PhaseTracker) -> Iterator[Any]:
-    """Yields exactly `expected` microbatches.
-
-    Raises TrainError otherwise, because the ranks would wait forever.
-    """
+    """Yields exactly `expected` microbatches. Raises TrainError otherwise: the ranks would wait forever."""
     count = 0
     where.enter(RunPhase.DATA)
     for batch in microbatches:
@@ -273,10 +250,7 @@ def _count_error(got: str, expected: int) -> TrainError:
 
 
 def _sum_and_count(value: Any) -> tuple[Tensor, Any]:
-    """Returns (sum, count) of the user's loss; a mean counts as one item.
-
-    Raises TrainError for anything else.
-    """
+    """Returns (sum, count) of the user's loss; a mean counts as one item. Raises TrainError."""
     is_pair = isinstance(value, tuple) and len(cast(tuple[Any, ...], value)) == 2
     total, count = cast(tuple[Any, Any], value) if is_pair else (value, 1)
     if not isinstance(total, Tensor) or total.numel() != 1 or not total.requires_grad:
@@ -295,10 +269,7 @@ def _described(value: object) -> str:
 
 
 def _set_sync(engine: FSDPModule, plan: Plan, *, last: bool) -> None:
-    """Sets what FSDP2 does after the backward of a microbatch.
-
-    Between microbatches, nothing is all-reduced over replicas, and parameters that forward left unsharded
-    stay so.
+    """Sets what FSDP2 does after a backward: only the last one all-reduces over replicas and reshards.
 
     FSDP2's `set_is_last_backward(False)` would avoid waiting for the last reduction of each microbatch, but
     it would keep its buffers through the next forward, and prefetch units of the previous microbatch.
@@ -309,51 +280,16 @@ def _set_sync(engine: FSDPModule, plan: Plan, *, last: bool) -> None:
 
 
 @torch.no_grad()
-def _reduce_unsharded(gradients: Sequence[Tensor]) -> None:
-    """Averages the gradients of scalars, which FSDP2 cannot shard."""
-    scalars = [g for g in gradients if g.ndim == 0]
-    if not scalars or not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    flat = torch.stack(scalars)
-    dist.all_reduce(flat)
-    for scalar, total in zip(scalars, flat.unbind(), strict=True):
-        scalar.copy_(total / dist.get_world_size())
-
-
-@torch.no_grad()
-def _squared_norm(tensors: Sequence[Tensor], local: Sequence[Tensor], *, world_size: int) -> Tensor:
-    """Returns this rank's share of the squared global norm.
-
-    Summed over all ranks, it counts every element once.
-
-    tensors: the gradients, or tensors with the same placement
-    local: norms of this rank's parts
-    """
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64)
-    norms = torch.stack(list(local))
-    replicas = [shard_replicas(g, world_size) for g in tensors]
-    squares = norms.double().square()
-    if len(set(replicas)) == 1:
-        return squares.sum() / replicas[0]
-    return (squares / torch.tensor(replicas, device=squares.device)).sum()
-
-
-def _clip(norm: float, plan: Plan) -> float:
-    limit = plan.run.optimizer.clip_norm
-    return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
-
-
-@torch.no_grad()
 def _update(
     optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], *, factor: float, learning_rate: float
 ) -> None:
-    if isinstance(optimizer, StreamingAdamW):
-        optimizer.gradient_factor = factor
-    else:
-        scale([local_tensor(g) for g in gradients], factor)
     set_learning_rate(optimizer, learning_rate)
-    optimizer.step()
+    with record_function("fullshard::optimizer"):
+        if isinstance(optimizer, StreamingAdamW):
+            optimizer.gradient_factor = factor
+        else:
+            scale_gradients(gradients, factor)
+        optimizer.step()
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -361,7 +297,3 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if device.type == "cpu":
         return batch
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device

@@ -1,12 +1,18 @@
-"""The overhead of fullshard's step over a hand-written `fully_shard` loop, timed alternately in one job."""
+"""What fullshard's step costs over a `fully_shard` loop written by hand, timed alternately in one job.
 
+    torchrun --nproc-per-node 2 bench/overhead.py [RUN.toml] [--set SECTION.KEY=VALUE] [--json]
+
+Prints a table for `bench/results/`, or all ratios as JSON. Without torchrun: one rank.
+"""
+
+import argparse
 import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +22,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fullshard.data import build_data
-from fullshard.errors import PlanError
 from fullshard.models.decoder import DecoderModel
 from fullshard.sharding.apply import shard
 from fullshard.sharding.collectives import use_gloo_collectives
@@ -30,51 +35,76 @@ from fullshard.training.state import TrainState
 from fullshard.training.step import to_device
 
 # Single steps alternate, so that other load on the machine affects both alike; the median excludes outliers.
-PAIRS, STEPS_A_TURN, WARMUP_TURNS = 60, 1, 5
-RESULT_NAME = "overhead.json"
+WARMUP_TURNS = 5
+# Steps small enough that time outside of computing is visible.
+SETTINGS = ("data.sequence_length=128", "train.global_batch=4", "precision.mode=fp32")
+PEERS = {
+    "plain": "a plain `fully_shard` loop",
+    "plain_same_collectives": "the same loop with fullshard's gloo collectives",
+}
 
 
-def run_overhead(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
-    """Runs one rank of `fullshard bench overhead`. Rank 0 writes `<run.dir>/overhead.json`."""
-    del resume, command_started
-    turns = WARMUP_TURNS + PAIRS
-    run = run.model_copy(update={"train": run.train.model_copy(update={"steps": turns * STEPS_A_TURN})})
+def main() -> None:
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("run", nargs="?", type=Path, help="a run.toml; the embedded default otherwise")
+    arguments.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    arguments.add_argument("--turns", type=int, default=60, help="turns that are timed (60)")
+    arguments.add_argument("--json", action="store_true", help="all ratios as JSON")
+    asked = arguments.parse_args()
+    turns = WARMUP_TURNS + asked.turns
+    settings = SETTINGS if asked.run is None else ()
+    run = Run.load(asked.run, overrides=[*settings, *asked.set, f"train.steps={turns}"])
     with process_group(run.run.device) as ranks:
-        plan = Plan.from_run(
-            run, world_size=ranks.world_size, device="cuda" if ranks.device.type == "cuda" else "cpu"
-        )
-        if plan.strategy is not Strategy.FULL_SHARD or plan.accumulation != 1 or run.recompute.mode != "none":
-            raise PlanError(
-                "the hand-written loop is full_shard, without accumulation and recompute.",
-                got=f"{plan.strategy}, accumulation {plan.accumulation}, recompute {run.recompute.mode}",
-                fix="pin those in the run",
-            )
+        device = "cuda" if ranks.device.type == "cuda" else "cpu"
+        plan = Plan.from_run(run, world_size=ranks.world_size, device=device)
+        if (
+            plan.strategy is not Strategy.FULL_SHARD
+            or plan.accumulation != 1
+            or plan.run.recompute.mode != "none"
+        ):
+            raise SystemExit("the loop by hand is full_shard, without accumulation and recompute: pin those")
         peers = {
             "fullshard": _our_steps(plan),
             "plain": _plain_steps(plan, own_collectives=False),
             "plain_same_collectives": _plain_steps(plan, own_collectives=True),
         }
         seconds = _in_turns(peers, turns=turns, device=ranks.device)
+        result = summary(seconds[WARMUP_TURNS:], plan)
         if ranks.rank == 0:
-            Path(run.run.dir).mkdir(parents=True, exist_ok=True)
-            result = summary(seconds[WARMUP_TURNS:], plan)
-            Path(run.run.dir, RESULT_NAME).write_text(json.dumps(result, indent=2))
+            print(json.dumps(result, indent=2) if asked.json else page(result))
 
 
-def summary(turns: list[dict[str, float]], plan: Plan) -> dict[str, object]:
-    """Returns each peer's median ratio fullshard / peer per turn, with its 95 % interval (bootstrap)."""
-    peers = [name for name in turns[0] if name != "fullshard"]
+def summary(turns: list[dict[str, float]], plan: Plan) -> dict[str, Any]:
+    """Each peer's median ratio fullshard / peer per turn, with its 95 % interval (bootstrap)."""
     return {
         "turns": len(turns),
-        "steps_a_turn": STEPS_A_TURN,
-        "seconds_a_step": {
-            name: statistics.median(turn[name] for turn in turns) / STEPS_A_TURN for name in turns[0]
-        },
-        "ratios": {peer: _spread([turn["fullshard"] / turn[peer] for turn in turns]) for peer in peers},
+        "seconds_a_step": {name: statistics.median(turn[name] for turn in turns) for name in turns[0]},
+        "ratios": {peer: _spread([turn["fullshard"] / turn[peer] for turn in turns]) for peer in PEERS},
         "world_size": plan.world_size,
         "device": plan.device,
         "torch": torch.__version__,
     }
+
+
+def page(result: dict[str, Any]) -> str:
+    """The figures as Markdown for `bench/results/`."""
+    seconds = result["seconds_a_step"]
+    lines = [
+        f"{result['world_size']} ranks on {result['device']}, torch {result['torch']}; "
+        f"{result['turns']} turns of 1 step each, in one job. "
+        f"fullshard: {1000 * seconds['fullshard']:.1f} ms a step (median).",
+        "",
+        "| against | step | ratio fullshard / peer, median | 95 % interval | range |",
+        "|---|---|---|---|---|",
+    ]
+    for peer, ratio in result["ratios"].items():
+        lines.append(
+            f"| {PEERS[peer]} | {1000 * seconds[peer]:.1f} ms | **{ratio['median']:.3f}** | "
+            f"{ratio['low']:.3f} to {ratio['high']:.3f} | {ratio['smallest']:.3f} to {ratio['largest']:.3f} |"
+        )
+    return "\n".join(lines)
 
 
 def _spread(ratios: list[float]) -> dict[str, float]:
@@ -103,8 +133,7 @@ def _in_turns(
         for name in order:
             dist.barrier()
             started = time.perf_counter()
-            for _ in range(STEPS_A_TURN):
-                peers[name]()
+            peers[name]()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             dist.barrier()
@@ -177,3 +206,7 @@ def _endless(plan: Plan) -> Iterator[dict[str, Tensor]]:
         for batch in data.microbatches(step, rank=rank, plan=plan):
             yield to_device(batch, device)
         step += 1
+
+
+if __name__ == "__main__":
+    main()

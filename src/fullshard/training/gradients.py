@@ -1,0 +1,83 @@
+"""Gradients between backward and update: their norm, their scale, and the reduction of scalars."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.distributed.agreement import world_size
+from fullshard.distributed.tensors import local_tensor
+from fullshard.offload.adamw import StreamingAdamW
+
+
+def gradients_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Returns the gradients of all parameters that have one, from where they wait for their update."""
+    if not isinstance(optimizer, StreamingAdamW):
+        return [p.grad for p in model.parameters() if p.grad is not None]
+    names, outside = optimizer.offloaded.names_of, optimizer.gradients
+    every = (outside.of(names[p]) if p in names else p.grad for p in model.parameters())
+    return [gradient for gradient in every if gradient is not None]
+
+
+def clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Clears the gradients of all parameters, also of those that the optimizer does not hold."""
+    model.zero_grad(set_to_none=True)
+    if isinstance(optimizer, StreamingAdamW):
+        optimizer.gradients.clear()
+
+
+@torch.no_grad()
+def reduce_scalars(gradients: Sequence[Tensor]) -> None:
+    """Averages the gradients of scalars over ranks, because FSDP2 cannot shard scalars."""
+    scalars = [g for g in gradients if g.ndim == 0]
+    if not scalars or world_size() == 1:
+        return
+    flat = torch.stack(scalars)
+    dist.all_reduce(flat)
+    for scalar, total in zip(scalars, flat.unbind(), strict=True):
+        scalar.copy_(total / world_size())
+
+
+@torch.no_grad()
+def local_norms(gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    """Returns the norm of this rank's part of each gradient, in fp32 also for bf16 gradients."""
+    if not gradients:
+        return {}
+    local = [local_tensor(gradient) for gradient in gradients]
+    norms = torch._foreach_norm(local, 2, torch.float32)  # pyright: ignore[reportPrivateUsage]
+    return dict(zip(gradients, norms, strict=True))
+
+
+@torch.no_grad()
+def squared_norm(norms: Mapping[Tensor, Tensor]) -> Tensor:
+    """Returns this rank's share of the squared global norm: summed over ranks, every element counts once.
+
+    norms: norm of this rank's part, by the gradient or another tensor with the same placement
+    """
+    if not norms:
+        return torch.zeros((), dtype=torch.float64)
+    replicas = [_replicas(tensor) for tensor in norms]
+    squares = torch.stack(list(norms.values())).double().square()
+    if len(set(replicas)) == 1:
+        return squares.sum() / replicas[0]
+    return (squares / torch.tensor(replicas, device=squares.device)).sum()
+
+
+@torch.no_grad()
+def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
+    """Multiplies this rank's part of each gradient by `factor` in place."""
+    if gradients and factor != 1.0:
+        local = [local_tensor(gradient) for gradient in gradients]
+        torch._foreach_mul_(local, factor)  # pyright: ignore[reportPrivateUsage]
+
+
+def _replicas(tensor: Tensor) -> int:
+    if not isinstance(tensor, DTensor):
+        return world_size()
+    shards = 1
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_shard():
+            shards *= tensor.device_mesh.size(axis)
+    return world_size() // shards
