@@ -26,16 +26,11 @@ from fullshard.spec.prediction import ActivationTerms
 
 
 class Moved(NamedTuple):
-    """Copies of activations that begin in a phase.
+    """Copies of activations that begin in a phase."""
 
-    out: ticks of copies to the host.
-    back: ticks of copies from the host.
-    waits: the phase waits for the copies that began before.
-    """
-
-    out: int
-    back: int
-    waits: bool
+    out: int  # ticks of copies to the host
+    back: int  # ticks of copies from the host
+    waits: bool  # the phase waits for the copies that began before
 
 
 def moved_of(phases: Sequence[Phase], plan: Plan, *, hardware: Hardware) -> tuple[Moved, ...]:

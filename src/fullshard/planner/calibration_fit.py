@@ -37,11 +37,7 @@ class StepSample(NamedTuple):
 
 
 class RateFactors(NamedTuple):
-    """Slowdown of each kind of work in a step, compared with the work alone.
-
-    watched: extra host time per launch watched by selective recompute, in launches.
-    waiting: time that ranks wait for each other, relative to a first guess.
-    """
+    """Slowdown of each kind of work in a step, compared with the work alone."""
 
     compute: float = 1.0
     memory: float = 1.0
@@ -49,23 +45,17 @@ class RateFactors(NamedTuple):
     launch: float = 1.0
     unit: float = 1.0
     collective: float = 1.0
-    watched: float = 1.0
-    waiting: float = 1.0
+    watched: float = 1.0  # extra host time per launch watched by selective recompute, in launches
+    waiting: float = 1.0  # time that ranks wait for each other, relative to a first guess
 
 
 class Fit(NamedTuple):
-    """Result of the fit.
+    """Result of the fit."""
 
-    hardware: the scaled hardware.
-    factors: its factors.
-    errors: for each step, predicted / measured - 1 after the fit.
-    errors_before: the same before the fit.
-    """
-
-    hardware: Hardware
-    factors: RateFactors
-    errors: tuple[float, ...]
-    errors_before: tuple[float, ...]
+    hardware: Hardware  # the scaled hardware
+    factors: RateFactors  # its factors
+    errors: tuple[float, ...]  # for each step, predicted / measured - 1 after the fit
+    errors_before: tuple[float, ...]  # the same before the fit
 
 
 def fitted(hardware: Hardware, steps: Sequence[StepSample]) -> Fit:

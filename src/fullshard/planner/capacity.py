@@ -17,29 +17,19 @@ _SECONDS_A_DAY = 86_400
 
 
 class ClusterSize(FrozenModel):
-    """A number of ranks with its best plan.
+    """A number of ranks with its best plan."""
 
-    nodes: number of nodes.
-    ranks_per_node: ranks in each.
-    plan: the best plan on them.
-    days: days that it takes for the requested tokens.
-    """
-
-    nodes: int
-    ranks_per_node: int
-    plan: Plan
-    days: float
+    nodes: int  # number of nodes
+    ranks_per_node: int  # ranks in each
+    plan: Plan  # the best plan on them
+    days: float  # days that it takes for the requested tokens
 
 
 class Largest(FrozenModel):
-    """The largest value that fits, and its plan.
+    """The largest value that fits, and its plan."""
 
-    size: a microbatch, a sequence length, or a number of parameters.
-    plan: its best plan.
-    """
-
-    size: int
-    plan: Plan
+    size: int  # a microbatch, a sequence length, or a number of parameters
+    plan: Plan  # its best plan
 
 
 def fewest_ranks(

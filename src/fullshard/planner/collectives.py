@@ -25,16 +25,11 @@ Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
 class CollectiveGroup(NamedTuple):
-    """Ranks of one collective.
+    """Ranks of one collective."""
 
-    ranks: number of ranks.
-    in_node: the fewest of them in a node.
-    nodes: number of nodes.
-    """
-
-    ranks: int
-    in_node: int
-    nodes: int
+    ranks: int  # number of ranks
+    in_node: int  # the fewest of them in a node
+    nodes: int  # number of nodes
 
 
 def shard_group(degree: int, *, per_node: int, world_size: int) -> CollectiveGroup:

@@ -26,30 +26,16 @@ class Term(FrozenModel):
 
 
 class RunnerUp(FrozenModel):
-    """A plan that was not chosen.
+    """A plan that was not chosen."""
 
-    plan: the plan.
-    seconds: extra seconds per step over the chosen plan; negative if it is faster.
-    needed_bytes: extra bytes over the chosen plan; negative if it needs fewer.
-    lacks_bytes: bytes by which it does not fit; 0 if it fits.
-    """
-
-    plan: Plan
-    seconds: float
-    needed_bytes: int
-    lacks_bytes: int = 0
+    plan: Plan  # the plan
+    seconds: float  # extra seconds per step over the chosen plan; negative if it is faster
+    needed_bytes: int  # extra bytes over the chosen plan; negative if it needs fewer
+    lacks_bytes: int = 0  # bytes by which it does not fit; 0 if it fits
 
 
 class Explanation(FrozenModel):
     """Explanation of `plan`, the best plan (or, if nothing fits, the closest).
-
-    plan: the plan.
-    fits: whether it fits.
-    binds: its limit, one of the values below.
-    because: the reason, as text.
-    largest: the largest memory terms.
-    runners_up: plans that were not chosen.
-    rules: the rules of thumb.
 
     Values of `binds`:
 
@@ -60,13 +46,13 @@ class Explanation(FrozenModel):
     computing   only the kernels themselves
     """
 
-    plan: Plan
-    fits: bool
-    binds: Binding
-    because: str
-    largest: tuple[Term, ...]
-    runners_up: tuple[RunnerUp, ...]
-    rules: tuple[Rule, ...]
+    plan: Plan  # the plan
+    fits: bool  # whether it fits
+    binds: Binding  # its limit, one of the values below
+    because: str  # the reason, as text
+    largest: tuple[Term, ...]  # the largest memory terms
+    runners_up: tuple[RunnerUp, ...]  # plans that were not chosen
+    rules: tuple[Rule, ...]  # the rules of thumb
 
     def lines(self) -> tuple[str, ...]:
         """Returns the explanation as text, line by line."""

@@ -14,22 +14,15 @@ MAX_OFFLOADING_GRADIENTS = 2  # units whose gradients are in transit to the host
 
 
 class HeldBytes(NamedTuple):
-    """Bytes allocated by FSDP2 at one moment.
+    """Bytes allocated by FSDP2 at one moment."""
 
-    in_flight: unsharded parameters and reduce-scatter inputs.
-    buffers: all-gather buffers, allocated on the all-gather stream.
-    reduced: reduce-scatter outputs that are not yet gradients, allocated on the reduce-scatter stream.
-    gradients: sharded gradients, allocated on the reduce-scatter stream.
-    whole: unsharded gradients, kept without sync.
-    chunks: the part of `reduced` that lives until the end of backward.
-    """
-
-    in_flight: int = 0
-    buffers: int = 0
+    in_flight: int = 0  # unsharded parameters and reduce-scatter inputs
+    buffers: int = 0  # all-gather buffers, allocated on the all-gather stream
+    # reduce-scatter outputs that are not yet gradients, allocated on the reduce-scatter stream
     reduced: int = 0
-    gradients: int = 0
-    whole: int = 0
-    chunks: int = 0
+    gradients: int = 0  # sharded gradients, allocated on the reduce-scatter stream
+    whole: int = 0  # unsharded gradients, kept without sync
+    chunks: int = 0  # the part of `reduced` that lives until the end of backward
 
     @property
     def units_in_flight(self) -> int:

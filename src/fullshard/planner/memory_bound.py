@@ -12,52 +12,33 @@ from fullshard.spec.plan import Plan
 class BackwardPeak(NamedTuple):
     """Most `live` bytes in the backward of a unit of one kind, between units of two other kinds.
 
-    kind: kind of the unit.
-    behind: kind of the unit whose backward ran before; -1 if there is none.
-    ahead: kind of the unit whose backward runs next; -1 if there is none.
-    live: bytes.
-
     Units without parameters have kind -1.
     """
 
-    kind: int
-    behind: int
-    ahead: int
-    live: int
+    kind: int  # kind of the unit
+    behind: int  # kind of the unit whose backward ran before; -1 if there is none
+    ahead: int  # kind of the unit whose backward runs next; -1 if there is none
+    live: int  # bytes
 
 
 class ActivationBound(NamedTuple):
-    """Bytes that depend only on the trace and the microbatch.
+    """Bytes that depend only on the trace and the microbatch."""
 
-    crests: peaks in backward, by kinds of neighbouring units.
-    loss: bytes alive when the loss is computed.
-    highest: the most bytes alive at any moment.
-    batch: bytes of the batch.
-    """
-
-    crests: tuple[BackwardPeak, ...]
-    loss: int
-    highest: int
-    batch: int
+    crests: tuple[BackwardPeak, ...]  # peaks in backward, by kinds of neighbouring units
+    loss: int  # bytes alive when the loss is computed
+    highest: int  # the most bytes alive at any moment
+    batch: int  # bytes of the batch
 
 
 class MeshBytes(NamedTuple):
-    """Bytes that depend only on the mesh.
+    """Bytes that depend only on the mesh."""
 
-    sizes: sizes of each kind of unit.
-    static: shards, optimizer state and buffers, over all units.
-    gathered: unsharded parameters, over all units.
-    whole: unsharded gradients that are cast to the reduce dtype, over all units.
-    gradients: sharded gradients, over all units; 0 if they are offloaded or used in backward.
-    chunks: reduce-scatter outputs, over all units.
-    """
-
-    sizes: dict[int, UnitBytes]
-    static: int
-    gathered: int
-    whole: int
-    gradients: int
-    chunks: int
+    sizes: dict[int, UnitBytes]  # sizes of each kind of unit
+    static: int  # shards, optimizer state and buffers, over all units
+    gathered: int  # unsharded parameters, over all units
+    whole: int  # unsharded gradients that are cast to the reduce dtype, over all units
+    gradients: int  # sharded gradients, over all units; 0 if they are offloaded or used in backward
+    chunks: int  # reduce-scatter outputs, over all units
 
 
 def activation_bound(spec: ModelSpec, plan: Plan) -> ActivationBound:
@@ -104,18 +85,12 @@ def mesh_bytes(spec: ModelSpec, plan: Plan) -> MeshBytes:
 
 
 class PlanTraits(NamedTuple):
-    """Traits of a plan that affect its peak.
+    """Traits of a plan that affect its peak."""
 
-    accumulates: more than one microbatch per step.
-    syncs: gradients are reduced after each microbatch.
-    keeps: parameters stay unsharded between microbatches.
-    prefetches: units are gathered ahead of their use.
-    """
-
-    accumulates: bool
-    syncs: bool
-    keeps: bool
-    prefetches: bool
+    accumulates: bool  # more than one microbatch per step
+    syncs: bool  # gradients are reduced after each microbatch
+    keeps: bool  # parameters stay unsharded between microbatches
+    prefetches: bool  # units are gathered ahead of their use
 
 
 def least_bytes(relief: ActivationBound, held: MeshBytes, *, habits: PlanTraits) -> int:

@@ -92,18 +92,12 @@ _NO_COST = {
 
 
 class HostRates(NamedTuple):
-    """Rates of an offload target.
+    """Rates of an offload target."""
 
-    copy: seconds per byte copied to or from the host.
-    disk: seconds per byte read from or written to the drive.
-    adam: seconds per parameter updated by the host.
-    on_device: seconds per parameter updated in device memory.
-    """
-
-    copy: float
-    disk: float
-    adam: float
-    on_device: float
+    copy: float  # seconds per byte copied to or from the host
+    disk: float  # seconds per byte read from or written to the drive
+    adam: float  # seconds per parameter updated by the host
+    on_device: float  # seconds per parameter updated in device memory
 
 
 def host_rates(plan: Plan, hardware: Hardware) -> HostRates:
@@ -235,18 +229,12 @@ def gathers_of(
 
 
 class Busy(NamedTuple):
-    """Busy ticks per step of each host stream.
+    """Busy ticks per step of each host stream."""
 
-    disk: drive reads and writes.
-    update: updates, gradient sums and the norm.
-    in_: copies to the device.
-    out: copies from the device.
-    """
-
-    disk: int
-    update: int
-    in_: int
-    out: int
+    disk: int  # drive reads and writes
+    update: int  # updates, gradient sums and the norm
+    in_: int  # copies to the device
+    out: int  # copies from the device
 
 
 def busy_of(costs: Iterable[tuple[UnitCost, int, int]], *, reductions: int, norm: int, disk: int) -> Busy:
@@ -285,16 +273,11 @@ def least_shards_read(
 
 
 class SlotCounts(NamedTuple):
-    """Bytes of a step's state in the three slots when the update begins.
+    """Bytes of a step's state in the three slots when the update begins."""
 
-    kept: kept since the last update, so not read again.
-    ahead: read while the last update was being written.
-    behind: written last.
-    """
-
-    kept: int = 0
-    ahead: int = 0
-    behind: int = 0
+    kept: int = 0  # kept since the last update, so not read again
+    ahead: int = 0  # read while the last update was being written
+    behind: int = 0  # written last
 
 
 def slots_hold(plan: Plan, records: Sequence[int]) -> SlotCounts:

@@ -11,14 +11,11 @@ from fullshard.spec.groups import UNIT_BUFFERS
 class InBuffers:
     """Units in the host's buffers, the most recently used last.
 
-    trained: units whose own shards are buffered.
-    frozen: units whose frozen shards are buffered.
-
     See [Note: units in memory] in `offload.unit_buffers`.
     """
 
-    trained: list[int] = field(default_factory=list[int])
-    frozen: list[int] = field(default_factory=list[int])
+    trained: list[int] = field(default_factory=list[int])  # units whose own shards are buffered
+    frozen: list[int] = field(default_factory=list[int])  # units whose frozen shards are buffered
 
     @property
     def kinds(self) -> tuple[list[int], list[int]]:

@@ -19,22 +19,14 @@ _BUCKET = 25 * 2**20  # bytes; default bucket of DistributedDataParallel (`bucke
 
 
 class Rule(FrozenModel):
-    """A rule of thumb and its verdict.
+    """A rule of thumb and its verdict."""
 
-    name: short name of the rule.
-    says: its text.
-    figures: figures of this case that it depends on.
-    advises: the choice that it recommends.
-    chosen: the planner's choice.
-    agrees: whether both are the same.
-    """
-
-    name: str
-    says: str
-    figures: str
-    advises: str
-    chosen: str
-    agrees: bool
+    name: str  # short name of the rule
+    says: str  # its text
+    figures: str  # figures of this case that it depends on
+    advises: str  # the choice that it recommends
+    chosen: str  # the planner's choice
+    agrees: bool  # whether both are the same
 
     def lines(self) -> tuple[str, str]:
         """Returns the rule as two lines of text."""

@@ -9,18 +9,12 @@ from fullshard.spec.model import Event, ModelSpec, Phase, Repeat, Trace
 
 
 class ScheduleStep(NamedTuple):
-    """One phase.
+    """One phase."""
 
-    event: the FSDP2 event that opens it.
-    unit: the model's unit; in a repeated segment, that of the first turn; -1 for none.
-    traced: the traced unit that stands for it.
-    phase: index of the phase in the trace.
-    """
-
-    event: Event
-    unit: int
-    traced: int
-    phase: int
+    event: Event  # the FSDP2 event that opens it
+    unit: int  # the model's unit; in a repeated segment, that of the first turn; -1 for none
+    traced: int  # the traced unit that stands for it
+    phase: int  # index of the phase in the trace
 
 
 class ScheduleSegment(NamedTuple):
@@ -33,18 +27,13 @@ class ScheduleSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Events of one microbatch.
+    """Events of one microbatch."""
 
-    segments: in the order of the phases.
-    repeats: number of times that each phase runs.
-    traced: for each unit of the model, the traced unit that stands for it.
-    before: for each unit of the model, the units whose forward ended right before each of its own forwards
-        (-1: none), in order. FSDP2 prefetches them in backward.
-    """
-
-    segments: tuple[ScheduleSegment, ...]
-    repeats: tuple[int, ...]
-    traced: tuple[int, ...]
+    segments: tuple[ScheduleSegment, ...]  # in the order of the phases
+    repeats: tuple[int, ...]  # number of times that each phase runs
+    traced: tuple[int, ...]  # for each unit of the model, the traced unit that stands for it
+    # for each unit of the model, the units whose forward ended right before each of its own forwards (-1:
+    # none), in order. FSDP2 prefetches them in backward
     before: tuple[tuple[int, ...], ...]
 
     @property

@@ -317,13 +317,10 @@ def _peak_flops(hardware: Hardware, plan: Plan) -> float | None:
 
 @dataclass
 class _StrategyResult:
-    """Candidates of one kind.
+    """Candidates of one kind."""
 
-    best: the best plan so far, with its order.
-    too_large: candidates that do not fit, as (bound on bytes, index, candidate).
-    """
-
-    best: tuple[Order, Plan] | None = None
+    best: tuple[Order, Plan] | None = None  # the best plan so far, with its order
+    # candidates that do not fit, as (bound on bytes, index, candidate)
     too_large: list[tuple[int, int, Candidate]] = field(default_factory=list[tuple[int, int, Candidate]])
 
 

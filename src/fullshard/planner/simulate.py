@@ -37,71 +37,49 @@ _BACKWARD = ("pre_backward", "post_backward", "end_backward")
 
 
 class Work(NamedTuple):
-    """Work of one microbatch.
+    """Work of one microbatch."""
 
-    program: the events.
-    lengths: for each phase, ticks of the device and of the host's launches.
-    sent: for each phase, the device ticks of tensor-parallel collectives.
-    moved: for each phase, its copies of activations; empty if there are none.
-    """
-
-    program: Schedule
-    lengths: tuple[tuple[int, int], ...]
-    sent: tuple[int, ...] = ()
-    moved: tuple[Moved, ...] = ()
+    program: Schedule  # the events
+    lengths: tuple[tuple[int, int], ...]  # for each phase, ticks of the device and of the host's launches
+    sent: tuple[int, ...] = ()  # for each phase, the device ticks of tensor-parallel collectives
+    moved: tuple[Moved, ...] = ()  # for each phase, its copies of activations; empty if there are none
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Settings of a plan that decide the order of events.
+    """Settings of a plan that decide the order of events."""
 
-    prefetch: the run's prefetch settings.
-    keeps: parameters stay unsharded between microbatches.
-    syncs: gradients are reduced in each microbatch.
-    by_position: the model's units in registration order.
-    place: index of each unit in `by_position`.
-    act: ticks of the host to gather a unit, or to reduce its gradients.
-    norm: ticks of the host for the norm of offloaded gradients; None without an offload target.
-    update_first: forward waits for the whole offloaded update, which ends with the first units.
-    skips: skip repeated turns, see [Note: skipping].
-    """
-
-    prefetch: PrefetchSection
-    keeps: bool
-    syncs: bool
-    by_position: Sequence[int]
-    place: Mapping[int, int]
-    act: int
+    prefetch: PrefetchSection  # the run's prefetch settings
+    keeps: bool  # parameters stay unsharded between microbatches
+    syncs: bool  # gradients are reduced in each microbatch
+    by_position: Sequence[int]  # the model's units in registration order
+    place: Mapping[int, int]  # index of each unit in `by_position`
+    act: int  # ticks of the host to gather a unit, or to reduce its gradients
+    # ticks of the host for the norm of offloaded gradients; None without an offload target
     norm: int | None = None
+    # forward waits for the whole offloaded update, which ends with the first units
     update_first: bool = False
-    skips: bool = True
+    skips: bool = True  # skip repeated turns, see [Note: skipping]
 
 
 @dataclass
 class StepSimulation:
-    """Runs microbatches on `streams`. `costs`: for each unit of the trace.
-
-    pending: when each unit's all-gather is done, for units in flight.
-    put_back: when each unit's copy for fewer ranks (hpZ) is made.
-    unsharded: units whose parameters are unsharded.
-    uses: number of backward prefetch decisions made for each unit.
-    in_buffers: units in the host's buffers.
-    buffered: the last all-gather buffer of forward is still allocated.
-    in_backward: backward has begun.
-    updates: this is the step's first microbatch.
-    """
+    """Runs microbatches on `streams`. `costs`: for each unit of the trace."""
 
     streams: Streams
     costs: Sequence[UnitCost]
     policy: Policy
+    # when each unit's all-gather is done, for units in flight
     pending: dict[int, int] = field(default_factory=dict[int, int])
+    # when each unit's copy for fewer ranks (hpZ) is made
     put_back: dict[int, int] = field(default_factory=dict[int, int])
-    unsharded: set[int] = field(default_factory=set[int])
+    unsharded: set[int] = field(default_factory=set[int])  # units whose parameters are unsharded
+    # number of backward prefetch decisions made for each unit
     uses: dict[int, int] = field(default_factory=dict[int, int])
-    in_buffers: InBuffers = field(default_factory=InBuffers)
-    buffered: bool = False
-    in_backward: bool = False
-    updates: bool = False
+    in_buffers: InBuffers = field(default_factory=InBuffers)  # units in the host's buffers
+    buffered: bool = False  # the last all-gather buffer of forward is still allocated
+    in_backward: bool = False  # backward has begun
+    updates: bool = False  # this is the step's first microbatch
 
     def step(self, work: Work, *, accumulating: Work, accumulation: int) -> None:
         """Runs all microbatches of a step. `accumulating`: the work of those after the first."""

@@ -54,43 +54,27 @@ _SUMS = (
 
 
 class StreamSnapshot(NamedTuple):
-    """State at the end of a turn.
+    """State at the end of a turn."""
 
-    compute: clock of the compute stream.
-    host: clock of the host.
-    gathers: clocks named in GATHER_CLOCKS.
-    reduces: clocks named in REDUCE_CLOCKS.
-    sums: accumulated durations.
-    pending: units in flight, and when they arrive.
-    buffered: units in each kind of the host's buffers, the most recently used last.
-    slack: the least lead of the host over the turn.
-    """
-
-    compute: int
-    host: int
-    gathers: tuple[int, ...]
-    reduces: tuple[int, ...]
-    sums: tuple[int, ...]
-    pending: dict[int, int]
+    compute: int  # clock of the compute stream
+    host: int  # clock of the host
+    gathers: tuple[int, ...]  # clocks named in GATHER_CLOCKS
+    reduces: tuple[int, ...]  # clocks named in REDUCE_CLOCKS
+    sums: tuple[int, ...]  # accumulated durations
+    pending: dict[int, int]  # units in flight, and when they arrive
+    # units in each kind of the host's buffers, the most recently used last
     buffered: tuple[tuple[int, ...], ...]
-    slack: int
+    slack: int  # the least lead of the host over the turn
 
 
 class _Cycle(NamedTuple):
-    """Turns that lead from one state to an equal one.
+    """Turns that lead from one state to an equal one."""
 
-    turns: number of turns.
-    length: ticks.
-    before: the state before them.
-    behind: ticks of its lead that the host loses per cycle.
-    most: number of cycles for which it stays ahead.
-    """
-
-    turns: int
-    length: int
-    before: StreamSnapshot
-    behind: int = 0
-    most: int = NEVER
+    turns: int  # number of turns
+    length: int  # ticks
+    before: StreamSnapshot  # the state before them
+    behind: int = 0  # ticks of its lead that the host loses per cycle
+    most: int = NEVER  # number of cycles for which it stays ahead
 
 
 def raise_to_compute(streams: Streams, clocks: Sequence[str]) -> None:

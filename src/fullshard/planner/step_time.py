@@ -63,60 +63,36 @@ def step_seconds(  # signature: as `search.predict`
 
 
 class Units(NamedTuple):
-    """Units of a trace on one mesh.
+    """Units of a trace on one mesh."""
 
-    sizes: bytes of each unit.
-    costs: costs of each unit.
-    counts: number of times that each occurs in the model.
-    update: ticks of the optimizer step on the device.
-    all_reduce: ticks of its sum over ranks.
-    norm: ticks of the gradient norm on the host; None without an offload target.
-    records: bytes of each group's offloaded state.
-    spared: ticks of drive reads that a step saves.
-    ahead: ticks by which the drive's work is ahead when a step begins.
-    """
-
-    sizes: tuple[UnitBytes, ...]
-    costs: tuple[UnitCost, ...]
-    counts: tuple[int, ...]
-    update: int
-    all_reduce: int
-    norm: int | None = None
-    records: tuple[int, ...] = ()
-    spared: int = 0
-    ahead: int = 0
+    sizes: tuple[UnitBytes, ...]  # bytes of each unit
+    costs: tuple[UnitCost, ...]  # costs of each unit
+    counts: tuple[int, ...]  # number of times that each occurs in the model
+    update: int  # ticks of the optimizer step on the device
+    all_reduce: int  # ticks of its sum over ranks
+    norm: int | None = None  # ticks of the gradient norm on the host; None without an offload target
+    records: tuple[int, ...] = ()  # bytes of each group's offloaded state
+    spared: int = 0  # ticks of drive reads that a step saves
+    ahead: int = 0  # ticks by which the drive's work is ahead when a step begins
 
 
 class Demand(NamedTuple):
-    """Ticks per step that no order of events can save: see `StepTimer.least_seconds`.
+    """Ticks per step that no order of events can save: see `StepTimer.least_seconds`."""
 
-    copied: copies on the compute stream.
-    network: collectives on the shard axis's network.
-    apart: backward all-gathers on a separate network.
-    replicas: all-reduces on a separate network.
-    inline: added to `copied` if all-gathers are not prefetched.
-    tail: the optimizer step with its sum over ranks.
-    host: the busiest stream of the host or the drive.
-    """
-
-    copied: int
-    network: int
-    apart: int
-    replicas: int
-    inline: int
-    tail: int
-    host: int = 0
+    copied: int  # copies on the compute stream
+    network: int  # collectives on the shard axis's network
+    apart: int  # backward all-gathers on a separate network
+    replicas: int  # all-reduces on a separate network
+    inline: int  # added to `copied` if all-gathers are not prefetched
+    tail: int  # the optimizer step with its sum over ranks
+    host: int = 0  # the busiest stream of the host or the drive
 
 
 class Computing(NamedTuple):
-    """Ticks of a step's phases.
+    """Ticks of a step's phases."""
 
-    device: ticks of kernels on the device.
-    issue: ticks of the host's launches.
-    """
-
-    device: int
-    issue: int
+    device: int  # ticks of kernels on the device
+    issue: int  # ticks of the host's launches
 
 
 WorkKey = tuple[int, int, bool, bool, int]

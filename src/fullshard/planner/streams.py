@@ -46,21 +46,13 @@ class Streams:
 
         compute = computed + copied + sum of waited_*
 
-    serial: host and device share one timeline.
-    blocking: fraction of a collective that computing always waits for.
-    computed: time in kernels, including `idle`.
-    copied: time in copies.
     waited_*: time waiting, by cause.
-    idle: gaps in which the compute stream waited for the host.
-    sent: time of all collectives.
-    shards_read: bytes of shards that the drive reads for gathers.
-    slack: the host's least lead since it was last reset; negative if the compute stream waited for the host.
 
     The other fields are clocks.
     """
 
-    serial: bool
-    blocking: float = 0.0
+    serial: bool  # host and device share one timeline
+    blocking: float = 0.0  # fraction of a collective that computing always waits for
     host: int = 0
     compute: int = 0
     copy_in: int = 0
@@ -80,15 +72,17 @@ class Streams:
     previous_gradient_out: int = 0  # end of the copy before that one
     host_sum: int = 0  # the host's sums of gradients
     activation_copy: int = 0  # the last copies of activations
-    computed: int = 0
-    copied: int = 0
+    computed: int = 0  # time in kernels, including `idle`
+    copied: int = 0  # time in copies
     waited_all_gather: int = 0
     waited_reduce_scatter: int = 0
     waited_all_reduce: int = 0
     waited_host: int = 0
-    idle: int = 0
-    sent: int = 0
+    idle: int = 0  # gaps in which the compute stream waited for the host
+    sent: int = 0  # time of all collectives
+    # bytes of shards that the drive reads for gathers
     shards_read: int = 0  # bytes
+    # the host's least lead since it was last reset; negative if the compute stream waited for the host
     slack: int = 0
 
     def work(self, length: int, *, issue: int) -> None:

@@ -30,24 +30,15 @@ class LiveBytes(NamedTuple):
 
 
 class PhaseBytes(NamedTuple):
-    """Live bytes of one phase.
+    """Live bytes of one phase."""
 
-    event: the FSDP2 event that opens it.
-    unit: index of its unit among those shown; -1 if it has none.
-    phase: index in the trace.
-    peak: bytes at its highest moment.
-    end: bytes at its end; after a phase with `skipped_periods`, at the end of the skipped ones.
-    starts_period: it begins a period.
-    skipped_periods: on the phase that ends a period, the number of equal periods skipped after it.
-    """
-
-    event: Event
-    unit: int
-    phase: int
-    peak: LiveBytes
-    end: LiveBytes
-    starts_period: bool = False
-    skipped_periods: int = 0
+    event: Event  # the FSDP2 event that opens it
+    unit: int  # index of its unit among those shown; -1 if it has none
+    phase: int  # index in the trace
+    peak: LiveBytes  # bytes at its highest moment
+    end: LiveBytes  # bytes at its end; after a phase with `skipped_periods`, at the end of the skipped ones
+    starts_period: bool = False  # it begins a period
+    skipped_periods: int = 0  # on the phase that ends a period, the number of equal periods skipped after it
 
 
 @dataclass(frozen=True)

@@ -117,13 +117,10 @@ def shard(
 
 @dataclass(frozen=True)
 class ShardingInputs:
-    """Units, blocks and meshes for sharding a model.
-
-    blocks: the modules that recompute and the compiler apply to
-    """
+    """Units, blocks and meshes for sharding a model."""
 
     units: list[Unit]
-    blocks: Sequence[nn.Module]
+    blocks: Sequence[nn.Module]  # the modules that recompute and the compiler apply to
     meshes: Meshes
 
 

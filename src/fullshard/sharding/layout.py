@@ -12,10 +12,7 @@ from fullshard.quantities import format_bytes, format_count
 
 @dataclass(frozen=True)
 class LayoutRow:
-    """One parameter as this rank holds it.
-
-    aliases: the other names of a tied parameter
-    """
+    """One parameter as this rank holds it."""
 
     unit: str
     parameter: str
@@ -26,7 +23,7 @@ class LayoutRow:
     placement: str
     trainable: bool
     local_bytes: int
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # the other names of a tied parameter
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,13 @@ class Ranks:
 
     rank, world_size: over all machines
     local_rank, local_world_size: on this machine
-    device: the device that this process alone uses
     """
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    device: torch.device
+    device: torch.device  # the device that this process alone uses
 
 
 def pick_device_type(asked: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceType:

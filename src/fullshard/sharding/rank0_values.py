@@ -17,12 +17,11 @@ class Rank0Values:
     """Rank 0's parameters and buffers.
 
     The names, and so the order of the broadcasts, are the same on all ranks.
-
-    tensors: rank 0's tensors by name; on the other ranks, meta tensors of the same shapes and dtypes
-    receive_buffer: memory that every broadcast is received in
     """
 
+    # rank 0's tensors by name; on the other ranks, meta tensors of the same shapes and dtypes
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    # memory that every broadcast is received in
     receive_buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     def take(self, name: str, device: torch.device) -> Tensor:

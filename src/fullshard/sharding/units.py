@@ -26,19 +26,14 @@ ROOT = "(root)"
 
 @dataclass(eq=False)
 class Unit:
-    """Modules that are gathered together, and the parameters that belong to this unit only.
+    """Modules that are gathered together, and the parameters that belong to this unit only."""
 
-    name: the first module's name, with the others after a `+`
-    is_block: whether it was chosen as one of the repeated blocks, or by name, size or predicate
-    keep_until_backward: whether its backward comes right after its forward
-    override: the override of `sharding.units` that applies to it
-    """
-
-    name: str
+    name: str  # the first module's name, with the others after a `+`
     modules: tuple[nn.Module, ...]
+    # whether it was chosen as one of the repeated blocks, or by name, size or predicate
     is_block: bool = False
-    keep_until_backward: bool = False
-    override: UnitOverride | None = None
+    keep_until_backward: bool = False  # whether its backward comes right after its forward
+    override: UnitOverride | None = None  # the override of `sharding.units` that applies to it
     parameters: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
 
     @property

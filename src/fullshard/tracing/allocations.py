@@ -29,24 +29,18 @@ _DEVICE = torch.ops.prim.device.default
 
 @dataclass
 class Recorded:
-    """Record of one phase.
+    """Record of one phase."""
 
-    event: the FSDP2 event that opens the phase.
-    unit: index of its unit; -1 if the event belongs to none.
-    changes: (kind, bytes) of each allocation (positive) and release (negative), in order.
-    given: the number of first changes that belong to the opening event (gradients handed over), not to the
-        phase.
-    work: each kernel launch.
-    fused: the launches with runs of elementwise operations fused.
-    copies: (way, bytes) of copies to and from the host beside the launches, and of waits for them.
-    """
-
-    event: Event
-    unit: int
+    event: Event  # the FSDP2 event that opens the phase
+    unit: int  # index of its unit; -1 if the event belongs to none
+    # (kind, bytes) of each allocation (positive) and release (negative), in order
     changes: list[tuple[Kind, int]] = field(default_factory=list[tuple[Kind, int]])
+    # the number of first changes that belong to the opening event (gradients handed over), not to the phase
     given: int = 0
-    work: list[KernelLaunch] = field(default_factory=list[KernelLaunch])
+    work: list[KernelLaunch] = field(default_factory=list[KernelLaunch])  # each kernel launch
+    # the launches with runs of elementwise operations fused
     fused: list[KernelLaunch] = field(default_factory=list[KernelLaunch])
+    # (way, bytes) of copies to and from the host beside the launches, and of waits for them
     copies: list[tuple[Way, int]] = field(default_factory=list[tuple[Way, int]])
 
 
@@ -64,18 +58,14 @@ class _TracedBlock:
 
 @dataclass
 class _Fusing:
-    """Run of elementwise operations that a compiler fuses into one kernel.
+    """Run of elementwise operations that a compiler fuses into one kernel."""
 
-    born: serials from this one on belong to storages that the run created.
-    read: bytes by serial of storages created before the run.
-    written: bytes by serial of storages that it writes.
-    last: the latest launch of the run; None if it is empty.
-    """
-
-    born: int
+    born: int  # serials from this one on belong to storages that the run created
+    # bytes by serial of storages created before the run
     read: dict[int, int] = field(default_factory=dict[int, int])
+    # bytes by serial of storages that it writes
     written: dict[int, int] = field(default_factory=dict[int, int])
-    last: KernelLaunch | None = None
+    last: KernelLaunch | None = None  # the latest launch of the run; None if it is empty
 
 
 class Allocations(TorchDispatchMode):

@@ -153,16 +153,12 @@ def _on_one_rank(run: Run, device: DeviceType) -> tuple[Plan, tuple[RecomputeSec
 
 @dataclass
 class _DescribedModel:
-    """Recording of one microbatch size.
+    """Recording of one microbatch size."""
 
-    recording: phases without earlier gradients.
-    accumulating: phases with gradients of earlier microbatches; empty if FSDP2 accumulates them itself.
-    batch_bytes: bytes of the microbatch's storages.
-    """
-
-    recording: list[Recorded]
+    recording: list[Recorded]  # phases without earlier gradients
+    # phases with gradients of earlier microbatches; empty if FSDP2 accumulates them itself
     accumulating: list[Recorded]
-    batch_bytes: int
+    batch_bytes: int  # bytes of the microbatch's storages
 
 
 class _Study:
