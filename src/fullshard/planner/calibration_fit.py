@@ -55,7 +55,6 @@ class Fit(NamedTuple):
     hardware: Hardware  # the scaled hardware
     factors: RateFactors  # its factors
     errors: tuple[float, ...]  # for each step, predicted / measured - 1 after the fit
-    errors_before: tuple[float, ...]  # the same before the fit
 
 
 def fitted(hardware: Hardware, steps: Sequence[StepSample]) -> Fit:
@@ -69,7 +68,7 @@ def fitted(hardware: Hardware, steps: Sequence[StepSample]) -> Fit:
     best = _descend(cost, [0.0] * len(RateFactors._fields)) if steps else [0.0] * len(RateFactors._fields)
     factors = RateFactors(*map(math.exp, best))
     found = scaled(hardware, factors)
-    return Fit(found, factors, tuple(_errors(found, steps)), tuple(_errors(hardware, steps)))
+    return Fit(found, factors, tuple(_errors(found, steps)))
 
 
 def scaled(hardware: Hardware, factors: RateFactors) -> Hardware:
@@ -105,13 +104,8 @@ def _slower_link(hardware: Hardware, link: Link, *, factors: RateFactors) -> Lin
     def in_a_step(rate: CollectiveRate) -> CollectiveRate:
         return rate.slower(factors.collective).model_copy(update=wait)
 
-    return link.model_copy(
-        update={
-            "all_gather": in_a_step(link.all_gather),
-            "reduce_scatter": in_a_step(link.reduce_scatter),
-            "all_reduce": in_a_step(link.all_reduce),
-        }
-    )
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    return link.model_copy(update={kind: in_a_step(getattr(link, kind)) for kind in kinds})
 
 
 def _descend(cost: Callable[[Sequence[float]], float], start: list[float]) -> list[float]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from fullshard.errors import PlanError
 from fullshard.planner.candidates import divisors
-from fullshard.planner.search import search
+from fullshard.planner.search import prediction_of, search
 from fullshard.quantities import format_count
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
@@ -28,8 +28,8 @@ class ClusterSize(FrozenModel):
 class Largest(FrozenModel):
     """The largest value that fits, and its plan."""
 
-    size: int  # a microbatch, a sequence length, or a number of parameters
-    plan: Plan  # its best plan
+    size: int  # a microbatch, or a sequence length
+    plan: Plan
 
 
 def fewest_ranks(
@@ -51,10 +51,10 @@ def fewest_ranks(
         if _least_days(spec, fleet, tokens=tokens) > days:
             continue
         best = search(spec, fleet, run).best
-        if best is None or best.prediction is None:
+        if best is None:
             got = "nothing fits"
             continue
-        needed = tokens / best.prediction.tokens_per_second / _SECONDS_A_DAY
+        needed = tokens / prediction_of(best).tokens_per_second / _SECONDS_A_DAY
         found = ClusterSize(nodes=nodes, ranks_per_node=ranks, plan=best, days=needed)
         if needed <= days:
             return found
@@ -105,15 +105,6 @@ def largest_sequence(
             "sequence length", f"{len(ordered)} lengths from {ordered[0]}" if ordered else "none"
         )
     return found
-
-
-def largest_model(specs: Sequence[ModelSpec], hardware: Hardware, *, run: Run) -> Largest:
-    """Returns the largest of `specs`, by parameters, that fits. Raises PlanError if none does."""
-    for spec in sorted(specs, key=lambda one: -one.numel):
-        best = search(spec, hardware, run).best
-        if best is not None:
-            return Largest(size=spec.numel, plan=best)
-    raise _none_fits("model", ", ".join(spec.name for spec in specs) or "none")
 
 
 def _fleets(hardware: Hardware, run: Run, *, most_nodes: int) -> list[tuple[int, int]]:

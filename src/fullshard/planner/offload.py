@@ -77,18 +77,6 @@ _SUM = 4  # bytes per gradient: gradients are summed in fp32
 _ADAM_TOUCHES = 7  # reads value, gradient and two moments; writes all of these except the gradient
 _ROUNDING_TOUCHES = 86  # with stochastic rounding: see `step_time`
 _ROUNDING_BYTES = 31  # temporaries per element of a piece: see `unit_bytes.update_temporaries`
-_NO_COST = {
-    "leave": 0,
-    "add": 0,
-    "update_disk": 0,
-    "update_in": 0,
-    "update": 0,
-    "update_out": 0,
-    "back": 0,
-    "fetch_disk": 0,
-    "fetch_frozen": 0,
-    "fetch": 0,
-}
 
 
 class HostRates(NamedTuple):
@@ -201,11 +189,6 @@ def with_host(cost: UnitCost, size: UnitBytes, *, plan: Plan, rates: HostRates) 
         frozen_on_disk=size.frozen_on_drive if on_disk and shards else 0,
         fetch=ticks(rates.copy * (size.own_shards + size.frozen)) if shards else 0,
     )
-
-
-def without_host(cost: UnitCost) -> UnitCost:
-    """Returns `cost` with an infinitely fast host and drive."""
-    return replace(cost, **_NO_COST)
 
 
 def norm_ticks(plan: Plan, trained: int, *, rates: HostRates) -> int:

@@ -37,15 +37,11 @@ def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int, split: int 
     moved = memory_seconds(kernel.bytes.at(microbatch) / split, rates.memory)
     if kernel.kind == "elementwise":
         return moved
-    curves = {
-        "matmul": rates.matmul,
-        "attention": rates.attention,
-        "attention_backward": rates.attention_backward,
-    }[kernel.kind]
     flops = kernel.flops.at(microbatch) / split
     if flops <= 0:
         return moved
-    return max(flops / rate_at(nearest_curve(curves, kernel.dtype), flops), moved)
+    curve = nearest_curve(getattr(rates, kernel.kind), kernel.dtype)
+    return max(flops / rate_at(curve, flops), moved)
 
 
 def memory_seconds(count: float, curve: Curve) -> float:

@@ -23,7 +23,6 @@ from fullshard.planner.activations import activation_terms, moved_of, moves
 from fullshard.planner.collectives import collective_seconds, shard_group
 from fullshard.planner.offload import (
     Busy,
-    HostRates,
     busy_of,
     gathers_of,
     host_rates,
@@ -33,7 +32,6 @@ from fullshard.planner.offload import (
     records_of,
     slots_hold,
     with_host,
-    without_host,
 )
 from fullshard.planner.roofline import memory_seconds, phase_costs
 from fullshard.planner.schedule import program_of
@@ -67,9 +65,10 @@ class Units(NamedTuple):
 
     sizes: tuple[UnitBytes, ...]  # bytes of each unit
     costs: tuple[UnitCost, ...]  # costs of each unit
+    without_host: tuple[UnitCost, ...]  # the same with an infinitely fast host and drive
     counts: tuple[int, ...]  # number of times that each occurs in the model
-    update: int  # ticks of the optimizer step on the device
-    all_reduce: int  # ticks of its sum over ranks
+    all_reduce: int  # ticks of the optimizer step's sum over ranks
+    update: int = 0  # ticks of the update on the device
     norm: int | None = None  # ticks of the gradient norm on the host; None without an offload target
     records: tuple[int, ...] = ()  # bytes of each group's offloaded state
     spared: int = 0  # ticks of drive reads that a step saves
@@ -122,7 +121,7 @@ class StepTimer:
         if units.norm is None and not moves(trace.phases):
             return self._terms(plan, self._simulated(plan, trace, units=units), units=units, recompute=again)
         slow = self._simulated(plan, trace, units=units)
-        fast = units._replace(costs=tuple(map(without_host, units.costs)), norm=None, ahead=0)
+        fast = units._replace(costs=units.without_host, norm=None, ahead=0)
         streams = self._simulated(plan, trace, units=fast, moves_nothing=True)
         terms = self._terms(plan, streams, units=units, recompute=again)
         # The drive must finish all of its work within every step, no matter how far ahead it reads.
@@ -253,9 +252,8 @@ class StepTimer:
         """Returns the work of the first microbatch, and of the later ones."""
         fused = plan.run.run.compile is True
         adds = bool(trace.accumulating) and not plan.sync_each_microbatch
-        return tuple(  # pyright: ignore[reportReturnType]
-            self._work_of(plan, trace, fused=fused, adds=one) for one in (False, adds)
-        )
+        first = self._work_of(plan, trace, fused=fused, adds=False)
+        return first, self._work_of(plan, trace, fused=fused, adds=adds)
 
     def _work_of(self, plan: Plan, trace: Trace, *, fused: bool, adds: bool) -> Work:
         key = (id(trace), plan.microbatch, fused, adds, plan.tensor_parallel)
@@ -296,20 +294,22 @@ class StepTimer:
         )
         summed = collective_seconds("all_reduce", _SUM_BYTES, group=group, hardware=self.hardware)
         summed *= 2 if plan.run.optimizer.in_backward else 1
-        if plan.run.offload.takes_optimizer:
-            units = Units(sizes, costs, counts, 0, ticks(summed))
-            rates = host_rates(plan, self.hardware)
-            return _with_tier(units, plan, records=records_of(self.spec, plan), rates=rates)
-        update = ticks(self._update_seconds(plan, sizes, counts=counts))
-        return Units(sizes, costs, counts, update, ticks(summed))
-
-    def _update_seconds(self, plan: Plan, sizes: tuple[UnitBytes, ...], *, counts: tuple[int, ...]) -> float:
-        rates = self.hardware.rates
-        shards = sum(
-            size.trained * size.master_itemsize * count for size, count in zip(sizes, counts, strict=True)
-        )
-        return memory_seconds(3 * shards, rates.memory) + memory_seconds(
-            _touched(plan) * shards, rates.optimizer
+        units = Units(sizes, costs, costs, counts, ticks(summed))
+        pairs = list(zip(sizes, counts, strict=True))
+        if not plan.run.offload.takes_optimizer:
+            curves, shards = self.hardware.rates, sum(s.trained * s.master_itemsize * n for s, n in pairs)
+            norm = memory_seconds(3 * shards, curves.memory)
+            return units._replace(
+                update=ticks(norm + memory_seconds(_touched(plan) * shards, curves.optimizer))
+            )
+        rates, records = host_rates(plan, self.hardware), records_of(self.spec, plan)
+        held = slots_hold(plan, records)
+        return units._replace(
+            costs=tuple(with_host(c, s, plan=plan, rates=rates) for c, s in zip(costs, sizes, strict=True)),
+            norm=norm_ticks(plan, sum(size.trained * count for size, count in pairs), rates=rates),
+            records=records,
+            spared=ticks(rates.disk * held.kept),
+            ahead=ticks(rates.disk * sum(held)),
         )
 
     def _recomputed(self, plan: Plan, trace: Trace) -> int:
@@ -346,22 +346,6 @@ class StepTimer:
             optimizer=units.update / TICKS,
         )
         return terms.model_copy(update={"stragglers": self.hardware.stragglers * terms.total})
-
-
-def _with_tier(units: Units, plan: Plan, *, records: tuple[int, ...], rates: HostRates) -> Units:
-    """Returns `units` with the costs of the plan's offload target."""
-    pairs = list(zip(units.sizes, units.counts, strict=True))
-    trained, held = sum(size.trained * count for size, count in pairs), slots_hold(plan, records)
-    return units._replace(
-        costs=tuple(
-            with_host(cost, size, plan=plan, rates=rates)
-            for cost, size in zip(units.costs, units.sizes, strict=True)
-        ),
-        norm=norm_ticks(plan, trained, rates=rates),
-        records=records,
-        spared=ticks(rates.disk * held.kept),
-        ahead=ticks(rates.disk * sum(held)),
-    )
 
 
 def _touched(plan: Plan) -> float:
