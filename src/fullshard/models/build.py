@@ -3,10 +3,12 @@
 import torch
 from torch import nn
 
+from fullshard.errors import SpecError
 from fullshard.models.adapters import add_adapter
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.huggingface import hf_model, own_dtype
-from fullshard.models.python import python_model
+from fullshard.models.meta_init import without_parameters
+from fullshard.spec.dotted import import_object
 from fullshard.spec.measurement import model_flops_per_token
 from fullshard.spec.model_section import DecoderConfig, PythonModel
 from fullshard.spec.run import Run
@@ -24,6 +26,30 @@ def build_model(run: Run) -> nn.Module:
     if isinstance(section, PythonModel):
         return add_adapter(python_model(section), run.adapter)
     return add_adapter(hf_model(section), run.adapter, own_dtype=own_dtype(section))
+
+
+def python_model(section: PythonModel) -> nn.Module:
+    """Builds the module that the factory returns for `options`, with parameters on the meta device.
+
+    Raises SpecError for a factory that does not exist, does not accept the options, or does not return a
+    module.
+    """
+    factory = import_object(section.python, key="model.python")
+    try:
+        model = without_parameters(lambda: factory(**section.options))
+    except TypeError as error:
+        raise SpecError(
+            f"{section.python} cannot be called so.",
+            got=f"{error}; model.options = {section.options}",
+            fix="model.options with the factory's own keyword arguments",
+        ) from error
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise SpecError(
+            f"{section.python} made no module.",
+            got=type(model).__name__,
+            why="model.python is a function, or a class, that returns a torch.nn.Module",
+        )
+    return model
 
 
 def flops_per_token(model: nn.Module, run: Run) -> float | None:

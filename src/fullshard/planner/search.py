@@ -411,7 +411,7 @@ class _Search:
             self.ranked = sorted([*self.ranked, (order, plan)], key=lambda one: one[0])[:RANKED]
 
     def _smallest(self, kind: _StrategyResult) -> tuple[Order, Plan] | None:
-        """Returns the candidate that needs the fewest bytes of those that do not fit; of equals, the plainest."""
+        """Returns the candidate too large for memory that needs the fewest bytes; of equals, the plainest."""
         best: tuple[int, int, Candidate] | None = None
         for bound, index, candidate in sorted(kind.too_large, key=lambda one: one[:2]):
             if best is not None and bound > best[0]:

@@ -20,12 +20,12 @@ from fullshard.sharding.collectives import use_gloo_collectives
 from fullshard.sharding.materialize import Initialise, allocate, initialise_shards, meta_parameters
 from fullshard.sharding.mesh import build_mesh, replicating_mesh, shared_post_forward_mesh
 from fullshard.sharding.precision import cast_buffers, engine_policy
-from fullshard.sharding.prefetch import apply_prefetch
 from fullshard.sharding.rank0_values import collect_rank0_values, warn_of_missing
 from fullshard.sharding.recompute import apply_recompute
 from fullshard.sharding.unit_sizes import warn_of_unit_sizes
 from fullshard.sharding.units import Predicate, Unit, find_repeated, find_units
 from fullshard.spec.plan import DeviceType, Plan, check_runs
+from fullshard.spec.run import PrefetchSection
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,9 @@ class Meshes:
     def build(cls, plan: Plan, units: Sequence[Unit]) -> "Meshes":
         main = build_mesh(plan)
         apart = any(unit.settings(plan).shard_degree != plan.shard_degree for unit in units)
-        return cls(
-            main,
-            replicating_mesh(plan.device, replicate_degree=plan.world_size, shard_degree=1)
-            if apart
-            else main,
-        )
+        if not apart:
+            return cls(main, main)
+        return cls(main, replicating_mesh(plan.device, replicate_degree=plan.world_size, shard_degree=1))
 
 
 class ShardSink(Protocol):
@@ -164,7 +161,8 @@ def apply_fully_shard(
 def finish_sharding(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> None:
     """Runs the last part of `shard`, once shards and buffers are allocated."""
     cast_buffers(model, plan.precision)
-    apply_prefetch(_in_order_of_use(model, units), plan.run.prefetch)
+    in_order = [cast(FSDPModule, unit.modules[0]) for unit in _in_forward_order(model, units)]
+    _apply_prefetch(in_order, plan.run.prefetch)
 
 
 def _refuse(model: nn.Module) -> None:
@@ -205,11 +203,9 @@ def _recompute_and_compile(
 ) -> None:
     """Replaces `forward`s, not modules, so that names in the state dict do not change."""
     section = plan.run.recompute
-    if not plan.run.run.compile:
-        apply_recompute(blocks, section, device=device)
-        return
-    if section.mode == "offload":  # hooks around the compiled forward, which saves tensors like eager code
-        for block in blocks:
+    if not plan.run.run.compile or section.mode == "offload":
+        # Offload hooks go around the compiled forward, which saves tensors like eager code.
+        for block in blocks if plan.run.run.compile else ():
             block.forward = torch.compile(block.forward)
         apply_recompute(blocks, section, device=device)
         return
@@ -273,9 +269,26 @@ def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
     return explained
 
 
-def _in_order_of_use(model: nn.Module, units: Sequence[Unit]) -> list[FSDPModule]:
-    """Returns FSDP2's modules of the units, in the order of `_in_forward_order`."""
-    return [cast(FSDPModule, unit.modules[0]) for unit in _in_forward_order(model, units)]
+def _apply_prefetch(units: Sequence[FSDPModule], section: PrefetchSection) -> None:
+    """Sets the prefetch of `units`, given in order of use.
+
+    Number of units unsharded at once, besides the root and units kept unsharded:
+
+        none                     1
+        implicit                 2: FSDP2 overlaps the next one
+        explicit with depth k    k + 1
+    """
+    if section.mode == "implicit":
+        return
+    forward, backward = (0, 0) if section.mode == "none" else (section.forward, section.backward)
+    for i, unit in enumerate(units):
+        # An empty list would restore FSDP2's default. The unit itself is gathered already when FSDP2 reads
+        # the list, so that listing it prefetches nothing.
+        unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 1 + forward]) or [unit])
+        unit.set_modules_to_backward_prefetch(list(reversed(units[max(i - backward, 0) : i])) or [unit])
+        if section.mode == "none" and hasattr(unit, "_set_unshard_async_op"):
+            # Issues the all-gather on the compute stream, so that the next one cannot run ahead of it.
+            unit._set_unshard_async_op(True)  # pyright: ignore[reportPrivateUsage]
 
 
 def _in_forward_order(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:

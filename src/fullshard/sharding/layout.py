@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fullshard.distributed.tensors import local_tensor
 from fullshard.quantities import format_bytes, format_count
 
 
@@ -50,7 +52,7 @@ class Layout:
             "  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip()
             for cells in [header, *body]
         ]
-        numel = sum(_product(row.global_shape) for row in self.rows)
+        numel = sum(prod(row.global_shape) for row in self.rows)
         total = f"{format_count(numel)} parameters in {len({row.unit for row in self.rows})} units; "
         return "\n".join([*lines, total + f"this rank holds {format_bytes(self.local_bytes)}"])
 
@@ -68,7 +70,7 @@ def sharding_table(model: nn.Module) -> Layout:
 
 
 def _row(parameter: nn.Parameter, names: list[str], *, units: dict[str, str]) -> LayoutRow:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_tensor(parameter)
     placement = "whole"
     if isinstance(parameter, DTensor):
         axes = parameter.device_mesh.mesh_dim_names or tuple(
@@ -111,10 +113,3 @@ def _cells(row: LayoutRow) -> tuple[str, ...]:
     notes = ([] if row.trainable else ["frozen"]) + [f"= {alias}" for alias in row.aliases]
     shapes = ("×".join(map(str, shape)) or "scalar" for shape in (row.global_shape, row.local_shape))
     return (row.unit, row.parameter, *shapes, row.dtype, row.device, row.placement, ", ".join(notes))
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

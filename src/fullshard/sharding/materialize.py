@@ -16,7 +16,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +25,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import ShardError
-from fullshard.sharding.precision import TORCH_DTYPE, unit_precision
+from fullshard.sharding.precision import TORCH_DTYPE
 from fullshard.sharding.rank0_values import Rank0Values
 from fullshard.sharding.units import Unit
 from fullshard.spec.plan import Plan
@@ -66,7 +67,7 @@ def meta_parameters(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> N
     `allocate`.
     """
     masters = {
-        id(p): TORCH_DTYPE[unit_precision(unit.override, plan).master]
+        id(p): TORCH_DTYPE[unit.settings(plan).precision.master]
         for unit in units
         for p in unit.parameters.values()
     }
@@ -127,7 +128,7 @@ def allocate(
     for unit in units:
         for name in [name for name in filler.names_in(unit) if name not in values.tensors]:
             with torch.no_grad():
-                _fill_nan(_local(filler.unset(name)))
+                _fill_nan(local_tensor(filler.unset(name).detach()))
         filler.fill_unit(unit, {}, values=values)
         if keep is not None:
             keep(unit.parameters)
@@ -155,7 +156,7 @@ def initialise(model: nn.Module, names: Iterable[str], *, plan: Plan, init: Init
         for own in holders.values():
             for name, whole in filler.initialised(own).items():
                 parameter = filler.parameters[name]
-                _local(parameter).copy_(_local(_cut(whole, parameter)))
+                local_tensor(parameter.detach()).copy_(local_tensor(_cut(whole, parameter)))
     finally:
         filler.register(filler.parameters)
 
@@ -389,11 +390,6 @@ def _cut(whole: Tensor, parameter: nn.Parameter) -> Tensor:
             local = chunks[rank] if rank < len(chunks) else local[:0]
     # A copy: a view would keep the whole tensor's storage alive.
     return _as_placed(local.to(parameter.dtype, copy=True), parameter)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor, which shares its memory."""
-    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def device_of(plan: Plan) -> torch.device:

@@ -4,20 +4,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fullshard.spec.plan import Dtype, Plan, Precision
-from fullshard.spec.run import UnitOverride
-from fullshard.spec.unit import UnitSettings
+from fullshard.spec.plan import Dtype, Precision
 
 TORCH_DTYPE: dict[Dtype, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-
-
-def unit_precision(override: UnitOverride | None, plan: Plan) -> Precision:
-    """Returns the plan's precision, or the unit's own if its override has one."""
-    return UnitSettings.of(plan, override, kept=False).precision
 
 
 def engine_policy(precision: Precision, *, is_root: bool) -> MixedPrecisionPolicy:

@@ -16,6 +16,7 @@ saves is not seen.
 """
 
 import copy
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -42,7 +43,6 @@ from fullshard.tracing.kernels import storages_bytes
 from fullshard.tracing.phases import KernelIndex, extrapolate, merge_recordings, same_structure
 from fullshard.tracing.repeated_blocks import TruncatedModel, truncate_repeated_blocks
 from fullshard.tracing.trace import LossFunction, Tracer
-from fullshard.tracing.transformers_masks import assume_one_document_per_row
 
 # Recompute settings traced for a Run that leaves recompute to the planner.
 RECOMPUTES = (
@@ -89,7 +89,7 @@ def describe(
     given = find_units(model, plan.run.sharding.units, predicate=units)
     study = _Study(model, plan, loss=loss, batch=batch, predicate=units, device=device)
     with ExitStack() as stack:
-        stack.enter_context(assume_one_document_per_row())
+        stack.enter_context(_one_document_per_row())
         if device == "cuda":
             stack.enter_context(cuda_kernels())
         if batch is None:
@@ -109,6 +109,26 @@ def describe(
         flops_per_token=flops,
         active_numel=active,
     )
+
+
+@contextmanager
+def _one_document_per_row() -> Generator[None]:
+    """Makes transformers models treat each row as one document while active, as they do on real batches.
+
+    These models check whether positions restart within a row, to separate packed documents. On fake tensors
+    they cannot know, and build a mask, so that attention does not use its causal kernel (torch 2.13,
+    transformers 5). A batch that separates documents has its own mask, and the check does not run.
+    """
+    masks, check = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
+    own = getattr(masks, check, None)
+    if masks is None or own is None:
+        yield
+        return
+    setattr(masks, check, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masks, check, own)
 
 
 @contextmanager

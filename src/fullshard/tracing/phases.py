@@ -85,7 +85,7 @@ def extrapolate(smaller: Recording, *, low: Recording, high: Recording) -> bool:
     return all(
         2 * a[1] - b[1] == c[1]
         for one, other, third in zip(low, high, smaller, strict=True)
-        for a, b, c in zip(_sizes(one), _sizes(other), _sizes(third), strict=True)
+        for a, b, c in zip(*([*phase.changes, *phase.copies] for phase in (one, other, third)), strict=True)
     )
 
 
@@ -94,10 +94,6 @@ def _form(recorded: Recorded) -> tuple[object, ...]:
     work = [[(launch.kind, launch.dtype) for launch in some] for some in (recorded.work, recorded.fused)]
     ways = [way for way, _ in recorded.copies]
     return recorded.event, recorded.unit, recorded.given, kinds, work, ways
-
-
-def _sizes(recorded: Recorded) -> list[tuple[str, int]]:
-    return [*recorded.changes, *recorded.copies]
 
 
 def _copies(way: Way, *, low: Recorded, high: Recorded, microbatch: int) -> tuple[Line, ...]:
