@@ -17,7 +17,7 @@ memory in powers of two, so each storage is rounded up to one.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fullshard.errors import PlanError
+from fullshard.planner.offload import host_copy_rate
 from fullshard.planner.unit_costs import ticks
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import Phase
@@ -40,15 +40,7 @@ def moved_of(phases: Sequence[Phase], plan: Plan, *, hardware: Hardware) -> tupl
     """
     if not moves(phases):
         return ()
-    rate = hardware.host_bytes_per_second
-    if rate is None:
-        raise PlanError(
-            f"{hardware.name}: how fast its host is is not known.",
-            got='recompute.mode = "offload", no host_bytes_per_second',
-            fix="fullshard calibrate there, or a hardware.toml with host_bytes_per_second",
-        )
-
-    each = rate * plan.tensor_parallel
+    each = host_copy_rate(hardware, 'recompute.mode = "offload"') * plan.tensor_parallel
 
     def of(phase: Phase) -> Moved:
         out, back = (sum(line.at(plan.microbatch) for line in lines) for lines in (phase.out, phase.back))

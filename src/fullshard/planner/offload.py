@@ -95,19 +95,26 @@ def host_rates(plan: Plan, hardware: Hardware) -> HostRates:
     """
     section = plan.run.offload
     check_tier(plan.run)
-    copy, disk = hardware.host_bytes_per_second, hardware.disk_bytes_per_second
-    touches = _ROUNDING_TOUCHES if _rounds(plan) else _ADAM_TOUCHES
-    on_device = memory_seconds(touches * 4e8, hardware.rates.optimizer) / 1e8
+    disk = _disk_seconds(section, hardware)
     if hardware.device == "cpu":  # device memory is host memory: a copy reads and writes it
         whole = memory_seconds(2e8, hardware.rates.memory) / 1e8
         update = memory_seconds(_ADAM_TOUCHES * 4e8, hardware.rates.optimizer) / 1e8
-        return HostRates(whole, _per(disk, hardware, section=section), update, update)
-    return HostRates(
-        _per(copy, hardware, section=section, what="host_bytes_per_second"),
-        _per(disk, hardware, section=section),
-        1 / hardware.adam_per_second,
-        on_device,
-    )
+        return HostRates(whole, disk, update, update)
+    touches = _ROUNDING_TOUCHES if _rounds(plan) else _ADAM_TOUCHES
+    on_device = memory_seconds(touches * 4e8, hardware.rates.optimizer) / 1e8
+    rate = host_copy_rate(hardware, f'offload.tier = "{section.tier}"')
+    return HostRates(1 / rate, disk, 1 / hardware.adam_per_second, on_device)
+
+
+def host_copy_rate(hardware: Hardware, needed_for: str) -> float:
+    """Returns the bytes per second copied to or from the host. Raises PlanError if they are not known."""
+    if hardware.host_bytes_per_second is None:
+        raise PlanError(
+            f"{hardware.name}: how fast its host is is not known.",
+            got=f"{needed_for}, no host_bytes_per_second",
+            fix="fullshard calibrate there, or a hardware.toml with host_bytes_per_second",
+        )
+    return hardware.host_bytes_per_second
 
 
 def faster_update(plan: Plan, hardware: Hardware) -> Literal["host", "device"]:
@@ -118,30 +125,24 @@ def faster_update(plan: Plan, hardware: Hardware) -> Literal["host", "device"]:
     section, copy = plan.run.offload, hardware.host_bytes_per_second
     if not section.takes_optimizer or hardware.device == "cpu" or copy is None:
         return "host"
-    rates = host_rates(plan, hardware)
-    into, out = _passing(plan, ITEMSIZE[plan.precision.master])
-    there = rates.copy * max(into, out) + rates.on_device
+    rates, master = host_rates(plan, hardware), ITEMSIZE[plan.precision.master]
+    # State and gradients are copied in, which takes longer than copying the state back.
+    there = rates.copy * (_state_bytes(plan, master) + master) + rates.on_device
     return "device" if there < rates.adam else "host"
 
 
-def _per(
-    rate: float | None,
-    hardware: Hardware,
-    *,
-    section: OffloadSection,
-    what: str = "disk_bytes_per_second",
-) -> float:
+def _disk_seconds(section: OffloadSection, hardware: Hardware) -> float:
+    """Returns the seconds per byte of the drive; 0 for a target that does not use it."""
+    rate = hardware.disk_bytes_per_second
     if rate is not None:
         return 1 / rate
-    if what.startswith("disk") and not section.on_disk:
+    if not section.on_disk:
         return 0.0
-    of_drive = what.startswith("disk")
-    measures = " --drive DIRECTORY" if of_drive else ""
-    given = ", or fullshard plan --drive-rate BYTES/S" if of_drive else ""
     raise PlanError(
-        f"{hardware.name}: how fast its {'drive' if of_drive else 'host'} is is not known.",
-        got=f'offload.tier = "{section.tier}", no {what}',
-        fix=f"fullshard calibrate{measures} there, or a hardware.toml with {what}{given}",
+        f"{hardware.name}: how fast its drive is is not known.",
+        got=f'offload.tier = "{section.tier}", no disk_bytes_per_second',
+        fix="fullshard calibrate --drive DIRECTORY there, or a hardware.toml with disk_bytes_per_second"
+        ", or fullshard plan --drive-rate BYTES/S",
     )
 
 
@@ -158,31 +159,30 @@ def with_host(cost: UnitCost, size: UnitBytes, *, plan: Plan, rates: HostRates) 
     section = plan.run.offload
     if not section.takes_optimizer:
         return cost
-    compute = ITEMSIZE[plan.precision.param]
-    state = _state_bytes(plan, size.master_itemsize) * size.trained
-    moved = size.trained * compute
+    compute, master = ITEMSIZE[plan.precision.param], size.master_itemsize
+    state = _state_bytes(plan, master)
     on_disk, shards = section.on_disk, section.takes_parameters
     update = rates.adam * size.trained
     if section.update == "device":
-        into, out = _passing(plan, size.master_itemsize)
         cost = replace(
             cost,
-            update_in=ticks(rates.copy * into * size.trained),
+            update_in=ticks(rates.copy * (state + master) * size.trained),
             update=ticks(rates.on_device * size.trained),
-            update_out=ticks(rates.copy * out * size.trained),
+            update_out=ticks(rates.copy * state * size.trained),
         )
     else:
         cost = replace(cost, update=ticks(update))
     if plan.device == "cpu" and not on_disk:
         return cost
     stays = not plan.gradients_leave
-    written = state + (size.on_drive if shards else 0)
+    read = state * size.trained
+    written = read + (size.on_drive if shards else 0)
     return replace(
         cost,
         leave=0 if stays else ticks(rates.copy * size.reduce_output),
         add=0 if stays else ticks(update * 3 / _ADAM_TOUCHES),
-        update_disk=ticks(rates.disk * (state + written)) if on_disk else 0,
-        back=0 if shards else ticks(rates.copy * moved),
+        update_disk=ticks(rates.disk * (read + written)) if on_disk else 0,
+        back=0 if shards else ticks(rates.copy * (size.trained * compute)),
         fetch_disk=ticks(rates.disk * size.on_drive) if on_disk and shards else 0,
         shards_on_disk=size.on_drive if on_disk and shards else 0,
         fetch_frozen=ticks(rates.disk * size.frozen_on_drive) if on_disk and shards else 0,
@@ -286,16 +286,15 @@ def update_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
     groups = list(_groups_of(spec, plan, rank=rank))
     if not groups:
         return 0
-    largest = max(master + sum(_moment_sizes(plan, master)) + master for _, master in groups)
-    return (2 * largest + (_ROUNDING_BYTES if _rounds(plan) else 0)) * piece_elements(
-        group for group, _ in groups
-    )
+    largest = max(_state_bytes(plan, master) + master for _, master in groups)
+    elements = piece_elements(group for group, _ in groups)
+    return (2 * largest + (_ROUNDING_BYTES if _rounds(plan) else 0)) * elements
 
 
 def records_of(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
     """Returns the bytes of each group's state on rank 0."""
     return tuple(
-        sum(part_bytes(group.numel, size) for size in (master, *_moment_sizes(plan, master)))
+        part_bytes(group.numel, master) + 2 * part_bytes(group.numel, _moment_bytes(plan, master))
         for group, master in _groups_of(spec, plan, rank=0)
     )
 
@@ -322,20 +321,13 @@ def _rounds(plan: Plan) -> bool:
     return plan.run.offload.moments != "fp32" or plan.precision.stochastic_rounding
 
 
-def _moment_sizes(plan: Plan, master: int) -> tuple[int, int]:
-    own = 2 if plan.run.offload.moments == "bf16" else master
-    return own, own
+def _moment_bytes(plan: Plan, master: int) -> int:
+    return 2 if plan.run.offload.moments == "bf16" else master
 
 
 def _state_bytes(plan: Plan, master: int) -> int:
     """Returns the bytes per element of the master and both moments."""
-    return master + sum(_moment_sizes(plan, master))
-
-
-def _passing(plan: Plan, master: int) -> tuple[int, int]:
-    """Returns the bytes per element copied in for an update (gradient included), and copied back."""
-    state = _state_bytes(plan, master)
-    return state + master, state
+    return master + 2 * _moment_bytes(plan, master)
 
 
 def offload_terms(  # signature: what `step_time` knows of an offload target

@@ -49,14 +49,6 @@ class MemoryTrace:
     units: tuple[int, ...]
 
 
-class _RepeatedRun(NamedTuple):
-    """Phases `start` to `end - 1`: one period's part of forward or of backward."""
-
-    start: int
-    end: int
-    repeat: Repeat
-
-
 def memory_trace(
     spec: ModelSpec,
     trace: Trace,
@@ -97,35 +89,32 @@ def _split(found: MemoryTrace, spec: ModelSpec, *, degree: int, gathered: int) -
 def _score(trace: Trace, microbatch: int, *, units: int, reach: int, accumulating: bool) -> MemoryTrace:
     phases = trace.accumulating if accumulating else trace.phases
     shown = {repeat: min(repeat.times, 2 * (reach // repeat.units) + 3) for repeat in trace.repeats}
-    runs = [
-        _RepeatedRun(start, end, repeat) for start, end, repeat in runs_of(phases, trace.repeats) if repeat
-    ]
+    # One period's part of forward or of backward, by its first phase.
+    periods = {start: (end, repeat) for start, end, repeat in runs_of(phases, trace.repeats) if repeat}
     beats: list[PhaseBytes] = []
     shift, at, done = LiveBytes(), 0, set[Repeat]()
     while at < len(phases):
-        run = next((run for run in runs if run.start == at), None)
-        if run is None:
+        if at not in periods:
             beat = _beat(phases[at], at, microbatch=microbatch, shift=shift)
             beats.append(beat._replace(unit=_place(beat.unit, 0, repeats=trace.repeats, shown=shown)))
             at += 1
             continue
-        growth = _plus(
-            _at(phases[run.end - 1].end, microbatch), _at(phases[at - 1].end, microbatch), times=-1
-        )
-        copies = shown[run.repeat]
-        backward = run.repeat in done  # from the last period to the first
-        done.add(run.repeat)
+        end, repeat = periods[at]
+        growth = _plus(_at(phases[end - 1].end, microbatch), _at(phases[at - 1].end, microbatch), times=-1)
+        copies = shown[repeat]
+        backward = repeat in done  # from the last period to the first
+        done.add(repeat)
         for number in range(copies):
-            skips = run.repeat.times - copies if number == copies // 2 else 0
-            for index in range(run.start, run.end):
+            skips = repeat.times - copies if number == copies // 2 else 0
+            for index in range(at, end):
                 beat = _beat(phases[index], index, microbatch=microbatch, shift=shift)
                 copy = copies - 1 - number if backward else number
                 beat = beat._replace(unit=_place(beat.unit, copy, repeats=trace.repeats, shown=shown))
-                if index == run.end - 1:
+                if index == end - 1:
                     beat = beat._replace(skipped_periods=skips, end=_plus(beat.end, growth, times=skips))
-                beats.append(beat._replace(starts_period=index == run.start and skips > 0))
+                beats.append(beat._replace(starts_period=index == at and skips > 0))
             shift = _plus(shift, growth, times=skips + (number < copies - 1))
-        at = run.end
+        at = end
     return MemoryTrace(tuple(beats), _spec_units(trace.repeats, shown, units=units))
 
 
