@@ -203,7 +203,7 @@ def _model(run: Run, data: Data) -> tuple[nn.Module, Loss]:
     """Returns the model, without values, and its loss. Raises SpecError if model and data do not fit."""
     model = build_model(run)
     check_positions(model, run)
-    check_vocabulary(model, run, tokens=data.vocabulary)
+    check_vocabulary(run, tokens=data.vocabulary, model=model)
     return model, loss_of(run, model)
 
 

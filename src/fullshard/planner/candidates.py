@@ -32,8 +32,7 @@ class Mesh(NamedTuple):
 
     strategy: Strategy  # the sharding strategy
     shard_degree: int  # number of ranks that share the parameters
-    # number of ranks that parameters stay sharded over after forward; None if not set
-    reshard_to: int | None = None
+    reshard_to: int | None = None  # ranks that parameters stay sharded over after forward
 
     @property
     def kind(self) -> str:

@@ -18,8 +18,7 @@ class HeldBytes(NamedTuple):
 
     in_flight: int = 0  # unsharded parameters and reduce-scatter inputs
     buffers: int = 0  # all-gather buffers, allocated on the all-gather stream
-    # reduce-scatter outputs that are not yet gradients, allocated on the reduce-scatter stream
-    reduced: int = 0
+    reduced: int = 0  # reduce-scatter outputs, not yet gradients, allocated on the reduce-scatter stream
     gradients: int = 0  # sharded gradients, allocated on the reduce-scatter stream
     whole: int = 0  # unsharded gradients, kept without sync
     chunks: int = 0  # the part of `reduced` that lives until the end of backward

@@ -90,10 +90,8 @@ class Policy:
     by_position: Sequence[int]  # the model's units in registration order
     place: Mapping[int, int]  # index of each unit in `by_position`
     act: int  # ticks of the host to gather a unit, or to reduce its gradients
-    # ticks of the host for the norm of offloaded gradients; None without an offload target
-    norm: int | None = None
-    # forward waits for the whole offloaded update, which ends with the first units
-    update_first: bool = False
+    norm: int | None = None  # host ticks for the norm of offloaded gradients; None without any
+    update_first: bool = False  # forward waits for the whole update, which ends with the first units
     skips: bool = True  # skip repeated turns, see [Note: skipping]
 
 
@@ -106,8 +104,7 @@ class _Snapshot(NamedTuple):
     reduces: tuple[int, ...]  # clocks named in _REDUCE_CLOCKS
     sums: tuple[int, ...]  # accumulated durations
     pending: dict[int, int]  # units in flight, and when they arrive
-    # units in each kind of the host's buffers, the most recently used last
-    buffered: tuple[tuple[int, ...], ...]
+    buffered: tuple[tuple[int, ...], ...]  # as in `InBuffers.kinds`
     slack: int  # the least lead of the host over the turn
 
 
@@ -128,13 +125,10 @@ class StepSimulation:
     streams: Streams
     costs: Sequence[UnitCost]
     policy: Policy
-    # when each unit's all-gather is done, for units in flight
-    pending: dict[int, int] = field(default_factory=dict[int, int])
-    # when each unit's copy for fewer ranks (hpZ) is made
-    put_back: dict[int, int] = field(default_factory=dict[int, int])
+    pending: dict[int, int] = field(default_factory=dict[int, int])  # when each all-gather in flight is done
+    put_back: dict[int, int] = field(default_factory=dict[int, int])  # when each copy for hpZ is made
     unsharded: set[int] = field(default_factory=set[int])  # units whose parameters are unsharded
-    # number of backward prefetch decisions made for each unit
-    uses: dict[int, int] = field(default_factory=dict[int, int])
+    uses: dict[int, int] = field(default_factory=dict[int, int])  # backward prefetches decided per unit
     in_buffers: InBuffers = field(default_factory=InBuffers)  # units in the host's buffers
     buffered: bool = False  # the last all-gather buffer of forward is still allocated
     in_backward: bool = False  # backward has begun

@@ -81,10 +81,8 @@ class Streams:
     waited_host: int = 0
     idle: int = 0  # gaps in which the compute stream waited for the host
     sent: int = 0  # time of all collectives
-    # bytes of shards that the drive reads for gathers
-    shards_read: int = 0  # bytes
-    # the host's least lead since it was last reset; negative if the compute stream waited for the host
-    slack: int = 0
+    shards_read: int = 0  # bytes of shards that the drive reads for gathers
+    slack: int = 0  # the host's least lead since its reset; negative if the compute stream waited
 
     def work(self, length: int, *, issue: int) -> None:
         """Runs kernels for `length` ticks; the host needs `issue` ticks to launch them.

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import PlanError, ShardError
 from fullshard.sharding.collectives import use_gloo_collectives
-from fullshard.sharding.materialize import Initialise, allocate, initialise_shards, meta_parameters
+from fullshard.sharding.materialize import Initialise, fill_shards, meta_parameters
 from fullshard.sharding.mesh import build_mesh, replicating_mesh, shared_post_forward_mesh
 from fullshard.sharding.precision import cast_buffers, engine_policy
 from fullshard.sharding.rank0_values import collect_rank0_values, warn_of_missing
@@ -102,10 +102,7 @@ def shard(
         given_some = any(name in given.tensors for name, _ in model.named_parameters())
         keeper.start(model, unset=values == "unset" and not given_some)
         order, keep = _in_forward_order(model, order), keeper.put_unit
-    if values == "initialised":
-        initialise_shards(model, order, values=given, plan=plan, init=init, keep=keep)
-    else:
-        allocate(model, order, values=given, plan=plan, keep=keep)
+    fill_shards(model, order, values=given, plan=plan, init=init, unset=values == "unset", keep=keep)
     if keeper is not None:
         keeper.finish()
     finish_sharding(model, prepared.units, plan=plan)

@@ -63,8 +63,7 @@ def meta_parameters(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> N
     """Replaces every parameter by one on the meta device, trainable ones in their unit's master dtype.
 
     Ties are kept. Frozen parameters keep their dtype: they have no updates that rounding could lose. Scalars,
-    which cannot be sharded, also become meta parameters, and real ones again in `initialise_shards` or
-    `allocate`.
+    which cannot be sharded, also become meta parameters, and real ones again in `fill_shards`.
     """
     masters = {
         id(p): TORCH_DTYPE[unit.settings(plan).precision.master]
@@ -89,50 +88,34 @@ def meta_parameters(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> N
         unit.parameters = {name: replaced[id(p)] for name, p in unit.parameters.items()}
 
 
-def initialise_shards(
+def fill_shards(
     model: nn.Module,
     units: Sequence[Unit],
     *,
     values: Rank0Values,
     plan: Plan,
     init: Initialise | None,
+    unset: bool = False,
     keep: Keep | None = None,
 ) -> None:
     """Allocates the shards and sets their values, unit by unit, and then the buffers.
 
-    See [Note: the same values at any rank count]. `keep` gets the parameters of each unit. `values` is
-    emptied as it is used, so that rank 0 frees the values that it has sent. Raises ShardError for parameters
-    and buffers that nothing initialises.
+    See [Note: the same values at any rank count]. Parameters that `values` lacks are initialised; if `unset`,
+    they are NaN, for a later load. `keep` gets the parameters of each unit. `values` is emptied as it is
+    used, so that rank 0 frees the values that it has sent. Raises ShardError for parameters and buffers that
+    nothing initialises.
     """
     filler = _Filler(model, device_of(plan), seed=plan.run.run.seed, init=init)
     filler.register(filler.stand_ins)
     try:
         for unit in units:
-            whole = filler.initialised([name for name in filler.names_in(unit) if name not in values.tensors])
+            missing = [name for name in filler.names_in(unit) if name not in values.tensors]
+            whole = filler.unset(missing) if unset else filler.initialised(missing)
             filler.fill_unit(unit, whole, values=values)
             if keep is not None:
                 keep(unit.parameters)
     finally:
         filler.register(filler.parameters)
-    filler.fill_buffers(values)
-
-
-def allocate(
-    model: nn.Module, units: Sequence[Unit], *, values: Rank0Values, plan: Plan, keep: Keep | None = None
-) -> None:
-    """Allocates shards as `initialise_shards` does, and sets those that `values` has.
-
-    The others are NaN, and are set by a later load.
-    """
-    filler = _Filler(model, device_of(plan), seed=plan.run.run.seed, init=None)
-    for unit in units:
-        for name in [name for name in filler.names_in(unit) if name not in values.tensors]:
-            with torch.no_grad():
-                _fill_nan(local_tensor(filler.unset(name).detach()))
-        filler.fill_unit(unit, {}, values=values)
-        if keep is not None:
-            keep(unit.parameters)
-    filler.register(filler.parameters)
     filler.fill_buffers(values)
 
 
@@ -164,7 +147,8 @@ def initialise(model: nn.Module, names: Iterable[str], *, plan: Plan, init: Init
 def allocate_fake(model: nn.Module, units: Sequence[Unit]) -> None:
     """Allocates shards and buffers on the CPU without values, for fake tensors, which have none."""
     filler = _Filler(model, torch.device("cpu"), seed=0, init=None)
-    filler.register({name: filler.unset(name) for name in filler.parameters})
+    filler.unset(list(filler.parameters), marked=False)
+    filler.register(filler.parameters)
     for unit in units:
         unit.parameters = {name: filler.parameters[name] for name in unit.parameters}
     buffers = {id(buffer): torch.empty_like(buffer, device="cpu") for buffer in model.buffers()}
@@ -243,13 +227,16 @@ class _Filler:
         else:
             self.parameters[name] = new
 
-    def unset(self, name: str) -> nn.Parameter:
-        """Replaces the parameter by a shard without values, and returns it."""
-        old = self.parameters[name]
-        shape = old.to_local().shape if isinstance(old, DTensor) else old.shape
-        local = torch.empty(shape, dtype=old.dtype, device=self.device)
-        self._put(name, _as_placed(local, old) if isinstance(old, DTensor) else local)
-        return self.parameters[name]
+    def unset(self, names: Sequence[str], *, marked: bool = True) -> dict[str, Tensor]:
+        """Replaces parameters by shards without values, NaN if `marked`. Returns no values to cut."""
+        for name in names:
+            old = self.parameters[name]
+            shape = old.to_local().shape if isinstance(old, DTensor) else old.shape
+            local = torch.empty(shape, dtype=old.dtype, device=self.device)
+            if marked:
+                _fill_nan(local)
+            self._put(name, _as_placed(local, old) if isinstance(old, DTensor) else local)
+        return {}
 
     def initialised(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Returns whole, initialised values of these parameters, in fp32 (or their own dtype if frozen)."""

@@ -21,8 +21,7 @@ class Rank0Values:
 
     # rank 0's tensors by name; on the other ranks, meta tensors of the same shapes and dtypes
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    # memory that every broadcast is received in
-    receive_buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    receive_buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))  # of all broadcasts
 
     def take(self, name: str, device: torch.device) -> Tensor:
         """Returns the whole tensor on every rank, valid until the next `take`. Collective."""

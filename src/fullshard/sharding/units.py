@@ -30,8 +30,7 @@ class Unit:
 
     name: str  # the first module's name, with the others after a `+`
     modules: tuple[nn.Module, ...]
-    # whether it was chosen as one of the repeated blocks, or by name, size or predicate
-    is_block: bool = False
+    is_block: bool = False  # chosen as a repeated block, or by name, size or predicate
     keep_until_backward: bool = False  # whether its backward comes right after its forward
     override: UnitOverride | None = None  # the override of `sharding.units` that applies to it
     parameters: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])

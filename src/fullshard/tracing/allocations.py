@@ -35,11 +35,9 @@ class Recorded:
     unit: int  # index of its unit; -1 if the event belongs to none
     # (kind, bytes) of each allocation (positive) and release (negative), in order
     changes: list[tuple[Kind, int]] = field(default_factory=list[tuple[Kind, int]])
-    # the number of first changes that belong to the opening event (gradients handed over), not to the phase
-    given: int = 0
+    given: int = 0  # first changes that belong to the event (gradients handed over), not to the phase
     work: list[KernelLaunch] = field(default_factory=list[KernelLaunch])  # each kernel launch
-    # the launches with runs of elementwise operations fused
-    fused: list[KernelLaunch] = field(default_factory=list[KernelLaunch])
+    fused: list[KernelLaunch] = field(default_factory=list[KernelLaunch])  # elementwise runs fused
     # (way, bytes) of copies to and from the host beside the launches, and of waits for them
     copies: list[tuple[Way, int]] = field(default_factory=list[tuple[Way, int]])
 
@@ -61,10 +59,8 @@ class _Fusing:
     """Run of elementwise operations that a compiler fuses into one kernel."""
 
     born: int  # serials from this one on belong to storages that the run created
-    # bytes by serial of storages created before the run
-    read: dict[int, int] = field(default_factory=dict[int, int])
-    # bytes by serial of storages that it writes
-    written: dict[int, int] = field(default_factory=dict[int, int])
+    read: dict[int, int] = field(default_factory=dict[int, int])  # bytes of older storages, by serial
+    written: dict[int, int] = field(default_factory=dict[int, int])  # bytes by serial
     last: KernelLaunch | None = None  # the latest launch of the run; None if it is empty
 
 

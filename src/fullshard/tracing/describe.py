@@ -176,8 +176,7 @@ class _DescribedModel:
     """Recording of one microbatch size."""
 
     recording: list[Recorded]  # phases without earlier gradients
-    # phases with gradients of earlier microbatches; empty if FSDP2 accumulates them itself
-    accumulating: list[Recorded]
+    accumulating: list[Recorded]  # with earlier gradients; empty if FSDP2 accumulates them itself
     batch_bytes: int  # bytes of the microbatch's storages
 
 
