@@ -15,10 +15,7 @@ from fullshard.spec.run import Run
 
 
 def build_model(run: Run) -> nn.Module:
-    """Builds the model of `run` with its adapters, with parameters on the meta device.
-
-    Raises SpecError for a model that does not exist or cannot be built; MissingExtraError.
-    """
+    """Builds the model of `run`, with adapters, on the meta device. Raises SpecError, MissingExtraError."""
     section = run.model
     if isinstance(section, DecoderConfig):
         with torch.device("meta"):
@@ -29,11 +26,7 @@ def build_model(run: Run) -> nn.Module:
 
 
 def python_model(section: PythonModel) -> nn.Module:
-    """Builds the module that the factory returns for `options`, with parameters on the meta device.
-
-    Raises SpecError for a factory that does not exist, does not accept the options, or does not return a
-    module.
-    """
+    """Builds the factory's module on the meta device. Raises SpecError for anything that makes no module."""
     factory = import_object(section.python, key="model.python")
     try:
         model = without_parameters(lambda: factory(**section.options))
@@ -53,10 +46,7 @@ def python_model(section: PythonModel) -> nn.Module:
 
 
 def flops_per_token(model: nn.Module, run: Run) -> float | None:
-    """Returns `model_flops_per_token` of the reference decoder.
-
-    None for other models, whose operations `describe` counts.
-    """
+    """Returns the reference decoder's FLOP per token; None for other models, which `describe` counts."""
     section = run.model
     if not isinstance(section, DecoderConfig):
         return None

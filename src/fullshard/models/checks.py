@@ -14,11 +14,7 @@ _POSITIONS = "max_position_embeddings"
 
 
 def check_positions(model: nn.Module, run: Run) -> None:
-    """Raises SpecError for sequences longer than the positions of a transformers model that predicts tokens.
-
-    Rotary tables have no end, but the model was not trained beyond the length in its config. A longer length
-    must be set there.
-    """
+    """Raises SpecError for sequences longer than a transformers model was trained for, as its config says."""
     if not is_causal_lm(model):
         return  # batches of other models are unknown; the reference decoder was checked when the run was read
     config: Any = model.config

@@ -158,10 +158,7 @@ def _with_options(data: Mapping[str, Any], section: HuggingFaceModel, *, config:
 
 
 def _with_layers(data: Mapping[str, Any], *, before: int, now: int) -> dict[str, Any]:
-    """Cuts lists with one entry per layer to `now`.
-
-    Lists that are too short are removed, and the config rebuilds them.
-    """
+    """Cuts lists with one entry per layer to `now`, and drops those too short, which the config rebuilds."""
     per_layer = {key for key, value in data.items() if isinstance(value, list) and len(value) == before > 1}
     return {
         key: value[:now] if key in per_layer else value

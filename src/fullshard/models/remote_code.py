@@ -35,10 +35,7 @@ def code_beside(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def class_beside(reference: str, *, directory: Path, source: str) -> Any:
-    """Runs the file that `reference` (`file.Class`) names, and returns the class. Downloads nothing.
-
-    Raises SpecError for a file or a class that does not exist.
-    """
+    """Runs the local file that `reference` (`file.Class`) names, and returns the class. Raises SpecError."""
     modules: Any = importlib.import_module("transformers.dynamic_module_utils")
     try:
         return modules.get_class_from_dynamic_module(reference, str(directory), local_files_only=True)

@@ -34,10 +34,7 @@ class Moved(NamedTuple):
 
 
 def moved_of(phases: Sequence[Phase], plan: Plan, *, hardware: Hardware) -> tuple[Moved, ...]:
-    """Returns the copies of each phase; an empty tuple if no phase has any.
-
-    Raises PlanError if `hardware` lacks the copy rate.
-    """
+    """Returns the copies of each phase, if any has one. Raises PlanError if the copy rate is not known."""
     if not moves(phases):
         return ()
     each = host_copy_rate(hardware, 'recompute.mode = "offload"') * plan.tensor_parallel

@@ -230,11 +230,7 @@ def _syncs(run: Run, mesh: Mesh, *, accumulation: int) -> tuple[Literal["each", 
 
 
 def _recomputes(spec: ModelSpec, run: Run, *, microbatch: int, hardware: Hardware) -> list[RecomputeSection]:
-    """Returns the modes that the spec was traced under, plain ones first.
-
-    Activations are offloaded only if the host has memory separate from the device, and its copy rate is
-    known.
-    """
+    """Returns the modes that the spec was traced under and the hardware has rates for, plain ones first."""
     if run.recompute.mode != "auto":
         return [run.recompute]
     known: list[RecomputeSection] = []

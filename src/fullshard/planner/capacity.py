@@ -37,12 +37,9 @@ def fewest_ranks(
 ) -> ClusterSize:
     """Returns the fewest ranks of this kind that process `tokens` in `days`.
 
-    Numbers of ranks are those that clusters offer and that divide `train.global_batch`: up to a node the
-    divisors of its ranks, then whole nodes. More ranks are not always faster (a smaller batch per rank hides
-    less communication), so each number is tried, from the fewest on. A number is skipped without a search if
-    even the chips' peak is too slow.
-
-    Raises PlanError, with the nearest, if none is fast enough.
+    More ranks are not always faster (a smaller batch per rank hides less communication), so each number that
+    clusters offer and that divides `train.global_batch` is tried, from the fewest on. Raises PlanError, with
+    the nearest, if none is fast enough.
     """
     nearest: ClusterSize | None = None
     got = "not even at the chips' peak"
@@ -84,10 +81,10 @@ def largest_microbatch(spec: ModelSpec, hardware: Hardware, *, run: Run) -> Larg
 def largest_sequence(
     describe: Callable[[Run], ModelSpec], hardware: Hardware, *, run: Run, lengths: Sequence[int]
 ) -> Largest:
-    """Returns the largest of `lengths` that fits. `describe(run)`: the spec for another sequence length.
+    """Returns the largest of `lengths` that fits, by binary search. Raises PlanError if none fits.
 
-    Longer sequences never need fewer bytes, so the search is binary. The model's context
-    (`model.max_sequence`) grows with the length if needed. Raises PlanError if none fits.
+    describe: returns the spec for a run with another sequence length, and a `model.max_sequence` grown with
+    it
     """
 
     def best_at(length: int) -> Plan | None:

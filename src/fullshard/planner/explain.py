@@ -215,10 +215,7 @@ def _strategy(plan: Plan, hardware: Hardware, *, numel: int) -> Rule:
 
 
 def _offload(plan: Plan, hardware: Hardware, *, numel: int) -> Rule:
-    """Offload state that does not fit even when sharded (ZeRO-Offload, arXiv:2101.06840).
-
-    The planner offloads only if the run names a target.
-    """
+    """Offload state that does not fit even when sharded (ZeRO-Offload, arXiv:2101.06840)."""
     state = 4 * ITEMSIZE[plan.precision.master] * numel / (plan.shard_degree * plan.tensor_parallel)
     share, has_tier = state / hardware.capacity_bytes, plan.run.offload.takes_optimizer
     return Rule(

@@ -29,10 +29,9 @@ class HeldBytes(NamedTuple):
 
 
 class MemoryLedger:
-    """Bytes allocated by FSDP2 now, and the peaks so far.
+    """Bytes allocated by FSDP2 now, at the highest moment, and each stream's peak.
 
-    The highest moment is kept with FSDP2's and the model's bytes at it. Each stream's own peak is kept too:
-    memory of one stream is not given to another, so the allocator reserves the sum of their peaks.
+    Memory of one stream is not given to another, so the allocator reserves the sum of their peaks.
     """
 
     def __init__(self) -> None:
@@ -194,10 +193,7 @@ class ReduceBytes:
         self.leaving: deque[int] = deque()
 
     def post_backward(self, index: int, live: LiveBytes, *, last: bool) -> None:
-        """Reduces or keeps the unit's gradients. `last`: whether this is the step's last microbatch.
-
-        Without sync, the gradients of earlier microbatches are kept unsharded.
-        """
+        """Reduces the unit's gradients, or keeps them unsharded. `last`: the step's last microbatch."""
         unit, size, ledger = self.units[index], self.sizes[index], self.ledger
         fresh = min(size.whole, live.gradients)  # 0 if autograd accumulates into existing gradients
         taken = live._replace(gradients=live.gradients - fresh)

@@ -103,12 +103,7 @@ class _Replay:
         self.passing = update_bytes(spec, plan, rank=rank)
 
     def microbatch(self, number: int, *, last: bool, accumulating: bool) -> None:
-        """Replays one microbatch.
-
-        number: counted from 1.
-        last: whether it is the step's last.
-        accumulating: whether unsharded gradients of earlier microbatches exist.
-        """
+        """Replays a microbatch, counted from 1. `accumulating`: unsharded gradients of earlier ones exist."""
         found = memory_trace(
             self.spec,
             self.trace,
@@ -267,9 +262,8 @@ class PlanTraits(NamedTuple):
 def least_bytes(relief: ActivationBound, held: MeshBytes, *, habits: PlanTraits) -> int:
     """Returns a lower bound on the peak of a step, in bytes.
 
-    It is the maximum of the bytes alive at the end of backward, when the loss is computed, and in a unit's
-    backward. In backward, the unit's parameters are unsharded, the gradients of the unit before it are being
-    reduced, and the next unit is being gathered.
+    It is the maximum of the bytes at the end of backward, when the loss is computed, and in a unit's
+    backward, while the unit before it is reduced and the next is gathered.
     """
     kept = 0
     if habits.accumulates:

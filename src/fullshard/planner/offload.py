@@ -89,10 +89,7 @@ class HostRates(NamedTuple):
 
 
 def host_rates(plan: Plan, hardware: Hardware) -> HostRates:
-    """Returns the rates of the plan's offload target.
-
-    Raises PlanError if `hardware` lacks a rate that the target needs.
-    """
+    """Returns the rates of the plan's offload target. Raises PlanError if `hardware` lacks one of them."""
     section = plan.run.offload
     check_tier(plan.run)
     disk = _disk_seconds(section, hardware)
@@ -118,10 +115,7 @@ def host_copy_rate(hardware: Hardware, needed_for: str) -> float:
 
 
 def faster_update(plan: Plan, hardware: Hardware) -> Literal["host", "device"]:
-    """Returns the device that updates offloaded state faster: the meaning of `offload.update = "auto"`.
-
-    Returns "host" if device memory is host memory, or the copy rate is unknown. See [Note: tiers].
-    """
+    """Returns the meaning of `offload.update = "auto"`: the device that is faster. See [Note: tiers]."""
     section, copy = plan.run.offload, hardware.host_bytes_per_second
     if not section.takes_optimizer or hardware.device == "cpu" or copy is None:
         return "host"
@@ -224,9 +218,6 @@ def busy_of(costs: Iterable[tuple[UnitCost, int, int]], *, reductions: int, norm
     """Returns the busy ticks of a step.
 
     costs: for each unit, its costs, its count in the model, and its gathers per step.
-    reductions: gradient reductions per step.
-    norm: ticks of the gradient norm.
-    disk: ticks of the drive beside updates; negative if it need not read all of their state.
     """
     update = into = out = 0
     for cost, count, gathers in costs:
@@ -264,11 +255,7 @@ class SlotCounts(NamedTuple):
 
 
 def slots_hold(plan: Plan, records: Sequence[int]) -> SlotCounts:
-    """Returns the contents of the slots. When a group has been read, the two before it may still be being
-    written.
-
-    `records`: bytes of each group's state.
-    """
+    """Returns the contents of the slots. While a group is read, the two before it may still be written."""
     section, places = plan.run.offload, range(len(records))
     if not section.on_disk or not records:
         return SlotCounts()

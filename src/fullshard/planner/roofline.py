@@ -70,11 +70,7 @@ def phase_costs(
     fused: bool,
     split: int = 1,
 ) -> tuple[PhaseCost, ...]:
-    """Returns the cost of each phase.
-
-    fused: runs of elementwise operations are one kernel, as the compiler makes them.
-    split: number of ranks that share the work.
-    """
+    """Returns the cost of each phase. `fused`: runs of elementwise operations are one kernel, as compiled."""
     seconds: dict[int, float] = {}
     costs: list[PhaseCost] = []
     for phase in phases:

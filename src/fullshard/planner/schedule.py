@@ -46,10 +46,7 @@ class Schedule:
 
 
 def program_of(spec: ModelSpec, trace: Trace, *, phases: Sequence[Phase]) -> Schedule:
-    """Returns the schedule of `phases`, which are `trace.phases` or `trace.accumulating`.
-
-    Raises PlanError if the trace's units do not add up to the model's.
-    """
+    """Returns the schedule of `phases`. Raises PlanError if the trace's units are not the model's."""
     traced, firsts = _units(spec, trace)
     segments: list[ScheduleSegment] = []
     turns = [1] * len(phases)
@@ -70,10 +67,7 @@ def program_of(spec: ModelSpec, trace: Trace, *, phases: Sequence[Phase]) -> Sch
 
 
 def runs_of(phases: Sequence[Phase], repeats: Sequence[Repeat]) -> list[tuple[int, int, Repeat | None]]:
-    """Returns runs of phases as (start, end, period or None).
-
-    Phases without a unit in the middle of a period belong to it.
-    """
+    """Returns runs of phases as (start, end, period); phases without a unit amid a period belong to it."""
     of_unit = {unit: r for r in repeats for unit in range(r.first, r.first + r.units)}
     runs: list[tuple[int, int, Repeat | None]] = []
     start, current = 0, None

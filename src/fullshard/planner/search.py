@@ -138,10 +138,9 @@ def with_workspace(memory: MemoryTerms, hardware: Hardware) -> MemoryTerms:
 
 
 def reserve_bytes(hardware: Hardware, memory: MemoryTerms) -> int:
-    """Returns the bytes that a caching allocator reserves beyond the tensors' peak.
+    """Returns the bytes that a caching allocator reserves beyond the peak; 0 on the CPU, which returns them.
 
-    Memory of one stream is not given to another, so the allocator reserves the sum of the streams' own peaks,
-    plus fragmentation. 0 on the CPU, whose allocator returns freed memory.
+    Each stream has its own pool, so this is the sum of the streams' peaks, plus fragmentation.
     """
     if hardware.device == "cpu":
         return 0

@@ -371,10 +371,7 @@ def simulate_steady_step(  # signature: as `StepSimulation`
 
 
 def _raise_to_compute(streams: Streams, clocks: Sequence[str]) -> None:
-    """Raises clocks that are behind the compute stream's to it.
-
-    See [Note: skipping] for when this changes nothing.
-    """
+    """Raises clocks that are behind the compute stream's to it. See [Note: skipping]."""
     for clock in clocks:
         setattr(streams, clock, max(getattr(streams, clock), streams.compute))
 
@@ -402,12 +399,9 @@ def _skip_repeated(  # signature: all that a turn changes
     pending: dict[int, int],
     in_buffers: InBuffers,
 ) -> int:
-    """Adds those of the `left` turns that are known to repeat, to `streams`, `pending` and `in_buffers`.
+    """Adds those of the `left` turns that are known to repeat, and returns their number.
 
-    Returns the number of turns added.
-
-    marks: the state after each turn so far.
-    stride: number of units by which the next turn moves on.
+    marks: the state after each turn so far. stride: number of units by which the next turn moves on.
     """
     for turns in range(1, min(_LONGEST_CYCLE, len(marks) - 1, left) + 1):
         cycle = _cycle(marks, turns, stride=stride)

@@ -53,10 +53,7 @@ _SUM_BYTES = 32  # loss, count, squared norm and stop, in fp64: see `training.st
 def step_seconds(  # signature: as `search.predict`
     spec: ModelSpec, plan: Plan, hardware: Hardware
 ) -> TimeTerms:
-    """Returns the seconds of one optimizer step of `plan`.
-
-    Raises PlanError if `spec` or `hardware` lacks something that the prediction needs.
-    """
+    """Returns the seconds of one optimizer step. Raises PlanError if `spec` or `hardware` lacks something."""
     return StepTimer(spec, hardware).seconds(plan)
 
 
@@ -373,10 +370,7 @@ def _touched(plan: Plan) -> float:
 def _busy(
     plan: Plan, trace: Trace, *, units: Units, hardware: Hardware, shards_read: int | None = None
 ) -> Busy:
-    """Returns the busy ticks of the host's streams.
-
-    `shards_read`: bytes of shards that the drive reads; None: the least that any order of events reads.
-    """
+    """Returns the busy ticks of the host's streams. `shards_read`: by the drive; None: the least possible."""
     reductions = plan.accumulation if plan.sync_each_microbatch and plan.replicate_degree == 1 else 1
     gathers = gathers_of(plan, trace, costs=units.costs, counts=units.counts)
     each = list(zip(units.costs, units.counts, gathers, strict=True))

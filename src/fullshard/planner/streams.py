@@ -85,10 +85,7 @@ class Streams:
     slack: int = 0  # the host's least lead since its reset; negative if the compute stream waited
 
     def work(self, length: int, *, issue: int) -> None:
-        """Runs kernels for `length` ticks; the host needs `issue` ticks to launch them.
-
-        The compute stream waits for the host if that is not ahead.
-        """
+        """Runs kernels for `length` ticks, once the host, which needs `issue` ticks, has launched them."""
         if self.serial:
             self.compute += length + issue
             self.computed += length + issue
@@ -224,10 +221,7 @@ class Streams:
 
 @dataclass
 class InBuffers:
-    """Units in the host's buffers, the most recently used last.
-
-    See [Note: units in memory] in `offload.unit_buffers`.
-    """
+    """Units in the host's buffers, in order of use. See [Note: units in memory] in `offload.unit_buffers`."""
 
     trained: list[int] = field(default_factory=list[int])  # units whose own shards are buffered
     frozen: list[int] = field(default_factory=list[int])  # units whose frozen shards are buffered

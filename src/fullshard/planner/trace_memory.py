@@ -130,10 +130,7 @@ def _place(unit: int, copy: int, *, repeats: Sequence[Repeat], shown: dict[Repea
 
 
 def _spec_units(repeats: Sequence[Repeat], shown: dict[Repeat, int], *, units: int) -> tuple[int, ...]:
-    """Returns the spec index of each unit shown. `units`: number of units in the spec.
-
-    A repeated unit is represented by its copies at both ends.
-    """
+    """Returns the spec index of each unit shown. Copies at both ends represent a repeated unit."""
     found: list[int] = []
     index = skipped = 0
     for repeat in sorted(repeats, key=lambda one: one.first):

@@ -145,10 +145,9 @@ def _shards_and_casts(
 
 
 def _eight_bits(numel: int, itemsize: int) -> int:
-    """Bytes of one moment in 8 bits: 1 per code, a 4-byte scale per block of 256, and the 256 fp32 values of
-    the codes.
+    """Bytes of one moment in 8 bits: codes, a 4-byte scale per block of 256, and a table of 256 fp32 values.
 
-    The moment has the master dtype if the shard is small or not a multiple of a block. torchao.optim, 0.18.
+    Small shards and those that are not whole blocks keep the master dtype. torchao.optim, 0.18.
     """
     if numel < 4096 or numel % 256:
         return numel * itemsize

@@ -16,10 +16,7 @@ TICKS = 1_000_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """Ticks of the events on one unit, and the properties that decide which events occur.
-
-    The remaining fields are costs of an offload target (see [Note: tiers] in `planner.offload`).
-    """
+    """Ticks of the events on one unit, and the properties that decide which events occur."""
 
     has_parameters: bool  # the unit has parameters
     is_trained: bool  # it has gradients
@@ -43,6 +40,7 @@ class UnitCost:
     all_reduce: int  # over replicas
     keep_unsynced: int  # unsharded gradients cast to the reduce dtype, without sync
     keep_again: int  # the same, and added to earlier ones
+    # Costs of an offload target: see [Note: tiers] in `planner.offload`.
     leave: int = 0  # the reduced chunk copied to the host
     add: int = 0  # the chunk added to an earlier one on the host
     update_disk: int = 0  # the group's state read from the drive and written
@@ -60,8 +58,7 @@ class UnitCost:
 def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: int = 1) -> UnitCost:
     """Returns the costs of one unit. Bytes read and written per event: `_fsdp_collectives` of torch.
 
-    `tensor`: number of consecutive ranks that share the same sequences; a shard group takes every `tensor`-th
-        rank.
+    tensor: consecutive ranks with the same sequences; a shard group takes every `tensor`-th rank.
     """
     shard, replicate, fewer = _groups(size, hardware, world_size=world_size, tensor=tensor)
 

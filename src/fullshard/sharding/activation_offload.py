@@ -113,9 +113,7 @@ class BlockForward:
     device: torch.device | None
     least_bytes: float | None  # smaller storages stay on the device; if None, all do
     before: "weakref.ref[BlockForward] | None"  # the forward before it
-    held: (
-        set[int] | None
-    )  # storages of parameters and buffers, which stay; None until these are gathered
+    held: set[int] | None  # storages of parameters and buffers, which stay; None until these are gathered
     saved: list["weakref.ref[Storage]"] = field(default_factory=list["weakref.ref[Storage]"])
     is_in_backward: bool = False
 

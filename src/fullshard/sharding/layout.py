@@ -93,10 +93,7 @@ def _row(parameter: nn.Parameter, names: list[str], *, units: dict[str, str]) ->
 
 
 def _unit_names(model: nn.Module) -> dict[str, str]:
-    """Returns module name -> the name of the unit that gathers its own parameters.
-
-    Modules of one unit share FSDP2's state object, which identifies the unit.
-    """
+    """Returns module name -> its unit, which FSDP2's state object, shared by its modules, identifies."""
     grouped: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):

@@ -261,9 +261,8 @@ class _Filler:
         return nn.Parameter(data, requires_grad=False)
 
     def _run_initialisers(self, concerned: set[nn.Module]) -> None:
-        """Initialises children before parents, as `nn.Module.apply` does.
-
-        A parent may refine its child's values.
+        """Initialises children before parents, as `nn.Module.apply` does: a parent may refine its child's
+        values.
         """
         with _random_states_kept(self.device), torch.no_grad():
             for module in self.order:

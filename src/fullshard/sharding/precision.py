@@ -25,10 +25,7 @@ def engine_policy(precision: Precision, *, is_root: bool) -> MixedPrecisionPolic
 
 
 def cast_buffers(model: nn.Module, precision: Precision) -> None:
-    """Casts floating-point buffers to the plan's buffer dtype, which FSDP2 has no setting for.
-
-    Complex and integer buffers keep their dtype. A buffer that several modules share stays shared.
-    """
+    """Casts floating-point buffers to the plan's buffer dtype. A buffer that modules share stays shared."""
     if precision.buffer is None:
         return
     dtype = TORCH_DTYPE[precision.buffer]

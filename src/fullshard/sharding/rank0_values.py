@@ -14,14 +14,13 @@ from fullshard.errors import ShardError
 
 @dataclass
 class Rank0Values:
-    """Rank 0's parameters and buffers.
-
-    The names, and so the order of the broadcasts, are the same on all ranks.
-    """
+    """Rank 0's parameters and buffers. Names, and so the order of broadcasts, are the same on all ranks."""
 
     # rank 0's tensors by name; on the other ranks, meta tensors of the same shapes and dtypes
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    receive_buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))  # of all broadcasts
+    receive_buffer: Tensor = field(
+        default_factory=lambda: torch.empty(0, dtype=torch.uint8)
+    )  # of all broadcasts
 
     def take(self, name: str, device: torch.device) -> Tensor:
         """Returns the whole tensor on every rank, valid until the next `take`. Collective."""

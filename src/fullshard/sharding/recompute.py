@@ -81,7 +81,7 @@ def _recomputed(forward: Callable[..., Any], contexts: Contexts | None) -> Calla
 class _SavePolicy:
     """Torch's policy for selective recompute: saves attention and every k-th matmul of a block.
 
-    Forward and recompute are counted separately, so that both choose the same matmuls.
+    Forward and recompute count apart, and so choose the same matmuls.
     """
 
     def __init__(self, every: int) -> None:

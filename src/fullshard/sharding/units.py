@@ -78,8 +78,7 @@ def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate |
 def find_repeated(model: nn.Module, section: UnitSection, *, units: Sequence[Unit]) -> list[nn.Module]:
     """Returns the blocks that recompute and compile apply to, whatever the units are.
 
-    These are the repeated blocks (or those that `names` match). If there are none, they are the modules
-    chosen as units, except those inside others.
+    If no blocks repeat or are named, these are the outermost modules chosen as units.
     """
     if section.policy == "block" and section.names:
         return list(_matching(model, section.names).values())
@@ -136,10 +135,7 @@ def _by_block(model: nn.Module, section: UnitSection) -> list[Unit]:
 
 
 def _run_units(paths: Mapping[str, nn.Module], run: Mapping[str, nn.Module], *, last: bool) -> list[Unit]:
-    """Makes one unit of the run.
-
-    A module that occurs in several places, and is called from each, is a unit of its own.
-    """
+    """Makes one unit of the run, and one of each module that is called from several places."""
     places = Counter(paths.values())
     alone = {name: module for name, module in run.items() if places[module] > 1}
     together = {name: module for name, module in run.items() if name not in alone}
