@@ -51,7 +51,8 @@ def hf_model(section: HuggingFaceModel) -> nn.Module:
 
     def refused(got: str) -> SpecError:
         fix = 'model.attention = "auto" or "eager"' if attention and attention in got else None
-        what = f"{section.source}: transformers cannot build {_name_of(model_class)} of it."
+        name = getattr(model_class, "__name__", model_class)
+        what = f"{section.source}: transformers cannot build {name} of it."
         return SpecError(what, got=got, fix=fix)
 
     with ForeignErrors(refused):
@@ -200,7 +201,3 @@ def _model_class(section: HuggingFaceModel, config: Any) -> Any:
         f"{section.source}: transformers {transformers.__version__} has no model class {name!r}.",
         fix=" or ".join(f'model.architecture = "{one}"' for one in near) or "a newer transformers",
     )
-
-
-def _name_of(model_class: Any) -> str:
-    return str(getattr(model_class, "__name__", model_class))

@@ -175,7 +175,7 @@ def _runner_up_line(one: RunnerUp) -> str:
 def _rules_of_thumb(plan: Plan, hardware: Hardware, *, spec: ModelSpec) -> tuple[Rule, ...]:
     """Returns each rule's verdict on the case in which `plan` was chosen."""
     rules = [_strategy(plan, hardware, numel=spec.numel), _offload(plan, hardware, numel=spec.numel)]
-    rules.append(_precision(plan, hardware))
+    rules += [_precision(plan, hardware)]
     if plan.world_size > 1:
         timer = StepTimer(spec, hardware)
         rules += [_prefetch(plan, timer), _bucket(plan, timer)]

@@ -448,8 +448,7 @@ class _Search:
         mesh, batch, recompute, _, prefetch, _, apart = candidate
         key = (mesh, batch, recompute, prefetch, apart)
         if key not in self._peaks:
-            memory = self.memory(self.spec, self._plan(candidate))
-            self._peaks[key] = with_workspace(memory, self.hardware)
+            self._peaks[key] = with_workspace(self.memory(self.spec, self._plan(candidate)), self.hardware)
         return self._peaks[key]
 
     def _least_seconds(self, candidate: Candidate) -> float:
@@ -459,8 +458,8 @@ class _Search:
             self._demand[shared] = self.timer.demand(self._plan(candidate))
         if own not in self._computing:
             self._computing[own] = self.timer.computing(self._plan(candidate))
-        inline = prefetch.mode == "none"
-        return self.timer.least_seconds(self._computing[own], self._demand[shared], inline=inline)
+        computing, demand = self._computing[own], self._demand[shared]
+        return self.timer.least_seconds(computing, demand, inline=prefetch.mode == "none")
 
     def _least_bytes(self, candidate: Candidate) -> int:
         mesh, apart = (candidate.mesh, candidate.apart), candidate.apart

@@ -72,28 +72,21 @@ def check_split(spec: ModelSpec, plan: Plan) -> None:
         return
     matrices = [p for u in spec.units if u.is_block for p in u.parameters if len(p.shape) > 1]
     whole = [p.name for p in matrices if split_shape(p.shape, degree) == p.shape]
-    model = plan.run.model
+    model, wrong = plan.run.model, list[str]()
     # A saved spec may come with a run whose model has other sizes.
-    is_decoder = isinstance(model, DecoderConfig) and any(
+    if isinstance(model, DecoderConfig) and any(
         set(p.shape) == {model.d_ff, model.d_model} for p in matrices
-    )
-    wrong = _undivided(model, degree) if isinstance(model, DecoderConfig) and is_decoder else {}
+    ):
+        wrong = [name for name in ("d_ff", "heads") if getattr(model, name) % degree]
+        wrong += ["kv_heads"] if model.kv_heads % degree and degree % model.kv_heads else []
     if whole or wrong:
-        got = ", ".join(f"{name} = {size}" for name, size in wrong.items())
+        got = ", ".join(f"model.{name} = {getattr(model, name)}" for name in wrong)
         raise PlanError(
             f"a block of {spec.name} cannot be split over {degree} ranks.",
             got=f"sharding.tensor_parallel = {degree}; {got or ', '.join(whole[:3])}",
             why="each rank computes whole heads, and as many rows of each matrix as the others",
             fix="sharding.tensor_parallel = a divisor of the heads and of d_ff",
         )
-
-
-def _undivided(model: DecoderConfig, degree: int) -> dict[str, int]:
-    sizes = {"model.d_ff": model.d_ff, "model.heads": model.heads}
-    wrong = {name: size for name, size in sizes.items() if size % degree}
-    if model.kv_heads % degree and degree % model.kv_heads:
-        wrong["model.kv_heads"] = model.kv_heads
-    return wrong
 
 
 def axis_seconds(

@@ -257,9 +257,7 @@ class ActivationOffloader:
             self._leaving.append((ticket, storages))
 
     def _begin_backward(self, call: BlockForward) -> None:
-        """Copies back all storages of a forward on its first use in backward, then starts on the preceding
-        one.
-        """
+        """Copies back a forward's storages at its first use in backward, then starts on the preceding one."""
         if call.is_in_backward:
             return
         call.is_in_backward = True

@@ -139,9 +139,8 @@ def apply_fully_shard(
     methods: Sequence[str] = (),
     stands_for: DeviceType | None = None,
 ) -> None:
-    """Runs the second part of `shard`: applies FSDP2, with every shard on the meta device.
-
-    `stands_for` is the device that fake tensors stand for; by default the plan's.
+    """Applies FSDP2, with all shards on the meta device. `stands_for`: the device that fake tensors stand
+    for.
     """
     units = prepared.units
     meta_parameters(model, units, plan=plan)

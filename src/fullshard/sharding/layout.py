@@ -60,7 +60,7 @@ class Layout:
 def sharding_table(model: nn.Module) -> Layout:
     """Returns the unit, shape, dtype, device and placement of each parameter of `model` on this rank.
 
-    Works for a sharded module, and for an unsharded one (every parameter is then whole, in no unit).
+    In an unsharded module, every parameter is whole and in no unit.
     """
     units = _unit_names(model)
     names: dict[int, list[str]] = {}

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import ShardError
-from fullshard.sharding.precision import TORCH_DTYPE
+from fullshard.sharding.precision import TORCH_DTYPE, replace_buffers
 from fullshard.sharding.rank0_values import Rank0Values
 from fullshard.sharding.units import Unit
 from fullshard.spec.plan import Plan
@@ -151,10 +151,7 @@ def allocate_fake(model: nn.Module, units: Sequence[Unit]) -> None:
     filler.register(filler.parameters)
     for unit in units:
         unit.parameters = {name: filler.parameters[name] for name in unit.parameters}
-    buffers = {id(buffer): torch.empty_like(buffer, device="cpu") for buffer in model.buffers()}
-    for module in model.modules():
-        for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            module._buffers[key] = buffers[id(buffer)]  # pyright: ignore[reportPrivateUsage]
+    replace_buffers(model, {id(b): torch.empty_like(b, device="cpu") for b in model.buffers()})
 
 
 def materialize(
@@ -261,9 +258,7 @@ class _Filler:
         return nn.Parameter(data, requires_grad=False)
 
     def _run_initialisers(self, concerned: set[nn.Module]) -> None:
-        """Initialises children before parents, as `nn.Module.apply` does: a parent may refine its child's
-        values.
-        """
+        """Initialises children before parents, which may refine their values, as `nn.Module.apply` does."""
         with _random_states_kept(self.device), torch.no_grad():
             for module in self.order:
                 if module in concerned:
@@ -303,15 +298,8 @@ class _Filler:
 
     def fill_buffers(self, values: Rank0Values) -> None:
         """Sets buffers to rank 0's, else the module computes them again. Raises ShardError if it cannot."""
-        real = {
-            id(buffer): values.take(name, self.device).clone()
-            for name, buffer in self.model.named_buffers()
-            if name in values.tensors
-        }
-        for module in self.model.modules():
-            for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-                if id(buffer) in real:
-                    module._buffers[key] = real[id(buffer)]  # pyright: ignore[reportPrivateUsage]
+        own = [(name, buffer) for name, buffer in self.model.named_buffers() if name in values.tensors]
+        replace_buffers(self.model, {id(b): values.take(name, self.device).clone() for name, b in own})
         for module in self.model.modules():
             self._recompute_buffers(module)
 

@@ -1,7 +1,9 @@
 """The plan's dtypes as torch dtypes, and as FSDP2's mixed-precision policy."""
 
+from collections.abc import Mapping
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fullshard.spec.plan import Dtype, Precision
@@ -29,8 +31,13 @@ def cast_buffers(model: nn.Module, precision: Precision) -> None:
     if precision.buffer is None:
         return
     dtype = TORCH_DTYPE[precision.buffer]
-    cast = {id(buffer): buffer.to(dtype) for buffer in model.buffers() if buffer.is_floating_point()}
+    floating = (buffer for buffer in model.buffers() if buffer.is_floating_point())
+    replace_buffers(model, {id(buffer): buffer.to(dtype) for buffer in floating})
+
+
+def replace_buffers(model: nn.Module, replaced: Mapping[int, Tensor]) -> None:
+    """Registers other tensors in place of buffers, by their ids. A shared buffer stays shared."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if id(buffer) in cast:
-                module._buffers[name] = cast[id(buffer)]  # pyright: ignore[reportPrivateUsage]
+            if id(buffer) in replaced:
+                module._buffers[name] = replaced[id(buffer)]  # pyright: ignore[reportPrivateUsage]

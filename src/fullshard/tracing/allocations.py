@@ -44,9 +44,7 @@ class Recorded:
 
 @dataclass
 class _TracedBlock:
-    """Live storage. `serial`: number of storages created before it; unlike a storage's key, it is never
-    reused.
-    """
+    """Live storage. `serial`: number of storages made before it, which no other storage has."""
 
     size: int
     kind: Kind | None

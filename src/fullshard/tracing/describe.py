@@ -151,9 +151,7 @@ def _device(plan: Plan | Run) -> DeviceType:
 
 
 def _on_one_rank(run: Run, device: DeviceType) -> tuple[Plan, tuple[RecomputeSection, ...]]:
-    """Returns a one-rank plan with the run's settings that a trace depends on, and the recompute settings to
-    trace.
-    """
+    """Returns a one-rank plan with the settings that a trace depends on, and the recomputes to trace."""
     microbatch = run.train.microbatch or 1
     train = run.train.model_copy(update={"microbatch": microbatch, "global_batch": microbatch})
     sharding = run.sharding.model_copy(
@@ -234,9 +232,8 @@ class _Study:
     def _prepared(
         self, plan: Plan, given: Sequence[Unit], *, short: bool
     ) -> tuple[Callable[[int], _DescribedModel] | None, TruncatedModel]:
-        """Returns a function that records a microbatch of a given size on a fake copy of the model.
-
-        Returns None in its place if the copy cannot be truncated.
+        """Returns a function that records a microbatch on a fake copy of the model; None if truncating
+        failed.
         """
         section = plan.run.sharding.units
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
@@ -313,11 +310,7 @@ def _periodic(recording: Sequence[Recorded], repeats: Sequence[Repeat]) -> bool:
 
 
 def _per_token(trace: Trace, kernels: Sequence[Kernel], *, sequence_length: int) -> tuple[float, int]:
-    """Returns (FLOP of forward and backward, active parameters) per token.
-
-    FLOP: three times the forward's matmuls and attention, with all attention pairs counted (see
-    `model_flops_per_token`). The backward of a matmul is two matmuls.
-    """
+    """Returns (FLOP of forward and backward, active parameters) per token, as `model_flops_per_token` does."""
     microbatch = trace.microbatch or 1
     matmul = attention = 0.0
     for phase, times in _forward_phases(trace):
