@@ -1,4 +1,4 @@
-"""Offload targets (`offload.tier`): bytes on the host and its drive, and the time they cost per step.
+"""State and activations on the host and its drive: their bytes, and the time they cost per step.
 
 [Note: tiers]
 P         trained parameters of the rank's own shards
@@ -45,6 +45,19 @@ Copies in both directions overlap, and each piece is updated at the rate of the 
 This takes device memory for two pieces of state and gradients, and the temporaries of stochastic rounding for
 one. On GPUs `auto` selects the device if the longer copy direction (in) plus the update there takes less time
 than the host's update: see `faster_update`.
+
+[Note: activations on the host]
+See [Note: moving activations] in `sharding.activation_offload`. Copies out are issued when a block's forward
+ends; computing waits for them at the end of the next such block's forward. Copies back are issued when a
+block's backward begins, for the block before, where computing waits for them. So a block's copies are free as
+long as they fit beside the computing of one period of blocks:
+
+    exposed = max(0, bytes / host rate - computing of one period)        each way, each block
+
+They share the host link with the copies of an offload target, in order of issue.
+
+Host memory holds the activations of one microbatch for all blocks except the last. Torch allocates pinned
+memory in powers of two, so each storage is rounded up to one.
 """
 
 import math
@@ -58,9 +71,9 @@ from fullshard.planner.unit_bytes import UnitBytes, padded_numel, shard_numel
 from fullshard.planner.unit_costs import TICKS, UnitCost, ticks
 from fullshard.spec.groups import UNIT_BUFFERS, Group, ShardSize, group_shards, part_bytes, piece_elements
 from fullshard.spec.hardware import Hardware
-from fullshard.spec.model import ModelSpec, Trace
+from fullshard.spec.model import ModelSpec, Phase, Trace
 from fullshard.spec.plan import ITEMSIZE, Plan, check_tier
-from fullshard.spec.prediction import OffloadTerms
+from fullshard.spec.prediction import ActivationTerms, OffloadTerms
 from fullshard.spec.run import OffloadSection, Tier
 from fullshard.spec.unit import UnitSettings
 
@@ -366,3 +379,51 @@ def offload_terms(  # signature: what `step_time` knows of an offload target
 def _in_buffers(units: Sequence[int]) -> int:
     """Returns the bytes of the unit buffers. `units`: bytes of each unit on the drive."""
     return min(UNIT_BUFFERS, sum(size > 0 for size in units)) * max(units, default=0)
+
+
+class Moved(NamedTuple):
+    """Copies of activations that begin in a phase."""
+
+    out: int  # ticks of copies to the host
+    back: int  # ticks of copies from the host
+    waits: bool  # the phase waits for the copies that began before
+
+
+def moved_of(phases: Sequence[Phase], plan: Plan, *, hardware: Hardware) -> tuple[Moved, ...]:
+    """Returns the copies of each phase, if any has one. Raises PlanError if the copy rate is not known."""
+    if not moves(phases):
+        return ()
+    each = host_copy_rate(hardware, 'recompute.mode = "offload"') * plan.tensor_parallel
+
+    def of(phase: Phase) -> Moved:
+        out, back = (sum(line.at(plan.microbatch) for line in lines) for lines in (phase.out, phase.back))
+        return Moved(ticks(out / each), ticks(back / each), phase.waits)
+
+    return tuple(map(of, phases))
+
+
+def moves(phases: Sequence[Phase]) -> bool:
+    """Returns whether any of `phases` copies activations to or from the host."""
+    return any(phase.out or phase.back for phase in phases)
+
+
+def activation_terms(
+    plan: Plan, phases: Sequence[Phase], *, turns: Sequence[int], hardware: Hardware
+) -> ActivationTerms:
+    """Returns the host bytes and copy seconds of one rank. `turns`: times that each phase runs per
+    microbatch.
+    """
+    held = copied = 0
+    for phase, times in zip(phases, turns, strict=True):
+        for line in phase.out:
+            size = round(line.at(plan.microbatch) / plan.tensor_parallel)
+            held += times * (1 << max(0, size - 1).bit_length())
+            copied += times * size
+    copied *= plan.accumulation
+    rate = hardware.host_bytes_per_second
+    return ActivationTerms(
+        host_bytes=held,
+        copied_bytes=copied,
+        copy_seconds=2 * copied / rate if rate else 0.0,
+        host_capacity_bytes=plan.run.offload.host_bytes or hardware.host_memory_bytes,
+    )

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
-from fullshard.planner.activations import Moved
+from fullshard.planner.offload import Moved
 from fullshard.planner.schedule import Schedule, ScheduleSegment, ScheduleStep
 from fullshard.planner.streams import (
     InBuffers,
@@ -106,16 +106,6 @@ class _Snapshot(NamedTuple):
     pending: dict[int, int]  # units in flight, and when they arrive
     buffered: tuple[tuple[int, ...], ...]  # as in `InBuffers.kinds`
     slack: int  # the least lead of the host over the turn
-
-
-class _Cycle(NamedTuple):
-    """Turns that lead from one state to an equal one."""
-
-    turns: int  # number of turns
-    length: int  # ticks
-    before: _Snapshot  # the state before them
-    behind: int = 0  # ticks of its lead that the host loses per cycle
-    most: int = _NEVER  # number of cycles for which it stays ahead
 
 
 @dataclass
@@ -404,14 +394,14 @@ def _skip_repeated(  # signature: all that a turn changes
     marks: the state after each turn so far. stride: number of units by which the next turn moves on.
     """
     for turns in range(1, min(_LONGEST_CYCLE, len(marks) - 1, left) + 1):
-        cycle = _cycle(marks, turns, stride=stride)
-        if cycle is not None:
+        most = _most_cycles(marks, turns, stride=stride)
+        if most:
             break
     else:
         return 0
-    times = min(left // cycle.turns, cycle.most)
-    before, now = cycle.before, marks[-1]
-    streams.slack = min(streams.slack, streams.slack - times * cycle.behind)
+    before, now, times = marks[-1 - turns], marks[-1], min(left // turns, most)
+    length = now.compute - before.compute
+    streams.slack = min(streams.slack, streams.slack - times * (now.host - before.host - length))
     for names, old, new in (
         (_GATHER_CLOCKS, before.gathers, now.gathers),
         (_REDUCE_CLOCKS, before.reduces, now.reduces),
@@ -420,33 +410,35 @@ def _skip_repeated(  # signature: all that a turn changes
     ):
         for name, one, other in zip(names, old, new, strict=True):
             setattr(streams, name, other + times * (other - one))
-    shift, grown = times * stride * cycle.turns, times * cycle.length
+    shift, grown = times * stride * turns, times * length
     pending.clear()
     pending.update({unit + shift: at + grown if at else 0 for unit, at in now.pending.items()})
     for units, old, new in zip(in_buffers.kinds, before.buffered, now.buffered, strict=True):
         units[:] = new if old == new else (unit + shift for unit in new)
-    return times * cycle.turns
+    return times * turns
 
 
-def _cycle(marks: Sequence[_Snapshot], turns: int, *, stride: int) -> _Cycle | None:
-    """Returns the last `turns` turns as a cycle if they led back to the state before them, else None."""
+def _most_cycles(marks: Sequence[_Snapshot], turns: int, *, stride: int) -> int:
+    """Returns how often the last `turns` turns repeat while the host stays ahead.
+
+    0 if they did not lead back to the state before them.
+    """
     before, now = marks[-1 - turns], marks[-1]
     length = now.compute - before.compute
     if any(new - old not in (0, length) for old, new in zip(before.gathers, now.gathers, strict=True)):
-        return None
+        return 0
     if any(new - old != length for old, new in zip(before.reduces, now.reduces, strict=True)):
-        return None
+        return 0
     shift = stride * turns
     pending = {unit + shift: at + length if at else 0 for unit, at in before.pending.items()}
     kinds = zip(before.buffered, now.buffered, strict=True)
     follows = all(new in (old, tuple(unit + shift for unit in old)) for old, new in kinds)
     if now.pending != pending or not follows:
-        return None
+        return 0
     behind = (now.host - before.host) - length
     if behind == 0:
-        return _Cycle(turns, length, before)
+        return _NEVER
     slack = min(mark.slack for mark in marks[len(marks) - turns :])
     if slack < 0:
-        return None
-    most = slack // behind if behind > 0 else _NEVER
-    return _Cycle(turns, length, before, behind=behind, most=most) if most else None
+        return 0
+    return slack // behind if behind > 0 else _NEVER

@@ -19,14 +19,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fullshard.errors import PlanError
-from fullshard.planner.activations import activation_terms, moved_of, moves
 from fullshard.planner.collectives import collective_seconds, shard_group
 from fullshard.planner.offload import (
     Busy,
+    activation_terms,
     busy_of,
     gathers_of,
     host_rates,
     least_shards_read,
+    moved_of,
+    moves,
     norm_ticks,
     offload_terms,
     records_of,

@@ -27,7 +27,7 @@ offload       see [Note: tiers] in `planner.offload`. Before a unit's first all-
               queue. With params+, each all-gather's own shard is copied in while the previous one is sent. A
               reduced gradient is copied out after its reduction; the next but one waits for it.
 
-activations   see [Note: activations on the host] in `planner.activations`.
+activations   see [Note: activations on the host] in `planner.offload`.
 
 On the CPU there is one timeline: the host computes, copies, and (`overlap` 0) waits in each collective.
 """

@@ -28,22 +28,6 @@ from fullshard.spec.plan import DeviceType, Plan, check_runs
 from fullshard.spec.run import PrefetchSection
 
 
-@dataclass(frozen=True)
-class Meshes:
-    """The plan's mesh, and the mesh of units left unsharded (made only if there are any)."""
-
-    main: DeviceMesh
-    unsharded: DeviceMesh
-
-    @classmethod
-    def build(cls, plan: Plan, units: Sequence[Unit]) -> "Meshes":
-        main = build_mesh(plan)
-        apart = any(unit.settings(plan).shard_degree != plan.shard_degree for unit in units)
-        if not apart:
-            return cls(main, main)
-        return cls(main, replicating_mesh(plan.device, replicate_degree=plan.world_size, shard_degree=1))
-
-
 class ShardSink(Protocol):
     """Receives each unit's initialised shards when the plan offloads them."""
 
@@ -115,7 +99,8 @@ class ShardingInputs:
 
     units: list[Unit]
     blocks: Sequence[nn.Module]  # the modules that recompute and the compiler apply to
-    meshes: Meshes
+    mesh: DeviceMesh
+    unsharded_mesh: DeviceMesh  # of units that are not sharded; `mesh` if there are none
 
 
 def prepare(model: nn.Module, plan: Plan, *, units: Predicate | None = None) -> ShardingInputs:
@@ -126,9 +111,11 @@ def prepare(model: nn.Module, plan: Plan, *, units: Predicate | None = None) -> 
     found = find_units(model, section, predicate=units)
     _check_overrides(found, plan)
     repeated = find_repeated(model, section, units=found)
-    meshes = Meshes.build(plan, found)
+    mesh = unsharded_mesh = build_mesh(plan)
+    if any(unit.settings(plan).shard_degree != plan.shard_degree for unit in found):
+        unsharded_mesh = replicating_mesh(plan.device, replicate_degree=plan.world_size, shard_degree=1)
     warn_of_unit_sizes(found, plan, stacklevel=3)
-    return ShardingInputs(found, repeated, meshes)
+    return ShardingInputs(found, repeated, mesh, unsharded_mesh)
 
 
 def apply_fully_shard(
@@ -148,7 +135,9 @@ def apply_fully_shard(
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
     with shared_post_forward_mesh():
         for unit in units:
-            _fully_shard(unit, plan, meshes=prepared.meshes, scalars=scalars)
+            is_sharded = unit.settings(plan).shard_degree == plan.shard_degree
+            mesh = prepared.mesh if is_sharded else prepared.unsharded_mesh
+            _fully_shard(unit, plan, mesh=mesh, scalars=scalars)
     model.forward = _explained(model.forward)
     for method in methods:
         register_fsdp_forward_method(model, method)
@@ -224,13 +213,13 @@ def _recompute_and_compile(
             block.forward = torch.compile(block.forward)
 
 
-def _fully_shard(unit: Unit, plan: Plan, *, meshes: Meshes, scalars: set[nn.Parameter]) -> None:
+def _fully_shard(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[nn.Parameter]) -> None:
     settings = unit.settings(plan)
     modules = list(unit.modules)
     engine = cast(Callable[..., Any], fully_shard)  # its type allows a list of modules only in an overload
     engine(
         modules if len(modules) > 1 else modules[0],
-        mesh=meshes.main if settings.shard_degree == plan.shard_degree else meshes.unsharded,
+        mesh=mesh,
         reshard_after_forward=settings.reshard_after_forward,
         mp_policy=engine_policy(settings.precision, is_root=unit.is_root),
         ignored_params=scalars or None,

@@ -310,7 +310,7 @@ def _periodic(recording: Sequence[Recorded], repeats: Sequence[Repeat]) -> bool:
 
 
 def _per_token(trace: Trace, kernels: Sequence[Kernel], *, sequence_length: int) -> tuple[float, int]:
-    """Returns (FLOP of forward and backward, active parameters) per token, as `model_flops_per_token` does."""
+    """Returns (FLOP of forward and backward, active parameters) per token, as `model_flops_per_token`."""
     microbatch = trace.microbatch or 1
     matmul = attention = 0.0
     for phase, times in _forward_phases(trace):
