@@ -172,7 +172,7 @@ def test_sequences_longer_than_the_positions_are_refused(tmp_path: Path) -> None
 @needs_transformers
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     model, run = hf_model(section("llama", tmp_path)), Run.load(overrides=[f"model.hf={tmp_path}"])
-    check_vocabulary(model, run, tokens=VOCABULARY)
-    check_vocabulary(model, run, tokens=None)
+    check_vocabulary(run, tokens=VOCABULARY, model=model)
+    check_vocabulary(run, tokens=None, model=model)
     with pytest.raises(SpecError, match=f"tokens up to {VOCABULARY}, and a vocabulary of {VOCABULARY}"):
-        check_vocabulary(model, run, tokens=VOCABULARY + 1)
+        check_vocabulary(run, tokens=VOCABULARY + 1, model=model)

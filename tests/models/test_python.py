@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fullshard.errors import SpecError
-from fullshard.models.python import python_model
+from fullshard.models.build import python_model
 from fullshard.sharding.materialize import materialize
 from fullshard.spec.model_section import PythonModel
 

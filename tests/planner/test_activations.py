@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import PlanError
-from fullshard.planner.activations import Moved
 from fullshard.planner.candidates import candidates
 from fullshard.planner.explain import explain
 from fullshard.planner.memory import peak_bytes
+from fullshard.planner.offload import Moved
 from fullshard.planner.schedule import Schedule, ScheduleSegment, ScheduleStep
 from fullshard.planner.search import plan as plan_best
 from fullshard.planner.search import predict, search

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from fullshard.errors import PlanError
-from fullshard.planner.capacity import fewest_ranks, largest_microbatch, largest_model, largest_sequence
+from fullshard.planner.capacity import fewest_ranks, largest_microbatch, largest_sequence
 from fullshard.planner.search import search
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.run import Run
 from tests.fakes.hardware import hardware_of
-from tests.fakes.specs import LLAMA_8B, Shape, decoder_spec, run_for
+from tests.fakes.specs import LLAMA_8B, decoder_spec, run_for
 
 SPEC = decoder_spec(LLAMA_8B)
 
@@ -54,11 +54,3 @@ def test_the_largest_sequence_fits_and_the_next_does_not():
     assert found.plan.run.data.sequence_length == found.size
     with pytest.raises(PlanError, match="no sequence length fits"):
         largest_sequence(describe, hardware, run=run, lengths=[2 * found.size])
-
-
-def test_the_largest_model_is_the_largest_that_fits():
-    specs = [decoder_spec(Shape(layers, 4096, 14336, 128256, 8192)) for layers in (8, 32, 400)]
-    run, hardware = run_for(LLAMA_8B, "train.global_batch=8"), hardware_of(1, 8)
-    assert largest_model(specs, hardware, run=run).size == specs[1].numel
-    with pytest.raises(PlanError, match="no model fits"):
-        largest_model(specs[2:], hardware, run=run)

@@ -4,8 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.planner.candidates import candidates, to_plan
-from fullshard.planner.memory import peak_bytes
-from fullshard.planner.memory_bound import PlanTraits, activation_bound, least_bytes, mesh_bytes
+from fullshard.planner.memory import PlanTraits, activation_bound, least_bytes, mesh_bytes, peak_bytes
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from tests.fakes.hardware import hardware_of

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from fullshard.errors import PlanError
 from fullshard.planner.candidates import WhatIf, candidates, to_plan
-from fullshard.planner.memory import peak_bytes
-from fullshard.planner.memory_bound import PlanTraits, activation_bound, least_bytes, mesh_bytes
+from fullshard.planner.memory import PlanTraits, activation_bound, least_bytes, mesh_bytes, peak_bytes
 from fullshard.planner.offload import TIERS, update_bytes, with_untimed_drive
 from fullshard.planner.search import plan as plan_best
 from fullshard.planner.search import predict, search

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from fullshard.errors import PlanError
 from fullshard.planner.collectives import collective_seconds, shard_group
-from fullshard.planner.memory import peak_bytes
-from fullshard.planner.memory_bound import PlanTraits, activation_bound, least_bytes, mesh_bytes
+from fullshard.planner.memory import PlanTraits, activation_bound, least_bytes, mesh_bytes, peak_bytes
 from fullshard.planner.search import predict
 from fullshard.planner.step_time import StepTimer, step_seconds
 from fullshard.planner.tensor_parallel import split_shape, width_of

@@ -20,7 +20,7 @@ def prepare_data(
     from fullshard.data.build import is_plain_text, packed_data, tokenizer_vocabulary
     from fullshard.data.text import text_data
     from fullshard.errors import SpecError
-    from fullshard.models.checks import check_known_vocabulary
+    from fullshard.models.checks import check_vocabulary
     from fullshard.spec.run import Run
 
     run = Run.load(run_path, overrides=overrides or [])
@@ -30,9 +30,9 @@ def prepare_data(
             got=f'data.source = "python", data.factory = {run.data.factory!r}',
             why="a function of your own makes the batches when the run asks for them",
         )
-    check_known_vocabulary(run, tokens=tokenizer_vocabulary(run.data))
+    check_vocabulary(run, tokens=tokenizer_vocabulary(run.data))
     data = text_data(run) if is_plain_text(run.data) else packed_data(run)
-    check_known_vocabulary(run, tokens=data.vocabulary)
+    check_vocabulary(run, tokens=data.vocabulary)
     summary = data.summary()
     if as_json:
         typer.echo(json.dumps(summary))

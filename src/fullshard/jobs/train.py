@@ -198,7 +198,7 @@ def _report_start(job: _TrainJob, *, left: SavedRunState | None, read: str | Non
 def _model(run: Run, data: Data) -> tuple[nn.Module, Loss]:
     model = build_model(run)
     check_positions(model, run)
-    check_vocabulary(model, run, tokens=data.vocabulary)
+    check_vocabulary(run, tokens=data.vocabulary, model=model)
     return model, loss_of(run, model)
 
 

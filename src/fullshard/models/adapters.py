@@ -57,10 +57,7 @@ def add_adapter(
 
 
 def lora_config(section: AdapterSection, *, targets: list[str], turned: bool) -> Any:
-    """Returns peft's LoraConfig of `section` for the modules `targets`. `turned`: weights are (in, out).
-
-    Raises SpecError for options that peft does not have.
-    """
+    """Returns the LoraConfig for the modules `targets`. `turned`: weights are (in, out). Raises SpecError."""
     options = {key: value for key, value in section.options.items() if key != "init_lora_weights"}
     try:
         return _import_peft().LoraConfig(
@@ -117,10 +114,7 @@ def _in_a_block(name: str) -> bool:
 
 
 def _named(model: nn.Module, ends: tuple[str, ...], *, key: str) -> list[nn.Module]:
-    """Returns the modules whose names end in one of `ends`.
-
-    Raises SpecError for an end that matches no module.
-    """
+    """Returns the modules whose names end in one of `ends`. Raises SpecError for an end that matches none."""
     modules = {name: module for name, module in model.named_modules() if name}
     found: list[nn.Module] = []
     for end in ends:

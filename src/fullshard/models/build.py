@@ -3,20 +3,19 @@
 import torch
 from torch import nn
 
+from fullshard.errors import SpecError
 from fullshard.models.adapters import add_adapter
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.huggingface import hf_model, own_dtype
-from fullshard.models.python import python_model
+from fullshard.models.meta_init import without_parameters
+from fullshard.spec.dotted import import_object
 from fullshard.spec.measurement import model_flops_per_token
 from fullshard.spec.model_section import DecoderConfig, PythonModel
 from fullshard.spec.run import Run
 
 
 def build_model(run: Run) -> nn.Module:
-    """Builds the model of `run` with its adapters, with parameters on the meta device.
-
-    Raises SpecError for a model that does not exist or cannot be built; MissingExtraError.
-    """
+    """Builds the model of `run`, with adapters, on the meta device. Raises SpecError, MissingExtraError."""
     section = run.model
     if isinstance(section, DecoderConfig):
         with torch.device("meta"):
@@ -26,11 +25,28 @@ def build_model(run: Run) -> nn.Module:
     return add_adapter(hf_model(section), run.adapter, own_dtype=own_dtype(section))
 
 
-def flops_per_token(model: nn.Module, run: Run) -> float | None:
-    """Returns `model_flops_per_token` of the reference decoder.
+def python_model(section: PythonModel) -> nn.Module:
+    """Builds the factory's module on the meta device. Raises SpecError for anything that makes no module."""
+    factory = import_object(section.python, key="model.python")
+    try:
+        model = without_parameters(lambda: factory(**section.options))
+    except TypeError as error:
+        raise SpecError(
+            f"{section.python} cannot be called so.",
+            got=f"{error}; model.options = {section.options}",
+            fix="model.options with the factory's own keyword arguments",
+        ) from error
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise SpecError(
+            f"{section.python} made no module.",
+            got=type(model).__name__,
+            why="model.python is a function, or a class, that returns a torch.nn.Module",
+        )
+    return model
 
-    None for other models, whose operations `describe` counts.
-    """
+
+def flops_per_token(model: nn.Module, run: Run) -> float | None:
+    """Returns the reference decoder's FLOP per token; None for other models, which `describe` counts."""
     section = run.model
     if not isinstance(section, DecoderConfig):
         return None

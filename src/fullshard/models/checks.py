@@ -14,11 +14,7 @@ _POSITIONS = "max_position_embeddings"
 
 
 def check_positions(model: nn.Module, run: Run) -> None:
-    """Raises SpecError for sequences longer than the positions of a transformers model that predicts tokens.
-
-    Rotary tables have no end, but the model was not trained beyond the length in its config. A longer length
-    must be set there.
-    """
+    """Raises SpecError for sequences longer than a transformers model was trained for, as its config says."""
     if not is_causal_lm(model):
         return  # batches of other models are unknown; the reference decoder was checked when the run was read
     config: Any = model.config
@@ -35,51 +31,15 @@ def check_positions(model: nn.Module, run: Run) -> None:
     )
 
 
-def vocabulary_of(model: nn.Module, run: Run) -> int | None:
-    """Returns the number of tokens that the model has rows for; None if unknown."""
-    if isinstance(run.model, DecoderConfig):
-        return run.model.vocabulary
-    if not isinstance(run.model, HuggingFaceModel):
-        return None
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    size = getattr(text, "vocab_size", None)
-    return size if isinstance(size, int) else None
-
-
-def check_vocabulary(model: nn.Module, run: Run, *, tokens: int | None) -> None:
+def check_vocabulary(run: Run, *, tokens: int | None, model: nn.Module | None = None) -> None:
     """Raises SpecError if the data has tokens up to `tokens` - 1 and the model has no row for them.
 
-    `tokens` is None if unknown. A model may have more rows, since many are padded to a round number.
+    tokens: None if unknown
+    model: the built model, whose config counts; before it is built, [model] and the file that it names
+
+    A model may have more rows, since many are padded to a round number.
     """
-    _check_rows(vocabulary_of(model, run), run, tokens=tokens)
-
-
-def check_known_vocabulary(run: Run, *, tokens: int | None) -> None:
-    """Raises SpecError as `check_vocabulary` does, from [model] alone, before tokens are made."""
-    _check_rows(_known_vocabulary(run), run, tokens=tokens)
-
-
-def _known_vocabulary(run: Run) -> int | None:
-    """Returns the rows defined by the run or the config.json that it names; None if unknown."""
-    if isinstance(run.model, DecoderConfig):
-        return run.model.vocabulary
-    if not isinstance(run.model, HuggingFaceModel):
-        return None
-    try:
-        config = read_config(locate(run.model.hf))
-    except SpecError:  # data can be prepared on a machine without the model
-        return None
-    for values in (run.model.options, config):
-        text: Any = values.get("text_config")
-        for place in (text, values):
-            size: Any = cast(dict[str, Any], place).get("vocab_size") if isinstance(place, dict) else None
-            if isinstance(size, int):
-                return size
-    return None
-
-
-def _check_rows(rows: int | None, run: Run, *, tokens: int | None) -> None:
+    rows = _rows_of(model, run)
     if rows is None or tokens is None or tokens <= rows:
         return
     key = "model.vocabulary" if isinstance(run.model, DecoderConfig) else "model.options.vocab_size"
@@ -90,3 +50,26 @@ def _check_rows(rows: int | None, run: Run, *, tokens: int | None) -> None:
         why="without data.tokenizer the tokens are bytes" if bytes_ else "the tokenizer is another model's",
         fix=f"data.tokenizer = the model's own, or {key} = {tokens} (with weights that are new)",
     )
+
+
+def _rows_of(model: nn.Module | None, run: Run) -> int | None:
+    """Returns the number of tokens that the model has rows for; None if unknown."""
+    if isinstance(run.model, DecoderConfig):
+        return run.model.vocabulary
+    if not isinstance(run.model, HuggingFaceModel):
+        return None
+    if model is not None:
+        config: Any = getattr(model, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        size = getattr(text, "vocab_size", None)
+        return size if isinstance(size, int) else None
+    try:
+        file = read_config(locate(run.model.hf))
+    except SpecError:  # data can be prepared on a machine without the model
+        return None
+    for values in (run.model.options, file):
+        for place in (values.get("text_config"), values):
+            size: Any = cast(dict[str, Any], place).get("vocab_size") if isinstance(place, dict) else None
+            if isinstance(size, int):
+                return size
+    return None

@@ -10,7 +10,7 @@ from fullshard.spec.model_section import DecoderConfig
 class RotaryPositions(nn.Module):
     """Rotates pairs of channels by an angle that grows with the position. RoFormer: arXiv:2104.09864.
 
-    The tables are buffers outside checkpoints. `reset_buffers` computes them, also after the meta device.
+    The tables are in no checkpoint. `reset_buffers` computes them, also after the meta device.
     """
 
     cosine: Tensor  # (max_sequence, head_dim / 2), fp32

@@ -35,10 +35,7 @@ _SIZES = {
 
 
 def llama_config(decoder: DecoderConfig) -> dict[str, Any]:
-    """Returns the config.json of the Llama that computes the same as `decoder`.
-
-    Raises CheckpointError for settings that a Llama does not have.
-    """
+    """Returns the config.json of a Llama that computes the same. Raises CheckpointError for what it lacks."""
     dumped = decoder.model_dump()
     other = [
         name
@@ -69,10 +66,7 @@ def llama_config(decoder: DecoderConfig) -> dict[str, Any]:
 
 
 def llama_names(tensors: Mapping[str, Shape]) -> WeightMap:
-    """Maps the decoder's tensors to Llama's names.
-
-    Raises CheckpointError for a tensor that a Llama does not have.
-    """
+    """Maps the decoder's tensors to Llama's names. Raises CheckpointError for a tensor that a Llama lacks."""
     parts: dict[str, tuple[Part, ...]] = {}
     shapes: dict[str, Shape] = {}
     for name, shape in tensors.items():

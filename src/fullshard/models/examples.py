@@ -13,10 +13,9 @@ _ONE_LABEL = ("ForImageClassification", "ForSequenceClassification", "ForAudioCl
 
 
 def example_batch(model: nn.Module, run: Run, *, rows: int) -> dict[str, Tensor] | None:
-    """Returns the arguments of `model(**batch)` on the meta device: ids, images, labels. None if unknown.
+    """Returns the arguments of `model(**batch)` on the meta device; None if unknown.
 
-    Token ids have `data.sequence_length` tokens, or the number of the model's positions if that is smaller.
-    Images have the config's size.
+    Token ids have `data.sequence_length` tokens, at most the model's positions; images the config's size.
     """
     config: Any = getattr(model, "config", None)
     takes = inspect.signature(model.forward).parameters

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,13 +14,23 @@ from torch import nn
 from fullshard.errors import MissingExtraError, SpecError
 from fullshard.models.meta_init import without_parameters
 from fullshard.models.quiet_import import import_quietly
-from fullshard.models.remote_code import class_beside, code_beside, not_trusted, without_code
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.pretrained import check_sizes, locate, read_config
 from fullshard.spec.small_files import ForeignErrors
 
 _LAYERS = "num_hidden_layers"
 _CAUSAL = "AutoModelForCausalLM"
+_AUTO_MAP = "auto_map"
+# Config keys that name code: classes in files beside the config, and kernels in hub repositories.
+_NAMES_CODE = {
+    _AUTO_MAP,
+    "attn_implementation",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "experts_implementation",
+    "_experts_implementation",
+    "_experts_implementation_internal",
+}
 
 
 def meta_model(config_path: str | Path) -> nn.Module:
@@ -51,7 +61,8 @@ def hf_model(section: HuggingFaceModel) -> nn.Module:
 
     def refused(got: str) -> SpecError:
         fix = 'model.attention = "auto" or "eager"' if attention and attention in got else None
-        what = f"{section.source}: transformers cannot build {_name_of(model_class)} of it."
+        name = getattr(model_class, "__name__", model_class)
+        what = f"{section.source}: transformers cannot build {name} of it."
         return SpecError(what, got=got, fix=fix)
 
     with ForeignErrors(refused):
@@ -158,10 +169,7 @@ def _with_options(data: Mapping[str, Any], section: HuggingFaceModel, *, config:
 
 
 def _with_layers(data: Mapping[str, Any], *, before: int, now: int) -> dict[str, Any]:
-    """Cuts lists with one entry per layer to `now`.
-
-    Lists that are too short are removed, and the config rebuilds them.
-    """
+    """Cuts lists with one entry per layer to `now`, and drops those too short, which the config rebuilds."""
     per_layer = {key for key, value in data.items() if isinstance(value, list) and len(value) == before > 1}
     return {
         key: value[:now] if key in per_layer else value
@@ -205,5 +213,46 @@ def _model_class(section: HuggingFaceModel, config: Any) -> Any:
     )
 
 
-def _name_of(model_class: Any) -> str:
-    return str(getattr(model_class, "__name__", model_class))
+# Code beside a model #
+def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config, and the configs of its parts, without the values that name code."""
+    return {key: _stripped(value) for key, value in config.items() if key not in _NAMES_CODE}
+
+
+def code_beside(config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the classes that a config takes from files beside it, keyed by auto class."""
+    named = config.get(_AUTO_MAP)
+    if not isinstance(named, Mapping):
+        return {}
+    return {str(k): v for k, v in cast(Mapping[Any, Any], named).items() if isinstance(v, str)}
+
+
+def class_beside(reference: str, *, directory: Path, source: str) -> Any:
+    """Runs the local file that `reference` (`file.Class`) names, and returns the class. Raises SpecError."""
+    modules: Any = importlib.import_module("transformers.dynamic_module_utils")
+    try:
+        return modules.get_class_from_dynamic_module(reference, str(directory), local_files_only=True)
+    except (OSError, ImportError, AttributeError, ValueError, SyntaxError) as error:
+        raise SpecError(
+            f"{source}: the code beside it cannot be loaded.",
+            got=f"{reference}: {(str(error).strip() or type(error).__name__).splitlines()[0]}",
+        ) from error
+
+
+def not_trusted(section: HuggingFaceModel, needed: str) -> SpecError:
+    """Returns the error for a model that needs the class `needed` from a file beside it."""
+    return SpecError(
+        f"{section.source} comes with Python code of its own, which is not run.",
+        got=f"auto_map names {needed}, and model.trust_remote_code = false",
+        why="the code may do whatever you may do on this machine",
+        fix="read the code, then model.trust_remote_code = true; "
+        'or install it as a package, and model.python = "package.module:factory"',
+    )
+
+
+def _stripped(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return without_code(cast(Mapping[str, Any], value))
+    if isinstance(value, list):
+        return [_stripped(one) for one in cast(list[Any], value)]
+    return value

@@ -57,10 +57,7 @@ def without_parameters(
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Puts tensors that are created without values and without a device on the meta device.
-
-    Limits the number of these tensors, and the size of those that are filled with values.
-    """
+    """Puts tensors made without values on the meta device. Limits their number, and others' sizes."""
 
     def __init__(self, most_parameters: int) -> None:
         super().__init__()
@@ -105,10 +102,7 @@ def _let_go(model: nn.Module) -> None:
 
 
 def _kept(value: Tensor) -> _Kept | None:
-    """Returns the value in compact form: a number if constant, otherwise an array; None if it is too large.
-
-    It is not a tensor, because the module may be copied under fake tensors.
-    """
+    """Returns a number for a constant, else an array, since the module may be copied under fake tensors."""
     if value.numel() and bool((value == value.flatten()[0]).all()):
         return float(value.flatten()[0].item())  # the value of all elements
     return value.double().numpy() if value.numel() <= _MOST_KEPT else None

@@ -37,11 +37,7 @@ class StepSample(NamedTuple):
 
 
 class RateFactors(NamedTuple):
-    """Slowdown of each kind of work in a step, compared with the work alone.
-
-    watched: extra host time per launch watched by selective recompute, in launches.
-    waiting: time that ranks wait for each other, relative to a first guess.
-    """
+    """Slowdown of each kind of work in a step, compared with the work alone."""
 
     compute: float = 1.0
     memory: float = 1.0
@@ -49,23 +45,16 @@ class RateFactors(NamedTuple):
     launch: float = 1.0
     unit: float = 1.0
     collective: float = 1.0
-    watched: float = 1.0
-    waiting: float = 1.0
+    watched: float = 1.0  # extra host time per launch watched by selective recompute, in launches
+    waiting: float = 1.0  # time that ranks wait for each other, relative to a first guess
 
 
 class Fit(NamedTuple):
-    """Result of the fit.
+    """Result of the fit."""
 
-    hardware: the scaled hardware.
-    factors: its factors.
-    errors: for each step, predicted / measured - 1 after the fit.
-    errors_before: the same before the fit.
-    """
-
-    hardware: Hardware
-    factors: RateFactors
-    errors: tuple[float, ...]
-    errors_before: tuple[float, ...]
+    hardware: Hardware  # the scaled hardware
+    factors: RateFactors  # its factors
+    errors: tuple[float, ...]  # for each step, predicted / measured - 1 after the fit
 
 
 def fitted(hardware: Hardware, steps: Sequence[StepSample]) -> Fit:
@@ -79,7 +68,7 @@ def fitted(hardware: Hardware, steps: Sequence[StepSample]) -> Fit:
     best = _descend(cost, [0.0] * len(RateFactors._fields)) if steps else [0.0] * len(RateFactors._fields)
     factors = RateFactors(*map(math.exp, best))
     found = scaled(hardware, factors)
-    return Fit(found, factors, tuple(_errors(found, steps)), tuple(_errors(hardware, steps)))
+    return Fit(found, factors, tuple(_errors(found, steps)))
 
 
 def scaled(hardware: Hardware, factors: RateFactors) -> Hardware:
@@ -115,13 +104,8 @@ def _slower_link(hardware: Hardware, link: Link, *, factors: RateFactors) -> Lin
     def in_a_step(rate: CollectiveRate) -> CollectiveRate:
         return rate.slower(factors.collective).model_copy(update=wait)
 
-    return link.model_copy(
-        update={
-            "all_gather": in_a_step(link.all_gather),
-            "reduce_scatter": in_a_step(link.reduce_scatter),
-            "all_reduce": in_a_step(link.all_reduce),
-        }
-    )
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    return link.model_copy(update={kind: in_a_step(getattr(link, kind)) for kind in kinds})
 
 
 def _descend(cost: Callable[[Sequence[float]], float], start: list[float]) -> list[float]:

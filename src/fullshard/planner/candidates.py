@@ -28,16 +28,11 @@ _ORDER = (
 
 
 class Mesh(NamedTuple):
-    """A strategy with its shard degree.
+    """A strategy with its shard degree."""
 
-    strategy: the sharding strategy.
-    shard_degree: number of ranks that share the parameters.
-    reshard_to: number of ranks that parameters stay sharded over after forward; None if not set.
-    """
-
-    strategy: Strategy
-    shard_degree: int
-    reshard_to: int | None = None
+    strategy: Strategy  # the sharding strategy
+    shard_degree: int  # number of ranks that share the parameters
+    reshard_to: int | None = None  # ranks that parameters stay sharded over after forward
 
     @property
     def kind(self) -> str:
@@ -54,16 +49,11 @@ class Mesh(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Division of a rank's sequences per step.
+    """Division of a rank's sequences per step."""
 
-    microbatch: sequences per microbatch.
-    accumulation: microbatches per step.
-    sync: reduce gradients after each microbatch, or after the last.
-    """
-
-    microbatch: int
-    accumulation: int
-    sync: Literal["each", "last"]
+    microbatch: int  # sequences per microbatch
+    accumulation: int  # microbatches per step
+    sync: Literal["each", "last"]  # reduce gradients after each microbatch, or after the last
 
 
 class OffloadAndTensorParallel(NamedTuple):
@@ -80,28 +70,21 @@ class OffloadAndTensorParallel(NamedTuple):
 
 
 class WhatIf(NamedTuple):
-    """Settings to try instead of the run's own.
+    """Settings to try instead of the run's own."""
 
-    tiers: offload targets.
-    tensor: tensor-parallel degrees.
-    """
-
-    tiers: tuple[Tier, ...] = ()
-    tensor: tuple[int, ...] = ()
+    tiers: tuple[Tier, ...] = ()  # offload targets
+    tensor: tuple[int, ...] = ()  # tensor-parallel degrees
 
 
 class Candidate(NamedTuple):
-    """One combination of settings.
-
-    `is_duplicate`: it equals a combination of another strategy, which comes earlier.
-    """
+    """One combination of settings."""
 
     mesh: Mesh
     batch: Batch
     recompute: RecomputeSection
     compiled: bool
     prefetch: PrefetchSection
-    is_duplicate: bool = False
+    is_duplicate: bool = False  # it equals a combination of another strategy, which comes earlier
     apart: OffloadAndTensorParallel = OffloadAndTensorParallel()
 
     @property
@@ -247,11 +230,7 @@ def _syncs(run: Run, mesh: Mesh, *, accumulation: int) -> tuple[Literal["each", 
 
 
 def _recomputes(spec: ModelSpec, run: Run, *, microbatch: int, hardware: Hardware) -> list[RecomputeSection]:
-    """Returns the modes that the spec was traced under, plain ones first.
-
-    Activations are offloaded only if the host has memory separate from the device, and its copy rate is
-    known.
-    """
+    """Returns the modes that the spec was traced under and the hardware has rates for, plain ones first."""
     if run.recompute.mode != "auto":
         return [run.recompute]
     known: list[RecomputeSection] = []

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from fullshard.errors import PlanError
 from fullshard.planner.candidates import divisors
-from fullshard.planner.search import search
+from fullshard.planner.search import prediction_of, search
 from fullshard.quantities import format_count
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
@@ -17,28 +17,18 @@ _SECONDS_A_DAY = 86_400
 
 
 class ClusterSize(FrozenModel):
-    """A number of ranks with its best plan.
+    """A number of ranks with its best plan."""
 
-    nodes: number of nodes.
-    ranks_per_node: ranks in each.
-    plan: the best plan on them.
-    days: days that it takes for the requested tokens.
-    """
-
-    nodes: int
-    ranks_per_node: int
-    plan: Plan
-    days: float
+    nodes: int  # number of nodes
+    ranks_per_node: int  # ranks in each
+    plan: Plan  # the best plan on them
+    days: float  # days that it takes for the requested tokens
 
 
 class Largest(FrozenModel):
-    """The largest value that fits, and its plan.
+    """The largest value that fits, and its plan."""
 
-    size: a microbatch, a sequence length, or a number of parameters.
-    plan: its best plan.
-    """
-
-    size: int
+    size: int  # a microbatch, or a sequence length
     plan: Plan
 
 
@@ -47,12 +37,9 @@ def fewest_ranks(
 ) -> ClusterSize:
     """Returns the fewest ranks of this kind that process `tokens` in `days`.
 
-    Numbers of ranks are those that clusters offer and that divide `train.global_batch`: up to a node the
-    divisors of its ranks, then whole nodes. More ranks are not always faster (a smaller batch per rank hides
-    less communication), so each number is tried, from the fewest on. A number is skipped without a search if
-    even the chips' peak is too slow.
-
-    Raises PlanError, with the nearest, if none is fast enough.
+    More ranks are not always faster (a smaller batch per rank hides less communication), so each number that
+    clusters offer and that divides `train.global_batch` is tried, from the fewest on. Raises PlanError, with
+    the nearest, if none is fast enough.
     """
     nearest: ClusterSize | None = None
     got = "not even at the chips' peak"
@@ -61,10 +48,10 @@ def fewest_ranks(
         if _least_days(spec, fleet, tokens=tokens) > days:
             continue
         best = search(spec, fleet, run).best
-        if best is None or best.prediction is None:
+        if best is None:
             got = "nothing fits"
             continue
-        needed = tokens / best.prediction.tokens_per_second / _SECONDS_A_DAY
+        needed = tokens / prediction_of(best).tokens_per_second / _SECONDS_A_DAY
         found = ClusterSize(nodes=nodes, ranks_per_node=ranks, plan=best, days=needed)
         if needed <= days:
             return found
@@ -94,10 +81,10 @@ def largest_microbatch(spec: ModelSpec, hardware: Hardware, *, run: Run) -> Larg
 def largest_sequence(
     describe: Callable[[Run], ModelSpec], hardware: Hardware, *, run: Run, lengths: Sequence[int]
 ) -> Largest:
-    """Returns the largest of `lengths` that fits. `describe(run)`: the spec for another sequence length.
+    """Returns the largest of `lengths` that fits, by binary search. Raises PlanError if none fits.
 
-    Longer sequences never need fewer bytes, so the search is binary. The model's context
-    (`model.max_sequence`) grows with the length if needed. Raises PlanError if none fits.
+    describe: returns the spec for a run with another sequence length, and a `model.max_sequence` grown with
+    it
     """
 
     def best_at(length: int) -> Plan | None:
@@ -115,15 +102,6 @@ def largest_sequence(
             "sequence length", f"{len(ordered)} lengths from {ordered[0]}" if ordered else "none"
         )
     return found
-
-
-def largest_model(specs: Sequence[ModelSpec], hardware: Hardware, *, run: Run) -> Largest:
-    """Returns the largest of `specs`, by parameters, that fits. Raises PlanError if none does."""
-    for spec in sorted(specs, key=lambda one: -one.numel):
-        best = search(spec, hardware, run).best
-        if best is not None:
-            return Largest(size=spec.numel, plan=best)
-    raise _none_fits("model", ", ".join(spec.name for spec in specs) or "none")
 
 
 def _fleets(hardware: Hardware, run: Run, *, most_nodes: int) -> list[tuple[int, int]]:

@@ -19,22 +19,17 @@ from math import ceil, log2
 from typing import Literal, NamedTuple
 
 from fullshard.errors import PlanError
-from fullshard.spec.hardware import CollectiveRate, Hardware, Link
+from fullshard.spec.hardware import CollectiveRate, Hardware
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
 class CollectiveGroup(NamedTuple):
-    """Ranks of one collective.
+    """Ranks of one collective."""
 
-    ranks: number of ranks.
-    in_node: the fewest of them in a node.
-    nodes: number of nodes.
-    """
-
-    ranks: int
-    in_node: int
-    nodes: int
+    ranks: int  # number of ranks
+    in_node: int  # the fewest of them in a node
+    nodes: int  # number of nodes
 
 
 def shard_group(degree: int, *, per_node: int, world_size: int) -> CollectiveGroup:
@@ -70,7 +65,7 @@ def collective_seconds(
     """
     if group.ranks <= 1:
         return 0.0
-    within = _rate(hardware.within, kind)
+    within: CollectiveRate = getattr(hardware.within, kind)
     if group.nodes == 1:
         return within.seconds(count, group.ranks)
     if hardware.across is None:
@@ -79,7 +74,7 @@ def collective_seconds(
             got=f"{hardware.nodes} nodes, and a group of {group.ranks} ranks that spans {group.nodes}",
             fix="a hardware.toml with [across], or one node",
         )
-    across = _rate(hardware.across, kind)
+    across: CollectiveRate = getattr(hardware.across, kind)
     far = group.nodes - 1
     near = group.ranks - group.nodes
     if kind == "all_reduce":
@@ -90,11 +85,3 @@ def collective_seconds(
     if near:
         seconds = max(seconds, moved / within.bytes_per_second) + near * within.hop_seconds
     return seconds
-
-
-def _rate(link: Link, kind: Collective) -> CollectiveRate:
-    return {
-        "all_gather": link.all_gather,
-        "reduce_scatter": link.reduce_scatter,
-        "all_reduce": link.all_reduce,
-    }[kind]

@@ -2,13 +2,15 @@
 
 from typing import Literal
 
-from fullshard.planner.rules import Rule, rules_of_thumb
-from fullshard.planner.search import SearchResult, describe_plan
+from fullshard.planner.search import SearchResult, describe_plan, prediction_of
+from fullshard.planner.step_time import StepTimer
+from fullshard.planner.unit_costs import TICKS
 from fullshard.quantities import format_bytes, format_seconds
 from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
-from fullshard.spec.plan import Plan
+from fullshard.spec.plan import ITEMSIZE, Plan
 from fullshard.spec.prediction import Prediction
+from fullshard.spec.run import Strategy
 from fullshard.spec.value import FrozenModel
 
 Binding = Literal["memory", "links", "host", "computing"]
@@ -16,6 +18,10 @@ _LARGEST = 3
 _RUNNERS_UP = 6
 # Fraction of the step from which a term is reported: another plan, or other hardware, would be noticeable.
 _NOTABLE = 0.05
+# The rules of thumb are compared with the choice, and never used for it: docs/design/rules-of-thumb.md.
+_ROOM = 0.5  # fraction of the device for state kept between steps; activations take the other half
+_FAST = 4.0  # ratio of link rates, within to across nodes, from which shards stay within a node
+_BUCKET = 25 * 2**20  # bytes; default bucket of DistributedDataParallel (`bucket_cap_mb`)
 
 
 class Term(FrozenModel):
@@ -26,30 +32,32 @@ class Term(FrozenModel):
 
 
 class RunnerUp(FrozenModel):
-    """A plan that was not chosen.
+    """A plan that was not chosen."""
 
-    plan: the plan.
-    seconds: extra seconds per step over the chosen plan; negative if it is faster.
-    needed_bytes: extra bytes over the chosen plan; negative if it needs fewer.
-    lacks_bytes: bytes by which it does not fit; 0 if it fits.
-    """
+    plan: Plan  # the plan
+    seconds: float  # extra seconds per step over the chosen plan; negative if it is faster
+    needed_bytes: int  # extra bytes over the chosen plan; negative if it needs fewer
+    lacks_bytes: int = 0  # bytes by which it does not fit; 0 if it fits
 
-    plan: Plan
-    seconds: float
-    needed_bytes: int
-    lacks_bytes: int = 0
+
+class Rule(FrozenModel):
+    """A rule of thumb and its verdict."""
+
+    name: str  # short name of the rule
+    says: str  # its text
+    figures: str  # figures of this case that it depends on
+    advises: str  # the choice that it recommends
+    chosen: str  # the planner's choice
+    agrees: bool  # whether both are the same
+
+    def lines(self) -> tuple[str, str]:
+        """Returns the rule as two lines of text."""
+        verdict = "as planned" if self.agrees else f"planned: {self.chosen}"
+        return (f"rule of thumb, {self.name}: {self.says}", f"  {self.figures} -> {self.advises}; {verdict}")
 
 
 class Explanation(FrozenModel):
     """Explanation of `plan`, the best plan (or, if nothing fits, the closest).
-
-    plan: the plan.
-    fits: whether it fits.
-    binds: its limit, one of the values below.
-    because: the reason, as text.
-    largest: the largest memory terms.
-    runners_up: plans that were not chosen.
-    rules: the rules of thumb.
 
     Values of `binds`:
 
@@ -60,13 +68,13 @@ class Explanation(FrozenModel):
     computing   only the kernels themselves
     """
 
-    plan: Plan
-    fits: bool
-    binds: Binding
-    because: str
-    largest: tuple[Term, ...]
-    runners_up: tuple[RunnerUp, ...]
-    rules: tuple[Rule, ...]
+    plan: Plan  # the plan
+    fits: bool  # whether it fits
+    binds: Binding  # its limit, one of the values below
+    because: str  # the reason, as text
+    largest: tuple[Term, ...]  # the largest memory terms
+    runners_up: tuple[RunnerUp, ...]  # plans that were not chosen
+    rules: tuple[Rule, ...]  # the rules of thumb
 
     def lines(self) -> tuple[str, ...]:
         """Returns the explanation as text, line by line."""
@@ -86,7 +94,7 @@ def explain(found: SearchResult, hardware: Hardware, *, spec: ModelSpec) -> Expl
     """Explains the result of a search over `spec` and `hardware`."""
     plan = found.best or found.closest
     assert plan is not None, "a search that considered something has a best plan or a closest"
-    prediction = _of(plan)
+    prediction = prediction_of(plan)
     binds, because = _binding(found, prediction)
     terms = sorted(prediction.memory.terms().items(), key=lambda term: -term[1])[:_LARGEST]
     return Explanation(
@@ -96,12 +104,12 @@ def explain(found: SearchResult, hardware: Hardware, *, spec: ModelSpec) -> Expl
         because=because,
         largest=tuple(Term(name=name, count=count) for name, count in terms),
         runners_up=_runners_up(found, plan),
-        rules=rules_of_thumb(plan, hardware, spec=spec),
+        rules=_rules_of_thumb(plan, hardware, spec=spec),
     )
 
 
 def _binding(found: SearchResult, prediction: Prediction) -> tuple[Binding, str]:
-    fastest = _of(found.fastest)
+    fastest = prediction_of(found.fastest)
     if found.best is None:
         over = prediction.needed_bytes - prediction.capacity_bytes
         return "memory", f"{format_bytes(over)} more than there is" if over > 0 else "the host has too little"
@@ -138,7 +146,7 @@ def _binding(found: SearchResult, prediction: Prediction) -> tuple[Binding, str]
 
 def _runners_up(found: SearchResult, chosen: Plan) -> tuple[RunnerUp, ...]:
     """Returns the next fastest plan, the fastest regardless of memory, and the best of each other kind."""
-    best = _of(chosen)
+    best = prediction_of(chosen)
     others: list[Plan] = []
     for plan in (*found.ranked[1:2], found.fastest, *found.by_strategy.values()):
         if plan not in (chosen, *others):
@@ -146,11 +154,11 @@ def _runners_up(found: SearchResult, chosen: Plan) -> tuple[RunnerUp, ...]:
     found_up = (
         RunnerUp(
             plan=plan,
-            seconds=_of(plan).time.total - best.time.total,
-            needed_bytes=_of(plan).needed_bytes - best.needed_bytes,
-            lacks_bytes=max(0, _of(plan).needed_bytes - _of(plan).capacity_bytes),
+            seconds=prediction.time.total - best.time.total,
+            needed_bytes=prediction.needed_bytes - best.needed_bytes,
+            lacks_bytes=max(0, prediction.needed_bytes - prediction.capacity_bytes),
         )
-        for plan in others
+        for plan, prediction in zip(others, map(prediction_of, others), strict=True)
     )
     ranked = sorted(found_up, key=lambda one: (one.lacks_bytes > 0, one.seconds))
     shown = ranked[:_RUNNERS_UP]
@@ -164,6 +172,107 @@ def _runner_up_line(one: RunnerUp) -> str:
     return f"instead: {describe_plan(one.plan)}: {time} a step, {space}{lacks}"
 
 
-def _of(plan: Plan) -> Prediction:
-    assert plan.prediction is not None, "plans of a search are predicted"
-    return plan.prediction
+def _rules_of_thumb(plan: Plan, hardware: Hardware, *, spec: ModelSpec) -> tuple[Rule, ...]:
+    """Returns each rule's verdict on the case in which `plan` was chosen."""
+    rules = [_strategy(plan, hardware, numel=spec.numel), _offload(plan, hardware, numel=spec.numel)]
+    rules += [_precision(plan, hardware)]
+    if plan.world_size > 1:
+        timer = StepTimer(spec, hardware)
+        rules += [_prefetch(plan, timer), _bucket(plan, timer)]
+    return tuple(rules)
+
+
+def _strategy(plan: Plan, hardware: Hardware, *, numel: int) -> Rule:
+    """Shard no more than memory requires (ZeRO, arXiv:1910.02054, table 1), and keep shards within fast links
+    (MiCS, arXiv:2205.00119).
+    """
+    capacity, ranks = hardware.capacity_bytes, plan.world_size
+    master, compute = ITEMSIZE[plan.precision.master], ITEMSIZE[plan.precision.param]
+    whole = 4 * master * numel
+    within, across = hardware.within.bytes_per_second, None
+    if hardware.across is not None and hardware.nodes > 1:
+        across = hardware.across.bytes_per_second
+    ratio = within / across if across else None
+    node = min(hardware.ranks_per_node, ranks)
+    if whole <= _ROOM * capacity:
+        advice = (Strategy.NO_SHARD,)
+    elif compute * numel + whole / ranks <= _ROOM * capacity:
+        advice = (Strategy.SHARD_GRAD_OP, Strategy.ZERO1)
+    elif ratio is not None and ratio >= _FAST and whole / node <= _ROOM * capacity:
+        advice = (Strategy.HYBRID_SHARD,)
+    else:
+        advice = (Strategy.FULL_SHARD,)
+    links = f", links {ratio:.1f} : 1 within and across nodes" if ratio else ""
+    sharded = f"{whole / ranks / capacity:.2f} × sharded"
+    return Rule(
+        name="strategy",
+        says="shard only what takes over half of the memory, and within a node where links there are faster",
+        figures=f"state {whole / capacity:.2f} × one device's memory, {sharded}{links}",
+        advises=str(advice[0]),
+        chosen=str(plan.strategy),
+        agrees=plan.strategy in advice or ranks == 1,
+    )
+
+
+def _offload(plan: Plan, hardware: Hardware, *, numel: int) -> Rule:
+    """Offload state that does not fit even when sharded (ZeRO-Offload, arXiv:2101.06840)."""
+    state = 4 * ITEMSIZE[plan.precision.master] * numel / (plan.shard_degree * plan.tensor_parallel)
+    share, has_tier = state / hardware.capacity_bytes, plan.run.offload.takes_optimizer
+    return Rule(
+        name="offload",
+        says="keep the optimizer on the host if sharded state takes over four fifths of the memory",
+        figures=f"{format_bytes(state)} of {format_bytes(hardware.capacity_bytes)}, {100 * share:.0f} %",
+        advises="offload the optimizer" if share > 0.8 else "keep all on the device",
+        chosen=f"{plan.run.offload.tier} outside" if has_tier else "all on the device",
+        agrees=(share > 0.8) == has_tier,
+    )
+
+
+def _precision(plan: Plan, hardware: Hardware) -> Rule:
+    """Use bf16 if the chip has it, else fp16 with a loss scale. fp8 is not planned."""
+    peaks = hardware.chip.flops_per_second
+    best = next((dtype for dtype in ("bf16", "fp16") if dtype in peaks), "fp32")
+    gain = peaks[best] / peaks["fp32"] if best in peaks and "fp32" in peaks else None  # type: ignore[index]
+    times = f", {gain:.1f} × the arithmetic of fp32" if gain else ""
+    return Rule(
+        name="precision",
+        says="compute in bf16 from Ampere on, in fp16 before, with fp32 masters",
+        figures=f"{hardware.chip.name}: {', '.join(peaks) or 'no peaks known'}{times}",
+        advises=best,
+        chosen=plan.precision.param,
+        agrees=plan.precision.param == best,
+    )
+
+
+def _prefetch(plan: Plan, timer: StepTimer) -> Rule:
+    """Overlap hides communication if computing takes longer (FSDP, arXiv:2304.11277, section 3.3)."""
+    demand, computing = timer.demand(plan), timer.computing(plan)
+    sent = (demand.network + demand.apart + demand.replicas) / TICKS
+    ratio = computing.device / TICKS / sent if sent else float("inf")
+    explicit = ratio < 1
+    mode = plan.run.prefetch.mode
+    return Rule(
+        name="prefetch",
+        says="the engine's own prefetch, if there is more computing than communication; else prefetch deeper",
+        figures=f"{ratio:.2f} seconds of computing a second of communication",
+        advises="explicit" if explicit else "implicit",
+        chosen=mode,
+        agrees=(mode == "explicit") == explicit and mode != "none",
+    )
+
+
+def _bucket(plan: Plan, timer: StepTimer) -> Rule:
+    """A collective should far exceed its latency (PyTorch DDP, arXiv:2006.15704, section 3.2.2)."""
+    trace = timer.spec.trace(plan.run.recompute, plan.microbatch)
+    units = timer.units(plan, trace)
+    sent = [size.gathered for size in units.sizes if size.gathered]
+    smallest = min(sent, default=0)
+    small = sum(1 for count in sent if count < _BUCKET)
+    return Rule(
+        name="bucket size",
+        says="send at least 25 MiB at once",
+        figures=f"the smallest unit is {format_bytes(smallest)}; {small} kinds of {len(sent)} are below",
+        advises="larger units" if small else "these units",
+        chosen="these units",
+        agrees=not small,
+    )

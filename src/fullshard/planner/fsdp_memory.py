@@ -14,22 +14,14 @@ MAX_OFFLOADING_GRADIENTS = 2  # units whose gradients are in transit to the host
 
 
 class HeldBytes(NamedTuple):
-    """Bytes allocated by FSDP2 at one moment.
+    """Bytes allocated by FSDP2 at one moment."""
 
-    in_flight: unsharded parameters and reduce-scatter inputs.
-    buffers: all-gather buffers, allocated on the all-gather stream.
-    reduced: reduce-scatter outputs that are not yet gradients, allocated on the reduce-scatter stream.
-    gradients: sharded gradients, allocated on the reduce-scatter stream.
-    whole: unsharded gradients, kept without sync.
-    chunks: the part of `reduced` that lives until the end of backward.
-    """
-
-    in_flight: int = 0
-    buffers: int = 0
-    reduced: int = 0
-    gradients: int = 0
-    whole: int = 0
-    chunks: int = 0
+    in_flight: int = 0  # unsharded parameters and reduce-scatter inputs
+    buffers: int = 0  # all-gather buffers, allocated on the all-gather stream
+    reduced: int = 0  # reduce-scatter outputs, not yet gradients, allocated on the reduce-scatter stream
+    gradients: int = 0  # sharded gradients, allocated on the reduce-scatter stream
+    whole: int = 0  # unsharded gradients, kept without sync
+    chunks: int = 0  # the part of `reduced` that lives until the end of backward
 
     @property
     def units_in_flight(self) -> int:
@@ -37,10 +29,9 @@ class HeldBytes(NamedTuple):
 
 
 class MemoryLedger:
-    """Bytes allocated by FSDP2 now, and the peaks so far.
+    """Bytes allocated by FSDP2 now, at the highest moment, and each stream's peak.
 
-    The highest moment is kept with FSDP2's and the model's bytes at it. Each stream's own peak is kept too:
-    memory of one stream is not given to another, so the allocator reserves the sum of their peaks.
+    Memory of one stream is not given to another, so the allocator reserves the sum of their peaks.
     """
 
     def __init__(self) -> None:
@@ -202,10 +193,7 @@ class ReduceBytes:
         self.leaving: deque[int] = deque()
 
     def post_backward(self, index: int, live: LiveBytes, *, last: bool) -> None:
-        """Reduces or keeps the unit's gradients. `last`: whether this is the step's last microbatch.
-
-        Without sync, the gradients of earlier microbatches are kept unsharded.
-        """
+        """Reduces the unit's gradients, or keeps them unsharded. `last`: the step's last microbatch."""
         unit, size, ledger = self.units[index], self.sizes[index], self.ledger
         fresh = min(size.whole, live.gradients)  # 0 if autograd accumulates into existing gradients
         taken = live._replace(gradients=live.gradients - fresh)

@@ -1,4 +1,4 @@
-"""Offload targets (`offload.tier`): bytes on the host and its drive, and the time they cost per step.
+"""State and activations on the host and its drive: their bytes, and the time they cost per step.
 
 [Note: tiers]
 P         trained parameters of the rank's own shards
@@ -45,6 +45,19 @@ Copies in both directions overlap, and each piece is updated at the rate of the 
 This takes device memory for two pieces of state and gradients, and the temporaries of stochastic rounding for
 one. On GPUs `auto` selects the device if the longer copy direction (in) plus the update there takes less time
 than the host's update: see `faster_update`.
+
+[Note: activations on the host]
+See [Note: moving activations] in `sharding.activation_offload`. Copies out are issued when a block's forward
+ends; computing waits for them at the end of the next such block's forward. Copies back are issued when a
+block's backward begins, for the block before, where computing waits for them. So a block's copies are free as
+long as they fit beside the computing of one period of blocks:
+
+    exposed = max(0, bytes / host rate - computing of one period)        each way, each block
+
+They share the host link with the copies of an offload target, in order of issue.
+
+Host memory holds the activations of one microbatch for all blocks except the last. Torch allocates pinned
+memory in powers of two, so each storage is rounded up to one.
 """
 
 import math
@@ -58,9 +71,9 @@ from fullshard.planner.unit_bytes import UnitBytes, padded_numel, shard_numel
 from fullshard.planner.unit_costs import TICKS, UnitCost, ticks
 from fullshard.spec.groups import UNIT_BUFFERS, Group, ShardSize, group_shards, part_bytes, piece_elements
 from fullshard.spec.hardware import Hardware
-from fullshard.spec.model import ModelSpec, Trace
+from fullshard.spec.model import ModelSpec, Phase, Trace
 from fullshard.spec.plan import ITEMSIZE, Plan, UnitSettings, check_tier
-from fullshard.spec.prediction import OffloadTerms
+from fullshard.spec.prediction import ActivationTerms, OffloadTerms
 from fullshard.spec.run import OffloadSection, Tier
 
 TIERS: tuple[Tier, ...] = (
@@ -76,89 +89,66 @@ _SUM = 4  # bytes per gradient: gradients are summed in fp32
 _ADAM_TOUCHES = 7  # reads value, gradient and two moments; writes all of these except the gradient
 _ROUNDING_TOUCHES = 86  # with stochastic rounding: see `step_time`
 _ROUNDING_BYTES = 31  # temporaries per element of a piece: see `unit_bytes.update_temporaries`
-_NO_COST = {
-    "leave": 0,
-    "add": 0,
-    "update_disk": 0,
-    "update_in": 0,
-    "update": 0,
-    "update_out": 0,
-    "back": 0,
-    "fetch_disk": 0,
-    "fetch_frozen": 0,
-    "fetch": 0,
-}
 
 
 class HostRates(NamedTuple):
-    """Rates of an offload target.
+    """Rates of an offload target."""
 
-    copy: seconds per byte copied to or from the host.
-    disk: seconds per byte read from or written to the drive.
-    adam: seconds per parameter updated by the host.
-    on_device: seconds per parameter updated in device memory.
-    """
-
-    copy: float
-    disk: float
-    adam: float
-    on_device: float
+    copy: float  # seconds per byte copied to or from the host
+    disk: float  # seconds per byte read from or written to the drive
+    adam: float  # seconds per parameter updated by the host
+    on_device: float  # seconds per parameter updated in device memory
 
 
 def host_rates(plan: Plan, hardware: Hardware) -> HostRates:
-    """Returns the rates of the plan's offload target.
-
-    Raises PlanError if `hardware` lacks a rate that the target needs.
-    """
+    """Returns the rates of the plan's offload target. Raises PlanError if `hardware` lacks one of them."""
     section = plan.run.offload
     check_tier(plan.run)
-    copy, disk = hardware.host_bytes_per_second, hardware.disk_bytes_per_second
-    touches = _ROUNDING_TOUCHES if _rounds(plan) else _ADAM_TOUCHES
-    on_device = memory_seconds(touches * 4e8, hardware.rates.optimizer) / 1e8
+    disk = _disk_seconds(section, hardware)
     if hardware.device == "cpu":  # device memory is host memory: a copy reads and writes it
         whole = memory_seconds(2e8, hardware.rates.memory) / 1e8
         update = memory_seconds(_ADAM_TOUCHES * 4e8, hardware.rates.optimizer) / 1e8
-        return HostRates(whole, _per(disk, hardware, section=section), update, update)
-    return HostRates(
-        _per(copy, hardware, section=section, what="host_bytes_per_second"),
-        _per(disk, hardware, section=section),
-        1 / hardware.adam_per_second,
-        on_device,
-    )
+        return HostRates(whole, disk, update, update)
+    touches = _ROUNDING_TOUCHES if _rounds(plan) else _ADAM_TOUCHES
+    on_device = memory_seconds(touches * 4e8, hardware.rates.optimizer) / 1e8
+    rate = host_copy_rate(hardware, f'offload.tier = "{section.tier}"')
+    return HostRates(1 / rate, disk, 1 / hardware.adam_per_second, on_device)
+
+
+def host_copy_rate(hardware: Hardware, needed_for: str) -> float:
+    """Returns the bytes per second copied to or from the host. Raises PlanError if they are not known."""
+    if hardware.host_bytes_per_second is None:
+        raise PlanError(
+            f"{hardware.name}: how fast its host is is not known.",
+            got=f"{needed_for}, no host_bytes_per_second",
+            fix="fullshard calibrate there, or a hardware.toml with host_bytes_per_second",
+        )
+    return hardware.host_bytes_per_second
 
 
 def faster_update(plan: Plan, hardware: Hardware) -> Literal["host", "device"]:
-    """Returns the device that updates offloaded state faster: the meaning of `offload.update = "auto"`.
-
-    Returns "host" if device memory is host memory, or the copy rate is unknown. See [Note: tiers].
-    """
+    """Returns the meaning of `offload.update = "auto"`: the device that is faster. See [Note: tiers]."""
     section, copy = plan.run.offload, hardware.host_bytes_per_second
     if not section.takes_optimizer or hardware.device == "cpu" or copy is None:
         return "host"
-    rates = host_rates(plan, hardware)
-    into, out = _passing(plan, ITEMSIZE[plan.precision.master])
-    there = rates.copy * max(into, out) + rates.on_device
+    rates, master = host_rates(plan, hardware), ITEMSIZE[plan.precision.master]
+    # State and gradients are copied in, which takes longer than copying the state back.
+    there = rates.copy * (_state_bytes(plan, master) + master) + rates.on_device
     return "device" if there < rates.adam else "host"
 
 
-def _per(
-    rate: float | None,
-    hardware: Hardware,
-    *,
-    section: OffloadSection,
-    what: str = "disk_bytes_per_second",
-) -> float:
+def _disk_seconds(section: OffloadSection, hardware: Hardware) -> float:
+    """Returns the seconds per byte of the drive; 0 for a target that does not use it."""
+    rate = hardware.disk_bytes_per_second
     if rate is not None:
         return 1 / rate
-    if what.startswith("disk") and not section.on_disk:
+    if not section.on_disk:
         return 0.0
-    of_drive = what.startswith("disk")
-    measures = " --drive DIRECTORY" if of_drive else ""
-    given = ", or fullshard plan --drive-rate BYTES/S" if of_drive else ""
     raise PlanError(
-        f"{hardware.name}: how fast its {'drive' if of_drive else 'host'} is is not known.",
-        got=f'offload.tier = "{section.tier}", no {what}',
-        fix=f"fullshard calibrate{measures} there, or a hardware.toml with {what}{given}",
+        f"{hardware.name}: how fast its drive is is not known.",
+        got=f'offload.tier = "{section.tier}", no disk_bytes_per_second',
+        fix="fullshard calibrate --drive DIRECTORY there, or a hardware.toml with disk_bytes_per_second"
+        ", or fullshard plan --drive-rate BYTES/S",
     )
 
 
@@ -175,42 +165,36 @@ def with_host(cost: UnitCost, size: UnitBytes, *, plan: Plan, rates: HostRates) 
     section = plan.run.offload
     if not section.takes_optimizer:
         return cost
-    compute = ITEMSIZE[plan.precision.param]
-    state = _state_bytes(plan, size.master_itemsize) * size.trained
-    moved = size.trained * compute
+    compute, master = ITEMSIZE[plan.precision.param], size.master_itemsize
+    state = _state_bytes(plan, master)
     on_disk, shards = section.on_disk, section.takes_parameters
     update = rates.adam * size.trained
     if section.update == "device":
-        into, out = _passing(plan, size.master_itemsize)
         cost = replace(
             cost,
-            update_in=ticks(rates.copy * into * size.trained),
+            update_in=ticks(rates.copy * (state + master) * size.trained),
             update=ticks(rates.on_device * size.trained),
-            update_out=ticks(rates.copy * out * size.trained),
+            update_out=ticks(rates.copy * state * size.trained),
         )
     else:
         cost = replace(cost, update=ticks(update))
     if plan.device == "cpu" and not on_disk:
         return cost
     stays = not plan.gradients_leave
-    written = state + (size.on_drive if shards else 0)
+    read = state * size.trained
+    written = read + (size.on_drive if shards else 0)
     return replace(
         cost,
         leave=0 if stays else ticks(rates.copy * size.reduce_output),
         add=0 if stays else ticks(update * 3 / _ADAM_TOUCHES),
-        update_disk=ticks(rates.disk * (state + written)) if on_disk else 0,
-        back=0 if shards else ticks(rates.copy * moved),
+        update_disk=ticks(rates.disk * (read + written)) if on_disk else 0,
+        back=0 if shards else ticks(rates.copy * (size.trained * compute)),
         fetch_disk=ticks(rates.disk * size.on_drive) if on_disk and shards else 0,
         shards_on_disk=size.on_drive if on_disk and shards else 0,
         fetch_frozen=ticks(rates.disk * size.frozen_on_drive) if on_disk and shards else 0,
         frozen_on_disk=size.frozen_on_drive if on_disk and shards else 0,
         fetch=ticks(rates.copy * (size.own_shards + size.frozen)) if shards else 0,
     )
-
-
-def without_host(cost: UnitCost) -> UnitCost:
-    """Returns `cost` with an infinitely fast host and drive."""
-    return replace(cost, **_NO_COST)
 
 
 def norm_ticks(plan: Plan, trained: int, *, rates: HostRates) -> int:
@@ -234,27 +218,18 @@ def gathers_of(
 
 
 class Busy(NamedTuple):
-    """Busy ticks per step of each host stream.
+    """Busy ticks per step of each host stream."""
 
-    disk: drive reads and writes.
-    update: updates, gradient sums and the norm.
-    in_: copies to the device.
-    out: copies from the device.
-    """
-
-    disk: int
-    update: int
-    in_: int
-    out: int
+    disk: int  # drive reads and writes
+    update: int  # updates, gradient sums and the norm
+    in_: int  # copies to the device
+    out: int  # copies from the device
 
 
 def busy_of(costs: Iterable[tuple[UnitCost, int, int]], *, reductions: int, norm: int, disk: int) -> Busy:
     """Returns the busy ticks of a step.
 
     costs: for each unit, its costs, its count in the model, and its gathers per step.
-    reductions: gradient reductions per step.
-    norm: ticks of the gradient norm.
-    disk: ticks of the drive beside updates; negative if it need not read all of their state.
     """
     update = into = out = 0
     for cost, count, gathers in costs:
@@ -284,24 +259,15 @@ def least_shards_read(
 
 
 class SlotCounts(NamedTuple):
-    """Bytes of a step's state in the three slots when the update begins.
+    """Bytes of a step's state in the three slots when the update begins."""
 
-    kept: kept since the last update, so not read again.
-    ahead: read while the last update was being written.
-    behind: written last.
-    """
-
-    kept: int = 0
-    ahead: int = 0
-    behind: int = 0
+    kept: int = 0  # kept since the last update, so not read again
+    ahead: int = 0  # read while the last update was being written
+    behind: int = 0  # written last
 
 
 def slots_hold(plan: Plan, records: Sequence[int]) -> SlotCounts:
-    """Returns the contents of the slots. When a group has been read, the two before it may still be being
-    written.
-
-    `records`: bytes of each group's state.
-    """
+    """Returns the contents of the slots. While a group is read, the two before it may still be written."""
     section, places = plan.run.offload, range(len(records))
     if not section.on_disk or not records:
         return SlotCounts()
@@ -319,16 +285,15 @@ def update_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
     groups = list(_groups_of(spec, plan, rank=rank))
     if not groups:
         return 0
-    largest = max(master + sum(_moment_sizes(plan, master)) + master for _, master in groups)
-    return (2 * largest + (_ROUNDING_BYTES if _rounds(plan) else 0)) * piece_elements(
-        group for group, _ in groups
-    )
+    largest = max(_state_bytes(plan, master) + master for _, master in groups)
+    elements = piece_elements(group for group, _ in groups)
+    return (2 * largest + (_ROUNDING_BYTES if _rounds(plan) else 0)) * elements
 
 
 def records_of(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
     """Returns the bytes of each group's state on rank 0."""
     return tuple(
-        sum(part_bytes(group.numel, size) for size in (master, *_moment_sizes(plan, master)))
+        part_bytes(group.numel, master) + 2 * part_bytes(group.numel, _moment_bytes(plan, master))
         for group, master in _groups_of(spec, plan, rank=0)
     )
 
@@ -355,20 +320,13 @@ def _rounds(plan: Plan) -> bool:
     return plan.run.offload.moments != "fp32" or plan.precision.stochastic_rounding
 
 
-def _moment_sizes(plan: Plan, master: int) -> tuple[int, int]:
-    own = 2 if plan.run.offload.moments == "bf16" else master
-    return own, own
+def _moment_bytes(plan: Plan, master: int) -> int:
+    return 2 if plan.run.offload.moments == "bf16" else master
 
 
 def _state_bytes(plan: Plan, master: int) -> int:
     """Returns the bytes per element of the master and both moments."""
-    return master + sum(_moment_sizes(plan, master))
-
-
-def _passing(plan: Plan, master: int) -> tuple[int, int]:
-    """Returns the bytes per element copied in for an update (gradient included), and copied back."""
-    state = _state_bytes(plan, master)
-    return state + master, state
+    return master + 2 * _moment_bytes(plan, master)
 
 
 def offload_terms(  # signature: what `step_time` knows of an offload target
@@ -420,3 +378,51 @@ def offload_terms(  # signature: what `step_time` knows of an offload target
 def _in_buffers(units: Sequence[int]) -> int:
     """Returns the bytes of the unit buffers. `units`: bytes of each unit on the drive."""
     return min(UNIT_BUFFERS, sum(size > 0 for size in units)) * max(units, default=0)
+
+
+class Moved(NamedTuple):
+    """Copies of activations that begin in a phase."""
+
+    out: int  # ticks of copies to the host
+    back: int  # ticks of copies from the host
+    waits: bool  # the phase waits for the copies that began before
+
+
+def moved_of(phases: Sequence[Phase], plan: Plan, *, hardware: Hardware) -> tuple[Moved, ...]:
+    """Returns the copies of each phase, if any has one. Raises PlanError if the copy rate is not known."""
+    if not moves(phases):
+        return ()
+    each = host_copy_rate(hardware, 'recompute.mode = "offload"') * plan.tensor_parallel
+
+    def of(phase: Phase) -> Moved:
+        out, back = (sum(line.at(plan.microbatch) for line in lines) for lines in (phase.out, phase.back))
+        return Moved(ticks(out / each), ticks(back / each), phase.waits)
+
+    return tuple(map(of, phases))
+
+
+def moves(phases: Sequence[Phase]) -> bool:
+    """Returns whether any of `phases` copies activations to or from the host."""
+    return any(phase.out or phase.back for phase in phases)
+
+
+def activation_terms(
+    plan: Plan, phases: Sequence[Phase], *, turns: Sequence[int], hardware: Hardware
+) -> ActivationTerms:
+    """Returns the host bytes and copy seconds of one rank. `turns`: times that each phase runs per
+    microbatch.
+    """
+    held = copied = 0
+    for phase, times in zip(phases, turns, strict=True):
+        for line in phase.out:
+            size = round(line.at(plan.microbatch) / plan.tensor_parallel)
+            held += times * (1 << max(0, size - 1).bit_length())
+            copied += times * size
+    copied *= plan.accumulation
+    rate = hardware.host_bytes_per_second
+    return ActivationTerms(
+        host_bytes=held,
+        copied_bytes=copied,
+        copy_seconds=2 * copied / rate if rate else 0.0,
+        host_capacity_bytes=plan.run.offload.host_bytes or hardware.host_memory_bytes,
+    )

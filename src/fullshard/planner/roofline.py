@@ -37,15 +37,11 @@ def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int, split: int 
     moved = memory_seconds(kernel.bytes.at(microbatch) / split, rates.memory)
     if kernel.kind == "elementwise":
         return moved
-    curves = {
-        "matmul": rates.matmul,
-        "attention": rates.attention,
-        "attention_backward": rates.attention_backward,
-    }[kernel.kind]
     flops = kernel.flops.at(microbatch) / split
     if flops <= 0:
         return moved
-    return max(flops / rate_at(nearest_curve(curves, kernel.dtype), flops), moved)
+    curve = nearest_curve(getattr(rates, kernel.kind), kernel.dtype)
+    return max(flops / rate_at(curve, flops), moved)
 
 
 def memory_seconds(count: float, curve: Curve) -> float:
@@ -74,11 +70,7 @@ def phase_costs(
     fused: bool,
     split: int = 1,
 ) -> tuple[PhaseCost, ...]:
-    """Returns the cost of each phase.
-
-    fused: runs of elementwise operations are one kernel, as the compiler makes them.
-    split: number of ranks that share the work.
-    """
+    """Returns the cost of each phase. `fused`: runs of elementwise operations are one kernel, as compiled."""
     seconds: dict[int, float] = {}
     costs: list[PhaseCost] = []
     for phase in phases:

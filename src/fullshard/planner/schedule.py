@@ -9,18 +9,12 @@ from fullshard.spec.model import Event, ModelSpec, Phase, Repeat, Trace
 
 
 class ScheduleStep(NamedTuple):
-    """One phase.
+    """One phase."""
 
-    event: the FSDP2 event that opens it.
-    unit: the model's unit; in a repeated segment, that of the first turn; -1 for none.
-    traced: the traced unit that stands for it.
-    phase: index of the phase in the trace.
-    """
-
-    event: Event
-    unit: int
-    traced: int
-    phase: int
+    event: Event  # the FSDP2 event that opens it
+    unit: int  # the model's unit; in a repeated segment, that of the first turn; -1 for none
+    traced: int  # the traced unit that stands for it
+    phase: int  # index of the phase in the trace
 
 
 class ScheduleSegment(NamedTuple):
@@ -33,18 +27,13 @@ class ScheduleSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Events of one microbatch.
+    """Events of one microbatch."""
 
-    segments: in the order of the phases.
-    repeats: number of times that each phase runs.
-    traced: for each unit of the model, the traced unit that stands for it.
-    before: for each unit of the model, the units whose forward ended right before each of its own forwards
-        (-1: none), in order. FSDP2 prefetches them in backward.
-    """
-
-    segments: tuple[ScheduleSegment, ...]
-    repeats: tuple[int, ...]
-    traced: tuple[int, ...]
+    segments: tuple[ScheduleSegment, ...]  # in the order of the phases
+    repeats: tuple[int, ...]  # number of times that each phase runs
+    traced: tuple[int, ...]  # for each unit of the model, the traced unit that stands for it
+    # for each unit of the model, the units whose forward ended right before each of its own forwards (-1:
+    # none), in order. FSDP2 prefetches them in backward
     before: tuple[tuple[int, ...], ...]
 
     @property
@@ -57,10 +46,7 @@ class Schedule:
 
 
 def program_of(spec: ModelSpec, trace: Trace, *, phases: Sequence[Phase]) -> Schedule:
-    """Returns the schedule of `phases`, which are `trace.phases` or `trace.accumulating`.
-
-    Raises PlanError if the trace's units do not add up to the model's.
-    """
+    """Returns the schedule of `phases`. Raises PlanError if the trace's units are not the model's."""
     traced, firsts = _units(spec, trace)
     segments: list[ScheduleSegment] = []
     turns = [1] * len(phases)
@@ -81,10 +67,7 @@ def program_of(spec: ModelSpec, trace: Trace, *, phases: Sequence[Phase]) -> Sch
 
 
 def runs_of(phases: Sequence[Phase], repeats: Sequence[Repeat]) -> list[tuple[int, int, Repeat | None]]:
-    """Returns runs of phases as (start, end, period or None).
-
-    Phases without a unit in the middle of a period belong to it.
-    """
+    """Returns runs of phases as (start, end, period); phases without a unit amid a period belong to it."""
     of_unit = {unit: r for r in repeats for unit in range(r.first, r.first + r.units)}
     runs: list[tuple[int, int, Repeat | None]] = []
     start, current = 0, None

@@ -21,20 +21,19 @@ from dataclasses import dataclass, field
 
 from fullshard.errors import PlanError
 from fullshard.planner.candidates import Candidate, WhatIf, candidates, to_plan
-from fullshard.planner.host_room import suggest_host_memory_changes
-from fullshard.planner.memory import peak_bytes
-from fullshard.planner.memory_bound import (
+from fullshard.planner.memory import (
     ActivationBound,
     MeshBytes,
     PlanTraits,
     activation_bound,
     least_bytes,
     mesh_bytes,
+    peak_bytes,
 )
 from fullshard.planner.offload import TIERS
 from fullshard.planner.step_time import Computing, Demand, StepTimer
 from fullshard.quantities import format_bytes, format_seconds
-from fullshard.spec.hardware import ComputeDtype, Hardware
+from fullshard.spec.hardware import Hardware
 from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.prediction import MemoryTerms, OffloadTerms, Prediction, host_fits
@@ -43,6 +42,7 @@ from fullshard.spec.value import FrozenModel, NonNegativeInt
 
 RANKED = 20
 _SAME = 1e-3
+_SMALLEST_GROUP = 1_000_000  # parameters; smaller groups make reads and writes too short for any drive
 Memory = Callable[[ModelSpec, Plan], MemoryTerms]
 Order = tuple[int, int]
 
@@ -89,7 +89,8 @@ def search(  # signature: the library's, the same for all its questions
     was described under other settings.
     """
     if capacity_bytes is not None:
-        hardware = with_capacity(hardware, capacity_bytes)
+        chip = hardware.chip.model_copy(update={"memory_bytes": capacity_bytes})
+        hardware = hardware.model_copy(update={"chip": chip, "usable_fraction": 1.0})
     found = _Search(spec, hardware, run=run, memory=memory, what_if=what_if).found()
     if found.best is None and what_if is None and run.offload.tier == "auto":
         tiers = possible_tiers(hardware, run)
@@ -124,10 +125,10 @@ def plan(  # signature: the library's
     raise no_plan_fits(found.closest, spec=spec, hardware=hardware, run=run)
 
 
-def with_capacity(hardware: Hardware, capacity_bytes: int) -> Hardware:
-    """Returns `hardware` with `capacity_bytes` of device memory available to a process."""
-    chip = hardware.chip.model_copy(update={"memory_bytes": capacity_bytes})
-    return hardware.model_copy(update={"chip": chip, "usable_fraction": 1.0})
+def prediction_of(plan: Plan) -> Prediction:
+    """Returns the prediction of a plan that a search returned."""
+    assert plan.prediction is not None, "plans of a search are predicted"
+    return plan.prediction
 
 
 def with_workspace(memory: MemoryTerms, hardware: Hardware) -> MemoryTerms:
@@ -136,10 +137,9 @@ def with_workspace(memory: MemoryTerms, hardware: Hardware) -> MemoryTerms:
 
 
 def reserve_bytes(hardware: Hardware, memory: MemoryTerms) -> int:
-    """Returns the bytes that a caching allocator reserves beyond the tensors' peak.
+    """Returns the bytes that a caching allocator reserves beyond the peak; 0 on the CPU, which returns them.
 
-    Memory of one stream is not given to another, so the allocator reserves the sum of the streams' own peaks,
-    plus fragmentation. 0 on the CPU, whose allocator returns freed memory.
+    Each stream has its own pool, so this is the sum of the streams' peaks, plus fragmentation.
     """
     if hardware.device == "cpu":
         return 0
@@ -154,12 +154,11 @@ def order_of(seconds: float, index: int) -> Order:
 
 def no_plan_fits(closest: Plan, *, spec: ModelSpec, hardware: Hardware, run: Run) -> PlanError:
     """Returns the error for a `run` that no plan fits, with the closest plan and changes that would fit."""
-    prediction = closest.prediction
-    assert prediction is not None, "the closest plan is predicted"
+    prediction = prediction_of(closest)
     over = prediction.needed_bytes - prediction.capacity_bytes
     outside = prediction.offload or prediction.activations
     if outside is not None and over <= 0:
-        ways = suggest_host_memory_changes(closest, spec, hardware=hardware)
+        ways = _suggest_host_memory_changes(closest, spec, hardware=hardware)
         return PlanError(
             f"no plan fits {format_bytes(outside.host_capacity_bytes or 0)} of host memory per rank.",
             got=f"closest: {describe_plan(closest)} -> {format_bytes(prediction.host_bytes)}",
@@ -167,12 +166,13 @@ def no_plan_fits(closest: Plan, *, spec: ModelSpec, hardware: Hardware, run: Run
         )
     terms = sorted(prediction.memory.terms().items(), key=lambda term: -term[1])
     largest, count = terms[0]
+    change, tier = _change(spec, hardware, run=run), _tier(spec, hardware, run=run)
     return PlanError(
         f"no plan fits {format_bytes(prediction.capacity_bytes)} per rank.",
         got=f"closest: {describe_plan(closest)} -> {format_bytes(prediction.needed_bytes)}"
         f" ({format_bytes(over)} over)",
         why=f"largest: {largest.replace('_', ' ')}, {format_bytes(count)}",
-        fix=_suggest_change(spec, hardware, run=run),
+        fix=f"{change}; or {tier}" if tier else change,
     )
 
 
@@ -194,10 +194,36 @@ def describe_plan(plan: Plan) -> str:
     )
 
 
-def _suggest_change(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str:
-    """Returns the cheapest change that fits, and the cheapest offload target that fits."""
-    way, tier = _change(spec, hardware, run=run), _tier(spec, hardware, run=run)
-    return f"{way}; or {tier}" if tier else way
+def _suggest_host_memory_changes(plan: Plan, spec: ModelSpec, *, hardware: Hardware) -> list[str]:
+    """Returns settings under which `plan`, which fits its device, also fits its host."""
+    prediction, section = prediction_of(plan), plan.run.offload
+    ways: list[str] = []
+    if section.host_bytes is not None:
+        least = prediction.host_bytes
+        ways.append(f"offload.host_bytes = {least} ({format_bytes(least)}), the least that fits")
+    if prediction.offload is not None:
+        largest = _largest_group(plan, prediction.offload, timer=StepTimer(spec, hardware))
+        ways += [f"offload.group_parameters = {largest}"] if largest is not None else []
+        ways.append('offload.tier = "none" or another, or more ranks')
+    if prediction.activations is not None:
+        ways.append('recompute.mode = "full", recompute.every = 2 or more, or a smaller train.microbatch')
+    return ways
+
+
+def _largest_group(plan: Plan, terms: OffloadTerms, *, timer: StepTimer) -> int | None:
+    """Halves the group size until the plan fits; None if it never does."""
+    section, capacity = plan.run.offload, terms.host_capacity_bytes
+    beside = prediction_of(plan).host_bytes - terms.host_bytes
+    size = section.group_parameters // 2
+    while section.on_disk and capacity is not None and size >= _SMALLEST_GROUP:
+        smaller = section.model_copy(update={"group_parameters": size})
+        found = timer.offload(
+            plan.model_copy(update={"run": plan.run.model_copy(update={"offload": smaller})})
+        )
+        if found is not None and found.host_bytes + beside <= capacity:
+            return size
+        size //= 2
+    return None
 
 
 def possible_tiers(hardware: Hardware, run: Run) -> tuple[Tier, ...]:
@@ -215,9 +241,9 @@ def _tier(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str | None:
     if run.offload.tier != "none" or not tiers:
         return None
     best = search(spec, hardware, run, what_if=WhatIf(tiers)).best
-    if best is None or best.prediction is None or best.prediction.offload is None:
+    terms = None if best is None else prediction_of(best).offload
+    if best is None or terms is None:
         return None
-    terms = best.prediction.offload
     held = f"{format_bytes(terms.host_bytes)} of host memory"
     held += f" and {format_bytes(terms.disk_bytes)} of the drive" if terms.disk_bytes else ""
     return f'offload.tier = "{best.run.offload.tier}" with {held} a rank: {_cost_of(best)}'
@@ -236,7 +262,8 @@ def _change(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str:
         ranks = more.world_size // run.sharding.tensor_parallel
         batch = -(-run.train.global_batch // ranks) * ranks
         wider = run.model_copy(update={"train": run.train.model_copy(update={"global_batch": batch})})
-        best = search(spec, more, wider).best if _divides(wider, ranks) else None
+        divides = batch % (ranks * (run.train.microbatch or 1)) == 0
+        best = search(spec, more, wider).best if divides else None
         if best is not None:
             grown = f", train.global_batch = {batch}" if batch != run.train.global_batch else ""
             return f"{more.world_size} ranks{grown}: {_cost_of(best)}"
@@ -260,13 +287,8 @@ def _without_pins(run: Run) -> Iterator[tuple[str, Run]]:
         yield 'sharding.strategy = "auto"', run.model_copy(update={"sharding": section})
 
 
-def _divides(run: Run, ranks: int) -> bool:
-    return run.train.global_batch % (ranks * (run.train.microbatch or 1)) == 0
-
-
 def _cost_of(plan: Plan) -> str:
-    prediction = plan.prediction
-    assert prediction is not None, "plans of a search are predicted"
+    prediction = prediction_of(plan)
     seconds = f", {format_seconds(prediction.time.total)} a step" if prediction.is_timed else ""
     return f"{describe_plan(plan)} -> {format_bytes(prediction.needed_bytes)}{seconds}"
 
@@ -275,8 +297,8 @@ def _predicted(plan: Plan, timer: StepTimer, *, memory: MemoryTerms) -> Plan:
     hardware, spec = timer.hardware, timer.spec
     time = timer.seconds(plan)
     tokens = plan.run.tokens_per_step
-    peak = _peak_flops(hardware, plan)
     rate = tokens / time.total
+    peak = hardware.chip.flops_per_second.get(plan.precision.param)
     mfu = None
     if peak is not None and spec.flops_per_token:
         mfu = spec.flops_per_token * rate / (peak * plan.world_size)
@@ -298,9 +320,7 @@ def _predicted(plan: Plan, timer: StepTimer, *, memory: MemoryTerms) -> Plan:
 
 
 def _outside(timer: StepTimer, plan: Plan, *, memory: MemoryTerms) -> OffloadTerms | None:
-    """Returns the offload terms of the plan. On the CPU, host capacity is the memory that the device has
-    left.
-    """
+    """Returns the plan's offload terms; on the CPU, the host has the memory that the device has left."""
     terms = timer.offload(plan)
     if terms is None or plan.device != "cpu" or terms.host_capacity_bytes is not None:
         return terms
@@ -308,21 +328,12 @@ def _outside(timer: StepTimer, plan: Plan, *, memory: MemoryTerms) -> OffloadTer
     return terms.model_copy(update={"host_capacity_bytes": max(1, left)})
 
 
-def _peak_flops(hardware: Hardware, plan: Plan) -> float | None:
-    """Returns the chip's dense matmul peak in the plan's compute dtype."""
-    dtype: ComputeDtype = plan.precision.param
-    return hardware.chip.flops_per_second.get(dtype)
-
-
 @dataclass
 class _StrategyResult:
-    """Candidates of one kind.
+    """Candidates of one kind."""
 
-    best: the best plan so far, with its order.
-    too_large: candidates that do not fit, as (bound on bytes, index, candidate).
-    """
-
-    best: tuple[Order, Plan] | None = None
+    best: tuple[Order, Plan] | None = None  # the best plan so far, with its order
+    # candidates that do not fit, as (bound on bytes, index, candidate)
     too_large: list[tuple[int, int, Candidate]] = field(default_factory=list[tuple[int, int, Candidate]])
 
 
@@ -379,12 +390,16 @@ class _Search:
         """Predicts a candidate, unless it is neither among the fastest nor the fastest of its kind."""
         kind = self.kinds[candidate.kind]
         if self.fastest is None or least < self.fastest[0]:
-            self._note_fastest(candidate, index)
+            predicted = self._ordered(candidate, index)
+            if self.fastest is None or predicted[0] < self.fastest[0]:
+                self.fastest = predicted
         may_rank = not candidate.is_duplicate and (len(self.ranked) < RANKED or least < self.ranked[-1][0])
         if not may_rank and kind.best is not None and least > kind.best[0]:
             return
         bound = self._least_bytes(candidate)
-        if not (self._may_fit(bound) and self._fits(self._peak(candidate)) and self._host_fits(candidate)):
+        # The allocator's reserve is left out of the bound, so that it stays one.
+        may_fit = bound + self.hardware.context_bytes <= self.hardware.capacity_bytes
+        if not (may_fit and self._fits(candidate)):
             kind.too_large.append((bound, index, candidate))
             return
         order, plan = self._ordered(candidate, index)
@@ -393,15 +408,8 @@ class _Search:
         if not candidate.is_duplicate:
             self.ranked = sorted([*self.ranked, (order, plan)], key=lambda one: one[0])[:RANKED]
 
-    def _note_fastest(self, candidate: Candidate, index: int) -> None:
-        order, plan = self._ordered(candidate, index)
-        if self.fastest is None or order < self.fastest[0]:
-            self.fastest = (order, plan)
-
     def _smallest(self, kind: _StrategyResult) -> tuple[Order, Plan] | None:
-        """Returns the candidate that needs the fewest bytes among those that do not fit; of equals, the
-        plainest.
-        """
+        """Returns the candidate too large for memory that needs the fewest bytes; of equals, the plainest."""
         best: tuple[int, int, Candidate] | None = None
         for bound, index, candidate in sorted(kind.too_large, key=lambda one: one[:2]):
             if best is not None and bound > best[0]:
@@ -410,34 +418,27 @@ class _Search:
             best = needed if best is None or needed[:2] < best[:2] else best
         return None if best is None else self._ordered(best[2], best[1])
 
-    def _fits(self, memory: MemoryTerms) -> bool:
-        return self._needed(memory) <= self.hardware.capacity_bytes
-
-    def _host_fits(self, candidate: Candidate) -> bool:
+    def _fits(self, candidate: Candidate) -> bool:
+        memory = self._peak(candidate)
+        if self._needed(memory) > self.hardware.capacity_bytes:
+            return False
         tier, moves = candidate.apart.tier != "none", candidate.recompute.mode == "offload"
         if not (tier or moves):
             return True
         plan = self._plan(candidate)
         return host_fits(
-            _outside(self.timer, plan, memory=self._peak(candidate)) if tier else None,
+            _outside(self.timer, plan, memory=memory) if tier else None,
             self.timer.activations(plan) if moves else None,
         )
 
     def _needed(self, memory: MemoryTerms) -> int:
         return memory.total + reserve_bytes(self.hardware, memory) + self.hardware.context_bytes
 
-    def _may_fit(self, tensors: int) -> bool:
-        """Returns whether a lower bound on tensor bytes fits. The allocator's reserve is left out, so it
-        stays a bound.
-        """
-        return tensors + self.hardware.context_bytes <= self.hardware.capacity_bytes
-
     def _ordered(self, candidate: Candidate, index: int) -> tuple[Order, Plan]:
         """Predicts the candidate in full and returns it with its order."""
         self.predicted += 1
         plan = _predicted(self._plan(candidate), self.timer, memory=self._peak(candidate))
-        assert plan.prediction is not None, "it was just predicted"
-        return order_of(plan.prediction.time.total, index), plan
+        return order_of(prediction_of(plan).time.total, index), plan
 
     def _plan(self, candidate: Candidate) -> Plan:
         return to_plan(candidate, self.run, hardware=self.hardware)
@@ -446,8 +447,7 @@ class _Search:
         mesh, batch, recompute, _, prefetch, _, apart = candidate
         key = (mesh, batch, recompute, prefetch, apart)
         if key not in self._peaks:
-            memory = self.memory(self.spec, self._plan(candidate))
-            self._peaks[key] = with_workspace(memory, self.hardware)
+            self._peaks[key] = with_workspace(self.memory(self.spec, self._plan(candidate)), self.hardware)
         return self._peaks[key]
 
     def _least_seconds(self, candidate: Candidate) -> float:
@@ -457,8 +457,8 @@ class _Search:
             self._demand[shared] = self.timer.demand(self._plan(candidate))
         if own not in self._computing:
             self._computing[own] = self.timer.computing(self._plan(candidate))
-        inline = prefetch.mode == "none"
-        return self.timer.least_seconds(self._computing[own], self._demand[shared], inline=inline)
+        computing, demand = self._computing[own], self._demand[shared]
+        return self.timer.least_seconds(computing, demand, inline=prefetch.mode == "none")
 
     def _least_bytes(self, candidate: Candidate) -> int:
         mesh, apart = (candidate.mesh, candidate.apart), candidate.apart
@@ -478,8 +478,7 @@ class _Search:
 
 def _by_shortfall(one: tuple[Order, Plan]) -> tuple[int, int, int, Order]:
     """Sort key: bytes over the device's capacity, then over the host's, then bytes needed."""
-    prediction = one[1].prediction
-    assert prediction is not None, "plans of a search are predicted"
+    prediction = prediction_of(one[1])
     over = max(0, prediction.needed_bytes - prediction.capacity_bytes)
     return (
         over,

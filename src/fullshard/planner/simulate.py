@@ -1,6 +1,16 @@
 """Simulation of a step on the streams, event by event, with repeated turns skipped.
 
-See [Note: skipping] in `planner.steady_state`, and [Note: the engine's order] in `planner.streams`.
+See [Note: the engine's order] in `planner.streams`.
+
+[Note: skipping]
+A step consists of similar turns: blocks in forward and in backward, and microbatches. The effect of a turn on
+the clocks depends only on their differences. If the differences after a turn equal those some turns ago, all
+further turns except the last few take as long, and are added at once. Clocks are whole numbers, so this is
+exact. Three kinds of clock may differ, because no later event can see them:
+
+- reduction clocks that are behind the compute stream's, since every later reduction waits for that;
+- clocks that no event of the turn has touched;
+- the host's clock, as long as the host is ahead and stays ahead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,25 +18,16 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
-from fullshard.planner.activations import Moved
-from fullshard.planner.offload_streams import (
+from fullshard.planner.offload import Moved
+from fullshard.planner.schedule import Schedule, ScheduleSegment, ScheduleStep
+from fullshard.planner.streams import (
     InBuffers,
+    Streams,
     fetch_shard,
     offload_gradient,
     touch_buffer,
     wait_for_gradients,
 )
-from fullshard.planner.schedule import Schedule, ScheduleSegment, ScheduleStep
-from fullshard.planner.steady_state import (
-    GATHER_CLOCKS,
-    NEVER,
-    REDUCE_CLOCKS,
-    StreamSnapshot,
-    raise_to_compute,
-    skip_repeated,
-    snapshot,
-)
-from fullshard.planner.streams import Streams
 from fullshard.planner.unit_costs import UnitCost
 from fullshard.spec.groups import UNIT_BUFFERS
 from fullshard.spec.model import Event
@@ -34,78 +35,98 @@ from fullshard.spec.run import PrefetchSection
 
 # Phases that start, and wait for, copies of activations when they begin; in forward, when they end.
 _BACKWARD = ("pre_backward", "post_backward", "end_backward")
+_NEVER = 1 << 62
+_REDUCE_CLOCKS = (
+    "reduce",
+    "all_reduce",
+    "reduce_input_free",
+    "host_out",
+    "last_gradient_out",
+    "previous_gradient_out",
+    "host_sum",
+    "activation_copy",
+)
+_GATHER_CLOCKS = (
+    "copy_in",
+    "gather",
+    "network",
+    "hpz_network",
+    "copied_out",
+    "disk",
+    "updating",
+    "host_in",
+    "fetched",
+)
+_LONGEST_CYCLE = 4
+_SUMS = (
+    "computed",
+    "copied",
+    "waited_all_gather",
+    "waited_reduce_scatter",
+    "waited_all_reduce",
+    "waited_host",
+    "idle",
+    "sent",
+    "shards_read",
+)
 
 
 class Work(NamedTuple):
-    """Work of one microbatch.
+    """Work of one microbatch."""
 
-    program: the events.
-    lengths: for each phase, ticks of the device and of the host's launches.
-    sent: for each phase, the device ticks of tensor-parallel collectives.
-    moved: for each phase, its copies of activations; empty if there are none.
-    """
-
-    program: Schedule
-    lengths: tuple[tuple[int, int], ...]
-    sent: tuple[int, ...] = ()
-    moved: tuple[Moved, ...] = ()
+    program: Schedule  # the events
+    lengths: tuple[tuple[int, int], ...]  # for each phase, ticks of the device and of the host's launches
+    sent: tuple[int, ...] = ()  # for each phase, the device ticks of tensor-parallel collectives
+    moved: tuple[Moved, ...] = ()  # for each phase, its copies of activations; empty if there are none
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Settings of a plan that decide the order of events.
+    """Settings of a plan that decide the order of events."""
 
-    prefetch: the run's prefetch settings.
-    keeps: parameters stay unsharded between microbatches.
-    syncs: gradients are reduced in each microbatch.
-    by_position: the model's units in registration order.
-    place: index of each unit in `by_position`.
-    act: ticks of the host to gather a unit, or to reduce its gradients.
-    norm: ticks of the host for the norm of offloaded gradients; None without an offload target.
-    update_first: forward waits for the whole offloaded update, which ends with the first units.
-    skips: skip repeated turns, see [Note: skipping].
-    """
+    prefetch: PrefetchSection  # the run's prefetch settings
+    keeps: bool  # parameters stay unsharded between microbatches
+    syncs: bool  # gradients are reduced in each microbatch
+    by_position: Sequence[int]  # the model's units in registration order
+    place: Mapping[int, int]  # index of each unit in `by_position`
+    act: int  # ticks of the host to gather a unit, or to reduce its gradients
+    norm: int | None = None  # host ticks for the norm of offloaded gradients; None without any
+    update_first: bool = False  # forward waits for the whole update, which ends with the first units
+    skips: bool = True  # skip repeated turns, see [Note: skipping]
 
-    prefetch: PrefetchSection
-    keeps: bool
-    syncs: bool
-    by_position: Sequence[int]
-    place: Mapping[int, int]
-    act: int
-    norm: int | None = None
-    update_first: bool = False
-    skips: bool = True
+
+class _Snapshot(NamedTuple):
+    """State at the end of a turn."""
+
+    compute: int  # clock of the compute stream
+    host: int  # clock of the host
+    gathers: tuple[int, ...]  # clocks named in _GATHER_CLOCKS
+    reduces: tuple[int, ...]  # clocks named in _REDUCE_CLOCKS
+    sums: tuple[int, ...]  # accumulated durations
+    pending: dict[int, int]  # units in flight, and when they arrive
+    buffered: tuple[tuple[int, ...], ...]  # as in `InBuffers.kinds`
+    slack: int  # the least lead of the host over the turn
 
 
 @dataclass
 class StepSimulation:
-    """Runs microbatches on `streams`. `costs`: for each unit of the trace.
-
-    pending: when each unit's all-gather is done, for units in flight.
-    put_back: when each unit's copy for fewer ranks (hpZ) is made.
-    unsharded: units whose parameters are unsharded.
-    uses: number of backward prefetch decisions made for each unit.
-    in_buffers: units in the host's buffers.
-    buffered: the last all-gather buffer of forward is still allocated.
-    in_backward: backward has begun.
-    updates: this is the step's first microbatch.
-    """
+    """Runs microbatches on `streams`. `costs`: for each unit of the trace."""
 
     streams: Streams
     costs: Sequence[UnitCost]
     policy: Policy
-    pending: dict[int, int] = field(default_factory=dict[int, int])
-    put_back: dict[int, int] = field(default_factory=dict[int, int])
-    unsharded: set[int] = field(default_factory=set[int])
-    uses: dict[int, int] = field(default_factory=dict[int, int])
-    in_buffers: InBuffers = field(default_factory=InBuffers)
-    buffered: bool = False
-    in_backward: bool = False
-    updates: bool = False
+    pending: dict[int, int] = field(default_factory=dict[int, int])  # when each all-gather in flight is done
+    put_back: dict[int, int] = field(default_factory=dict[int, int])  # when each copy for hpZ is made
+    unsharded: set[int] = field(default_factory=set[int])  # units whose parameters are unsharded
+    uses: dict[int, int] = field(default_factory=dict[int, int])  # backward prefetches decided per unit
+    in_buffers: InBuffers = field(default_factory=InBuffers)  # units in the host's buffers
+    buffered: bool = False  # the last all-gather buffer of forward is still allocated
+    in_backward: bool = False  # backward has begun
+    updates: bool = False  # this is the step's first microbatch
 
     def step(self, work: Work, *, accumulating: Work, accumulation: int) -> None:
         """Runs all microbatches of a step. `accumulating`: the work of those after the first."""
-        marks: list[StreamSnapshot] = []
+        marks: list[_Snapshot] = []
         index = 0
         if self.policy.update_first:
             traced = work.program.traced
@@ -113,13 +134,13 @@ class StepSimulation:
             for unit in [*islice(own, UNIT_BUFFERS)][::-1]:
                 touch_buffer(unit, self.in_buffers.trained)
         while index < accumulation:
-            self.streams.slack = NEVER
+            self.streams.slack = _NEVER
             first, last = index == 0, index == accumulation - 1
             self._microbatch(work if first else accumulating, first=first, last=last)
             # At the next forward the gather streams wait for the compute stream, which waited for reductions.
-            raise_to_compute(self.streams, (*GATHER_CLOCKS, *REDUCE_CLOCKS))
+            _raise_to_compute(self.streams, (*_GATHER_CLOCKS, *_REDUCE_CLOCKS))
             if not first:
-                marks.append(snapshot(self.streams, self.pending, in_buffers=self.in_buffers))
+                marks.append(_snapshot(self.streams, self.pending, in_buffers=self.in_buffers))
             index += 1
             index += self._skip(marks, left=accumulation - 1 - index, stride=0)
         if self.policy.norm is not None:
@@ -138,16 +159,16 @@ class StepSimulation:
         prefetch = self.policy.prefetch
         ahead = max(prefetch.forward, prefetch.backward) if prefetch.mode == "explicit" else 1
         behind = ahead // abs(segment.stride) + 1  # last turns, which reach units behind the segment
-        marks: list[StreamSnapshot] = []
+        marks: list[_Snapshot] = []
         turn, slack = 0, self.streams.slack
         while turn < segment.times:
-            self.streams.slack = NEVER
+            self.streams.slack = _NEVER
             self._turn(segment.steps, work, shift=turn * segment.stride, first=first, last=last)
             turn += 1
             left = segment.times - behind - turn
             if left > 0 and self.policy.skips:
-                raise_to_compute(self.streams, REDUCE_CLOCKS)
-                marks.append(snapshot(self.streams, self.pending, in_buffers=self.in_buffers))
+                _raise_to_compute(self.streams, _REDUCE_CLOCKS)
+                marks.append(_snapshot(self.streams, self.pending, in_buffers=self.in_buffers))
                 skipped = self._skip(marks, left=left, stride=segment.stride)
                 self._copy_states(segment, turn, skipped=skipped)
                 turn += skipped
@@ -295,10 +316,10 @@ class StepSimulation:
             streams.hold_gathers(streams.compute)
         self.unsharded.add(unit)
 
-    def _skip(self, marks: Sequence[StreamSnapshot], *, left: int, stride: int) -> int:
+    def _skip(self, marks: Sequence[_Snapshot], *, left: int, stride: int) -> int:
         if not self.policy.skips or left <= 0:
             return 0
-        return skip_repeated(
+        return _skip_repeated(
             self.streams, marks, left=left, stride=stride, pending=self.pending, in_buffers=self.in_buffers
         )
 
@@ -337,3 +358,87 @@ def simulate_steady_step(  # signature: as `StepSimulation`
         found.frozen += before.in_buffers.frozen
     last = StepSimulation(streams, costs, policy, in_buffers=found)
     last.step(works[0], accumulating=works[1], accumulation=accumulation)
+
+
+def _raise_to_compute(streams: Streams, clocks: Sequence[str]) -> None:
+    """Raises clocks that are behind the compute stream's to it. See [Note: skipping]."""
+    for clock in clocks:
+        setattr(streams, clock, max(getattr(streams, clock), streams.compute))
+
+
+def _snapshot(streams: Streams, pending: Mapping[int, int], *, in_buffers: InBuffers) -> _Snapshot:
+    """Returns the current state."""
+    return _Snapshot(
+        streams.compute,
+        streams.host,
+        tuple(getattr(streams, clock) for clock in _GATHER_CLOCKS),
+        tuple(getattr(streams, clock) for clock in _REDUCE_CLOCKS),
+        tuple(getattr(streams, name) for name in _SUMS),
+        dict(pending),
+        tuple(tuple(units) for units in in_buffers.kinds),
+        streams.slack,
+    )
+
+
+def _skip_repeated(  # signature: all that a turn changes
+    streams: Streams,
+    marks: Sequence[_Snapshot],
+    *,
+    left: int,
+    stride: int,
+    pending: dict[int, int],
+    in_buffers: InBuffers,
+) -> int:
+    """Adds those of the `left` turns that are known to repeat, and returns their number.
+
+    marks: the state after each turn so far. stride: number of units by which the next turn moves on.
+    """
+    for turns in range(1, min(_LONGEST_CYCLE, len(marks) - 1, left) + 1):
+        most = _most_cycles(marks, turns, stride=stride)
+        if most:
+            break
+    else:
+        return 0
+    before, now, times = marks[-1 - turns], marks[-1], min(left // turns, most)
+    length = now.compute - before.compute
+    streams.slack = min(streams.slack, streams.slack - times * (now.host - before.host - length))
+    for names, old, new in (
+        (_GATHER_CLOCKS, before.gathers, now.gathers),
+        (_REDUCE_CLOCKS, before.reduces, now.reduces),
+        (_SUMS, before.sums, now.sums),
+        (("compute", "host"), before[:2], now[:2]),
+    ):
+        for name, one, other in zip(names, old, new, strict=True):
+            setattr(streams, name, other + times * (other - one))
+    shift, grown = times * stride * turns, times * length
+    pending.clear()
+    pending.update({unit + shift: at + grown if at else 0 for unit, at in now.pending.items()})
+    for units, old, new in zip(in_buffers.kinds, before.buffered, now.buffered, strict=True):
+        units[:] = new if old == new else (unit + shift for unit in new)
+    return times * turns
+
+
+def _most_cycles(marks: Sequence[_Snapshot], turns: int, *, stride: int) -> int:
+    """Returns how often the last `turns` turns repeat while the host stays ahead.
+
+    0 if they did not lead back to the state before them.
+    """
+    before, now = marks[-1 - turns], marks[-1]
+    length = now.compute - before.compute
+    if any(new - old not in (0, length) for old, new in zip(before.gathers, now.gathers, strict=True)):
+        return 0
+    if any(new - old != length for old, new in zip(before.reduces, now.reduces, strict=True)):
+        return 0
+    shift = stride * turns
+    pending = {unit + shift: at + length if at else 0 for unit, at in before.pending.items()}
+    kinds = zip(before.buffered, now.buffered, strict=True)
+    follows = all(new in (old, tuple(unit + shift for unit in old)) for old, new in kinds)
+    if now.pending != pending or not follows:
+        return 0
+    behind = (now.host - before.host) - length
+    if behind == 0:
+        return _NEVER
+    slack = min(mark.slack for mark in marks[len(marks) - turns :])
+    if slack < 0:
+        return 0
+    return slack // behind if behind > 0 else _NEVER

@@ -19,21 +19,21 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fullshard.errors import PlanError
-from fullshard.planner.activations import activation_terms, moved_of, moves
 from fullshard.planner.collectives import collective_seconds, shard_group
 from fullshard.planner.offload import (
     Busy,
-    HostRates,
+    activation_terms,
     busy_of,
     gathers_of,
     host_rates,
     least_shards_read,
+    moved_of,
+    moves,
     norm_ticks,
     offload_terms,
     records_of,
     slots_hold,
     with_host,
-    without_host,
 )
 from fullshard.planner.roofline import memory_seconds, phase_costs
 from fullshard.planner.schedule import program_of
@@ -55,68 +55,42 @@ _SUM_BYTES = 32  # loss, count, squared norm and stop, in fp64: see `training.st
 def step_seconds(  # signature: as `search.predict`
     spec: ModelSpec, plan: Plan, hardware: Hardware
 ) -> TimeTerms:
-    """Returns the seconds of one optimizer step of `plan`.
-
-    Raises PlanError if `spec` or `hardware` lacks something that the prediction needs.
-    """
+    """Returns the seconds of one optimizer step. Raises PlanError if `spec` or `hardware` lacks something."""
     return StepTimer(spec, hardware).seconds(plan)
 
 
 class Units(NamedTuple):
-    """Units of a trace on one mesh.
+    """Units of a trace on one mesh."""
 
-    sizes: bytes of each unit.
-    costs: costs of each unit.
-    counts: number of times that each occurs in the model.
-    update: ticks of the optimizer step on the device.
-    all_reduce: ticks of its sum over ranks.
-    norm: ticks of the gradient norm on the host; None without an offload target.
-    records: bytes of each group's offloaded state.
-    spared: ticks of drive reads that a step saves.
-    ahead: ticks by which the drive's work is ahead when a step begins.
-    """
-
-    sizes: tuple[UnitBytes, ...]
-    costs: tuple[UnitCost, ...]
-    counts: tuple[int, ...]
-    update: int
-    all_reduce: int
-    norm: int | None = None
-    records: tuple[int, ...] = ()
-    spared: int = 0
-    ahead: int = 0
+    sizes: tuple[UnitBytes, ...]  # bytes of each unit
+    costs: tuple[UnitCost, ...]  # costs of each unit
+    without_host: tuple[UnitCost, ...]  # the same with an infinitely fast host and drive
+    counts: tuple[int, ...]  # number of times that each occurs in the model
+    all_reduce: int  # ticks of the optimizer step's sum over ranks
+    update: int = 0  # ticks of the update on the device
+    norm: int | None = None  # ticks of the gradient norm on the host; None without an offload target
+    records: tuple[int, ...] = ()  # bytes of each group's offloaded state
+    spared: int = 0  # ticks of drive reads that a step saves
+    ahead: int = 0  # ticks by which the drive's work is ahead when a step begins
 
 
 class Demand(NamedTuple):
-    """Ticks per step that no order of events can save: see `StepTimer.least_seconds`.
+    """Ticks per step that no order of events can save: see `StepTimer.least_seconds`."""
 
-    copied: copies on the compute stream.
-    network: collectives on the shard axis's network.
-    apart: backward all-gathers on a separate network.
-    replicas: all-reduces on a separate network.
-    inline: added to `copied` if all-gathers are not prefetched.
-    tail: the optimizer step with its sum over ranks.
-    host: the busiest stream of the host or the drive.
-    """
-
-    copied: int
-    network: int
-    apart: int
-    replicas: int
-    inline: int
-    tail: int
-    host: int = 0
+    copied: int  # copies on the compute stream
+    network: int  # collectives on the shard axis's network
+    apart: int  # backward all-gathers on a separate network
+    replicas: int  # all-reduces on a separate network
+    inline: int  # added to `copied` if all-gathers are not prefetched
+    tail: int  # the optimizer step with its sum over ranks
+    host: int = 0  # the busiest stream of the host or the drive
 
 
 class Computing(NamedTuple):
-    """Ticks of a step's phases.
+    """Ticks of a step's phases."""
 
-    device: ticks of kernels on the device.
-    issue: ticks of the host's launches.
-    """
-
-    device: int
-    issue: int
+    device: int  # ticks of kernels on the device
+    issue: int  # ticks of the host's launches
 
 
 WorkKey = tuple[int, int, bool, bool, int]
@@ -146,7 +120,7 @@ class StepTimer:
         if units.norm is None and not moves(trace.phases):
             return self._terms(plan, self._simulated(plan, trace, units=units), units=units, recompute=again)
         slow = self._simulated(plan, trace, units=units)
-        fast = units._replace(costs=tuple(map(without_host, units.costs)), norm=None, ahead=0)
+        fast = units._replace(costs=units.without_host, norm=None, ahead=0)
         streams = self._simulated(plan, trace, units=fast, moves_nothing=True)
         terms = self._terms(plan, streams, units=units, recompute=again)
         # The drive must finish all of its work within every step, no matter how far ahead it reads.
@@ -277,9 +251,8 @@ class StepTimer:
         """Returns the work of the first microbatch, and of the later ones."""
         fused = plan.run.run.compile is True
         adds = bool(trace.accumulating) and not plan.sync_each_microbatch
-        return tuple(  # pyright: ignore[reportReturnType]
-            self._work_of(plan, trace, fused=fused, adds=one) for one in (False, adds)
-        )
+        first = self._work_of(plan, trace, fused=fused, adds=False)
+        return first, self._work_of(plan, trace, fused=fused, adds=adds)
 
     def _work_of(self, plan: Plan, trace: Trace, *, fused: bool, adds: bool) -> Work:
         key = (id(trace), plan.microbatch, fused, adds, plan.tensor_parallel)
@@ -320,20 +293,22 @@ class StepTimer:
         )
         summed = collective_seconds("all_reduce", _SUM_BYTES, group=group, hardware=self.hardware)
         summed *= 2 if plan.run.optimizer.in_backward else 1
-        if plan.run.offload.takes_optimizer:
-            units = Units(sizes, costs, counts, 0, ticks(summed))
-            rates = host_rates(plan, self.hardware)
-            return _with_tier(units, plan, records=records_of(self.spec, plan), rates=rates)
-        update = ticks(self._update_seconds(plan, sizes, counts=counts))
-        return Units(sizes, costs, counts, update, ticks(summed))
-
-    def _update_seconds(self, plan: Plan, sizes: tuple[UnitBytes, ...], *, counts: tuple[int, ...]) -> float:
-        rates = self.hardware.rates
-        shards = sum(
-            size.trained * size.master_itemsize * count for size, count in zip(sizes, counts, strict=True)
-        )
-        return memory_seconds(3 * shards, rates.memory) + memory_seconds(
-            _touched(plan) * shards, rates.optimizer
+        units = Units(sizes, costs, costs, counts, ticks(summed))
+        pairs = list(zip(sizes, counts, strict=True))
+        if not plan.run.offload.takes_optimizer:
+            curves, shards = self.hardware.rates, sum(s.trained * s.master_itemsize * n for s, n in pairs)
+            norm = memory_seconds(3 * shards, curves.memory)
+            return units._replace(
+                update=ticks(norm + memory_seconds(_touched(plan) * shards, curves.optimizer))
+            )
+        rates, records = host_rates(plan, self.hardware), records_of(self.spec, plan)
+        held = slots_hold(plan, records)
+        return units._replace(
+            costs=tuple(with_host(c, s, plan=plan, rates=rates) for c, s in zip(costs, sizes, strict=True)),
+            norm=norm_ticks(plan, sum(size.trained * count for size, count in pairs), rates=rates),
+            records=records,
+            spared=ticks(rates.disk * held.kept),
+            ahead=ticks(rates.disk * sum(held)),
         )
 
     def _recomputed(self, plan: Plan, trace: Trace) -> int:
@@ -372,22 +347,6 @@ class StepTimer:
         return terms.model_copy(update={"stragglers": self.hardware.stragglers * terms.total})
 
 
-def _with_tier(units: Units, plan: Plan, *, records: tuple[int, ...], rates: HostRates) -> Units:
-    """Returns `units` with the costs of the plan's offload target."""
-    pairs = list(zip(units.sizes, units.counts, strict=True))
-    trained, held = sum(size.trained * count for size, count in pairs), slots_hold(plan, records)
-    return units._replace(
-        costs=tuple(
-            with_host(cost, size, plan=plan, rates=rates)
-            for cost, size in zip(units.costs, units.sizes, strict=True)
-        ),
-        norm=norm_ticks(plan, trained, rates=rates),
-        records=records,
-        spared=ticks(rates.disk * held.kept),
-        ahead=ticks(rates.disk * sum(held)),
-    )
-
-
 def _touched(plan: Plan) -> float:
     """Returns the number of times that the update reads or writes a value of the size of the shards.
 
@@ -413,10 +372,7 @@ def _touched(plan: Plan) -> float:
 def _busy(
     plan: Plan, trace: Trace, *, units: Units, hardware: Hardware, shards_read: int | None = None
 ) -> Busy:
-    """Returns the busy ticks of the host's streams.
-
-    `shards_read`: bytes of shards that the drive reads; None: the least that any order of events reads.
-    """
+    """Returns the busy ticks of the host's streams. `shards_read`: by the drive; None: the least possible."""
     reductions = plan.accumulation if plan.sync_each_microbatch and plan.replicate_degree == 1 else 1
     gathers = gathers_of(plan, trace, costs=units.costs, counts=units.counts)
     each = list(zip(units.costs, units.counts, gathers, strict=True))

@@ -27,15 +27,16 @@ offload       see [Note: tiers] in `planner.offload`. Before a unit's first all-
               queue. With params+, each all-gather's own shard is copied in while the previous one is sent. A
               reduced gradient is copied out after its reduction; the next but one waits for it.
 
-activations   see [Note: activations on the host] in `planner.activations`.
+activations   see [Note: activations on the host] in `planner.offload`.
 
 On the CPU there is one timeline: the host computes, copies, and (`overlap` 0) waits in each collective.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fullshard.planner.unit_costs import UnitCost
+from fullshard.spec.groups import UNIT_BUFFERS
 
 Cause = Literal["all_gather", "reduce_scatter", "all_reduce", "copy", "host"]
 
@@ -46,21 +47,13 @@ class Streams:
 
         compute = computed + copied + sum of waited_*
 
-    serial: host and device share one timeline.
-    blocking: fraction of a collective that computing always waits for.
-    computed: time in kernels, including `idle`.
-    copied: time in copies.
     waited_*: time waiting, by cause.
-    idle: gaps in which the compute stream waited for the host.
-    sent: time of all collectives.
-    shards_read: bytes of shards that the drive reads for gathers.
-    slack: the host's least lead since it was last reset; negative if the compute stream waited for the host.
 
     The other fields are clocks.
     """
 
-    serial: bool
-    blocking: float = 0.0
+    serial: bool  # host and device share one timeline
+    blocking: float = 0.0  # fraction of a collective that computing always waits for
     host: int = 0
     compute: int = 0
     copy_in: int = 0
@@ -80,22 +73,19 @@ class Streams:
     previous_gradient_out: int = 0  # end of the copy before that one
     host_sum: int = 0  # the host's sums of gradients
     activation_copy: int = 0  # the last copies of activations
-    computed: int = 0
-    copied: int = 0
+    computed: int = 0  # time in kernels, including `idle`
+    copied: int = 0  # time in copies
     waited_all_gather: int = 0
     waited_reduce_scatter: int = 0
     waited_all_reduce: int = 0
     waited_host: int = 0
-    idle: int = 0
-    sent: int = 0
-    shards_read: int = 0  # bytes
-    slack: int = 0
+    idle: int = 0  # gaps in which the compute stream waited for the host
+    sent: int = 0  # time of all collectives
+    shards_read: int = 0  # bytes of shards that the drive reads for gathers
+    slack: int = 0  # the host's least lead since its reset; negative if the compute stream waited
 
     def work(self, length: int, *, issue: int) -> None:
-        """Runs kernels for `length` ticks; the host needs `issue` ticks to launch them.
-
-        The compute stream waits for the host if that is not ahead.
-        """
+        """Runs kernels for `length` ticks, once the host, which needs `issue` ticks, has launched them."""
         if self.serial:
             self.compute += length + issue
             self.computed += length + issue
@@ -217,16 +207,8 @@ class Streams:
                 self.host = self.compute
 
     def _blame(self, length: int, cause: Cause) -> None:
-        if cause == "all_gather":
-            self.waited_all_gather += length
-        elif cause == "reduce_scatter":
-            self.waited_reduce_scatter += length
-        elif cause == "all_reduce":
-            self.waited_all_reduce += length
-        elif cause == "host":
-            self.waited_host += length
-        else:
-            self.copied += length
+        name = "copied" if cause == "copy" else f"waited_{cause}"
+        setattr(self, name, getattr(self, name) + length)
 
     def _reach_host(self) -> None:
         gap = self.host - self.compute
@@ -235,3 +217,93 @@ class Streams:
             self.compute = self.host
             self.computed += gap
             self.idle += gap
+
+
+@dataclass
+class InBuffers:
+    """Units in the host's buffers, in order of use. See [Note: units in memory] in `offload.unit_buffers`."""
+
+    trained: list[int] = field(default_factory=list[int])  # units whose own shards are buffered
+    frozen: list[int] = field(default_factory=list[int])  # units whose frozen shards are buffered
+
+    @property
+    def kinds(self) -> tuple[list[int], list[int]]:
+        return self.trained, self.frozen
+
+
+def fetch_shard(streams: Streams, cost: UnitCost, *, updates: bool, reads: bool, reads_frozen: bool) -> int:
+    """Loads a unit's own shard to the device before its all-gather; returns when it is there.
+
+    updates: this is the unit's first gather of the step, so its group is updated first.
+    reads: its own shard is on the drive and not in a buffer.
+    reads_frozen: its frozen shard is on the drive and not in a buffer.
+    """
+    ready = 0
+    if reads_frozen:
+        streams.shards_read += cost.frozen_on_disk
+        ready = streams.disk = max(streams.disk, streams.fetched) + cost.fetch_frozen
+    if updates and cost.update:
+        streams.disk += cost.update_disk
+        if streams.serial:  # only the drive works in parallel
+            streams.wait(streams.disk, "host")
+            ready = _spend(streams, cost.update_in + cost.update_out + cost.update + cost.back)
+        else:
+            ready = max(ready, _update(streams, cost))
+            if cost.back:
+                ready = streams.host_in = max(streams.host_in, ready) + cost.back
+    if reads:
+        streams.shards_read += cost.shards_on_disk
+        ready = streams.disk = max(streams.disk, streams.fetched, ready) + cost.fetch_disk
+    if not cost.fetch:
+        return ready
+    if streams.serial:
+        streams.wait(ready, "host")
+        return _spend(streams, cost.fetch)
+    streams.host_in = max(streams.host_in, ready, streams.fetched) + cost.fetch
+    return streams.host_in
+
+
+def touch_buffer(unit: int, buffers: list[int]) -> bool:
+    """Returns whether the unit was in `buffers`, and marks it most recently used."""
+    was_there = unit in buffers
+    buffers[:] = [*(one for one in buffers if one != unit), unit][-UNIT_BUFFERS:]
+    return was_there
+
+
+def _update(streams: Streams, cost: UnitCost) -> int:
+    """Updates state in host memory; returns when the result is there."""
+    if not cost.update_in:
+        streams.updating = max(streams.updating, streams.disk) + cost.update
+        return streams.updating
+    # Pieces are copied out while others are copied in: when the last is in, about one piece is left to copy
+    # out. Gradients have left before. Contention with activations that leave meanwhile is ignored.
+    into = streams.host_in = max(streams.host_in, streams.disk) + cost.update_in
+    busy = streams.updating + max(cost.update, cost.update_out)
+    streams.updating = max(busy, into + cost.update)
+    return streams.updating
+
+
+def offload_gradient(streams: Streams, cost: UnitCost, *, adds: bool) -> None:
+    """Copies a reduced gradient to the host. `adds`: and adds it to the gradient there."""
+    if not cost.leave:
+        return
+    if streams.serial:
+        _spend(streams, cost.leave + (cost.add if adds else 0))
+        return
+    done = max(streams.reduce, streams.all_reduce) if cost.is_replicated else streams.reduce
+    streams.host_out = max(streams.host_out, done) + cost.leave
+    if adds:
+        streams.host_sum = max(streams.host_sum, streams.host_out) + cost.add
+    streams.previous_gradient_out, streams.last_gradient_out = streams.last_gradient_out, streams.host_out
+
+
+def wait_for_gradients(streams: Streams, *, norm: int) -> None:
+    """Waits until all gradients are on the host, and for `norm` ticks while the host computes their norm."""
+    streams.wait(max(streams.host_out, streams.host_sum), "host")
+    _spend(streams, norm)
+
+
+def _spend(streams: Streams, length: int) -> int:
+    """Makes computing wait `length` ticks for the host; returns the compute clock."""
+    streams.wait(streams.compute + length, "host")
+    return streams.compute

@@ -39,10 +39,7 @@ _OF_A_BLOCK = 4  # collectives of a block per direction
 
 
 def split_shape(shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
-    """Returns the shape of a parameter on one of `degree` ranks.
-
-    The first dim of a matrix that T divides is split; a vector is not split.
-    """
+    """Returns the shape on one of `degree` ranks, which split the first dim of a matrix that they divide."""
     if degree == 1 or len(shape) < 2:
         return shape
     for dim, rows in enumerate(shape):
@@ -52,10 +49,7 @@ def split_shape(shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
 
 
 def width_of(spec: ModelSpec) -> int:
-    """Returns the width d of the hidden state: the size that most of a block's parameters have as a dim.
-
-    Each norm and each matrix of a block has it; the feed-forward's size is in only three, the keys' in two.
-    """
+    """Returns the width d of the hidden state: the size that most of a block's parameters have as a dim."""
     blocks = [unit for unit in spec.units if unit.is_block] or list(spec.units)
     counted = Counter(dim for p in blocks[0].parameters for dim in set(p.shape))
     return max(counted, key=lambda dim: (counted[dim], dim)) if counted else 1
@@ -72,38 +66,27 @@ def gathered_bytes(spec: ModelSpec, microbatch: int, *, degree: int) -> int:
 
 
 def check_split(spec: ModelSpec, plan: Plan) -> None:
-    """Raises PlanError if T does not divide a size that it must divide.
-
-    These are the matrices of blocks, and for the reference decoder the heads, d_ff, and kv_heads (which may
-    also divide T).
-    """
+    """Raises PlanError if T does not divide a block's matrices, or the decoder's heads, kv_heads or d_ff."""
     degree = plan.tensor_parallel
     if degree == 1:
         return
     matrices = [p for u in spec.units if u.is_block for p in u.parameters if len(p.shape) > 1]
     whole = [p.name for p in matrices if split_shape(p.shape, degree) == p.shape]
-    model = plan.run.model
+    model, wrong = plan.run.model, list[str]()
     # A saved spec may come with a run whose model has other sizes.
-    is_decoder = isinstance(model, DecoderConfig) and any(
+    if isinstance(model, DecoderConfig) and any(
         set(p.shape) == {model.d_ff, model.d_model} for p in matrices
-    )
-    wrong = _undivided(model, degree) if isinstance(model, DecoderConfig) and is_decoder else {}
+    ):
+        wrong = [name for name in ("d_ff", "heads") if getattr(model, name) % degree]
+        wrong += ["kv_heads"] if model.kv_heads % degree and degree % model.kv_heads else []
     if whole or wrong:
-        got = ", ".join(f"{name} = {size}" for name, size in wrong.items())
+        got = ", ".join(f"model.{name} = {getattr(model, name)}" for name in wrong)
         raise PlanError(
             f"a block of {spec.name} cannot be split over {degree} ranks.",
             got=f"sharding.tensor_parallel = {degree}; {got or ', '.join(whole[:3])}",
             why="each rank computes whole heads, and as many rows of each matrix as the others",
             fix="sharding.tensor_parallel = a divisor of the heads and of d_ff",
         )
-
-
-def _undivided(model: DecoderConfig, degree: int) -> dict[str, int]:
-    sizes = {"model.d_ff": model.d_ff, "model.heads": model.heads}
-    wrong = {name: size for name, size in sizes.items() if size % degree}
-    if model.kv_heads % degree and degree % model.kv_heads:
-        wrong["model.kv_heads"] = model.kv_heads
-    return wrong
 
 
 def axis_seconds(

@@ -30,24 +30,15 @@ class LiveBytes(NamedTuple):
 
 
 class PhaseBytes(NamedTuple):
-    """Live bytes of one phase.
+    """Live bytes of one phase."""
 
-    event: the FSDP2 event that opens it.
-    unit: index of its unit among those shown; -1 if it has none.
-    phase: index in the trace.
-    peak: bytes at its highest moment.
-    end: bytes at its end; after a phase with `skipped_periods`, at the end of the skipped ones.
-    starts_period: it begins a period.
-    skipped_periods: on the phase that ends a period, the number of equal periods skipped after it.
-    """
-
-    event: Event
-    unit: int
-    phase: int
-    peak: LiveBytes
-    end: LiveBytes
-    starts_period: bool = False
-    skipped_periods: int = 0
+    event: Event  # the FSDP2 event that opens it
+    unit: int  # index of its unit among those shown; -1 if it has none
+    phase: int  # index in the trace
+    peak: LiveBytes  # bytes at its highest moment
+    end: LiveBytes  # bytes at its end; after a phase with `skipped_periods`, at the end of the skipped ones
+    starts_period: bool = False  # it begins a period
+    skipped_periods: int = 0  # on the phase that ends a period, the number of equal periods skipped after it
 
 
 @dataclass(frozen=True)
@@ -56,14 +47,6 @@ class MemoryTrace:
 
     beats: tuple[PhaseBytes, ...]
     units: tuple[int, ...]
-
-
-class _RepeatedRun(NamedTuple):
-    """Phases `start` to `end - 1`: one period's part of forward or of backward."""
-
-    start: int
-    end: int
-    repeat: Repeat
 
 
 def memory_trace(
@@ -106,35 +89,32 @@ def _split(found: MemoryTrace, spec: ModelSpec, *, degree: int, gathered: int) -
 def _score(trace: Trace, microbatch: int, *, units: int, reach: int, accumulating: bool) -> MemoryTrace:
     phases = trace.accumulating if accumulating else trace.phases
     shown = {repeat: min(repeat.times, 2 * (reach // repeat.units) + 3) for repeat in trace.repeats}
-    runs = [
-        _RepeatedRun(start, end, repeat) for start, end, repeat in runs_of(phases, trace.repeats) if repeat
-    ]
+    # One period's part of forward or of backward, by its first phase.
+    periods = {start: (end, repeat) for start, end, repeat in runs_of(phases, trace.repeats) if repeat}
     beats: list[PhaseBytes] = []
     shift, at, done = LiveBytes(), 0, set[Repeat]()
     while at < len(phases):
-        run = next((run for run in runs if run.start == at), None)
-        if run is None:
+        if at not in periods:
             beat = _beat(phases[at], at, microbatch=microbatch, shift=shift)
             beats.append(beat._replace(unit=_place(beat.unit, 0, repeats=trace.repeats, shown=shown)))
             at += 1
             continue
-        growth = _plus(
-            _at(phases[run.end - 1].end, microbatch), _at(phases[at - 1].end, microbatch), times=-1
-        )
-        copies = shown[run.repeat]
-        backward = run.repeat in done  # from the last period to the first
-        done.add(run.repeat)
+        end, repeat = periods[at]
+        growth = _plus(_at(phases[end - 1].end, microbatch), _at(phases[at - 1].end, microbatch), times=-1)
+        copies = shown[repeat]
+        backward = repeat in done  # from the last period to the first
+        done.add(repeat)
         for number in range(copies):
-            skips = run.repeat.times - copies if number == copies // 2 else 0
-            for index in range(run.start, run.end):
+            skips = repeat.times - copies if number == copies // 2 else 0
+            for index in range(at, end):
                 beat = _beat(phases[index], index, microbatch=microbatch, shift=shift)
                 copy = copies - 1 - number if backward else number
                 beat = beat._replace(unit=_place(beat.unit, copy, repeats=trace.repeats, shown=shown))
-                if index == run.end - 1:
+                if index == end - 1:
                     beat = beat._replace(skipped_periods=skips, end=_plus(beat.end, growth, times=skips))
-                beats.append(beat._replace(starts_period=index == run.start and skips > 0))
+                beats.append(beat._replace(starts_period=index == at and skips > 0))
             shift = _plus(shift, growth, times=skips + (number < copies - 1))
-        at = run.end
+        at = end
     return MemoryTrace(tuple(beats), _spec_units(trace.repeats, shown, units=units))
 
 
@@ -150,10 +130,7 @@ def _place(unit: int, copy: int, *, repeats: Sequence[Repeat], shown: dict[Repea
 
 
 def _spec_units(repeats: Sequence[Repeat], shown: dict[Repeat, int], *, units: int) -> tuple[int, ...]:
-    """Returns the spec index of each unit shown. `units`: number of units in the spec.
-
-    A repeated unit is represented by its copies at both ends.
-    """
+    """Returns the spec index of each unit shown. Copies at both ends represent a repeated unit."""
     found: list[int] = []
     index = skipped = 0
     for repeat in sorted(repeats, key=lambda one: one.first):

@@ -17,62 +17,35 @@ class UnitBytes:
 
     N is the shard degree. Padded: dim 0 is rounded up to a multiple of N. With tensor parallelism, matrices
     are this rank's part. Shards may be offloaded: see [Note: tiers] in `planner.offload`.
-
-    shard_degree: N.
-    replicate_degree: number of replicas.
-    reshards: parameters are resharded after forward.
-    reshard_degree: number of ranks that they stay sharded over after forward; 1 if it is not set.
-    shards: own shards on the device, in the master dtype unless offloaded, padded.
-    own_shards: trained own shards in the compute dtype, wherever they are stored.
-    on_drive: `own_shards` in a file, where each shard starts at a page boundary.
-    frozen: frozen own shards in their own dtype, wherever they are stored.
-    frozen_on_drive: `frozen` in a file.
-    gathered: all parameters in the compute dtype, padded: the all-gather buffer, and again its copy.
-    cast_copy: own shards cast for the all-gather; 0 if no cast is needed.
-    kept_copy: the same for parameters kept over fewer ranks after forward, per own shard that they consist
-        of.
-    largest_cast: `cast_copy` of the largest parameter; over one rank, parameters are cast one by one.
-    whole: gradients as autograd leaves them, unsharded.
-    whole_reduced: `whole` in the reduce dtype.
-    largest_whole: `whole` of the largest parameter.
-    last_whole: `whole` of the last parameter.
-    largest_whole_reduced: `whole_reduced` of the largest parameter.
-    reduce_input: `whole_reduced`, padded: the reduce-scatter's input.
-    reduce_output: the reduce-scatter's output, 1/N of its input.
-    gradient: gradients of the own shards in the master dtype (as reduced if they are offloaded).
-    trained: elements of the own shards that the optimizer updates, without padding.
-    trained_parameters: number of trained parameters.
-    largest_trained: elements of the largest trained own shard.
-    in_eight_bits: bytes of one moment as torchao stores it in 8 bits.
-    master_itemsize: bytes per element of the master dtype.
     """
 
-    shard_degree: int
-    replicate_degree: int
-    reshards: bool
-    reshard_degree: int
-    shards: int
-    own_shards: int
-    on_drive: int
-    frozen: int
-    frozen_on_drive: int
-    gathered: int
-    cast_copy: int
+    shard_degree: int  # N
+    replicate_degree: int  # number of replicas
+    reshards: bool  # parameters are resharded after forward
+    reshard_degree: int  # number of ranks that they stay sharded over after forward; 1 if it is not set
+    shards: int  # own shards on the device, in the master dtype unless offloaded, padded
+    own_shards: int  # trained own shards in the compute dtype, wherever they are stored
+    on_drive: int  # `own_shards` in a file, where each shard starts at a page boundary
+    frozen: int  # frozen own shards in their own dtype, wherever they are stored
+    frozen_on_drive: int  # `frozen` in a file
+    gathered: int  # all parameters in the compute dtype, padded: the all-gather buffer, and again its copy
+    cast_copy: int  # own shards cast for the all-gather; 0 if no cast is needed
+    # the same for parameters kept over fewer ranks after forward, per own shard that they consist of
     kept_copy: int
-    largest_cast: int
-    whole: int
-    whole_reduced: int
-    largest_whole: int
-    last_whole: int
-    largest_whole_reduced: int
-    reduce_input: int
-    reduce_output: int
-    gradient: int
-    trained: int
-    trained_parameters: int
-    largest_trained: int
-    in_eight_bits: int
-    master_itemsize: int
+    largest_cast: int  # `cast_copy` of the largest parameter; over one rank, parameters are cast one by one
+    whole: int  # gradients as autograd leaves them, unsharded
+    whole_reduced: int  # `whole` in the reduce dtype
+    largest_whole: int  # `whole` of the largest parameter
+    last_whole: int  # `whole` of the last parameter
+    largest_whole_reduced: int  # `whole_reduced` of the largest parameter
+    reduce_input: int  # `whole_reduced`, padded: the reduce-scatter's input
+    reduce_output: int  # the reduce-scatter's output, 1/N of its input
+    gradient: int  # gradients of the own shards in the master dtype (as reduced if they are offloaded)
+    trained: int  # elements of the own shards that the optimizer updates, without padding
+    trained_parameters: int  # number of trained parameters
+    largest_trained: int  # elements of the largest trained own shard
+    in_eight_bits: int  # bytes of one moment as torchao stores it in 8 bits
+    master_itemsize: int  # bytes per element of the master dtype
 
 
 def padded_numel(shape: tuple[int, ...], shard_degree: int) -> int:
@@ -171,10 +144,9 @@ def _shards_and_casts(
 
 
 def _eight_bits(numel: int, itemsize: int) -> int:
-    """Bytes of one moment in 8 bits: 1 per code, a 4-byte scale per block of 256, and the 256 fp32 values of
-    the codes.
+    """Bytes of one moment in 8 bits: codes, a 4-byte scale per block of 256, and a table of 256 fp32 values.
 
-    The moment has the master dtype if the shard is small or not a multiple of a block. torchao.optim, 0.18.
+    Small shards and those that are not whole blocks keep the master dtype. torchao.optim, 0.18.
     """
     if numel < 4096 or numel % 256:
         return numel * itemsize

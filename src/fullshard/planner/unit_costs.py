@@ -16,88 +16,49 @@ TICKS = 1_000_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """Ticks of the events on one unit, and the properties that decide which events occur.
+    """Ticks of the events on one unit, and the properties that decide which events occur."""
 
-    has_parameters: the unit has parameters.
-    is_trained: it has gradients.
-    is_sharded: its shard degree is above 1.
-    is_replicated: its replicate degree is above 1.
-    reshards: it is resharded after forward.
-    resharded: it is resharded to fewer ranks (hpZ).
-    separate_network: hpZ's all-gathers use other links, and overlap the shard axis's collectives.
-    shares_wires: the all-reduce uses the same links as the shard axis.
-    copy_in: own shard cast and copied into the all-gather buffer.
-    gather: the all-gather.
-    copy_out: parameters copied out of the buffer.
-    again_in: `copy_in` in backward, which may be over fewer ranks.
-    backward_gather: `gather` in backward.
-    hpz_copy: copy of the part kept over fewer ranks after forward.
-    pack: gradients copied into the reduce-scatter buffer.
-    scatter: the reduce-scatter; over one rank, a copy.
-    cast_gradient: the reduced chunk cast to the master dtype.
-    settle_again: the same, and added to an earlier one.
-    add_partial: a chunk not yet reduced over replicas, added to an earlier one.
-    all_reduce: over replicas.
-    keep_unsynced: unsharded gradients cast to the reduce dtype, without sync.
-    keep_again: the same, and added to earlier ones.
-
-    The remaining fields are costs of an offload target (see [Note: tiers] in `planner.offload`).
-
-    leave: the reduced chunk copied to the host.
-    add: the chunk added to an earlier one on the host.
-    update_disk: the group's state read from the drive and written.
-    update_in: state and gradients copied in for an update on the device.
-    update: the update.
-    update_out: state copied out after an update on the device.
-    back: updated parameters copied to the device.
-    fetch_disk: the own shard read from the drive before an all-gather.
-    fetch: the own shard copied from the host before an all-gather.
-    shards_on_disk: bytes of the own shard on the drive.
-    fetch_frozen: the frozen shard read from the drive.
-    frozen_on_disk: bytes of the frozen shard on the drive.
-    """
-
-    has_parameters: bool
-    is_trained: bool
-    is_sharded: bool
-    is_replicated: bool
-    reshards: bool
-    resharded: bool
-    separate_network: bool
-    shares_wires: bool
-    copy_in: int
-    gather: int
-    copy_out: int
-    again_in: int
-    backward_gather: int
-    hpz_copy: int
-    pack: int
-    scatter: int
-    cast_gradient: int
-    settle_again: int
-    add_partial: int
-    all_reduce: int
-    keep_unsynced: int
-    keep_again: int
-    leave: int = 0
-    add: int = 0
-    update_disk: int = 0
-    update_in: int = 0
-    update: int = 0
-    update_out: int = 0
-    back: int = 0
-    fetch_disk: int = 0
-    fetch: int = 0
-    shards_on_disk: int = 0
-    fetch_frozen: int = 0
-    frozen_on_disk: int = 0
+    has_parameters: bool  # the unit has parameters
+    is_trained: bool  # it has gradients
+    is_sharded: bool  # its shard degree is above 1
+    is_replicated: bool  # its replicate degree is above 1
+    reshards: bool  # it is resharded after forward
+    resharded: bool  # it is resharded to fewer ranks (hpZ)
+    separate_network: bool  # hpZ's all-gathers use other links, and overlap the shard axis's collectives
+    shares_wires: bool  # the all-reduce uses the same links as the shard axis
+    copy_in: int  # own shard cast and copied into the all-gather buffer
+    gather: int  # the all-gather
+    copy_out: int  # parameters copied out of the buffer
+    again_in: int  # `copy_in` in backward, which may be over fewer ranks
+    backward_gather: int  # `gather` in backward
+    hpz_copy: int  # copy of the part kept over fewer ranks after forward
+    pack: int  # gradients copied into the reduce-scatter buffer
+    scatter: int  # the reduce-scatter; over one rank, a copy
+    cast_gradient: int  # the reduced chunk cast to the master dtype
+    settle_again: int  # the same, and added to an earlier one
+    add_partial: int  # a chunk not yet reduced over replicas, added to an earlier one
+    all_reduce: int  # over replicas
+    keep_unsynced: int  # unsharded gradients cast to the reduce dtype, without sync
+    keep_again: int  # the same, and added to earlier ones
+    # Costs of an offload target: see [Note: tiers] in `planner.offload`.
+    leave: int = 0  # the reduced chunk copied to the host
+    add: int = 0  # the chunk added to an earlier one on the host
+    update_disk: int = 0  # the group's state read from the drive and written
+    update_in: int = 0  # state and gradients copied in for an update on the device
+    update: int = 0  # the update
+    update_out: int = 0  # state copied out after an update on the device
+    back: int = 0  # updated parameters copied to the device
+    fetch_disk: int = 0  # the own shard read from the drive before an all-gather
+    fetch: int = 0  # the own shard copied from the host before an all-gather
+    shards_on_disk: int = 0  # bytes of the own shard on the drive
+    fetch_frozen: int = 0  # the frozen shard read from the drive
+    frozen_on_disk: int = 0  # bytes of the frozen shard on the drive
 
 
 def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: int = 1) -> UnitCost:
     """Returns the costs of one unit. Bytes read and written per event: `_fsdp_collectives` of torch.
 
-    `tensor`: number of consecutive ranks that share the same sequences; a shard group takes every `tensor`-th
-        rank.
+    tensor: consecutive ranks with the same sequences; a shard group takes every `tensor`-th rank.
     """
     shard, replicate, fewer = _groups(size, hardware, world_size=world_size, tensor=tensor)
 

@@ -151,7 +151,7 @@ def _checked_model(run: Run) -> "Module":
 
     model = build_model(run)
     check_positions(model, run)
-    check_vocabulary(model, run, tokens=tokenizer_vocabulary(run.data))
+    check_vocabulary(run, tokens=tokenizer_vocabulary(run.data), model=model)
     loss_of(run, model)
     return model
 

@@ -81,23 +81,15 @@ def _moved(block: nn.Module, mover: "ActivationOffloader", *, least: float | Non
 
 @dataclass(eq=False)
 class Storage:
-    """One device storage that was saved.
-
-    source: flat view of all of it on the device, until it has been copied to the host
-    host: its copy on the host
-    copy: flat view of all of it on the device, once it was copied back
-    coming: the copy back that computing has not waited for
-    version: version of the tensor when it was saved
-    overwritten: whether it was changed in place since
-    """
+    """One device storage that was saved."""
 
     reference: "weakref.ref[torch.UntypedStorage]"
-    version: int
-    source: Tensor | None
-    host: Any = None
-    copy: Tensor | None = None
-    coming: "PendingFetch | None" = None
-    overwritten: bool = False
+    version: int  # version of the tensor when it was saved
+    source: Tensor | None  # flat view of all of it on the device, until it has been copied to the host
+    host: Any = None  # its copy on the host
+    copy: Tensor | None = None  # flat view of all of it on the device, once it was copied back
+    coming: "PendingFetch | None" = None  # the copy back that computing has not waited for
+    overwritten: bool = False  # whether it was changed in place since
 
     def check(self) -> None:
         """Records whether the source was changed in place since it was saved."""
@@ -115,19 +107,13 @@ class PendingFetch:
 
 @dataclass(eq=False)
 class BlockForward:
-    """One forward of one block.
-
-    least_bytes: smaller storages stay on the device; if None, all do
-    before: the forward before it
-    held: parameters' and buffers' storages, which stay too; None if unknown until parameters are gathered
-    saved: storages that are still needed
-    """
+    """One forward of one block."""
 
     block: nn.Module
     device: torch.device | None
-    least_bytes: float | None
-    before: "weakref.ref[BlockForward] | None"
-    held: set[int] | None
+    least_bytes: float | None  # smaller storages stay on the device; if None, all do
+    before: "weakref.ref[BlockForward] | None"  # the forward before it
+    held: set[int] | None  # storages of parameters and buffers, which stay; None until these are gathered
     saved: list["weakref.ref[Storage]"] = field(default_factory=list["weakref.ref[Storage]"])
     is_in_backward: bool = False
 
@@ -271,9 +257,7 @@ class ActivationOffloader:
             self._leaving.append((ticket, storages))
 
     def _begin_backward(self, call: BlockForward) -> None:
-        """Copies back all storages of a forward on its first use in backward, then starts on the preceding
-        one.
-        """
+        """Copies back a forward's storages at its first use in backward, then starts on the preceding one."""
         if call.is_in_backward:
             return
         call.is_in_backward = True

@@ -17,34 +17,15 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import PlanError, ShardError
 from fullshard.sharding.collectives import use_gloo_collectives
-from fullshard.sharding.materialize import Initialise, allocate, initialise_shards, meta_parameters
+from fullshard.sharding.materialize import Initialise, fill_shards, meta_parameters
 from fullshard.sharding.mesh import build_mesh, replicating_mesh, shared_post_forward_mesh
 from fullshard.sharding.precision import cast_buffers, engine_policy
-from fullshard.sharding.prefetch import apply_prefetch
 from fullshard.sharding.rank0_values import collect_rank0_values, warn_of_missing
 from fullshard.sharding.recompute import apply_recompute
 from fullshard.sharding.unit_sizes import warn_of_unit_sizes
 from fullshard.sharding.units import Predicate, Unit, find_repeated, find_units
 from fullshard.spec.plan import DeviceType, Plan, check_runs
-
-
-@dataclass(frozen=True)
-class Meshes:
-    """The plan's mesh, and the mesh of units left unsharded (made only if there are any)."""
-
-    main: DeviceMesh
-    unsharded: DeviceMesh
-
-    @classmethod
-    def build(cls, plan: Plan, units: Sequence[Unit]) -> "Meshes":
-        main = build_mesh(plan)
-        apart = any(unit.settings(plan).shard_degree != plan.shard_degree for unit in units)
-        return cls(
-            main,
-            replicating_mesh(plan.device, replicate_degree=plan.world_size, shard_degree=1)
-            if apart
-            else main,
-        )
+from fullshard.spec.run import PrefetchSection
 
 
 class ShardSink(Protocol):
@@ -105,10 +86,7 @@ def shard(
         given_some = any(name in given.tensors for name, _ in model.named_parameters())
         keeper.start(model, unset=values == "unset" and not given_some)
         order, keep = _in_forward_order(model, order), keeper.put_unit
-    if values == "initialised":
-        initialise_shards(model, order, values=given, plan=plan, init=init, keep=keep)
-    else:
-        allocate(model, order, values=given, plan=plan, keep=keep)
+    fill_shards(model, order, values=given, plan=plan, init=init, unset=values == "unset", keep=keep)
     if keeper is not None:
         keeper.finish()
     finish_sharding(model, prepared.units, plan=plan)
@@ -117,14 +95,12 @@ def shard(
 
 @dataclass(frozen=True)
 class ShardingInputs:
-    """Units, blocks and meshes for sharding a model.
-
-    blocks: the modules that recompute and the compiler apply to
-    """
+    """Units, blocks and meshes for sharding a model."""
 
     units: list[Unit]
-    blocks: Sequence[nn.Module]
-    meshes: Meshes
+    blocks: Sequence[nn.Module]  # the modules that recompute and the compiler apply to
+    mesh: DeviceMesh
+    unsharded_mesh: DeviceMesh  # of units that are not sharded; `mesh` if there are none
 
 
 def prepare(model: nn.Module, plan: Plan, *, units: Predicate | None = None) -> ShardingInputs:
@@ -135,9 +111,11 @@ def prepare(model: nn.Module, plan: Plan, *, units: Predicate | None = None) -> 
     found = find_units(model, section, predicate=units)
     _check_overrides(found, plan)
     repeated = find_repeated(model, section, units=found)
-    meshes = Meshes.build(plan, found)
+    mesh = unsharded_mesh = build_mesh(plan)
+    if any(unit.settings(plan).shard_degree != plan.shard_degree for unit in found):
+        unsharded_mesh = replicating_mesh(plan.device, replicate_degree=plan.world_size, shard_degree=1)
     warn_of_unit_sizes(found, plan, stacklevel=3)
-    return ShardingInputs(found, repeated, meshes)
+    return ShardingInputs(found, repeated, mesh, unsharded_mesh)
 
 
 def apply_fully_shard(
@@ -148,9 +126,8 @@ def apply_fully_shard(
     methods: Sequence[str] = (),
     stands_for: DeviceType | None = None,
 ) -> None:
-    """Runs the second part of `shard`: applies FSDP2, with every shard on the meta device.
-
-    `stands_for` is the device that fake tensors stand for; by default the plan's.
+    """Applies FSDP2, with all shards on the meta device. `stands_for`: the device that fake tensors stand
+    for.
     """
     units = prepared.units
     meta_parameters(model, units, plan=plan)
@@ -158,7 +135,9 @@ def apply_fully_shard(
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
     with shared_post_forward_mesh():
         for unit in units:
-            _fully_shard(unit, plan, meshes=prepared.meshes, scalars=scalars)
+            is_sharded = unit.settings(plan).shard_degree == plan.shard_degree
+            mesh = prepared.mesh if is_sharded else prepared.unsharded_mesh
+            _fully_shard(unit, plan, mesh=mesh, scalars=scalars)
     model.forward = _explained(model.forward)
     for method in methods:
         register_fsdp_forward_method(model, method)
@@ -167,7 +146,8 @@ def apply_fully_shard(
 def finish_sharding(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> None:
     """Runs the last part of `shard`, once shards and buffers are allocated."""
     cast_buffers(model, plan.precision)
-    apply_prefetch(_in_order_of_use(model, units), plan.run.prefetch)
+    in_order = [cast(FSDPModule, unit.modules[0]) for unit in _in_forward_order(model, units)]
+    _apply_prefetch(in_order, plan.run.prefetch)
 
 
 def _refuse(model: nn.Module) -> None:
@@ -208,11 +188,9 @@ def _recompute_and_compile(
 ) -> None:
     """Replaces `forward`s, not modules, so that names in the state dict do not change."""
     section = plan.run.recompute
-    if not plan.run.run.compile:
-        apply_recompute(blocks, section, device=device)
-        return
-    if section.mode == "offload":  # hooks around the compiled forward, which saves tensors like eager code
-        for block in blocks:
+    if not plan.run.run.compile or section.mode == "offload":
+        # Offload hooks go around the compiled forward, which saves tensors like eager code.
+        for block in blocks if plan.run.run.compile else ():
             block.forward = torch.compile(block.forward)
         apply_recompute(blocks, section, device=device)
         return
@@ -235,13 +213,13 @@ def _recompute_and_compile(
             block.forward = torch.compile(block.forward)
 
 
-def _fully_shard(unit: Unit, plan: Plan, *, meshes: Meshes, scalars: set[nn.Parameter]) -> None:
+def _fully_shard(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[nn.Parameter]) -> None:
     settings = unit.settings(plan)
     modules = list(unit.modules)
     engine = cast(Callable[..., Any], fully_shard)  # its type allows a list of modules only in an overload
     engine(
         modules if len(modules) > 1 else modules[0],
-        mesh=meshes.main if settings.shard_degree == plan.shard_degree else meshes.unsharded,
+        mesh=mesh,
         reshard_after_forward=settings.reshard_after_forward,
         mp_policy=engine_policy(settings.precision, is_root=unit.is_root),
         ignored_params=scalars or None,
@@ -276,9 +254,26 @@ def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
     return explained
 
 
-def _in_order_of_use(model: nn.Module, units: Sequence[Unit]) -> list[FSDPModule]:
-    """Returns FSDP2's modules of the units, in the order of `_in_forward_order`."""
-    return [cast(FSDPModule, unit.modules[0]) for unit in _in_forward_order(model, units)]
+def _apply_prefetch(units: Sequence[FSDPModule], section: PrefetchSection) -> None:
+    """Sets the prefetch of `units`, given in order of use.
+
+    Number of units unsharded at once, besides the root and units kept unsharded:
+
+        none                     1
+        implicit                 2: FSDP2 overlaps the next one
+        explicit with depth k    k + 1
+    """
+    if section.mode == "implicit":
+        return
+    forward, backward = (0, 0) if section.mode == "none" else (section.forward, section.backward)
+    for i, unit in enumerate(units):
+        # An empty list would restore FSDP2's default. The unit itself is gathered already when FSDP2 reads
+        # the list, so that listing it prefetches nothing.
+        unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 1 + forward]) or [unit])
+        unit.set_modules_to_backward_prefetch(list(reversed(units[max(i - backward, 0) : i])) or [unit])
+        if section.mode == "none" and hasattr(unit, "_set_unshard_async_op"):
+            # Issues the all-gather on the compute stream, so that the next one cannot run ahead of it.
+            unit._set_unshard_async_op(True)  # pyright: ignore[reportPrivateUsage]
 
 
 def _in_forward_order(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:

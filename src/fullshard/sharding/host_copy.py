@@ -1,7 +1,7 @@
 """Copies of tensors between a device and its host: on a CUDA stream, in plain memory, or only reported."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -82,38 +82,27 @@ class CudaHostCopy:
         torch.cuda.current_stream(self._device).wait_event(ticket)
 
 
-class AbsentTensor(NamedTuple):
-    """Placeholder for a host tensor that is not allocated."""
-
-    numel: int
-    dtype: torch.dtype
-
-
 class FakeHostCopy:
     """Copies nothing, for fake tensors that stand for a GPU's, and reports the copies to a callback."""
 
     beside = True
 
-    def __init__(self, tell: Tell | None = None) -> None:
+    def __init__(self, tell: Tell = lambda _way, _size: None) -> None:
         self.tell = tell
 
     def to_host(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
         for flat in flats:
-            self._say("out", flat.nbytes)
-        return [AbsentTensor(flat.numel(), flat.dtype) for flat in flats], self
+            self.tell("out", flat.nbytes)
+        return [(flat.numel(), flat.dtype) for flat in flats], self  # nothing is allocated
 
     def to_device(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
-        flats = [torch.empty(host.numel, dtype=host.dtype, device=device) for host in hosts]
+        flats = [torch.empty(numel, dtype=dtype, device=device) for numel, dtype in hosts]
         for flat in flats:
-            self._say("back", flat.nbytes)
+            self.tell("back", flat.nbytes)
         return flats, self
 
     def wait(self, ticket: Any) -> None:
-        self._say("wait", 0)
-
-    def _say(self, way: Way, size: int) -> None:
-        if self.tell is not None:
-            self.tell(way, size)
+        self.tell("wait", 0)
 
 
 def lane_for(device: DeviceType, actual: torch.device) -> HostCopy:

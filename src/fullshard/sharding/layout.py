@@ -2,20 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fullshard.distributed.tensors import local_tensor
 from fullshard.quantities import format_bytes, format_count
 
 
 @dataclass(frozen=True)
 class LayoutRow:
-    """One parameter as this rank holds it.
-
-    aliases: the other names of a tied parameter
-    """
+    """One parameter as this rank holds it."""
 
     unit: str
     parameter: str
@@ -26,7 +25,7 @@ class LayoutRow:
     placement: str
     trainable: bool
     local_bytes: int
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # the other names of a tied parameter
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Layout:
             "  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip()
             for cells in [header, *body]
         ]
-        numel = sum(_product(row.global_shape) for row in self.rows)
+        numel = sum(prod(row.global_shape) for row in self.rows)
         total = f"{format_count(numel)} parameters in {len({row.unit for row in self.rows})} units; "
         return "\n".join([*lines, total + f"this rank holds {format_bytes(self.local_bytes)}"])
 
@@ -61,7 +60,7 @@ class Layout:
 def sharding_table(model: nn.Module) -> Layout:
     """Returns the unit, shape, dtype, device and placement of each parameter of `model` on this rank.
 
-    Works for a sharded module, and for an unsharded one (every parameter is then whole, in no unit).
+    In an unsharded module, every parameter is whole and in no unit.
     """
     units = _unit_names(model)
     names: dict[int, list[str]] = {}
@@ -71,7 +70,7 @@ def sharding_table(model: nn.Module) -> Layout:
 
 
 def _row(parameter: nn.Parameter, names: list[str], *, units: dict[str, str]) -> LayoutRow:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_tensor(parameter)
     placement = "whole"
     if isinstance(parameter, DTensor):
         axes = parameter.device_mesh.mesh_dim_names or tuple(
@@ -94,10 +93,7 @@ def _row(parameter: nn.Parameter, names: list[str], *, units: dict[str, str]) ->
 
 
 def _unit_names(model: nn.Module) -> dict[str, str]:
-    """Returns module name -> the name of the unit that gathers its own parameters.
-
-    Modules of one unit share FSDP2's state object, which identifies the unit.
-    """
+    """Returns module name -> its unit, which FSDP2's state object, shared by its modules, identifies."""
     grouped: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
@@ -114,10 +110,3 @@ def _cells(row: LayoutRow) -> tuple[str, ...]:
     notes = ([] if row.trainable else ["frozen"]) + [f"= {alias}" for alias in row.aliases]
     shapes = ("×".join(map(str, shape)) or "scalar" for shape in (row.global_shape, row.local_shape))
     return (row.unit, row.parameter, *shapes, row.dtype, row.device, row.placement, ", ".join(notes))
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

@@ -16,7 +16,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +25,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.distributed.tensors import as_part_of
+from fullshard.distributed.tensors import as_part_of, local_tensor
 from fullshard.errors import ShardError
-from fullshard.sharding.precision import TORCH_DTYPE, unit_precision
+from fullshard.sharding.precision import TORCH_DTYPE, replace_buffers
 from fullshard.sharding.rank0_values import Rank0Values
 from fullshard.sharding.units import Unit
 from fullshard.spec.plan import Plan
@@ -63,11 +63,10 @@ def meta_parameters(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> N
     """Replaces every parameter by one on the meta device, trainable ones in their unit's master dtype.
 
     Ties are kept. Frozen parameters keep their dtype: they have no updates that rounding could lose. Scalars,
-    which cannot be sharded, also become meta parameters, and real ones again in `initialise_shards` or
-    `allocate`.
+    which cannot be sharded, also become meta parameters, and real ones again in `fill_shards`.
     """
     masters = {
-        id(p): TORCH_DTYPE[unit_precision(unit.override, plan).master]
+        id(p): TORCH_DTYPE[unit.settings(plan).precision.master]
         for unit in units
         for p in unit.parameters.values()
     }
@@ -89,50 +88,34 @@ def meta_parameters(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> N
         unit.parameters = {name: replaced[id(p)] for name, p in unit.parameters.items()}
 
 
-def initialise_shards(
+def fill_shards(
     model: nn.Module,
     units: Sequence[Unit],
     *,
     values: Rank0Values,
     plan: Plan,
     init: Initialise | None,
+    unset: bool = False,
     keep: Keep | None = None,
 ) -> None:
     """Allocates the shards and sets their values, unit by unit, and then the buffers.
 
-    See [Note: the same values at any rank count]. `keep` gets the parameters of each unit. `values` is
-    emptied as it is used, so that rank 0 frees the values that it has sent. Raises ShardError for parameters
-    and buffers that nothing initialises.
+    See [Note: the same values at any rank count]. Parameters that `values` lacks are initialised; if `unset`,
+    they are NaN, for a later load. `keep` gets the parameters of each unit. `values` is emptied as it is
+    used, so that rank 0 frees the values that it has sent. Raises ShardError for parameters and buffers that
+    nothing initialises.
     """
     filler = _Filler(model, device_of(plan), seed=plan.run.run.seed, init=init)
     filler.register(filler.stand_ins)
     try:
         for unit in units:
-            whole = filler.initialised([name for name in filler.names_in(unit) if name not in values.tensors])
+            missing = [name for name in filler.names_in(unit) if name not in values.tensors]
+            whole = filler.unset(missing) if unset else filler.initialised(missing)
             filler.fill_unit(unit, whole, values=values)
             if keep is not None:
                 keep(unit.parameters)
     finally:
         filler.register(filler.parameters)
-    filler.fill_buffers(values)
-
-
-def allocate(
-    model: nn.Module, units: Sequence[Unit], *, values: Rank0Values, plan: Plan, keep: Keep | None = None
-) -> None:
-    """Allocates shards as `initialise_shards` does, and sets those that `values` has.
-
-    The others are NaN, and are set by a later load.
-    """
-    filler = _Filler(model, device_of(plan), seed=plan.run.run.seed, init=None)
-    for unit in units:
-        for name in [name for name in filler.names_in(unit) if name not in values.tensors]:
-            with torch.no_grad():
-                _fill_nan(_local(filler.unset(name)))
-        filler.fill_unit(unit, {}, values=values)
-        if keep is not None:
-            keep(unit.parameters)
-    filler.register(filler.parameters)
     filler.fill_buffers(values)
 
 
@@ -156,7 +139,7 @@ def initialise(model: nn.Module, names: Iterable[str], *, plan: Plan, init: Init
         for own in holders.values():
             for name, whole in filler.initialised(own).items():
                 parameter = filler.parameters[name]
-                _local(parameter).copy_(_local(_cut(whole, parameter)))
+                local_tensor(parameter.detach()).copy_(local_tensor(_cut(whole, parameter)))
     finally:
         filler.register(filler.parameters)
 
@@ -164,13 +147,11 @@ def initialise(model: nn.Module, names: Iterable[str], *, plan: Plan, init: Init
 def allocate_fake(model: nn.Module, units: Sequence[Unit]) -> None:
     """Allocates shards and buffers on the CPU without values, for fake tensors, which have none."""
     filler = _Filler(model, torch.device("cpu"), seed=0, init=None)
-    filler.register({name: filler.unset(name) for name in filler.parameters})
+    filler.unset(list(filler.parameters), marked=False)
+    filler.register(filler.parameters)
     for unit in units:
         unit.parameters = {name: filler.parameters[name] for name in unit.parameters}
-    buffers = {id(buffer): torch.empty_like(buffer, device="cpu") for buffer in model.buffers()}
-    for module in model.modules():
-        for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            module._buffers[key] = buffers[id(buffer)]  # pyright: ignore[reportPrivateUsage]
+    replace_buffers(model, {id(b): torch.empty_like(b, device="cpu") for b in model.buffers()})
 
 
 def materialize(
@@ -243,13 +224,16 @@ class _Filler:
         else:
             self.parameters[name] = new
 
-    def unset(self, name: str) -> nn.Parameter:
-        """Replaces the parameter by a shard without values, and returns it."""
-        old = self.parameters[name]
-        shape = old.to_local().shape if isinstance(old, DTensor) else old.shape
-        local = torch.empty(shape, dtype=old.dtype, device=self.device)
-        self._put(name, as_part_of(old, local) if isinstance(old, DTensor) else local)
-        return self.parameters[name]
+    def unset(self, names: Sequence[str], *, marked: bool = True) -> dict[str, Tensor]:
+        """Replaces parameters by shards without values, NaN if `marked`. Returns no values to cut."""
+        for name in names:
+            old = self.parameters[name]
+            shape = old.to_local().shape if isinstance(old, DTensor) else old.shape
+            local = torch.empty(shape, dtype=old.dtype, device=self.device)
+            if marked:
+                _fill_nan(local)
+            self._put(name, as_part_of(old, local) if isinstance(old, DTensor) else local)
+        return {}
 
     def initialised(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Returns whole, initialised values of these parameters, in fp32 (or their own dtype if frozen)."""
@@ -274,10 +258,7 @@ class _Filler:
         return nn.Parameter(data, requires_grad=False)
 
     def _run_initialisers(self, concerned: set[nn.Module]) -> None:
-        """Initialises children before parents, as `nn.Module.apply` does.
-
-        A parent may refine its child's values.
-        """
+        """Initialises children before parents, which may refine their values, as `nn.Module.apply` does."""
         with _random_states_kept(self.device), torch.no_grad():
             for module in self.order:
                 if module in concerned:
@@ -317,15 +298,8 @@ class _Filler:
 
     def fill_buffers(self, values: Rank0Values) -> None:
         """Sets buffers to rank 0's, else the module computes them again. Raises ShardError if it cannot."""
-        real = {
-            id(buffer): values.take(name, self.device).clone()
-            for name, buffer in self.model.named_buffers()
-            if name in values.tensors
-        }
-        for module in self.model.modules():
-            for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-                if id(buffer) in real:
-                    module._buffers[key] = real[id(buffer)]  # pyright: ignore[reportPrivateUsage]
+        own = [(name, buffer) for name, buffer in self.model.named_buffers() if name in values.tensors]
+        replace_buffers(self.model, {id(b): values.take(name, self.device).clone() for name, b in own})
         for module in self.model.modules():
             self._recompute_buffers(module)
 
@@ -390,11 +364,6 @@ def _cut(whole: Tensor, parameter: nn.Parameter) -> Tensor:
             local = chunks[rank] if rank < len(chunks) else local[:0]
     # A copy: a view would keep the whole tensor's storage alive.
     return as_part_of(parameter, local.to(parameter.dtype, copy=True))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor, which shares its memory."""
-    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def device_of(plan: Plan) -> torch.device:

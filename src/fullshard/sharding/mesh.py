@@ -30,14 +30,13 @@ class Ranks:
 
     rank, world_size: over all machines
     local_rank, local_world_size: on this machine
-    device: the device that this process alone uses
     """
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    device: torch.device
+    device: torch.device  # the device that this process alone uses
 
 
 def pick_device_type(asked: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceType:
@@ -235,10 +234,9 @@ def replicating_mesh(device: DeviceType, *, replicate_degree: int, shard_degree:
 def shared_post_forward_mesh() -> Generator[None]:
     """Makes units that stay sharded over fewer ranks after forward (`reshard_to`) share one mesh.
 
-    `fully_shard(reshard_after_forward=<int>)` makes a mesh, and with it process groups, for every unit: with
-    80 blocks on NCCL, hundreds of communicators. It accepts no mesh for this, so its `DeviceMesh` class is
-    replaced while the context is open. If a torch has no such name, every unit has its own groups, which also
-    works.
+    `fully_shard(reshard_after_forward=<int>)` makes one, with process groups, for every unit, and accepts
+    none. So its `DeviceMesh` class is replaced meanwhile. A torch without that name makes groups for each
+    unit.
     """
     engine: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_init")
     mesh_class = getattr(engine, "DeviceMesh", None)

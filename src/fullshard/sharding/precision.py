@@ -1,22 +1,18 @@
 """The plan's dtypes as torch dtypes, and as FSDP2's mixed-precision policy."""
 
+from collections.abc import Mapping
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fullshard.spec.plan import Dtype, Plan, Precision, UnitSettings
-from fullshard.spec.run import UnitOverride
+from fullshard.spec.plan import Dtype, Precision
 
 TORCH_DTYPE: dict[Dtype, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-
-
-def unit_precision(override: UnitOverride | None, plan: Plan) -> Precision:
-    """Returns the plan's precision, or the unit's own if its override has one."""
-    return UnitSettings.of(plan, override, kept=False).precision
 
 
 def engine_policy(precision: Precision, *, is_root: bool) -> MixedPrecisionPolicy:
@@ -31,15 +27,17 @@ def engine_policy(precision: Precision, *, is_root: bool) -> MixedPrecisionPolic
 
 
 def cast_buffers(model: nn.Module, precision: Precision) -> None:
-    """Casts floating-point buffers to the plan's buffer dtype, which FSDP2 has no setting for.
-
-    Complex and integer buffers keep their dtype. A buffer that several modules share stays shared.
-    """
+    """Casts floating-point buffers to the plan's buffer dtype. A buffer that modules share stays shared."""
     if precision.buffer is None:
         return
     dtype = TORCH_DTYPE[precision.buffer]
-    cast = {id(buffer): buffer.to(dtype) for buffer in model.buffers() if buffer.is_floating_point()}
+    floating = (buffer for buffer in model.buffers() if buffer.is_floating_point())
+    replace_buffers(model, {id(buffer): buffer.to(dtype) for buffer in floating})
+
+
+def replace_buffers(model: nn.Module, replaced: Mapping[int, Tensor]) -> None:
+    """Registers other tensors in place of buffers, by their ids. A shared buffer stays shared."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if id(buffer) in cast:
-                module._buffers[name] = cast[id(buffer)]  # pyright: ignore[reportPrivateUsage]
+            if id(buffer) in replaced:
+                module._buffers[name] = replaced[id(buffer)]  # pyright: ignore[reportPrivateUsage]

@@ -1,29 +1,26 @@
 """Values that a module holds before it is sharded: rank 0's, which are sent to all ranks."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fullshard.distributed.agreement import gathered
 from fullshard.errors import ShardError
 
 
 @dataclass
 class Rank0Values:
-    """Rank 0's parameters and buffers.
+    """Rank 0's parameters and buffers. Names, and so the order of broadcasts, are the same on all ranks."""
 
-    The names, and so the order of the broadcasts, are the same on all ranks.
-
-    tensors: rank 0's tensors by name; on the other ranks, meta tensors of the same shapes and dtypes
-    receive_buffer: memory that every broadcast is received in
-    """
-
+    # rank 0's tensors by name; on the other ranks, meta tensors of the same shapes and dtypes
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    receive_buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    receive_buffer: Tensor = field(
+        default_factory=lambda: torch.empty(0, dtype=torch.uint8)
+    )  # of all broadcasts
 
     def take(self, name: str, device: torch.device) -> Tensor:
         """Returns the whole tensor on every rank, valid until the next `take`. Collective."""
@@ -72,24 +69,19 @@ class _TensorInfo:
     requires_grad: bool
 
 
-_Finding = tuple[str, str, str, str]  # fields of a ShardError: what, got, why, fix
-
-
 def collect_rank0_values(model: nn.Module) -> Rank0Values:
     """Returns rank 0's real parameters and buffers.
 
     Raises ShardError on all ranks if they hold different models, or one holds weights that rank 0 does not.
     """
-    tensors = dict(_named_tensors(model))
+    tensors: dict[str, Tensor] = dict([*model.named_parameters(), *model.named_buffers()])
     own = {
         name: _TensorInfo(
             tuple(t.shape), t.dtype, not t.is_meta, isinstance(t, nn.Parameter), t.requires_grad
         )
         for name, t in tensors.items()
     }
-    first = own
-    if dist.get_world_size() > 1:
-        first = _agree(own)
+    first = _agree(own) if dist.get_world_size() > 1 else own
     real = {name: given for name, given in first.items() if given.is_real}
     if dist.get_rank() == 0:
         return Rank0Values({name: tensors[name].detach() for name in real})
@@ -100,31 +92,28 @@ def _agree(own: dict[str, _TensorInfo]) -> dict[str, _TensorInfo]:
     """Returns rank 0's tensors. If one rank's differ, all ranks raise, so that none waits."""
     sent = [own]
     dist.broadcast_object_list(sent, src=0)
-    findings = cast(list[_Finding | None], [None] * dist.get_world_size())
-    dist.all_gather_object(findings, _finding(sent[0], own))
-    for rank, found in enumerate(findings):
-        if found is not None:
-            what, got, why, fix = found
-            raise ShardError(f"rank {rank} holds {what}", got=got, why=why, fix=fix)
+    for rank, error in enumerate(gathered(_disagreement(sent[0], own))):
+        if error is not None:
+            raise ShardError(f"rank {rank} holds {error.what}", got=error.got, why=error.why, fix=error.fix)
     return sent[0]
 
 
-def _finding(first: Mapping[str, _TensorInfo], given: Mapping[str, _TensorInfo]) -> _Finding | None:
+def _disagreement(first: Mapping[str, _TensorInfo], given: Mapping[str, _TensorInfo]) -> ShardError | None:
     for name in {**first, **given}:
         if difference := _difference(first.get(name), given.get(name)):
-            return (
+            return ShardError(
                 "another model than rank 0.",
-                f"{name}: {difference} on this rank",
-                "every rank must shard the same parameters",
-                "build the same model on every rank",
+                got=f"{name}: {difference} on this rank",
+                why="every rank must shard the same parameters",
+                fix="build the same model on every rank",
             )
     extra = [n for n, g in given.items() if g.is_parameter and g.is_real and not first[n].is_real]
     if extra:
-        return (
+        return ShardError(
             "weights that rank 0 does not.",
-            f"{len(extra)} parameters, {extra[0]} among them, on the meta device of rank 0",
-            "rank 0's values are the ones that every rank gets",
-            "load the weights on rank 0, or on every rank",
+            got=f"{len(extra)} parameters, {extra[0]} among them, on the meta device of rank 0",
+            why="rank 0's values are the ones that every rank gets",
+            fix="load the weights on rank 0, or on every rank",
         )
     return None
 
@@ -141,8 +130,3 @@ def _difference(first: _TensorInfo | None, given: _TensorInfo | None) -> str | N
     # Trainable parameters get the plan's master dtype in any case.
     frozen_apart = not first.requires_grad and first.dtype != given.dtype
     return f"{given.dtype}, not {first.dtype}," if frozen_apart else None
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()

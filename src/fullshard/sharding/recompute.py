@@ -3,7 +3,7 @@
 Recompute: Chen et al., arXiv:1604.06174.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -39,8 +39,6 @@ _MATMULS = frozenset(
 )
 SAVED_OPERATIONS = frozenset(getattr(_ATEN, name).default for name in _SAVED_NAMES if hasattr(_ATEN, name))
 
-Contexts = Callable[[], tuple[Any, Any]]
-
 
 def apply_recompute(
     blocks: Sequence[nn.Module],
@@ -64,24 +62,19 @@ def apply_recompute(
         chosen = blocks[:: section.period]
         offload_activations(chosen, least=section.offload_min_fraction, device=device, lane=lane)
         return
-    contexts: Contexts | None = None
+    recomputed = partial(checkpoint, use_reentrant=False)
     if section.mode == "selective":
         # The compiler reads torch's contexts, and must see all operations.
         contexts = partial(_contexts, section.save_matmuls, compiled=compiled)
+        recomputed = partial(recomputed, context_fn=contexts)
     for block in blocks[:: section.period]:
-        block.forward = _recomputed(block.forward, contexts)
-
-
-def _recomputed(forward: Callable[..., Any], contexts: Contexts | None) -> Callable[..., Any]:
-    if contexts is None:
-        return partial(checkpoint, forward, use_reentrant=False)
-    return partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+        block.forward = partial(recomputed, block.forward)
 
 
 class _SavePolicy:
     """Torch's policy for selective recompute: saves attention and every k-th matmul of a block.
 
-    Forward and recompute are counted separately, so that both choose the same matmuls.
+    Forward and recompute count apart, and so choose the same matmuls.
     """
 
     def __init__(self, every: int) -> None:

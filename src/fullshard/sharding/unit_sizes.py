@@ -37,8 +37,7 @@ def unit_size_findings(units: Sequence[Unit], plan: Plan) -> list[str]:
     """Returns problems with the sizes of `units` under `plan`, with figures; none for a model below 64 MiB.
 
     Too small: most units, and at least 8, are gathered from less than 256 KiB per rank. Too large: a unit is
-    more than half of the model, under a strategy that reshards units after use, so that at most two are
-    whole.
+    more than half of the model, and units are resharded after use.
     """
     gathered = {unit: _gathered_bytes(unit, plan) for unit in units if unit.parameters}
     if sum(gathered.values()) < LEAST_MODEL_BYTES:

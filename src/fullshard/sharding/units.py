@@ -25,19 +25,13 @@ ROOT = "(root)"
 
 @dataclass(eq=False)
 class Unit:
-    """Modules that are gathered together, and the parameters that belong to this unit only.
+    """Modules that are gathered together, and the parameters that belong to this unit only."""
 
-    name: the first module's name, with the others after a `+`
-    is_block: whether it was chosen as one of the repeated blocks, or by name, size or predicate
-    keep_until_backward: whether its backward comes right after its forward
-    override: the override of `sharding.units` that applies to it
-    """
-
-    name: str
+    name: str  # the first module's name, with the others after a `+`
     modules: tuple[nn.Module, ...]
-    is_block: bool = False
-    keep_until_backward: bool = False
-    override: UnitOverride | None = None
+    is_block: bool = False  # chosen as a repeated block, or by name, size or predicate
+    keep_until_backward: bool = False  # whether its backward comes right after its forward
+    override: UnitOverride | None = None  # the override of `sharding.units` that applies to it
     parameters: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
 
     @property
@@ -83,8 +77,7 @@ def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate |
 def find_repeated(model: nn.Module, section: UnitSection, *, units: Sequence[Unit]) -> list[nn.Module]:
     """Returns the blocks that recompute and compile apply to, whatever the units are.
 
-    These are the repeated blocks (or those that `names` match). If there are none, they are the modules
-    chosen as units, except those inside others.
+    If no blocks repeat or are named, these are the outermost modules chosen as units.
     """
     if section.policy == "block" and section.names:
         return list(_matching(model, section.names).values())
@@ -141,10 +134,7 @@ def _by_block(model: nn.Module, section: UnitSection) -> list[Unit]:
 
 
 def _run_units(paths: Mapping[str, nn.Module], run: Mapping[str, nn.Module], *, last: bool) -> list[Unit]:
-    """Makes one unit of the run.
-
-    A module that occurs in several places, and is called from each, is a unit of its own.
-    """
+    """Makes one unit of the run, and one of each module that is called from several places."""
     places = Counter(paths.values())
     alone = {name: module for name, module in run.items() if places[module] > 1}
     together = {name: module for name, module in run.items() if name not in alone}

@@ -29,32 +29,22 @@ _DEVICE = torch.ops.prim.device.default
 
 @dataclass
 class Recorded:
-    """Record of one phase.
+    """Record of one phase."""
 
-    event: the FSDP2 event that opens the phase.
-    unit: index of its unit; -1 if the event belongs to none.
-    changes: (kind, bytes) of each allocation (positive) and release (negative), in order.
-    given: the number of first changes that belong to the opening event (gradients handed over), not to the
-        phase.
-    work: each kernel launch.
-    fused: the launches with runs of elementwise operations fused.
-    copies: (way, bytes) of copies to and from the host beside the launches, and of waits for them.
-    """
-
-    event: Event
-    unit: int
+    event: Event  # the FSDP2 event that opens the phase
+    unit: int  # index of its unit; -1 if the event belongs to none
+    # (kind, bytes) of each allocation (positive) and release (negative), in order
     changes: list[tuple[Kind, int]] = field(default_factory=list[tuple[Kind, int]])
-    given: int = 0
-    work: list[KernelLaunch] = field(default_factory=list[KernelLaunch])
-    fused: list[KernelLaunch] = field(default_factory=list[KernelLaunch])
+    given: int = 0  # first changes that belong to the event (gradients handed over), not to the phase
+    work: list[KernelLaunch] = field(default_factory=list[KernelLaunch])  # each kernel launch
+    fused: list[KernelLaunch] = field(default_factory=list[KernelLaunch])  # elementwise runs fused
+    # (way, bytes) of copies to and from the host beside the launches, and of waits for them
     copies: list[tuple[Way, int]] = field(default_factory=list[tuple[Way, int]])
 
 
 @dataclass
 class _TracedBlock:
-    """Live storage. `serial`: number of storages created before it; unlike a storage's key, it is never
-    reused.
-    """
+    """Live storage. `serial`: number of storages made before it, which no other storage has."""
 
     size: int
     kind: Kind | None
@@ -64,18 +54,12 @@ class _TracedBlock:
 
 @dataclass
 class _Fusing:
-    """Run of elementwise operations that a compiler fuses into one kernel.
+    """Run of elementwise operations that a compiler fuses into one kernel."""
 
-    born: serials from this one on belong to storages that the run created.
-    read: bytes by serial of storages created before the run.
-    written: bytes by serial of storages that it writes.
-    last: the latest launch of the run; None if it is empty.
-    """
-
-    born: int
-    read: dict[int, int] = field(default_factory=dict[int, int])
-    written: dict[int, int] = field(default_factory=dict[int, int])
-    last: KernelLaunch | None = None
+    born: int  # serials from this one on belong to storages that the run created
+    read: dict[int, int] = field(default_factory=dict[int, int])  # bytes of older storages, by serial
+    written: dict[int, int] = field(default_factory=dict[int, int])  # bytes by serial
+    last: KernelLaunch | None = None  # the latest launch of the run; None if it is empty
 
 
 class Allocations(TorchDispatchMode):

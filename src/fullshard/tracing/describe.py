@@ -16,6 +16,7 @@ saves is not seen.
 """
 
 import copy
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -42,7 +43,6 @@ from fullshard.tracing.kernels import storages_bytes
 from fullshard.tracing.phases import KernelIndex, extrapolate, merge_recordings, same_structure
 from fullshard.tracing.repeated_blocks import TruncatedModel, truncate_repeated_blocks
 from fullshard.tracing.trace import LossFunction, Tracer
-from fullshard.tracing.transformers_masks import assume_one_document_per_row
 
 # Recompute settings traced for a Run that leaves recompute to the planner.
 RECOMPUTES = (
@@ -89,7 +89,7 @@ def describe(
     given = find_units(model, plan.run.sharding.units, predicate=units)
     study = _Study(model, plan, loss=loss, batch=batch, predicate=units, device=device)
     with ExitStack() as stack:
-        stack.enter_context(assume_one_document_per_row())
+        stack.enter_context(_one_document_per_row())
         if device == "cuda":
             stack.enter_context(cuda_kernels())
         if batch is None:
@@ -112,6 +112,26 @@ def describe(
 
 
 @contextmanager
+def _one_document_per_row() -> Generator[None]:
+    """Makes transformers models treat each row as one document while active, as they do on real batches.
+
+    These models check whether positions restart within a row, to separate packed documents. On fake tensors
+    they cannot know, and build a mask, so that attention does not use its causal kernel (torch 2.13,
+    transformers 5). A batch that separates documents has its own mask, and the check does not run.
+    """
+    masks, check = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
+    own = getattr(masks, check, None)
+    if masks is None or own is None:
+        yield
+        return
+    setattr(masks, check, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masks, check, own)
+
+
+@contextmanager
 def _batch_is_ours(model_name: str) -> Generator[None]:
     try:
         yield
@@ -131,9 +151,7 @@ def _device(plan: Plan | Run) -> DeviceType:
 
 
 def _on_one_rank(run: Run, device: DeviceType) -> tuple[Plan, tuple[RecomputeSection, ...]]:
-    """Returns a one-rank plan with the run's settings that a trace depends on, and the recompute settings to
-    trace.
-    """
+    """Returns a one-rank plan with the settings that a trace depends on, and the recomputes to trace."""
     microbatch = run.train.microbatch or 1
     train = run.train.model_copy(update={"microbatch": microbatch, "global_batch": microbatch})
     sharding = run.sharding.model_copy(
@@ -153,16 +171,11 @@ def _on_one_rank(run: Run, device: DeviceType) -> tuple[Plan, tuple[RecomputeSec
 
 @dataclass
 class _DescribedModel:
-    """Recording of one microbatch size.
+    """Recording of one microbatch size."""
 
-    recording: phases without earlier gradients.
-    accumulating: phases with gradients of earlier microbatches; empty if FSDP2 accumulates them itself.
-    batch_bytes: bytes of the microbatch's storages.
-    """
-
-    recording: list[Recorded]
-    accumulating: list[Recorded]
-    batch_bytes: int
+    recording: list[Recorded]  # phases without earlier gradients
+    accumulating: list[Recorded]  # with earlier gradients; empty if FSDP2 accumulates them itself
+    batch_bytes: int  # bytes of the microbatch's storages
 
 
 class _Study:
@@ -219,9 +232,8 @@ class _Study:
     def _prepared(
         self, plan: Plan, given: Sequence[Unit], *, short: bool
     ) -> tuple[Callable[[int], _DescribedModel] | None, TruncatedModel]:
-        """Returns a function that records a microbatch of a given size on a fake copy of the model.
-
-        Returns None in its place if the copy cannot be truncated.
+        """Returns a function that records a microbatch on a fake copy of the model; None if truncating
+        failed.
         """
         section = plan.run.sharding.units
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
@@ -298,11 +310,7 @@ def _periodic(recording: Sequence[Recorded], repeats: Sequence[Repeat]) -> bool:
 
 
 def _per_token(trace: Trace, kernels: Sequence[Kernel], *, sequence_length: int) -> tuple[float, int]:
-    """Returns (FLOP of forward and backward, active parameters) per token.
-
-    FLOP: three times the forward's matmuls and attention, with all attention pairs counted (see
-    `model_flops_per_token`). The backward of a matmul is two matmuls.
-    """
+    """Returns (FLOP of forward and backward, active parameters) per token, as `model_flops_per_token`."""
     microbatch = trace.microbatch or 1
     matmul = attention = 0.0
     for phase, times in _forward_phases(trace):

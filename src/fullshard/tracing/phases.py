@@ -10,11 +10,10 @@ from itertools import groupby
 
 from fullshard.sharding.host_copy import Way
 from fullshard.spec.model import Kernel, Launches, Line, Moment, Phase
-from fullshard.tracing.allocations import KINDS, Kind, Recorded
+from fullshard.tracing.allocations import Recorded
 from fullshard.tracing.kernels import KernelLaunch
 
 Recording = Sequence[Recorded]
-_State = tuple[Line, ...]  # bytes alive, by kind
 
 
 class KernelIndex:
@@ -48,12 +47,9 @@ class KernelIndex:
 def merge_recordings(
     low: Recording, high: Recording, *, microbatch: int, table: KernelIndex
 ) -> tuple[Phase, ...]:
-    """Returns the phases of a recording at `microbatch` and one at `microbatch + 1`.
-
-    The same recording given twice yields phases of fixed size.
-    """
+    """Returns the phases of recordings at `microbatch` and one more. Of equal ones, sizes are fixed."""
     phases: list[Phase] = []
-    state: _State = (Line(),) * len(KINDS)
+    state = Moment()
     for a, b in zip(low, high, strict=True):
         totals = _totals(state, low=a, high=b, microbatch=microbatch)
         state = totals[-1]
@@ -61,8 +57,8 @@ def merge_recordings(
             Phase(
                 event=a.event,
                 unit=a.unit,
-                peaks=tuple(_moment(total) for total in _envelope(totals[a.given :])),
-                end=_moment(state),
+                peaks=tuple(_envelope(totals[a.given :])),
+                end=state,
                 work=table.launches(a.work, high=b.work, microbatch=microbatch),
                 fused=table.launches(a.fused, high=b.fused, microbatch=microbatch),
                 out=_copies("out", low=a, high=b, microbatch=microbatch),
@@ -85,7 +81,7 @@ def extrapolate(smaller: Recording, *, low: Recording, high: Recording) -> bool:
     return all(
         2 * a[1] - b[1] == c[1]
         for one, other, third in zip(low, high, smaller, strict=True)
-        for a, b, c in zip(_sizes(one), _sizes(other), _sizes(third), strict=True)
+        for a, b, c in zip(*([*phase.changes, *phase.copies] for phase in (one, other, third)), strict=True)
     )
 
 
@@ -94,10 +90,6 @@ def _form(recorded: Recorded) -> tuple[object, ...]:
     work = [[(launch.kind, launch.dtype) for launch in some] for some in (recorded.work, recorded.fused)]
     ways = [way for way, _ in recorded.copies]
     return recorded.event, recorded.unit, recorded.given, kinds, work, ways
-
-
-def _sizes(recorded: Recorded) -> list[tuple[str, int]]:
-    return [*recorded.changes, *recorded.copies]
 
 
 def _copies(way: Way, *, low: Recorded, high: Recorded, microbatch: int) -> tuple[Line, ...]:
@@ -112,30 +104,21 @@ def _line(low: int, high: int, *, microbatch: int) -> Line:
     return Line(float(low - (high - low) * microbatch), float(high - low))
 
 
-def _totals(state: _State, *, low: Recorded, high: Recorded, microbatch: int) -> list[_State]:
+def _totals(state: Moment, *, low: Recorded, high: Recorded, microbatch: int) -> list[Moment]:
     """Returns the bytes alive before the first change and after each change."""
     totals = [state]
     for (kind, a), (_, b) in zip(low.changes, high.changes, strict=True):
-        state = _added(state, _line(a, b, microbatch=microbatch), kind=kind)
+        old, change = getattr(state, kind), _line(a, b, microbatch=microbatch)
+        new = Line(old.fixed + change.fixed, old.per_sequence + change.per_sequence)
+        state = state._replace(**{kind: new})
         totals.append(state)
     return totals
 
 
-def _added(state: _State, change: Line, *, kind: Kind) -> _State:
-    at = KINDS.index(kind)
-    old = state[at]
-    new = Line(old.fixed + change.fixed, old.per_sequence + change.per_sequence)
-    return (*state[:at], new, *state[at + 1 :])
-
-
-def _moment(state: _State) -> Moment:
-    return Moment(**dict(zip(KINDS, state, strict=True)))
-
-
-def _envelope(states: Sequence[_State]) -> list[_State]:
+def _envelope(states: Sequence[Moment]) -> list[Moment]:
     """Returns the states that are the highest for some microbatch of 1 or more."""
 
-    def sums(state: _State) -> tuple[float, float]:
+    def sums(state: Moment) -> tuple[float, float]:
         return sum(line.per_sequence for line in state), sum(line.fixed for line in state)
 
     # Order by slope, and keep the highest of equal slope. Each line must become the highest before the next
@@ -151,9 +134,7 @@ def _envelope(states: Sequence[_State]) -> list[_State]:
 
 
 def _overtakes(kept: list[tuple[float, float, int]], *, slope: float, fixed: float) -> bool:
-    """Returns whether a steeper line leaves the last kept line no microbatch of 1 or more at which it is
-    highest.
-    """
+    """Returns whether the last kept line is nowhere the highest, at 1 or more, beside a steeper line."""
     last_slope, last_fixed, _ = kept[-1]
     meets = (last_fixed - fixed) / (slope - last_slope)
     if meets <= 1:

@@ -22,14 +22,10 @@ _COUNTS = ("idx", "index", "number", "layer_id", "block_id", "depth")
 
 @dataclass(frozen=True)
 class TruncatedModel:
-    """Result of the truncation.
+    """Result of the truncation."""
 
-    left_out: names of the removed units.
-    repeats: the periods that stand for them, as unit indices of the trace.
-    """
-
-    left_out: frozenset[str] = frozenset()
-    repeats: tuple[Repeat, ...] = ()
+    left_out: frozenset[str] = frozenset()  # names of the removed units
+    repeats: tuple[Repeat, ...] = ()  # the periods that stand for them, as unit indices of the trace
 
 
 def truncate_repeated_blocks(

@@ -27,10 +27,7 @@ LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int]]
 
 
 class Tracer:
-    """Runs microbatches of `model`, whose parameters are fake, and records each phase.
-
-    `transients`: see `Allocations`.
-    """
+    """Runs microbatches of `model`, whose parameters are fake. `transients`: see `Allocations`."""
 
     def __init__(
         self,
@@ -50,9 +47,7 @@ class Tracer:
         self._backward_began = False
 
     def microbatch(self, loss: LossFunction, batch: Any) -> list[Recorded]:
-        """Returns the phases of one forward and backward. Unsharded gradients of earlier microbatches are not
-        counted.
-        """
+        """Returns the phases of one forward and backward, without gradients of earlier microbatches."""
         self.allocations = Allocations(transients=self.transients)
         self._finished, self._backward_began = set(), False
         self._to_run = [set() for _ in self.units]

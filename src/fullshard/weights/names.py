@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.errors import CheckpointError, MissingExtraError
+from fullshard.models.huggingface import code_beside, without_code
 from fullshard.models.quiet_import import import_quietly
-from fullshard.models.remote_code import code_beside, without_code
 from fullshard.spec.pretrained import check_sizes
 from fullshard.spec.small_files import ForeignErrors
 from fullshard.spec.weight_map import Part, Shape, WeightMap, by_name, whole
