@@ -49,7 +49,7 @@ class InMemory:
         return {key: part.view(shape) for key, part in found._asdict().items()}
 
     def update(self, function: Callable[..., None], *, release: Callable[[str], None]) -> None:
-        for group, parts in self.store.stream(self.groups):
+        for group, parts in self.store.stream():
             function(group, parts)
         for name in self.names:
             release(name)

@@ -5,7 +5,6 @@ See [Note: skipping] in `planner.steady_state`, and [Note: the engine's order] i
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import NamedTuple
 
 from fullshard.planner.activations import Moved
@@ -28,7 +27,6 @@ from fullshard.planner.steady_state import (
 )
 from fullshard.planner.streams import Streams
 from fullshard.planner.unit_costs import UnitCost
-from fullshard.spec.groups import UNIT_BUFFERS
 from fullshard.spec.model import Event
 from fullshard.spec.run import PrefetchSection
 
@@ -62,7 +60,6 @@ class Policy:
     place: index of each unit in `by_position`.
     act: ticks of the host to gather a unit, or to reduce its gradients.
     norm: ticks of the host for the norm of offloaded gradients; None without an offload target.
-    update_first: forward waits for the whole offloaded update, which ends with the first units.
     skips: skip repeated turns, see [Note: skipping].
     """
 
@@ -73,7 +70,6 @@ class Policy:
     place: Mapping[int, int]
     act: int
     norm: int | None = None
-    update_first: bool = False
     skips: bool = True
 
 
@@ -107,11 +103,6 @@ class StepSimulation:
         """Runs all microbatches of a step. `accumulating`: the work of those after the first."""
         marks: list[StreamSnapshot] = []
         index = 0
-        if self.policy.update_first:
-            traced = work.program.traced
-            own = (u for u in self.policy.by_position if self.costs[traced[u]].shards_on_disk)
-            for unit in [*islice(own, UNIT_BUFFERS)][::-1]:
-                touch_buffer(unit, self.in_buffers.trained)
         while index < accumulation:
             self.streams.slack = NEVER
             first, last = index == 0, index == accumulation - 1
@@ -264,7 +255,7 @@ class StepSimulation:
         if not (again and cost.resharded):
             updates = self.updates and not self.in_backward
             is_there = not cost.shards_on_disk or touch_buffer(unit, self.in_buffers.trained)
-            reads = not is_there and (self.policy.update_first or not updates)
+            reads = not is_there and not updates
             frozen_too = bool(cost.frozen_on_disk) and not touch_buffer(unit, self.in_buffers.frozen)
             there = fetch_shard(self.streams, cost, updates=updates, reads=reads, reads_frozen=frozen_too)
         if not cost.is_sharded:
