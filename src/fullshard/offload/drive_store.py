@@ -180,7 +180,7 @@ class DriveStore:
         if step is None:
             step = max((one.step for one in whole), default=-1) + 1
         for later in (one for one in whole if one.step >= step):
-            self.generations.drop(later)
+            self.generations.drop(later.slot)
         self.generations.commit(step, payload)
         self._committed = True
 
