@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullshard.profiler.clock import timeline
+from fullshard.profiler.clock import time_calls
 from fullshard.spec.hardware import ComputeDtype, Curve, Point
 
 _TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
@@ -56,7 +56,6 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
-        self.on = timeline(device)
         self._generator = torch.Generator(device).manual_seed(0)
 
     def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -82,10 +81,7 @@ class Meter:
         return mean_over_ranks(sorted(rates)[-2])
 
     def _seconds(self, work: Callable[[], object], calls: int) -> float:
-        start = self.on.mark()
-        for _ in range(calls):
-            work()
-        return max(self.on.seconds(start, self.on.mark()), 1e-9)
+        return max(time_calls(work, calls, device=self.device), 1e-9)
 
     def curve(self, tasks: Sequence[Callable[[], Task]], *, seconds: float) -> Curve:
         """Returns the rate of each task, measured in about `seconds` in total.

@@ -128,15 +128,6 @@ class StreamingAdamW(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         self.gradients.clear()
 
-    def tensors_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Returns `step`, `exp_avg` and `exp_avg_sq` as `torch.optim.AdamW` does; empty before an update."""
-        own = dict(self.state.get(parameter, {}))
-        name = self.offloaded.names_of.get(parameter)
-        if own and name is not None:
-            outside = self.offloaded.tensors(name)
-            own |= {key: outside[key] for key in ("exp_avg", "exp_avg_sq")}
-        return own
-
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as `torch.optim.AdamW` does, with each parameter's master beside its moments.
 
