@@ -49,7 +49,7 @@ class InMemory:
         return {key: part.view(shape) for key, part in found._asdict().items()}
 
     def update(self, function: Callable[..., None], *, release: Callable[[str], None]) -> None:
-        for group, parts in self.store.stream(self.groups):
+        for group, parts in self.store.stream():
             function(group, parts)
         for name in self.names:
             release(name)
@@ -118,10 +118,11 @@ def same_as(streamed: StreamingAdamW, other: torch.optim.Optimizer) -> bool:
 
 
 def same_state(streamed: StreamingAdamW, one: Tensor, other: torch.optim.Optimizer, their: Tensor) -> bool:
-    own, expected = streamed.tensors_of(one), other.state[their]
-    master = streamed.offloaded.tensors(streamed.offloaded.names_of[one])["master"]
+    own, expected = dict(streamed.state.get(one, {})), other.state[their]
+    outside = streamed.offloaded.tensors(streamed.offloaded.names_of[one])
+    own |= {key: outside[key] for key in ("exp_avg", "exp_avg_sq") if own}
     return (
-        torch.equal(master, their.detach())
+        torch.equal(outside["master"], their.detach())
         and own.keys() == expected.keys()
         and all(torch.equal(own[key], expected[key]) for key in own)
     )

@@ -174,14 +174,6 @@ def test_other_bytes_are_named_by_file_record_and_place(directory: Path, check, 
             generations.verify(generations.whole()[0])
 
 
-def test_without_digests_nothing_is_held_against_them(directory: Path) -> None:
-    with opened(directory, check="never") as generations:
-        put(generations, 1)
-    with opened(directory, check="always") as generations:
-        assert holds(generations, generations.whole()[0])
-        generations.verify(generations.whole()[0])
-
-
 @pytest.mark.parametrize("kind", ["data", "payload", "json"])
 @pytest.mark.parametrize("left", [None, 0, 10])
 def test_a_file_that_is_gone_or_cut_off_is_told_and_the_older_generation_serves(

@@ -201,7 +201,7 @@ def test_a_piece_of_what_has_no_gradient_does_not_pass() -> None:
         seen.extend(piece.group.names)
         piece.state.master.copy_(piece.gradient)
 
-    for group, parts in store.stream(groups):
+    for group, parts in store.stream():
         through.update(group, parts, gradients={"b": torch.ones(2048)}, change=change)
     assert seen == ["b", "b"]
     whole = [store.read_parts(name) for name in "ab"]
@@ -224,7 +224,7 @@ def test_what_fails_is_raised_when_the_lanes_are_idle() -> None:
     store = HostStore(groups, moments=None, pinned=False)
     lanes = CopyStreams(LateLane(device), Full(device), LateLane(device))
     through = DeviceUpdate(groups, device=CPU, moments=None, lanes=lanes)
-    for group, parts in store.stream(groups):
+    for group, parts in store.stream():
         with pytest.raises(MemoryError):
             through.update(group, parts, gradients={"a": torch.ones(8192)}, change=lambda _: None)
     assert not device.put

@@ -113,7 +113,7 @@ def test_a_dropped_generation_stays_dropped_and_the_older_one_is_kept(directory:
     with opened(directory) as generations:
         put(generations, 1)
         put(generations, 2)
-        generations.drop(generations.whole()[0])
+        generations.drop(generations.whole()[0].slot)
         assert steps(generations) == [1]
     with opened(directory) as generations:
         assert steps(generations) == [1]

@@ -90,7 +90,7 @@ def after_loading(tier: str, directory: str, at: int, layout: Any, *more: str) -
     return bits
 
 
-BEFORE, AMID = (0, "sharded"), (3, "ranks", "offload.moments=bf16", "offload.order=alternate")
+BEFORE, AMID = (0, "sharded"), (3, "ranks", "offload.moments=bf16")
 QUICK = [("optimizer:cpu", BEFORE), ("params+optimizer:nvme", AMID)]
 
 

@@ -131,7 +131,6 @@ STRATEGIES = {
     [
         ("precision.mode=bf16",),
         pytest.param(("precision.mode=bf16_pure", "offload.group_parameters=99999"), marks=pytest.mark.long),
-        pytest.param(("precision.mode=bf16", "offload.order=alternate"), marks=pytest.mark.long),
     ],
 )
 def test_a_base_outside_of_the_device_is_trained_on_bit_for_bit(

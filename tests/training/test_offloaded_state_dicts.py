@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import OffloadError, SpecError
-from fullshard.offload.drive_store import SLOTS
+from fullshard.offload.drive_store import GROUP_BUFFERS
 from fullshard.offload.lazy_tensor import LazyTensor, lazy_tensor
 from fullshard.offload.state import offloaded_of
 from fullshard.training.state import TrainState
@@ -25,11 +25,11 @@ Bits = dict[str, Tensor]
 
 
 def state_on(tier: str, directory: str, *more: str) -> TrainState:
-    """Of more groups than a drive's slots, with parameters that are cut over them."""
+    """Of more groups than a drive's buffers, with parameters that are cut over them."""
     state, _ = sharded(run_of(f"offload.tier={tier}", f"run.dir={directory}", TINY, *more), model=Odd)
     offloaded = offloaded_of(state.model)
     if offloaded is not None:
-        assert len(offloaded.groups) > SLOTS
+        assert len(offloaded.groups) > GROUP_BUFFERS
         assert any(one.begin for group in offloaded.groups for one in group.segments)
     return state
 

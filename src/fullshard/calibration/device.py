@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fullshard.distributed.agreement import world_size
-from fullshard.profiler.clock import timeline
+from fullshard.profiler.clock import time_calls
 from fullshard.spec.hardware import ComputeDtype, Curve, Point
 
 _TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
@@ -52,7 +52,6 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
-        self.on = timeline(device)
         self._generator = torch.Generator(device).manual_seed(0)
 
     def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -77,10 +76,7 @@ class Meter:
         return mean_over_ranks(sorted(rates)[-2])
 
     def _seconds(self, work: Callable[[], object], calls: int) -> float:
-        start = self.on.mark()
-        for _ in range(calls):
-            work()
-        return max(self.on.seconds(start, self.on.mark()), 1e-9)
+        return max(time_calls(work, calls, device=self.device), 1e-9)
 
     def curve(self, make: Callable[[int], Task], sizes: Sequence[int], *, seconds: float) -> Curve:
         """Returns the rate of the task of each size, measured in about `seconds` in total.

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import SpecError
 from fullshard.offload.device_update import DeviceUpdate, Slice
 from fullshard.offload.gather_source import ShardCopies
@@ -105,7 +105,7 @@ class StreamingAdamW(torch.optim.Optimizer):
             beta1, beta2 = group["betas"]
             options = AdamOptions(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
             seed = hash((self.seed, int(state["step"].item()), place, shard_index(parameter)))
-            job = _GroupUpdate(_local(gradient).reshape(-1), state["step"], options, seed)
+            job = _GroupUpdate(local_tensor(gradient).reshape(-1), state["step"], options, seed)
             if name is not None:
                 jobs[name] = job
             else:
@@ -127,15 +127,6 @@ class StreamingAdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         self.gradients.clear()
-
-    def tensors_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Returns `step`, `exp_avg` and `exp_avg_sq` as `torch.optim.AdamW` does; empty before an update."""
-        own = dict(self.state.get(parameter, {}))
-        name = self.offloaded.names_of.get(parameter)
-        if own and name is not None:
-            outside = self.offloaded.tensors(name)
-            own |= {key: outside[key] for key in ("exp_avg", "exp_avg_sq")}
-        return own
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as `torch.optim.AdamW` does, with each parameter's master beside its moments.
@@ -178,7 +169,9 @@ class StreamingAdamW(torch.optim.Optimizer):
                 for name, new in portion.items():
                     for key, tensor in new.items():
                         one = saved[name].get(key)
-                        _local(tensor).zero_() if one is None else _local(tensor).copy_(_local(one))
+                        local_tensor(tensor).zero_() if one is None else local_tensor(tensor).copy_(
+                            local_tensor(one)
+                        )
 
     def _take_over(self, state_dict: dict[str, Any]) -> None:
         """Loads the state that is not offloaded, in place, into the tensors of any earlier `state_dict`."""
@@ -236,11 +229,11 @@ def _update(  # signature: bound arguments, and those of `OffloadedState.update`
             alike[job.options].append((job, segment))
     for options, own in alike.items():
         gradients = [
-            job.gradient[one.begin : one.end] if gradient is None else _of(one, gradient) for job, one in own
+            job.gradient[one.in_shard] if gradient is None else gradient[one.in_group] for job, one in own
         ]
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage]
-        cut = [[_of(one, part) for _, one in own] for part in parts]
+        cut = [[part[one.in_group] for _, one in own] for part in parts]
         if parts.master.dtype is not torch.float32:
             for (job, one), g, *state in zip(own, gradients, *cut, strict=True):
                 _rounded(job, g, state=tuple(state), begin=one.begin)
@@ -250,10 +243,6 @@ def _update(  # signature: bound arguments, and those of `OffloadedState.update`
         else:
             steps = [_step(job, parts.master.device) for job, _ in own]
             _fused(cut, gradients, steps=steps, options=options)
-
-
-def _of(segment: Segment, part: Tensor) -> Tensor:
-    return part[segment.offset : segment.offset + segment.numel]
 
 
 def _step(job: _GroupUpdate, device: torch.device) -> Tensor:
@@ -313,7 +302,7 @@ def _generator(job: _GroupUpdate, begin: int, *, device: torch.device) -> torch.
 
 def _require_same_shards(name: str, new: Mapping[str, Any], *, now: Mapping[str, Tensor]) -> None:
     for key, tensor in new.items():
-        own, found = _local(now[key]), _local(tensor) if isinstance(tensor, Tensor) else None
+        own, found = local_tensor(now[key]), local_tensor(tensor) if isinstance(tensor, Tensor) else None
         read = isinstance(found, LazyTensor) or (found is not None and not found.is_meta)
         if found is None or found.shape != own.shape or not read:
             got = f"{tuple(found.shape)} on {found.device}" if found is not None else type(tensor).__name__
@@ -323,7 +312,3 @@ def _require_same_shards(name: str, new: Mapping[str, Any], *, now: Mapping[str,
                 why="a state_dict is for the same parameters on the same ranks",
                 fix="fullshard.save and fullshard.load, whose checkpoints are for any number of ranks",
             )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -191,7 +191,7 @@ def _copy_in(
     _copy(there, state)
     for one in piece.segments:
         if (gradient := gradients.get(one.name)) is not None:
-            into[one.offset : one.offset + one.numel].copy_(gradient[one.begin : one.end], non_blocking=True)
+            into[one.in_group].copy_(gradient[one.in_shard], non_blocking=True)
 
 
 def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:

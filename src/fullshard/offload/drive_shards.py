@@ -88,10 +88,9 @@ class DriveShards:
     def host_bytes(self) -> int:
         return self._buffers.host_bytes
 
-    def begin(self, *, backwards: bool) -> None:
+    def begin(self) -> None:
         self._following.begin()
-        published = (number for number, unit in self._units.items() if unit.elements)
-        self._buffers.begin(published, backwards=backwards)
+        self._buffers.begin(number for number, unit in self._units.items() if unit.elements)
 
     def hurried(self, unit: int | None) -> AbstractContextManager[None]:
         return self._buffers.hurried(unit)

@@ -1,13 +1,14 @@
 """Sources of all-gathers when the master is elsewhere: this rank's shards in the compute dtype."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from fullshard.offload.fsdp_params import compute_dtype, local_shape, padded_shape
+from fullshard.offload.fsdp_params import compute_dtype, dtensor_like, local_shape, padded_shape, shard_dtype
 from fullshard.offload.host_memory import allocate_host
 
 
@@ -20,15 +21,12 @@ class GatherSource(Protocol):
     @property
     def host_bytes(self) -> int: ...
 
-    def begin(self, *, backwards: bool) -> None:
-        """Begins an update, which publishes all shards in the order of gathers, or `backwards`."""
+    def begin(self) -> None:
+        """Begins an update, which publishes all shards in the order of gathers."""
         ...
 
     def hurried(self, unit: int | None) -> AbstractContextManager[None]:
-        """Marks, while it is open, that a thread waits until `unit` is published (None: all units).
-
-        Publishing it does not wait for any gather meanwhile.
-        """
+        """Makes publishing `unit` (None: all units) wait for no gather while the context is open."""
         ...
 
     def write(self, name: str, begin: int, *, values: Tensor) -> None:
@@ -61,7 +59,7 @@ class _InMemory:
 
     host_bytes = 0
 
-    def begin(self, *, backwards: bool) -> None: ...
+    def begin(self) -> None: ...
 
     def hurried(self, unit: int | None) -> AbstractContextManager[None]:
         return nullcontext()
@@ -138,6 +136,47 @@ class ShardCopies(_InMemory):
 
     def whole(self, name: str) -> Tensor:
         return self.tensors[name][: local_shape(self._engine[name]).numel()]
+
+
+class FrozenShards:
+    """Frozen parameters of one sharded model on one rank, offloaded in their own dtype.
+
+    engine: FSDP2's object of each, by name, in the order of use
+    units: number of the unit that gathers each
+    shards: holds the values
+    """
+
+    def __init__(
+        self, engine: Mapping[str, Any], units: Mapping[str, int], *, shards: SeparateShards
+    ) -> None:
+        self.engine, self.shards = engine, shards
+        self._names: dict[int, list[str]] = {}
+        for name in engine:
+            self._names.setdefault(units[name], []).append(name)
+
+    def put(self, values: Mapping[str, Tensor]) -> None:
+        """Stores the frozen ones of a unit's flat shards."""
+        for name, value in values.items():
+            if name in self.engine and value.numel():
+                self.shards.write(name, 0, values=value)
+
+    def tensor(self, name: str) -> DTensor:
+        """Returns a parameter's values, placed like it; not to be changed. On a drive, a use reads them."""
+        return dtensor_like(self.engine[name], self.shards.whole(name))
+
+    def refill(self) -> Iterator[dict[str, Tensor]]:
+        """Sets new values, one unit at a time: yields tensors to fill, as `OffloadedState.refill` does."""
+        self.shards.begin()
+        with self.shards.hurried(None):  # no all-gather runs meanwhile
+            for names in self._names.values():
+                own = {name: self.engine[name] for name in names}
+                new = {
+                    name: torch.empty(local_shape(one).numel(), dtype=shard_dtype(one))
+                    for name, one in own.items()
+                }
+                yield {name: dtensor_like(one, new[name]) for name, one in own.items()}
+                self.put(new)
+        self.shards.settle()
 
 
 def _zeros(  # signature: a tensor's

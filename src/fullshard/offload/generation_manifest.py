@@ -56,7 +56,7 @@ class GenerationManifest(FrozenModel):
     """Description of a complete generation.
 
     step: number of steps after which the state was written
-    digests: digest of each record, in the order of `records`; None where none was taken
+    digests: digest of each record, in the order of `records`
     payload_bytes: length of the payload file's valid part
     """
 
@@ -64,7 +64,7 @@ class GenerationManifest(FrozenModel):
     identity: Identity
     step: NonNegativeInt
     records: tuple[FileRecord, ...]
-    digests: tuple[str | None, ...]
+    digests: tuple[str, ...]
     payload_bytes: NonNegativeInt
     payload_digest: str
 

@@ -12,7 +12,7 @@ next. The ranks agree on a step that all have, and each drops newer ones.
 import logging
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from typing import Literal, Self
 
 import xxhash
 
-from fullshard.errors import DamagedOffloadError, OffloadError
+from fullshard.errors import DamagedOffloadError
 from fullshard.offload.directories import (
     LOCK,
     exclusive,
@@ -55,7 +55,8 @@ logger = logging.getLogger("fullshard")
 PAYLOAD_BYTES = 16 << 20  # allocated for each payload; a larger one can still be written
 _MARGIN_BYTES = 1 << 20  # manifests and file system metadata
 _PIECE_BYTES = 16 << 20  # read while the previous piece is digested
-Check = Literal["never", "asked", "always"]
+Check = Literal["asked", "always"]
+"""When `Generations.read` checks a record against its digest: if `verify` is set, or always."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,8 @@ class Generations:
     """Reads one generation while it writes the next: `begin`, `write` for every record, `commit`.
 
     Several threads may call `read` and `write` for different records. All other methods are for one thread,
-    while no `read` or `write` runs.
-
-    Every error is an OffloadError. After an error in `write`, the record can be written again. After an error
-    in `commit`, the new generation can never become complete: call `begin` again, or stop. The previous
-    generation is unchanged.
+    while no `read` or `write` runs. Every error is an OffloadError. After an error in `commit`, the new
+    generation can never become complete: call `begin` again, or stop.
     """
 
     def __init__(
@@ -93,7 +91,7 @@ class Generations:
         self.records = {record.name: record for record in records}
         self._system, self._files, self._resources = system, tuple(files), resources
         self._whole: dict[int, GenerationManifest] = {}
-        self._digests: tuple[dict[str, str | None], ...] = ({}, {})  # of each slot's records
+        self._digests: tuple[dict[str, str], ...] = ({}, {})  # of each slot's records
         self._verified: tuple[set[str], ...] = (set(), set())  # records verified since they were written
         self._begun: int | None = None  # the slot
         # One for the reading thread and one for the writing thread; each digests while its bytes move.
@@ -116,8 +114,6 @@ class Generations:
         identity (`discard` removes them), and OffloadError if another process uses the directory or the drive
         has no room.
 
-        check: when `read` checks digests: "never" (none are computed), "asked" (if its `verify` is set), or
-            "always"
         payload_bytes: space allocated for a payload
         """
         require_sound(records)
@@ -161,10 +157,7 @@ class Generations:
         self._resources.close()
 
     def whole(self) -> list[Generation]:
-        """Returns the complete generations, at most two, the newest first.
-
-        `open` has verified their payloads, but not their records: see `verify`.
-        """
+        """Returns the complete generations, at most two, the newest first. See `verify` for their records."""
         found = [Generation(manifest.step, slot) for slot, manifest in self._whole.items()]
         return sorted(found, key=lambda one: -one.step)
 
@@ -176,9 +169,15 @@ class Generations:
         except OSError as error:
             raise os_error(f"{payload_path(self.directory, slot)} cannot be read.", error) from error
 
-    def drop(self, generation: Generation) -> None:
-        """Removes a generation, crash-safely, because it is damaged or the ranks agreed on another."""
-        self._forget(generation.slot)
+    def drop(self, slot: int) -> None:
+        """Removes the generation in a slot, if there is one, crash-safely."""
+        self._whole.pop(slot, None)
+        self._digests[slot].clear()
+        self._verified[slot].clear()
+        try:
+            remove(manifest_path(self.directory, slot), system=self._system)
+        except OSError as error:
+            raise os_error(f"{manifest_path(self.directory, slot)} cannot be removed.", error) from error
 
     def begin(self) -> int:
         """Begins the next generation and returns its slot, which is never that of the newest complete one.
@@ -189,43 +188,37 @@ class Generations:
         self._begun = None
         newest = self.whole()
         slot = 1 - newest[0].slot if newest else 0
-        self._forget(slot)
+        self.drop(slot)
         self._begun = slot
         return slot
 
     def write(self, name: str, data: memoryview) -> None:
-        """Writes all of the record `name` of the generation that was begun.
-
-        `data` must not change until this returns.
-        """
+        """Writes the record `name` of the generation that was begun. `data` must not change meanwhile."""
         record, slot = self.records[name], self._begun
         assert slot is not None, "no generation was begun"
         assert data.nbytes == record.length_bytes, "a record is written whole"
         self._digests[slot].pop(name, None)
         self._verified[slot].discard(name)
-        taking = None if self.check == "never" else self._hashing.submit(digest, data)
+        hashing = self._hashing.submit(digest, data)
         try:
             self._files[slot].write(data, record.offset_bytes)
         finally:  # the digest must have read `data` before the caller reuses it, also after an error
-            taken = None if taking is None else taking.result()
-        self._digests[slot][name] = taken
+            found = hashing.result()
+        self._digests[slot][name] = found
 
     def read(self, name: str, target: memoryview, *, slot: int, verify: bool = False) -> None:
-        """Reads all of the record `name` of a complete generation, or as written since `begin`.
+        """Reads the record `name` of a complete generation, or as written since `begin`. See `Check`.
 
-        If `verify`, checks it against its digest, if there is one. Raises DamagedOffloadError on a mismatch,
-        or if the file ends early; the content of `target` is then undefined.
+        Raises DamagedOffloadError if its digest is another, or if the file ends early.
         """
         record, file = self.records[name], self._files[slot]
         assert target.nbytes == record.length_bytes, "a record is read whole"
         assert name in self._digests[slot], f"{name} was not written to slot {slot}"
-        expected = self._digests[slot][name]
-        if expected is None or not (verify or self.check == "always"):
+        if not (verify or self.check == "always"):
             file.read(target, record.offset_bytes)
             return
         pieces = (target[begin : begin + _PIECE_BYTES] for begin in range(0, target.nbytes, _PIECE_BYTES))
-        if _digested(file, record, pieces=pieces, hashing=self._hashing) != expected:
-            raise _other_record(file.path, record)
+        self._verify(record, slot, pieces=pieces)
 
     def read_part(self, name: str, target: memoryview, *, slot: int, offset: int) -> None:
         """Reads bytes of the record `name`, from its `offset` on.
@@ -236,21 +229,19 @@ class Generations:
         assert name in self._digests[slot], f"{name} was not written to slot {slot}"
         assert offset + target.nbytes <= record.length_bytes, "the bytes are the record's"
         if self.check == "always" and name not in self._verified[slot]:
-            _verify(self._files[slot], record, expected=self._digests[slot][name], hashing=self._hashing)
+            self._verify(record, slot, pieces=_scratch(record))
             self._verified[slot].add(name)
         self._files[slot].read(target, record.offset_bytes + offset)
 
     def verify(self, generation: Generation) -> None:
         """Reads every record. Raises DamagedOffloadError for the first that is not what was written."""
-        file, digests = self._files[generation.slot], self._digests[generation.slot]
-        for name, record in self.records.items():
-            _verify(file, record, expected=digests[name], hashing=self._hashing)
+        for record in self.records.values():
+            self._verify(record, generation.slot, pieces=_scratch(record))
 
     def commit(self, step: int, payload: bytes) -> Generation:
-        """Completes the generation that was begun, as the state after `step` steps, and makes it the newest.
+        """Completes the generation that was begun, as the state after `step` steps, and flushes it.
 
-        Returns once it is flushed to the drive. `payload` is any bytes to keep with it. Every record must
-        have been written since `begin`. See [Note: one whole generation].
+        Every record must have been written since `begin`. `payload` is any bytes to keep beside them.
         """
         slot, self._begun = self._begun, None
         assert slot is not None, "no generation was begun"
@@ -275,14 +266,20 @@ class Generations:
         self._whole[slot] = manifest
         return Generation(step, slot)
 
-    def _forget(self, slot: int) -> None:
-        self._whole.pop(slot, None)
-        self._digests[slot].clear()
-        self._verified[slot].clear()
-        try:
-            remove(manifest_path(self.directory, slot), system=self._system)
-        except OSError as error:
-            raise os_error(f"{manifest_path(self.directory, slot)} cannot be removed.", error) from error
+    def _verify(self, record: FileRecord, slot: int, *, pieces: Iterable[memoryview]) -> None:
+        """Reads a record into `pieces`, and digests each while the next is read.
+
+        Raises DamagedOffloadError if the digest is not that of what was written.
+        """
+        file, found, offset = self._files[slot], xxhash.xxh3_128(), record.offset_bytes
+        with ExitStack() as last:  # waits for the last digest, also after an error
+            for piece in pieces:
+                file.read(piece, offset)
+                offset += piece.nbytes
+                last.close()
+                last.callback(self._hashing.submit(found.update, piece).result)
+        if found.hexdigest() != self._digests[slot][record.name]:
+            raise other_bytes(file.path, f"{record.name}, bytes {record.offset_bytes} to {offset}")
 
 
 def _found(
@@ -356,32 +353,9 @@ def _is_there(directory: Path, slot: int, *, size_bytes: int) -> bool:
     return False
 
 
-def _verify(
-    file: DriveFile, record: FileRecord, *, expected: str | None, hashing: ThreadPoolExecutor
-) -> None:
-    """Reads all of a record. Raises DamagedOffloadError if its digest is not `expected`."""
+def _scratch(record: FileRecord) -> Iterator[memoryview]:
+    """Yields memory for each piece of a record, which two pieces on use again."""
     scratch = memoryview(mmap.mmap(-1, 2 * _PIECE_BYTES))
     halves = (scratch[:_PIECE_BYTES], scratch[_PIECE_BYTES:])
-    begins = range(0, record.length_bytes, _PIECE_BYTES)
-    pieces = (halves[i % 2][: record.length_bytes - begin] for i, begin in enumerate(begins))
-    if expected not in (None, _digested(file, record, pieces=pieces, hashing=hashing)):
-        raise _other_record(file.path, record)
-
-
-def _digested(
-    file: DriveFile, record: FileRecord, *, pieces: Iterable[memoryview], hashing: ThreadPoolExecutor
-) -> str:
-    """Returns the digest of a record, read into `pieces`. Each piece is digested while the next is read."""
-    found, offset = xxhash.xxh3_128(), record.offset_bytes
-    with ExitStack() as last:  # waits for the last digest, also after an error
-        for piece in pieces:
-            file.read(piece, offset)
-            offset += piece.nbytes
-            last.close()
-            last.callback(hashing.submit(found.update, piece).result)
-    return found.hexdigest()
-
-
-def _other_record(path: Path, record: FileRecord) -> OffloadError:
-    begin, end = record.offset_bytes, record.offset_bytes + record.length_bytes
-    return other_bytes(path, f"{record.name}, bytes {begin} to {end}")
+    for i, begin in enumerate(range(0, record.length_bytes, _PIECE_BYTES)):
+        yield halves[i % 2][: record.length_bytes - begin]

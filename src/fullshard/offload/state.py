@@ -1,4 +1,4 @@
-"""State that a rank keeps outside the device: masters and moments of its trained shards, and shards."""
+"""State that a rank keeps off the device: master weights and moments of its trained shards, and shards."""
 
 import weakref
 from collections import Counter
@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import OffloadError
 from fullshard.offload.drive_counters import DriveCounters
-from fullshard.offload.frozen import Frozen
 from fullshard.offload.fsdp_params import (
     compute_dtype,
     dtensor_like,
@@ -24,7 +23,13 @@ from fullshard.offload.fsdp_params import (
     redirect_all_gather,
     shard_dtype,
 )
-from fullshard.offload.gather_source import GatherSource, MasterShards, SeparateShards, ShardCopies
+from fullshard.offload.gather_source import (
+    FrozenShards,
+    GatherSource,
+    MasterShards,
+    SeparateShards,
+    ShardCopies,
+)
 from fullshard.offload.lazy_tensor import lazy_tensor
 from fullshard.offload.store import GroupStore, HostStore, Parts, dtypes_of
 from fullshard.offload.update_thread import UpdateThread, base_half_loaded, half_loaded, not_loaded
@@ -34,12 +39,7 @@ Update = Callable[[Group, Parts], None]
 
 
 class ShardsOnDrive(Protocol):
-    """Makes a source of shards on a drive.
-
-    engine: FSDP2's objects of the parameters, by name
-    units: number of the unit that gathers each parameter
-    frozen: whether the shards keep their own dtype, rather than the compute dtype
-    """
+    """Makes a source of shards on a drive: in their own dtype if `frozen`, else in the compute dtype."""
 
     def __call__(
         self, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool
@@ -54,8 +54,6 @@ class Settings:
     group_parameters: largest number of elements of a group
     shards_outside: whether shards in the compute dtype, and frozen shards, are off the device as well
     moments: dtype of the moments; None for the master's
-    alternate: whether every other update visits the groups in reverse; groups still in memory need not be
-        read again then, but the next forward waits for the whole update
     on_drive: makes the drive store of these groups; None for host memory
     shards_on_drive: makes the drive source of shards, if `shards_outside`; None for host memory
     traffic: counts the bytes that the drive moves
@@ -65,7 +63,6 @@ class Settings:
     group_parameters: int
     shards_outside: bool = False
     moments: torch.dtype | None = None
-    alternate: bool = False
     on_drive: Callable[[Sequence[Group]], GroupStore] | None = None
     shards_on_drive: ShardsOnDrive | None = None
     traffic: DriveCounters = field(default_factory=DriveCounters)
@@ -82,7 +79,11 @@ class Settings:
     def shards_of(
         self, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool = False
     ) -> SeparateShards:
-        """Makes the source that all-gathers of these parameters read. See `ShardsOnDrive`."""
+        """Makes the source that all-gathers read. See `ShardsOnDrive`.
+
+        engine: FSDP2's objects of the parameters, by name
+        units: number of the unit that gathers each parameter
+        """
         if self.shards_on_drive is not None and engine:
             return self.shards_on_drive(engine, units, frozen=frozen)
         home = torch.device("cpu") if self.shards_outside else self.device
@@ -110,15 +111,13 @@ class OffloadedState:
         self.names: tuple[str, ...] = ()
         self.names_of: Mapping[Tensor, str] = {}
         self._release: Callable[[str], None] = lambda _name: None
-        self._backwards = False
 
     # `fullshard.sharding.apply.ShardSink`
 
     def start(self, model: nn.Module, *, unset: bool = False) -> None:
         """Takes over the model, whose parameters FSDP2 holds without values.
 
-        If `unset`, `put_unit` brings no values either, and a load must set them: state outside the device is
-        then written only once.
+        If `unset`, `put_unit` brings no values either, and a load must set them.
         """
         held: list[ShardSize] = []
         frozen: dict[str, Any] = {}
@@ -141,7 +140,7 @@ class OffloadedState:
             self.updates.unusable = not_loaded
             self.updates.base_unusable = not_loaded if self.frozen.engine else None
         else:
-            self._filling = _Filling(self.store.stream(self._own, fresh=True), self._publish)
+            self._filling = _Filling(self.store.stream(fresh=True), self._publish)
 
     def put_unit(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Takes the values of one unit's parameters, and frees their memory. Called in the order of use."""
@@ -173,27 +172,20 @@ class OffloadedState:
         self.settle()
         self.settings.traffic.begin_update()
         self._release = release
-        order = self._order()
-        segments = [segment.name for group in order for segment in group.segments]
-        left = Counter(self._units[name] for name in segments)
-        backwards = self._backwards
-        self.shards.begin(backwards=backwards)
-        self._backwards = self.settings.alternate and not self._backwards
-        following = self._order()
-
-        def published(name: str) -> None:
-            unit = self._units[name]
-            left[unit] -= 1
-            if not left[unit]:
-                self.updates.unit_done(unit)
+        left = Counter(self._units[segment.name] for group in self._own for segment in group.segments)
+        self.shards.begin()
 
         @torch.no_grad()
         def update() -> None:
-            for group, parts in self.store.stream(order):
+            for group, parts in self.store.stream():
                 function(group, parts)
-                for segment in _publishing(self.shards, group, parts=parts, backwards=backwards):
-                    published(segment.name)
-            self.store.read_ahead(following)
+                for segment in group.segments:
+                    self._publish(segment, parts)
+                    unit = self._units[segment.name]
+                    left[unit] -= 1
+                    if not left[unit]:
+                        self.updates.unit_done(unit)
+            self.store.read_ahead()
 
         self.updates.begin(update, units=tuple(left))
         if self.settings.is_device:
@@ -222,9 +214,8 @@ class OffloadedState:
     def live_tensors(self, name: str) -> dict[str, Tensor]:
         """Returns the tensors of `tensors`, which always show the result of the last update.
 
-        State on a drive is read each time a tensor is used, and reflects the drive's content at that time.
-        During `refill` that is the state from before it. Reading raises OffloadError if the state was closed
-        or cannot be read.
+        State on a drive is read each time a tensor is used; during `refill` that is the state from before it.
+        Reading raises OffloadError if the state was closed or cannot be read.
         """
         parts = self.store.read_parts(name)
         if parts is not None and self.settings.on_drive is not None:
@@ -238,11 +229,9 @@ class OffloadedState:
     def refill(self, *, keep: bool = False, frozen: bool = False) -> Generator[dict[str, dict[str, Tensor]]]:
         """Sets new values of all state, in portions.
 
-        Yields name -> key -> a tensor to fill, placed like the parameter. The content of these tensors is
-        stored when the next portion is requested. Every rank gets the same number of portions, with the same
-        names.
-
-        After an interrupted refill, the state is unusable until it is filled again.
+        Yields name -> key -> a tensor to fill, placed like the parameter. What it holds when the next portion
+        is requested is stored. Every rank gets the same number of portions, with the same names. After an
+        interrupted refill, the state is unusable until it is filled again.
 
         keep: whether `live_tensors` can be read for the new values
         frozen: whether frozen parameters get new values too
@@ -251,19 +240,20 @@ class OffloadedState:
         if keep:
             self.store.retain_previous()
         self.updates.unusable = half_loaded
-        self.shards.begin(backwards=True)  # no all-gather runs meanwhile
-        stream = self.store.stream(self._own, fresh=True)
-        for portion in portions(self.groups):
-            names = dict.fromkeys(name for group in portion for name in group.names)
-            new = {name: self.store.allocate_parts(name) for name in names}
-            moments = self.settings.moments
-            yield {n: _placed(self.engine[n], parts, moments=moments) for n, parts in new.items()}
-            for _ in filter(lambda group: group.segments, portion):
-                group, parts = next(stream)
-                for segment in group.segments:
-                    _copy(new[segment.name], parts, segment=segment)
-                self._publish(group, parts)
-        next(stream, None)
+        self.shards.begin()
+        with self.shards.hurried(None):  # no all-gather runs meanwhile
+            stream = self.store.stream(fresh=True)
+            for portion in portions(self.groups):
+                names = dict.fromkeys(name for group in portion for name in group.names)
+                new = {name: self.store.allocate_parts(name) for name in names}
+                moments = self.settings.moments
+                yield {n: _placed(self.engine[n], parts, moments=moments) for n, parts in new.items()}
+                for _ in filter(lambda group: group.segments, portion):
+                    group, parts = next(stream)
+                    for segment in group.segments:
+                        _copy(new[segment.name], parts, segment=segment)
+                        self._publish(segment, parts)
+            next(stream, None)
         self.updates.settle(to_load=True)
         self.updates.unusable = None
         if frozen and self.frozen.engine:
@@ -274,18 +264,16 @@ class OffloadedState:
 
     def publish_all(self, *, verify: bool) -> None:
         """Rewrites the shards from the masters. If `verify`, checks the state against its digests."""
-        self.shards.begin(backwards=True)
-        for group, parts in self.store.read_stream(self._own, verify=verify):
-            self._publish(group, parts)
+        self.shards.begin()
+        with self.shards.hurried(None):
+            for group, parts in self.store.read_stream(verify=verify):
+                for segment in group.segments:
+                    self._publish(segment, parts)
         self.updates.unusable = None
 
     def close(self) -> None:
         """Waits for running work and releases the drive. Otherwise dropping the last reference does so."""
         self.closing()
-
-    def _order(self) -> tuple[Group, ...]:
-        """Returns the order of the next update."""
-        return self._own[::-1] if self._backwards else self._own
 
     def _make(self, frozen: Mapping[str, Any]) -> None:
         settings, engine = self.settings, self.engine
@@ -310,7 +298,7 @@ class OffloadedState:
             stays = settings.is_device or not settings.shards_outside
             others = dict[str, Any]() if stays else frozen
             kept = settings.shards_of(others, self._units, frozen=True)
-            self.frozen = Frozen(others, self._units, shards=kept)
+            self.frozen = FrozenShards(others, self._units, shards=kept)
             closing.callback(self.frozen.shards.closing())
             self.updates = UpdateThread(
                 partial(_settle, self.store, self.shards), hurried=self.shards.hurried
@@ -319,9 +307,9 @@ class OffloadedState:
             # The callbacks must not reference the model, which references this: neither would be freed.
             self.closing = weakref.finalize(self, closing.pop_all().close)
 
-    def _publish(self, group: Group, parts: Parts) -> None:
-        for _ in _publishing(self.shards, group, parts=parts):
-            pass
+    def _publish(self, segment: Segment, parts: Parts) -> None:
+        """Makes the segment's new values those of the next all-gathers."""
+        self.shards.write(segment.name, segment.begin, values=parts.master[segment.in_group])
 
     @torch.no_grad()
     def _shard_for_gather(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -331,16 +319,6 @@ class OffloadedState:
             return self.frozen.shards.read(name, dtype)
         self._release(name)
         return self.shards.read(name, dtype)
-
-
-def _publishing(
-    shards: GatherSource, group: Group, *, parts: Parts, backwards: bool = False
-) -> Iterator[Segment]:
-    """Publishes and yields the group's segments. A unit split over groups is not interleaved with another."""
-    for segment in reversed(group.segments) if backwards else group.segments:
-        values = parts.master[segment.offset : segment.offset + segment.numel]
-        shards.write(segment.name, segment.begin, values=values)
-        yield segment
 
 
 def host_bytes_of(offloaded: OffloadedState) -> int:
@@ -413,33 +391,27 @@ def _settle(store: GroupStore, shards: GatherSource) -> None:
 class _Filling:
     """Puts values into a new store, in the order of its groups. Moments are zero."""
 
-    def __init__(self, stream: Iterator[tuple[Group, Parts]], publish: Update) -> None:
-        self._stream, self._publish = stream, publish
-        self._current = next(stream, None)
-        self._at = 0
+    def __init__(
+        self, stream: Iterator[tuple[Group, Parts]], publish: Callable[[Segment, Parts], None]
+    ) -> None:
+        self._segments = ((segment, parts) for group, parts in stream for segment in group.segments)
+        self._next, self._publish = next(self._segments, None), publish
 
     def offer(self, values: Mapping[str, Tensor]) -> None:
-        while self._current is not None:
-            group, parts = self._current
-            segment = group.segments[self._at]
-            if segment.name not in values:
-                return
-            part = values[segment.name][segment.begin : segment.end]
-            parts.master[segment.offset : segment.offset + segment.numel].copy_(part)
-            self._at += 1
-            if self._at == len(group.segments):
-                self._publish(group, parts)
-                self._current, self._at = next(self._stream, None), 0
+        while self._next is not None and self._next[0].name in values:
+            segment, parts = self._next
+            parts.master[segment.in_group].copy_(values[segment.name][segment.in_shard])
+            self._publish(segment, parts)
+            self._next = next(self._segments, None)
 
     def end(self) -> None:
-        assert self._current is None, "every unit was offered, in the order of use"
+        assert self._next is None, "every unit was offered, in the order of use"
 
 
 def _copy(new: Parts | None, parts: Parts, *, segment: Segment) -> None:
     assert new is not None, "the rank has rows of it"
     for source, target in zip(new, parts, strict=True):
-        own = source[segment.begin : segment.end]
-        into = target[segment.offset : segment.offset + segment.numel]
+        own, into = source[segment.in_shard], target[segment.in_group]
         if own.data_ptr() != into.data_ptr():
             into.copy_(own)
 

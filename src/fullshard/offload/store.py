@@ -1,7 +1,7 @@
 """Stores of the groups' state, which is accessed by streaming, group by group:
 
-    for group, parts in store.stream(order):
-        ...                                    # changes to `parts` are kept
+    for group, parts in store.stream():
+        ...                              # changes to `parts` are kept
 
 `HostStore` has all groups in memory. `DriveStore` has three: one is being read, one is in the caller's hands,
 one is being written.
@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fullshard.offload.host_memory import allocate_host
+from fullshard.offload.host_memory import allocate_host, as_memoryview
 from fullshard.spec.groups import Group, part_bytes
 
 
@@ -31,19 +31,23 @@ class GroupLayout:
 
     def __init__(self, group: Group, *, moments: torch.dtype | None) -> None:
         self.group = group
-        self._dtypes = dtypes_of(group.dtype, moments)
-        sizes = [part_bytes(group.numel, dtype.itemsize) for dtype in self._dtypes]
+        self.dtypes = dtypes_of(group.dtype, moments)
+        sizes = [part_bytes(group.numel, dtype.itemsize) for dtype in self.dtypes]
         self.begins = tuple(itertools.accumulate(sizes, initial=0))[:-1]
         self.size_bytes = sum(sizes)
 
     def parts(self, buffer: Tensor) -> Parts:
-        """Returns views of the first `size_bytes` of a buffer."""
+        """Returns the parts as views of a buffer."""
         return Parts(
             *(
                 buffer[begin : begin + self.group.numel * dtype.itemsize].view(dtype)
-                for begin, dtype in zip(self.begins, self._dtypes, strict=True)
+                for begin, dtype in zip(self.begins, self.dtypes, strict=True)
             )
         )
+
+    def memory(self, buffer: Tensor) -> memoryview:
+        """Returns the group's bytes in a buffer, for reading or writing."""
+        return as_memoryview(buffer[: self.size_bytes])
 
 
 class GroupStore(Protocol):
@@ -55,20 +59,16 @@ class GroupStore(Protocol):
     @property
     def host_bytes(self) -> int: ...
 
-    def stream(self, order: Sequence[Group], *, fresh: bool = False) -> Iterator[tuple[Group, Parts]]:
-        """Yields every group of the store once, in `order`.
+    def stream(self, *, fresh: bool = False) -> Iterator[tuple[Group, Parts]]:
+        """Yields every group; what its parts hold when the next group is requested is the new state.
 
-        The content of the parts when the next group is requested (or the iterator ends) is the new state; the
-        parts must not be used after that. If `fresh`, the old state is not read: the parts begin as zeros in
-        a new store, and as anything in another.
+        If `fresh`, the old state is not read: the parts begin as zeros in a new store, and as anything in
+        another.
         """
         ...
 
-    def read_ahead(self, order: Sequence[Group]) -> None:
-        """Announces the order of the next `stream`, so that its first groups may be read now.
-
-        Called when a stream has ended.
-        """
+    def read_ahead(self) -> None:
+        """Reads the first groups of the next `stream`. Called when a stream has ended."""
         ...
 
     def retain_previous(self) -> None:
@@ -77,8 +77,8 @@ class GroupStore(Protocol):
         """
         ...
 
-    def read_stream(self, order: Sequence[Group], *, verify: bool = False) -> Iterator[tuple[Group, Parts]]:
-        """Yields some groups, not to be changed. If `verify`, checks them against their digests, if any."""
+    def read_stream(self, *, verify: bool = False) -> Iterator[tuple[Group, Parts]]:
+        """Yields every group, not to be changed. If `verify`, checks them against their digests, if any."""
         ...
 
     def read_parts(self, name: str) -> Parts | None:
@@ -86,10 +86,7 @@ class GroupStore(Protocol):
         ...
 
     def allocate_parts(self, name: str) -> Parts | None:
-        """Returns memory for the state of one parameter, flat, which may be where its state is.
-
-        None if this rank has no row of it.
-        """
+        """Returns memory for what `read_parts` returns, which may be where that state is."""
         ...
 
     def settle(self) -> None:
@@ -106,7 +103,7 @@ class HostStore:
     """
 
     def __init__(self, groups: Sequence[Group], *, moments: torch.dtype | None, pinned: bool) -> None:
-        self._parts: dict[int, Parts] = {}
+        self._groups, self._parts = groups, dict[int, Parts]()
         self._whole: dict[str, Parts] = {}
         self.host_bytes = 0
         sizes = sizes_of(groups)
@@ -117,29 +114,26 @@ class HostStore:
                 allocate_host(total * kind.itemsize, pinned=pinned).view(kind)
                 for kind in dtypes_of(dtype, moments)
             ]
-            self.host_bytes += sum(one.nbytes for one in flat)
+            self.host_bytes += sum(slab.nbytes for slab in flat)
             begin = 0
             for group in own:
-                self._parts[group.index] = Parts(*(one[begin : begin + group.numel] for one in flat))
-                for segment in group.segments:
-                    if segment.begin == 0:
-                        at = begin + segment.offset
-                        self._whole[segment.name] = Parts(
-                            *(one[at : at + sizes[segment.name]] for one in flat)
-                        )
+                self._parts[group.index] = Parts(*(slab[begin : begin + group.numel] for slab in flat))
+                for segment in (one for one in group.segments if one.begin == 0):
+                    whole = slice(begin + segment.offset, begin + segment.offset + sizes[segment.name])
+                    self._whole[segment.name] = Parts(*(slab[whole] for slab in flat))
                 begin += _whole_vectors(group.numel)
 
-    def stream(self, order: Sequence[Group], *, fresh: bool = False) -> Iterator[tuple[Group, Parts]]:
-        for group in order:
+    def stream(self, *, fresh: bool = False) -> Iterator[tuple[Group, Parts]]:
+        for group in self._groups:
             yield group, self._parts[group.index]
 
-    def read_ahead(self, order: Sequence[Group]) -> None: ...
+    def read_ahead(self) -> None: ...
 
     def retain_previous(self) -> None:
         """Does nothing: each group stays as it is until the caller changes it."""
 
-    def read_stream(self, order: Sequence[Group], *, verify: bool = False) -> Iterator[tuple[Group, Parts]]:
-        yield from self.stream(order)
+    def read_stream(self, *, verify: bool = False) -> Iterator[tuple[Group, Parts]]:
+        return self.stream()
 
     def read_parts(self, name: str) -> Parts | None:
         return self._whole.get(name)
@@ -157,16 +151,10 @@ def sizes_of(groups: Iterable[Group]) -> dict[str, int]:
 
 
 def dtypes_of(master: str, moments: torch.dtype | None) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """Returns the dtypes of the parts, for a master of this dtype."""
-    own = torch_dtype(master)
+    """Returns the dtypes of the parts of a group whose masters have the dtype of this name."""
+    own = getattr(torch, master)
+    assert isinstance(own, torch.dtype), master
     return own, moments or own, moments or own
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Returns the torch dtype of this name: `float32` -> torch.float32."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype), name
-    return dtype
 
 
 def _whole_vectors(numel: int) -> int:

@@ -71,22 +71,19 @@ class UnitBuffers:
         self._in_use: int | None = None
         self._made: list[int] = []  # not gathered since; in the order of gathers
         self._due: set[int] = set()
-        self._backwards = self._holds = False
+        self._holds = False
         self._waited_for: list[int | None] = []
 
     @property
     def host_bytes(self) -> int:
         return sum(one.memory.nbytes for one in self._all)
 
-    def begin(self, units: Iterable[int], *, backwards: bool) -> None:
-        """Begins an update that will make these units, in the order of gathers or `backwards`.
-
-        Units left incomplete by an interrupted update are made again.
-        """
+    def begin(self, units: Iterable[int]) -> None:
+        """Begins an update that will make these units, also those that an interrupted one has begun."""
         with self._changed:
             for one in (one for one in self._all if one.missing):
                 one.unit, one.missing = None, 0
-            self._due, self._backwards, self._holds = set(units), backwards, not backwards
+            self._due, self._holds = set(units), True
             self._made.clear()
 
     def settle(self) -> None:
@@ -133,7 +130,7 @@ class UnitBuffers:
             assert buffer.unit is not None, "it is made"
             buffer.writing = _told(self._changed, write(buffer, buffer.unit))
             self._due.discard(buffer.unit)
-            self._made.insert(0 if self._backwards else len(self._made), buffer.unit)
+            self._made.append(buffer.unit)
 
     def in_use(self, unit: int) -> bool:
         """Returns whether the unit was requested last."""

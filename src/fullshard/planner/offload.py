@@ -31,9 +31,8 @@ with read, update and copy overlapped. So it takes at least
 
 The drive's rate is that of reads and writes together. Groups are updated in forward order, so that the next
 step's forward starts when its first unit is ready; each unit's first all-gather waits for its own update.
-Reads run ahead of the update, see `slots_hold`. (Reversing the order each step saves reading three groups but
-loses that overlap, which is still planned.) With params+optimizer:nvme, the first gather of a unit uses the
-result of its update from memory. Later gathers read from the drive any shard that is not in one of
+Reads run ahead of the update, see `slots_hold`. With params+optimizer:nvme, the first gather of a unit uses
+the result of its update from memory. Later gathers read from the drive any shard that is not in one of
 UNIT_BUFFERS, see [Note: units in memory] in `offload.unit_buffers`. Frozen shards have as many buffers of
 their own; they are written once before the first step and stay buffered from step to step.
 
@@ -271,8 +270,7 @@ def slots_hold(plan: Plan, records: Sequence[int]) -> SlotCounts:
     section, places = plan.run.offload, range(len(records))
     if not section.on_disk or not records:
         return SlotCounts()
-    last = set(places[-_SLOTS:])
-    first = last if section.order == "alternate" else set(places[:_SLOTS])
+    first, last = set(places[:_SLOTS]), set(places[-_SLOTS:])
     kept, ahead = (sum(records[at] for at in own) for own in (first & last, first - last))
     return SlotCounts(kept, ahead, sum(records[: _SLOTS - 1]))
 

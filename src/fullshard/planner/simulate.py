@@ -15,7 +15,6 @@ exact. Three kinds of clock may differ, because no later event can see them:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import NamedTuple
 
 from fullshard.planner.offload import Moved
@@ -29,7 +28,6 @@ from fullshard.planner.streams import (
     wait_for_gradients,
 )
 from fullshard.planner.unit_costs import UnitCost
-from fullshard.spec.groups import UNIT_BUFFERS
 from fullshard.spec.model import Event
 from fullshard.spec.run import PrefetchSection
 
@@ -91,7 +89,6 @@ class Policy:
     place: Mapping[int, int]  # index of each unit in `by_position`
     act: int  # ticks of the host to gather a unit, or to reduce its gradients
     norm: int | None = None  # host ticks for the norm of offloaded gradients; None without any
-    update_first: bool = False  # forward waits for the whole update, which ends with the first units
     skips: bool = True  # skip repeated turns, see [Note: skipping]
 
 
@@ -128,11 +125,6 @@ class StepSimulation:
         """Runs all microbatches of a step. `accumulating`: the work of those after the first."""
         marks: list[_Snapshot] = []
         index = 0
-        if self.policy.update_first:
-            traced = work.program.traced
-            own = (u for u in self.policy.by_position if self.costs[traced[u]].shards_on_disk)
-            for unit in [*islice(own, UNIT_BUFFERS)][::-1]:
-                touch_buffer(unit, self.in_buffers.trained)
         while index < accumulation:
             self.streams.slack = _NEVER
             first, last = index == 0, index == accumulation - 1
@@ -285,7 +277,7 @@ class StepSimulation:
         if not (again and cost.resharded):
             updates = self.updates and not self.in_backward
             is_there = not cost.shards_on_disk or touch_buffer(unit, self.in_buffers.trained)
-            reads = not is_there and (self.policy.update_first or not updates)
+            reads = not is_there and not updates
             frozen_too = bool(cost.frozen_on_disk) and not touch_buffer(unit, self.in_buffers.frozen)
             there = fetch_shard(self.streams, cost, updates=updates, reads=reads, reads_frozen=frozen_too)
         if not cost.is_sharded:

@@ -165,7 +165,6 @@ class StepTimer:
             place=self._place,
             act=ticks(self.hardware.rates.unit_seconds),
             norm=units.norm,
-            update_first=plan.run.offload.order == "alternate",
             skips=self.skips,
         )
         work, accumulating = self._works(plan, trace)

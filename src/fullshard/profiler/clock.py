@@ -1,12 +1,8 @@
-"""Time: the duration of steps, and the fastest matmul that a rank can do, which is the reference of MFU."""
+"""The time of calls, and the fastest matmul that a rank can do, which is the reference of MFU."""
 
 import time
-from collections import deque
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,175 +17,68 @@ _TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 _EDGES = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096)}
 
 
-class ClockTimeline(Protocol):
-    """A timeline to put marks on, whose distances are read later: the host's clock, or a CUDA stream."""
-
-    def mark(self) -> Any: ...
-
-    def passed(self, mark: Any) -> bool:
-        """Returns whether the work before `mark` is done, without waiting."""
-        ...
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Returns the seconds from `start` to `end`. Waits until `end` has passed."""
-        ...
+Timer = Callable[[Callable[[], object], int], float]
+"""Returns the seconds that a number of calls of a function take."""
 
 
-class HostTimeline:
-    """Marks as readings of the host's clock, for devices whose operations are synchronous."""
-
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
-
-    def mark(self) -> float:
-        return self._now()
-
-    def passed(self, mark: float) -> bool:
-        del mark
-        return True
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-
-class CudaTimeline:
-    """Marks as events on the current stream: the host records them without waiting."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def passed(self, mark: torch.cuda.Event) -> bool:
-        return mark.query()
-
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()
-        return start.elapsed_time(end) / 1000
+def time_calls(work: Callable[[], object], calls: int, *, device: torch.device) -> float:
+    """Returns the seconds that `calls` calls of `work` take on the device, and waits for their end."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        for _ in range(calls):
+            work()
+        return time.perf_counter() - started
+    stream = torch.cuda.current_stream(device)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record(stream)
+    for _ in range(calls):
+        work()
+    end.record(stream)
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
 
 
-def timeline(device: torch.device) -> ClockTimeline:
-    return CudaTimeline(device) if device.type == "cuda" else HostTimeline()
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Duration of one step.
-
-    seconds: the whole step
-    data_seconds: the part that the host waited for data
-    """
-
-    seconds: float
-    data_seconds: float
-
-
-class StepClock:
-    """Times steps without blocking the device.
-
-        clock = StepClock(timeline(device))
-        clock.start()
-        with clock.waiting_for_data():
-            batch = next(batches)
-        ...
-        clock.stop()
-        clock.finished()   # the steps known by now; `read()` waits for the last: once per logging interval
-
-    Time between `stop` and the next `start` (saving, validation, the caller's own code) belongs to no step.
-    The clock does not decide which steps are warmup: see `fullshard.spec.measurement.Pace`.
-    """
-
-    def __init__(self, timeline: ClockTimeline, *, now: Callable[[], float] = time.perf_counter) -> None:
-        self._timeline, self._now = timeline, now
-        self._start: Any = None
-        self._data_seconds = 0.0
-        self._open: deque[tuple[Any, Any, float]] = deque()
-
-    def start(self) -> None:
-        self._start, self._data_seconds = self._timeline.mark(), 0.0
-
-    @contextmanager
-    def waiting_for_data(self) -> Generator[None]:
-        before = self._now()
-        try:
-            yield
-        finally:
-            self._data_seconds += self._now() - before
-
-    def stop(self) -> None:
-        assert self._start is not None, "a step stops that was not started"
-        self._open.append((self._start, self._timeline.mark(), self._data_seconds))
-        self._start = None
-
-    def finished(self) -> list[StepTime]:
-        """Returns the steps that the device has finished since the last call, in order. Does not wait."""
-        times: list[StepTime] = []
-        while self._open and self._timeline.passed(self._open[0][1]):
-            times.append(self._take())
-        return times
-
-    def read(self) -> list[StepTime]:
-        """Returns all stopped steps that were not returned yet, in order. Waits for the last one."""
-        return [self._take() for _ in range(len(self._open))]
-
-    def _take(self) -> StepTime:
-        start, end, data_seconds = self._open.popleft()
-        return StepTime(self._timeline.seconds(start, end), data_seconds)
-
-
-def sustained_rate(work: Callable[[], object], *, seconds: float, on: ClockTimeline) -> float:
+def sustained_rate(work: Callable[[], object], *, seconds: float, timer: Timer) -> float:
     """Returns the calls of `work` per second, over a window of about `seconds`.
 
-    This is the mean over a window, not the best single call. With more ranks than cores, a call that falls
-    between two context switches shows a whole core, while a window shows this rank's share of it.
+    With more ranks than cores, a single call may get a whole core, while a window shows this rank's share.
     """
     work()  # the first call of a shape chooses a kernel
     single: list[float] = []
     while len(single) < 3 and sum(single) < seconds:
-        start = on.mark()
-        work()
-        single.append(on.seconds(start, on.mark()))
+        single.append(timer(work, 1))
     count = max(1, round(seconds / max(min(single), 1e-7)))
-    start = on.mark()
-    for _ in range(count):
-        work()
-    return count / max(on.seconds(start, on.mark()), 1e-9)
+    return count / max(timer(work, count), 1e-9)
 
 
 def measure_matmul_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> float:
     """Returns the FLOP/s of the fastest of a few square matmuls (2 · n³ FLOP), measured in about `seconds`.
 
-    With a process group this is collective: all ranks measure at once, each with its own threads, and get the
-    mean of all. Ranks that share cores thus measure their share while the others work too.
+    Collective if there is a process group: all ranks measure at once, so that those that share cores measure
+    their share, and get the mean.
     """
     _mean_over_ranks(0.0, device)  # a barrier that every backend has
-    on, best = timeline(device), 0.0
-    begin = on.mark()
+    best, started = 0.0, time.perf_counter()
     edges = _EDGES.get(device.type, _EDGES["cpu"])
-    window = seconds / len(edges)
+    window, timer = seconds / len(edges), partial(time_calls, device=device)
     generator = torch.Generator(device).manual_seed(0)  # keeps the run's own random state unchanged
     for n in edges:
-        if best and on.seconds(begin, on.mark()) > seconds:
+        if best and time.perf_counter() - started > seconds:
             break  # slow in this dtype: the larger ones would take seconds
         a, b = (torch.randn(n, n, generator=generator, device=device, dtype=dtype) for _ in range(2))
         out = torch.empty_like(a)
         multiply = partial(torch.mm, a, b, out=out)
-        best = max(best, 2 * n**3 * sustained_rate(multiply, seconds=window, on=on))
+        best = max(best, 2 * n**3 * sustained_rate(multiply, seconds=window, timer=timer))
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return _mean_over_ranks(best, device)
 
 
 def find_matmul_peak(device: torch.device, dtype: Dtype) -> MatmulPeak:
-    """Returns the reference of MFU: the catalog's figure for this chip, or else a measured one.
+    """Returns the reference of MFU: the catalog's figure for this chip and dtype, or else a measured one.
 
-    dtype: dtype of the matmuls (`Plan.precision.param`)
-
-    Collective if there is a process group, and the ranks agree: if any chip is unknown, all ranks measure;
-    for different chips, the result is the mean.
+    Collective if there is a process group: if any chip is unknown, all ranks measure; for different chips,
+    the result is the mean.
     """
     arithmetic = _arithmetic(device, dtype)
     name, listed = _listed(device, arithmetic)

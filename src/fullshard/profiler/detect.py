@@ -17,28 +17,20 @@ from fullshard.spec.rates import default_cpu_rates, efficiencies
 
 HARDWARE_VARIABLE = "FULLSHARD_HARDWARE"
 # Runs in its own process: a CUDA context in the process that starts the ranks would take memory on one of
-# their GPUs, and prevent it from forking. It uses torch, because NVML does not cover AMD's GPUs and hidden
-# GPUs.
+# their GPUs, and prevent it from forking. NVML would not cover AMD's GPUs and hidden GPUs.
 _ASK = """
 import json, torch
 n = torch.cuda.device_count()
 p = torch.cuda.get_device_properties(0) if n else None
 print(json.dumps([n, p.name, p.total_memory] if p else [0, "", 0]))
 """
-
-
 # Files that drivers create on Linux: NVIDIA's (also before its device files exist, and on Jetson), AMD's and
 # WSL's. Without any of them, there is no need to ask for GPUs.
 _DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
 
 
 class Gpus(NamedTuple):
-    """The GPUs that torch can use.
-
-    number: how many
-    name: name of the first
-    memory_bytes: memory of the first
-    """
+    """The number of GPUs that torch can use, and the name and memory of the first."""
 
     number: int
     name: str
@@ -89,11 +81,6 @@ def detect_hardware(
         return found
     other = f"; {path} is of {saved.ranks_per_node} ranks on {saved.chip.name}"
     return found.model_copy(update={"source": found.source + other})
-
-
-def find_gpus(device: Literal["auto", "cpu", "cuda"] = "auto") -> Gpus:
-    """Returns the number of GPUs that torch can use here, and what the first one is; zero for the CPU."""
-    return _NO_GPUS if device == "cpu" else _gpus()
 
 
 def describe_machine(gpus: Gpus, *, ranks: int, ranks_per_node: int) -> Hardware:
@@ -157,8 +144,9 @@ def may_have_gpus() -> bool:
     return sys.platform != "linux" or any(Path(path).exists() for path in _DRIVER_FILES)
 
 
-def _gpus() -> Gpus:
-    if not may_have_gpus():
+def find_gpus(device: Literal["auto", "cpu", "cuda"] = "auto") -> Gpus:
+    """Returns the GPUs that torch can use here; none if `device` is the CPU."""
+    if device == "cpu" or not may_have_gpus():
         return _NO_GPUS
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

@@ -49,14 +49,12 @@ DEVICE_ORDER = ("compute", "optimizer", "engine", *_COLLECTIVES, "data")
 
 
 class Event(NamedTuple):
-    """One entry of a trace. Times in ns.
+    """An operation, a kernel or a range of a trace.
 
-    name: name of the operation, kernel or range
-    start, end: its interval
+    start, end: in ns
     thread: thread of a host event
     id: correlation id
     launched_by: for a kernel, the `id` of the host event that launched it
-    on_device: the event ran on the device
     """
 
     name: str
@@ -85,11 +83,7 @@ class TracedStep:
 
 @contextmanager
 def trace_step(device: torch.device) -> Generator[TracedStep]:
-    """Profiles the block, which runs one step. Nothing stays installed afterwards.
-
-    The profiler slows down each operation (shapes, stacks and memory are not recorded). Most of this cost
-    falls on computing.
-    """
+    """Profiles the block, which runs one step. The profiler slows down operations, mostly of computing."""
     traced = TracedStep()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # as in `profiler.memory`: it prints otherwise
     on_cuda = device.type == "cuda"
@@ -119,10 +113,9 @@ def step_seconds(events: Sequence[Event]) -> StepSeconds:
 
 
 def shared_out(spans: Iterable[Span], order: Sequence[str], *, start: int, end: int) -> dict[str, int]:
-    """Returns the part of [start, end] that each kind owns, in ns.
+    """Returns the ns of [start, end] in which a span of each kind, and of none earlier in `order`, is active.
 
-    A kind owns the moments in which one of its spans is active and none of a kind earlier in `order`. `other`
-    owns the moments without any span. All parts sum to end - start.
+    `other` has the moments without any span. All parts sum to end - start.
     """
     place = {kind: index for index, kind in enumerate(order)}
     edges: list[tuple[int, int, int]] = []
@@ -193,10 +186,7 @@ def device_spans(events: Iterable[Event]) -> list[Span]:
 
 
 def _device_kind(name: str, inside: str) -> str:
-    """Returns the kind of a kernel.
-
-    inside: name of the innermost range around its launch
-    """
+    """Returns the kind of a kernel that was launched directly inside the range `inside`."""
     if "nccl" in name.lower():
         named = next((kind for part, kind in _KERNELS.items() if part in name), None)
         if named is not None:

@@ -48,6 +48,16 @@ class Segment:
     def numel(self) -> int:
         return self.end - self.begin
 
+    @property
+    def in_group(self) -> slice:
+        """Place of the elements in each part of the group's state."""
+        return slice(self.offset, self.offset + self.numel)
+
+    @property
+    def in_shard(self) -> slice:
+        """Place of the elements in this rank's flat shard."""
+        return slice(self.begin, self.end)
+
 
 @dataclass(frozen=True)
 class Group:

@@ -99,8 +99,7 @@ class OffloadTerms(FrozenModel):
     Each `_seconds` field is a lower bound: a step takes at least the longest of the three.
 
     host_bytes, disk_bytes: bytes held there
-    disk_read_bytes, disk_written_bytes: bytes of one step (with `offload.order = "alternate"`, of the one of
-        two steps that reads more). Written bytes wear the drive.
+    disk_read_bytes, disk_written_bytes: bytes of one step. Written bytes wear the drive.
     disk_seconds: busy seconds of the drive in a step. None if its speed is unknown; predicted step times then
         exclude the drive.
     update_seconds: seconds of the update in a step, on the host, or on the device if it updates there

@@ -270,8 +270,6 @@ class OffloadSection(FrozenModel):
     `moments`: dtype of AdamW's moments; bf16 is rounded stochastically
     `update`: by the host's processor, or in device memory, through which state and gradients pass. `auto`: on
         GPUs, the faster one by the planner's rates; otherwise, or without planning, `host`.
-    `order`: order of the groups in an update. `forward`: as the next forward needs them. `alternate`: back
-        and forth, which reads three groups less, but lets the next forward wait for all of them.
     `paranoid`: checks data read from the drive against its digest each time, not only when a run resumes
     """
 
@@ -281,7 +279,6 @@ class OffloadSection(FrozenModel):
     host_bytes: PositiveInt | None = None
     moments: Literal["fp32", "bf16"] = "fp32"
     update: Literal["auto", "host", "device"] = "auto"
-    order: Literal["forward", "alternate"] = "forward"
     paranoid: bool = False
 
     @property

@@ -214,23 +214,21 @@ def _silent(silent: Mapping[int, UnresponsiveRank], *, now: float) -> str:
     others = f" (and {named_ranks(sorted(silent)[1:])})" if len(silent) > 1 else ""
     last = silent[first].last
     where = "never heard of" if last is None else f"last heard of in {_phase(last)}"
-    return f"rank {first}{others} does not answer, {where}: {_STATES.get(_kind(silent[first]), _UNKNOWN)}."
+    return f"rank {first}{others} does not answer, {where}: {_STATES.get(silent[first].state, _RUNS)}."
 
 
-def _kind(silent: UnresponsiveRank) -> str:
-    """Returns the class of its process state, as a letter."""
-    state = silent.state
-    if state is None:
-        return "?"
-    return {"t": "T", "Z": "", "X": "", "D": "D", "T": "T", "": ""}.get(state, "R")
-
-
-_UNKNOWN = "its host or the link to it is gone, or its process is"
+_RUNS = "its process runs, but no Python in it does: native code holds the interpreter, or spins"
+_STOPPED = "its process is stopped (by SIGSTOP or a debugger; kill -CONT resumes it)"
+_GONE = "its process is gone"
+# By `process_state`; in any other state, the process runs.
 _STATES = {
-    "T": "its process is stopped (by SIGSTOP or a debugger; kill -CONT resumes it)",
+    None: "its host or the link to it is gone, or its process is",
+    "T": _STOPPED,
+    "t": _STOPPED,
     "D": "its process waits in the kernel, for a disk, a network file system or a driver",
-    "": "its process is gone",
-    "R": "its process runs, but no Python in it does: native code holds the interpreter, or spins",
+    "": _GONE,
+    "Z": _GONE,
+    "X": _GONE,
 }
 
 

@@ -23,10 +23,15 @@ from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 
 WIDTH = 6
-"""How many numbers ride along: two for each of the three of a Fingerprint."""
+"""Numbers that are summed with a step's all-reduce: two for each field of a Fingerprint."""
 
-# For the others' word once a step has failed: they say it at once, or wait in another collective.
+# Once a check has failed, other ranks publish their fingerprints at once, or wait in another collective.
 _ANSWER_SECONDS = 5.0
+_DIFFERENCES = {
+    "step": "the number of the step differs",
+    "collectives": "the number of collectives within it differs",
+    "settings": "its learning rate, batch or place in the data differs",
+}
 
 
 @dataclass(frozen=True)
@@ -44,12 +49,9 @@ class Fingerprint:
 
     def numbers(self, world_size: int) -> list[float]:
         """Returns the numbers that are summed over ranks. See [Note: equal by sums]."""
-        cut = [value % _modulus(world_size) for value in astuple(self)]
+        modulus = 1 << ((53 - world_size.bit_length()) // 2)
+        cut = [value % modulus for value in astuple(self)]
         return [float(number) for value in cut for number in (value, value * value)]
-
-
-def _modulus(world_size: int) -> int:
-    return 1 << ((53 - world_size.bit_length()) // 2)
 
 
 def settings_checksum(plan: Plan, *, learning_rate: float, data_offset: int) -> int:
@@ -61,8 +63,7 @@ def settings_checksum(plan: Plan, *, learning_rate: float, data_offset: int) -> 
 def collectives_issued(device: torch.device) -> int:
     """Returns the number of collectives that this rank has issued on the default group.
 
-    The backend of `device` counts them; returns 0 if it does not report a count. gloo counts point-to-point
-    messages along with the collectives.
+    The backend of `device` counts them (gloo also point-to-point messages); 0 if it reports no count.
     """
     group = dist.group.WORLD
     if group is None:
@@ -76,22 +77,17 @@ def collectives_issued(device: torch.device) -> int:
 
 
 def check_same(own: Fingerprint, totals: Sequence[float], *, world_size: int) -> None:
-    """Raises TrainError unless `totals`, the sums over all ranks, are those of equal fingerprints.
+    """Raises TrainError, on all ranks, unless `totals`, the sums over all ranks, are of equal fingerprints.
 
-    Every rank that got the sums reaches the same verdict. Only after a mismatch does a rank ask the others.
-    It asks over the store, because the collectives themselves may be out of order.
+    The error names the ranks that differ. They are asked over the store, because the collectives themselves
+    may be out of order.
     """
-    if [world_size * number for number in own.numbers(world_size)] == list(totals):
-        return
-    raise disagreement(_told(own, world_size), own=own, world_size=world_size)
+    if [world_size * number for number in own.numbers(world_size)] != list(totals):
+        raise disagreement(_exchange(own, world_size), own=own, world_size=world_size)
 
 
 def disagreement(reported: Mapping[int, Fingerprint], *, own: Fingerprint, world_size: int) -> TrainError:
-    """Returns the error for ranks whose fingerprints differ. The fingerprint that most ranks share is taken
-    for right.
-
-    The first argument maps each rank to its fingerprint; a rank without an entry is in another collective.
-    """
+    """Returns the error for ranks whose fingerprints differ. Ranks without one are in another collective."""
     names = [field.name for field in fields(Fingerprint)]
     differing = [name for name in names if len({getattr(one, name) for one in reported.values()}) > 1]
     shown = differing or ["step", "collectives"]
@@ -100,11 +96,11 @@ def disagreement(reported: Mapping[int, Fingerprint], *, own: Fingerprint, world
         one = reported.get(rank)
         text = "in another collective" if one is None else ", ".join(_shown(one, name) for name in shown)
         groups.setdefault(text, []).append(rank)
-    # The fewest first: they are the ones to look at.
-    said = [f"{named_ranks(ranks)}: {text}" for text, ranks in sorted(groups.items(), key=_by_size)]
+    smallest_first = sorted(groups.items(), key=lambda group: len(group[1]))
+    what = "; ".join(_DIFFERENCES[name] for name in differing) or "what was summed is not what they sent"
     return TrainError(
-        f"the ranks are not in the same step (step {own.step}): {_what_differs(differing)}.",
-        got="; ".join(said),
+        f"the ranks are not in the same step (step {own.step}): {what}.",
+        got="; ".join(f"{named_ranks(ranks)}: {text}" for text, ranks in smallest_first),
         why="a rank skipped or repeated it, and what all ranks have summed since does not belong together",
         fix="look for collectives or steps in code that not every rank runs: `if rank == 0`, an exception "
         'that is swallowed, data of other lengths; survival.fingerprint = "step" does not count collectives',
@@ -129,25 +125,12 @@ def default_store() -> dist.Store | None:
     return find() if find is not None and dist.is_initialized() else None
 
 
-def _by_size(group: tuple[str, list[int]]) -> int:
-    return len(group[1])
-
-
-def _what_differs(names: Sequence[str]) -> str:
-    words = {
-        "step": "the number of the step differs",
-        "collectives": "the number of collectives within it differs",
-        "settings": "its learning rate, batch or place in the data differs",
-    }
-    return "; ".join(words[name] for name in names) or "what was summed is not what they sent"
-
-
 def _shown(one: Fingerprint, name: str) -> str:
     value = getattr(one, name)
     return f"{value} collectives" if name == "collectives" else f"{name} {value}"
 
 
-def _told(own: Fingerprint, world_size: int) -> dict[int, Fingerprint]:
+def _exchange(own: Fingerprint, world_size: int) -> dict[int, Fingerprint]:
     """Publishes this rank's fingerprint and returns those of all ranks that publish theirs in time."""
     store, reported = default_store(), {dist.get_rank(): own}
     if store is None:
@@ -155,7 +138,7 @@ def _told(own: Fingerprint, world_size: int) -> dict[int, Fingerprint]:
     store = dist.PrefixStore("fullshard/fingerprint", store)
     store.set(str(dist.get_rank()), ",".join(str(number) for number in astuple(own)))
     keys = [str(rank) for rank in range(world_size)]
-    with suppress(RuntimeError):  # not all say it in time; those that did are read below
+    with suppress(RuntimeError):  # not all publish theirs in time; those that did are read below
         store.wait(keys, timedelta(seconds=_ANSWER_SECONDS))
     for rank, key in enumerate(keys):
         if rank not in reported and store.check([key]):

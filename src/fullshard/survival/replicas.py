@@ -71,13 +71,11 @@ class ReplicaCheck:
         step: int,
         where: PhaseTracker,
     ) -> None:
-        """Compares parameters and optimizer state over the ranks that replicate them, if a check is due.
-        Collective.
+        """Compares parameters and optimizer state over the ranks that replicate them, if due. Collective.
 
         tensors: returns the tensors of the training state, by their names in checkpoints
 
-        Raises TrainError on all ranks. It names the first tensor that differs, and the ranks that differ from
-        most.
+        Raises TrainError on all ranks, which names the first tensor and the ranks that differ from most.
         """
         if self._world_size == 1 or not self._every or step % self._every:
             return
@@ -96,11 +94,9 @@ class ReplicaCheck:
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """Returns Σ (2i + 1) · word_i mod 2^64 over the bits of this rank's part, an int64 scalar on the tensor's
-    device.
+    """Returns Σ (2i + 1) · word_i mod 2^64 over the bits of this rank's part, as an int64 scalar tensor.
 
-    The factors are odd, so a change of one word always changes the sum. They differ, so swapped words change
-    it, too.
+    The factors are odd, so a change of one word always changes the sum, and differ, so a swap does too.
     """
     local = local_tensor(tensor.detach()).contiguous().reshape(-1)
     words = local.view(_WORDS[local.element_size()])
@@ -113,9 +109,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _holders(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[_ReplicaGroup]:
-    """Returns the replicated tensors, grouped by the ranks that hold the same part, in the same order on
-    every rank.
-    """
+    """Returns the replicated tensors by the ranks that hold the same part, in one order on all ranks."""
     parameters = {f"model.{name}" for name, _ in model.named_parameters()}
     device = next(model.parameters()).device
     groups: dict[tuple[int, ...], _ReplicaGroup] = {}
@@ -123,12 +117,11 @@ def _holders(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[_ReplicaGr
         if name not in parameters and not name.startswith("optimizer."):
             continue  # buffers and random states are each rank's own
         group = _replicating_group(tensor)
-        if group is None:
-            continue
-        ranks = tuple(dist.get_process_group_ranks(group))
-        holders = groups.setdefault(ranks, _ReplicaGroup(ranks, group))
-        holders.names.append(name)
-        holders.checksums.append(checksum(tensor).to(device))
+        if group is not None:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            holders = groups.setdefault(ranks, _ReplicaGroup(ranks, group))
+            holders.names.append(name)
+            holders.checksums.append(checksum(tensor).to(device))
     return list(groups.values())
 
 
@@ -137,19 +130,17 @@ def _replicating_group(tensor: Tensor) -> Any:
     if not isinstance(tensor, DTensor):
         return dist.group.WORLD
     mesh = tensor.device_mesh
-    axes = [i for i, one in enumerate(tensor.placements) if not one.is_shard() and mesh.size(i) > 1]
-    sharded = [i for i, one in enumerate(tensor.placements) if one.is_shard() and mesh.size(i) > 1]
-    if not axes:
+    axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    replicated = [axis for axis in axes if not tensor.placements[axis].is_shard()]
+    if not replicated:
         return None
-    if not sharded and mesh.size() == dist.get_world_size():
+    if replicated == axes and mesh.size() == dist.get_world_size():
         return dist.group.WORLD
-    return mesh.get_group(axes[0])
+    return mesh.get_group(replicated[0])
 
 
 def _compared(holders: _ReplicaGroup) -> list[_Mismatch]:
-    """Returns this rank's checksum of the first tensor that differs among `holders`; an empty list if none
-    does.
-    """
+    """Returns this rank's checksum of the first tensor that differs among `holders`, if any."""
     own = torch.stack(holders.checksums)
     bounds = torch.cat([own, ~own])  # the least of ~x is ~ the greatest of x
     dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=holders.group)
@@ -162,22 +153,20 @@ def _compared(holders: _ReplicaGroup) -> list[_Mismatch]:
 
 
 def _differ(step: int, found: Sequence[_Mismatch]) -> TrainError:
-    """Returns the error for `found`, the mismatches of all ranks. Reports one tensor per group and the ranks
-    that differ.
-    """
-    said: list[str] = []
+    """Returns the error for the mismatches of all ranks: one tensor per group, and the ranks that differ."""
+    lines: list[str] = []
     for holders in sorted({one.holders for one in found}):
         ours = [one for one in found if one.holders == holders]
         (usual, votes), *others = Counter(one.checksum for one in ours).most_common()
         odd = [one.rank for one in ours if one.checksum != usual]
         if others[0][1] == votes:  # a tie
-            said.append(f"{named_ranks(holders)} differ in {ours[0].name}, none more than another")
+            lines.append(f"{named_ranks(holders)} differ in {ours[0].name}, none more than another")
         else:
             rest = [rank for rank in holders if rank not in odd]
-            said.append(f"{named_ranks(odd)} differs from {named_ranks(rest)}, first in {ours[0].name}")
+            lines.append(f"{named_ranks(odd)} differs from {named_ranks(rest)}, first in {ours[0].name}")
     return TrainError(
-        f"replicas are not the same after step {step}: {said[0]}.",
-        got="; ".join(said),
+        f"replicas are not the same after step {step}: {lines[0]}.",
+        got="; ".join(lines),
         why="replicas take the same updates, so a device, its memory or a link has given wrong numbers, or "
         "code of the run changes parameters on some ranks only",
         fix="resume from a checkpoint before it, without the machine of that rank",

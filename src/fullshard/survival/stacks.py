@@ -2,13 +2,11 @@
 
 import importlib
 import json
+import linecache
 import os
 import sys
 import sysconfig
 import threading
-import traceback
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -36,9 +34,7 @@ def in_collective(thread: int) -> bool:
 
 
 def user_frame(thread: int) -> str:
-    """Returns `file:line in function` of the innermost frame outside libraries, or else of the innermost
-    frame.
-    """
+    """Returns `file:line in function` of the innermost frame outside libraries, if any, or of all."""
     frames = frames_of(thread)
     libraries = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
     near = [frame for frame in frames if not frame.f_code.co_filename.startswith(libraries)] or frames
@@ -57,25 +53,22 @@ def other_threads() -> list[int]:
 def all_stacks() -> str:
     """Returns the stacks of every thread except the watchdog's own, each with its innermost frame last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    threads = [one for one in other_threads() if not names.get(one, "").startswith("fullshard ")]
-    return "\n".join(_stacks(threads, names))
-
-
-def _stacks(threads: Sequence[int], names: dict[int | None, str]) -> Iterator[str]:
-    for thread in threads:
-        yield f"  thread {names.get(thread, thread)}"
+    lines: list[str] = []
+    for thread in other_threads():
+        if names.get(thread, "").startswith("fullshard "):
+            continue
+        lines.append(f"  thread {names.get(thread, thread)}")
         for frame in reversed(frames_of(thread)):
             code = frame.f_code
-            summary = traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name)
-            yield f"    {Path(code.co_filename)}:{frame.f_lineno} in {code.co_name}: {summary.line or ''}"
+            line = linecache.getline(code.co_filename, frame.f_lineno).strip()
+            lines.append(f"    {code.co_filename}:{frame.f_lineno} in {code.co_name}: {line}")
+    return "\n".join(lines)
 
 
 def last_collective() -> str:
-    """Returns a collective from torch's flight recorder, such as
-    `gloo:all_reduce 17 of default_pg [10] Double`.
+    """Returns a collective from torch's flight recorder: `gloo:all_reduce 17 of default_pg [10] Double`.
 
-    It is the newest one that has not ended, or else the newest. Returns "" if this torch does not record the
-    collectives of this backend.
+    It is the newest one that has not ended, or else the newest; "" if this torch does not record any.
     """
     entries = [entry for name in _RECORDERS for entry in _entries(name)]
     pending = [entry for entry in entries if not entry.get("retired", True)]

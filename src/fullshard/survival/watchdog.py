@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
-from queue import SimpleQueue
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -60,11 +60,11 @@ _LEAVE_SECONDS = 1.0
 
 @contextmanager
 def watching(where: PhaseTracker, section: SurvivalSection) -> Generator[None]:
-    """Watches this thread and all ranks while the context is open. All ranks open it with the same settings.
+    """Watches this thread, whose phase `where` holds, and all ranks while the context is open.
 
-    `where` holds the phase that this thread is in. If the run hangs, the watchdog prints the diagnosis to
-    standard error and exits with TrainError's exit code, or with 1 if native code holds the interpreter. Does
-    nothing if `survival.watchdog_seconds` is 0.
+    If the run hangs, prints the diagnosis to standard error and exits with TrainError's exit code, or with 1
+    if native code holds the interpreter. All ranks open the context with the same settings. Does nothing if
+    `survival.watchdog_seconds` is 0.
     """
     if section.watchdog_seconds == 0:
         yield
@@ -82,17 +82,14 @@ def watching(where: PhaseTracker, section: SurvivalSection) -> Generator[None]:
 class _StatusBoard:
     """Heartbeats, reports and the verdict of the ranks, in the group's store; a single rank uses a HashStore.
 
-    Requests run on a dedicated thread, because one may never return if a link is cut. Once the store has not
-    answered in time, every request raises RuntimeError: the store's client does not recover.
+    Each request runs on a thread of its own, because it may never return if a link is cut. Once the store has
+    not answered in time, every request raises RuntimeError: the store's client does not recover.
     """
 
     def __init__(self, store: dist.Store, *, rank: int, world_size: int, answer_seconds: float) -> None:
         self.rank, self.world_size = rank, world_size
         self._store, self._lost = dist.PrefixStore("fullshard/watchdog", store), False
         self._answer_seconds = answer_seconds
-        self._acts: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="fullshard store", daemon=True)
-        self._thread.start()
 
     @classmethod
     def of_default_group(cls, *, answer_seconds: float) -> "_StatusBoard":
@@ -105,10 +102,6 @@ class _StatusBoard:
             store.set_timeout(timedelta(seconds=answer_seconds))
         rank, world_size = dist.get_rank(), dist.get_world_size()
         return cls(store, rank=rank, world_size=world_size, answer_seconds=answer_seconds)
-
-    def close(self) -> None:
-        self._acts.put(None)
-        self._thread.join(timeout=self._answer_seconds)
 
     def publish(self, seen: Heartbeat) -> None:
         self._do(lambda store: store.set(f"seen/{self.rank}", json.dumps(asdict(seen))))
@@ -133,18 +126,18 @@ class _StatusBoard:
         }
 
     def conclude(self, error: TrainError) -> None:
-        said = {"what": error.what, "got": error.got, "why": error.why, "fix": error.fix}
-        self._do(lambda store: store.set("verdict", json.dumps(said)))
+        words = {"what": error.what, "got": error.got, "why": error.why, "fix": error.fix}
+        self._do(lambda store: store.set("verdict", json.dumps(words)))
 
     def verdict(self) -> TrainError | None:
         if not self._do(lambda store: store.check(["verdict"])):
             return None
-        said = json.loads(self._do(lambda store: store.get("verdict")))
+        words = json.loads(self._do(lambda store: store.get("verdict")))
         self._do(lambda store: store.add("read", 1))
-        return TrainError(said["what"], got=said["got"], why=said["why"], fix=said["fix"])
+        return TrainError(words.pop("what"), **words)
 
     def readers(self) -> int:
-        """Number of ranks that have read the verdict."""
+        """Returns the number of ranks that have read the verdict."""
         return self._do(lambda store: store.add("read", 0))
 
     def _read(self, kind: str) -> dict[int, Any]:
@@ -157,19 +150,17 @@ class _StatusBoard:
         if self._lost:
             raise RuntimeError("the store has not answered before")
         answer = Future[T]()
-        self._acts.put(lambda: _settle(answer, lambda: act(self._store)))
+        threading.Thread(
+            target=_answer, args=(answer, partial(act, self._store)), name="fullshard store", daemon=True
+        ).start()
         try:
             return answer.result(timeout=self._answer_seconds)
         except (RuntimeError, TimeoutError) as error:
             self._lost = True
             raise RuntimeError("the store does not answer") from error
 
-    def _serve(self) -> None:
-        while (act := self._acts.get()) is not None:
-            act()
 
-
-def _settle(answer: Future[T], act: Callable[[], T]) -> None:
+def _answer(answer: Future[T], act: Callable[[], T]) -> None:
     try:
         answer.set_result(act())
     except RuntimeError as error:
@@ -190,7 +181,8 @@ class _Watchdog:
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
 
     def start(self) -> None:
-        """Publishes this rank's first heartbeat before anything can happen to it, then starts the thread."""
+        """Arms the timer and publishes a first heartbeat before anything can happen, then starts the thread."""
+        self._set_timer()
         with suppress(RuntimeError):
             self._board.publish(self._seen())
         self._thread.start()
@@ -198,7 +190,6 @@ class _Watchdog:
     def stop(self) -> None:
         self._stopped.set()
         self._thread.join(timeout=2 * _STORE_SECONDS[1])  # it may be asking the store
-        self._board.close()
         faulthandler.cancel_dump_traceback_later()
 
     def _run(self) -> None:
@@ -225,28 +216,22 @@ class _Watchdog:
         return self._section.watchdog_seconds * (self._section.watchdog_patience if slow else 1.0)
 
     def _set_timer(self) -> None:
-        """Restarts the C timer, which ends the process if this thread stops running.
-
-        It expires two grace periods after the limit, so that the other ranks act first.
-        """
-        file = sys.__stderr__
+        """Restarts the C timer, which ends the process if this thread stops running."""
+        seconds = self._limit() + 2 * self._grace  # after the limit, so that the other ranks act first
         with suppress(AttributeError, OSError, ValueError):  # standard error is missing or not a file
-            seconds = self._limit() + 2 * self._grace
-            faulthandler.dump_traceback_later(seconds, exit=True, file=file or sys.stderr)
+            faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
 
     def _hangs(self) -> bool:
         turn = min(self._board.rank, _IN_TURN) * self._tick
-        return self._unmoved > self._limit() + turn and not self._others_take_their_time()
-
-    def _others_take_their_time(self) -> bool:
-        """Returns whether a healthy rank is in a phase with a longer limit than this one, such as saving."""
         now, own = time.time(), self._limit()
-        with suppress(RuntimeError):
-            return any(
+        if self._unmoved <= own + turn:
+            return False
+        with suppress(RuntimeError):  # a healthy rank may be in a phase with a longer limit, such as saving
+            return not any(
                 own < one.limit_seconds > one.unmoved_seconds and now - one.at < 5 * self._tick + 1
                 for one in self._board.sightings().values()
             )
-        return False
+        return True
 
     def _seen(self) -> Heartbeat:
         return Heartbeat(
@@ -282,7 +267,9 @@ class _Watchdog:
             verdict = self._judge(own)
             error = verdict.error
             # A receiver shows the error itself. The stacks are printed here, by one rank for all.
-            _say(verdict.stacks if receivers() else f"{error}\n\n{verdict.stacks}")
+            text = verdict.stacks if receivers() else f"{error}\n\n{verdict.stacks}"
+            with suppress(OSError):  # standard error may be closed
+                print(f"\n{printable(text)}", file=sys.stderr, flush=True)
             with suppress(RuntimeError):
                 self._board.conclude(error)
                 self._await_readers()
@@ -330,8 +317,3 @@ class _Watchdog:
 
 def _within(value: float, bounds: tuple[float, float]) -> float:
     return min(max(value, bounds[0]), bounds[1])
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):  # standard error may be closed
-        print(f"\n{printable(text)}", file=sys.stderr, flush=True)

@@ -106,7 +106,7 @@ class OffloadedTensors:
         assert isinstance(store, DriveStore), "others have no generations"
         found, lacking = self._resumable()[step], self._offloaded.updates.unusable
         for later in (one for one in store.generations.whole() if one.step > step):
-            store.generations.drop(later)
+            store.generations.drop(later.slot)
 
         def take() -> ResidualState:
             payload = io.BytesIO(store.generations.payload(found))
@@ -118,7 +118,7 @@ class OffloadedTensors:
         try:
             return on_all_ranks(take, doing=f"going on from step {step} in {store.generations.directory}")
         except CheckpointError as error:
-            store.generations.drop(found)
+            store.generations.drop(found.slot)
             store.start_from(file, committed=committed)
             if file is not None:
                 self._offloaded.publish_all(verify=False)

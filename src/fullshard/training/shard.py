@@ -143,7 +143,6 @@ def settings_of(plan: Plan, system: System) -> Settings:
         group_parameters=section.group_parameters,
         shards_outside=section.takes_parameters,
         moments=_MOMENTS[section.moments],
-        alternate=section.order == "alternate",
         on_drive=partial(_on_drive, plan, system=system) if section.on_disk else None,
         shards_on_drive=(
             partial(_shards, plan, system=system) if section.on_disk and section.takes_parameters else None
@@ -240,10 +239,10 @@ def _keep_common_generation(generations: Generations) -> None:
         common = max(set[int].intersection(*gathered(set(own))), default=None)
         if common is None or all(gathered(_verifies(generations, own[common]))):
             break
-        generations.drop(own[common])
+        generations.drop(own[common].slot)
     for step, one in own.items():
         if step != common:
-            generations.drop(one)
+            generations.drop(one.slot)
 
 
 def _verifies(generations: Generations, one: Generation) -> bool:
