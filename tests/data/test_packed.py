@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.data import IGNORED_LABEL
-from fullshard.data.build import packed_data
+from fullshard.data.batches import IGNORED_LABEL
+from fullshard.data.build import build_packed_data
 from fullshard.data.packed import PackedData
 from fullshard.data.prefetch import prefetch_batches
 from tests.data.samples import plan_of, run_of
@@ -62,7 +62,7 @@ def data_of(
     if weights:
         for source, weight in zip(sources, weights, strict=True):
             source["weight"] = weight
-    return packed_data(
+    return build_packed_data(
         run_of(
             cache_directory(),
             seed=seed,

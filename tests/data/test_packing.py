@@ -1,7 +1,5 @@
 """Rows hold every token once, in as few rows as best-fit-decreasing needs, and labels follow their tokens."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,10 +11,11 @@ from fullshard.data.packing import (
     Rows,
     Spans,
     best_fit,
+    count_tokens,
     open_rows,
+    pack_rows,
     split_long,
     split_spans,
-    write_rows,
 )
 
 laws = settings(max_examples=60)
@@ -29,11 +28,9 @@ def spans_of(sizes: list[int]) -> Spans:
     return Spans(np.arange(len(sizes)) * 100, np.array(sizes), np.ones(len(sizes), dtype=np.bool_))
 
 
-def rows_of(spans: Spans, directory: Path, *, packing: Packing, length: int, masked: bool = False) -> Rows:
-    tokens = write_rows(spans, directory, part="a", packing=packing, sequence_length=length)
-    return open_rows(
-        directory, part="a", packing=packing, sequence_length=length, masked=masked, tokens=tokens
-    )
+def rows_of(spans: Spans, *, packing: Packing, length: int, masked: bool = False) -> Rows:
+    arrays = pack_rows(spans, packing=packing, sequence_length=length)
+    return open_rows(arrays, tokens=count_tokens(arrays), sequence_length=length, masked=masked)
 
 
 def places(rows: Rows) -> list[int]:
@@ -104,11 +101,9 @@ def test_pieces_are_the_documents_cut(sizes: list[int], capacity: int):
 
 @laws
 @given(sizes, capacities, st.sampled_from(["best_fit", "none"]))
-def test_filled_rows_have_every_token_once_with_the_next_for_its_label(
-    tmp_path_factory, sizes, capacity, packing
-):
+def test_filled_rows_have_every_token_once_with_the_next_for_its_label(sizes, capacity, packing):
     spans = spans_of(sizes)
-    rows = rows_of(spans, tmp_path_factory.mktemp("rows"), packing=packing, length=capacity)
+    rows = rows_of(spans, packing=packing, length=capacity)
     assert sorted(places(rows)) == all_but_ends_alone(spans, capacity)
     last = {begin + n - 1 for begin, n in zip(spans.begins, spans.lengths, strict=True)}
     for row in range(rows.count):
@@ -121,9 +116,9 @@ def test_filled_rows_have_every_token_once_with_the_next_for_its_label(
 
 @laws
 @given(sizes, capacities, st.booleans())
-def test_joined_rows_are_windows_of_the_documents_joined(tmp_path_factory, sizes, capacity, masked):
+def test_joined_rows_are_windows_of_the_documents_joined(sizes, capacity, masked):
     spans = spans_of(sizes)
-    rows = rows_of(spans, tmp_path_factory.mktemp("rows"), packing="concat", length=capacity, masked=masked)
+    rows = rows_of(spans, packing="concat", length=capacity, masked=masked)
     joined = all_places(spans)
     assert rows.count == (len(joined) - 1) // capacity
     assert places(rows) == joined[: rows.count * capacity]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.data.cache import Heartbeat, digests, get_or_build, key_of, manifest_of
-from fullshard.data.documents import text_documents, unreadable
+from fullshard.data.files import list_files, unreadable
 from fullshard.data.token_store import Integers, TokenStore, mapped, mapped_npy
 from fullshard.errors import DataError
 from fullshard.spec.data_section import SourceFields
@@ -44,8 +44,7 @@ def memmap_stores(fields: SourceFields, *, root: Path, alive: Heartbeat) -> list
     The tokens stay in their files. The cache holds the document boundaries and the largest token. Raises
     DataError for files that are not token files or hold invalid tokens.
     """
-    paths = [document.path for document in text_documents(fields.paths)]
-    bins = {path.with_suffix(".bin") if path.suffix == ".idx" else path for path in paths}
+    bins = {path.with_suffix(".bin") if path.suffix == ".idx" else path for path in list_files(fields.paths)}
     return [_store(_opened(path, fields), fields, root=root, alive=alive) for path in sorted(bins)]
 
 

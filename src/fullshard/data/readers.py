@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from fullshard.data.documents import unreadable
+from fullshard.data.files import unreadable
 from fullshard.errors import DataError, MissingExtraError
 from fullshard.spec.data_section import SourceFields
 
@@ -62,7 +62,7 @@ class CorruptRecord:
     why: str
 
 
-def file_shards(kind: Literal["text", "jsonl", "parquet"], path: Path, *, size: int) -> list[FilePart]:
+def split_file(kind: Literal["text", "jsonl", "parquet"], path: Path, *, size: int) -> list[FilePart]:
     """Cuts `path`, of `size` bytes, into shards of about SHARD_BYTES.
 
     Raises DataError for a broken parquet file.
@@ -79,7 +79,7 @@ def file_shards(kind: Literal["text", "jsonl", "parquet"], path: Path, *, size: 
     ]
 
 
-def records(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord | CorruptRecord]:
+def read_records(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord | CorruptRecord]:
     """Yields the records of `shard` in order. A value is a text, or a table of a row's fields."""
     if shard.kind == "text":
         yield from _text(shard)
@@ -255,6 +255,8 @@ def _lines_from(shard: FilePart) -> tuple[bytes, int]:
             if count <= 0:  # the shard lies within one long line
                 return b"", skipped
             data = file.read(count)
+            if len(data) < count:
+                raise DataError(f"{path} changed while it was read.", got=f"{count - len(data)} bytes fewer")
             return (data if data.endswith(b"\n") else data + file.readline()), skipped
     except (OSError, EOFError) as error:
         raise DataError(f"{path} cannot be read.", got=str(error)) from error

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.checkpoint import location_of
-from fullshard.data import Data, build_data, prefetch_batches
+from fullshard.data.batches import Data
+from fullshard.data.build import build_data
+from fullshard.data.prefetch import prefetch_batches
 from fullshard.distributed.agreement import gathered, on_rank_zero
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, PlanError

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.data import build_data
+from fullshard.data.build import build_data
 from fullshard.models.examples import example_batch
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
