@@ -1,14 +1,14 @@
 """build_data(run): opens the data that [data] names, tokenizes it, and lays it out in rows."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
 
-from fullshard.data.batches import Batches, Data
+from fullshard.data.batches import Data
 from fullshard.data.cache import Heartbeat, get_or_build, key_of, manifest_of, no_heartbeat
 from fullshard.data.packed import PackedData, ShufflePool
 from fullshard.data.packing import count_tokens, open_rows, pack_rows, shuffled, split_spans
@@ -19,8 +19,9 @@ from fullshard.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from fullshard.errors import DataError
 from fullshard.spec.data_section import DataSection
 from fullshard.spec.dotted import import_object
-from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+
+_PARTS = ("training", "held-out")
 
 
 def build_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> Data:
@@ -31,7 +32,7 @@ def build_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> Data:
     corrupt, binary, or too short for one sequence in each part.
     """
     if run.data.source == "python":
-        return UserBatches(_call_factory(run.data, run), run.data)
+        return _build_user_data(run)
     return build_packed_data(run, alive=alive)
 
 
@@ -97,7 +98,7 @@ def _open_pool(stream: Stream, run: Run, *, root: Path, alive: Heartbeat, seed: 
     section = run.data
     keys = [store.key for store in stream.stores]
     if None in keys:
-        parts, facts = _lay_out(stream, run)
+        arrays, facts = _lay_out(stream, run)
     else:
         settings = {
             "stores": keys,
@@ -106,69 +107,48 @@ def _open_pool(stream: Stream, run: Run, *, root: Path, alive: Heartbeat, seed: 
             "fraction": section.validation_fraction,
             "seed": run.run.seed if section.packing == "concat" else None,
         }
-        entry = get_or_build(
-            root,
-            f"layout-{key_of(settings)}",
-            build=lambda draft: _save_layout(stream, run, draft),
-            alive=alive,
-        )
-        parts, facts = _map_layout(entry), manifest_of(entry)
+
+        def build(draft: Path) -> Mapping[str, Any]:
+            arrays, facts = _lay_out(stream, run)
+            for name, array in arrays.items():
+                np.save(draft / f"{name}.npy", array)
+            return facts
+
+        entry = get_or_build(root, f"layout-{key_of(settings)}", build=build, alive=alive)
+        arrays, facts = {path.stem: mapped_npy(path) for path in entry.glob("*.npy")}, manifest_of(entry)
     training, held_out = (
         open_rows(
-            parts[part],
+            {name.removeprefix(part): array for name, array in arrays.items() if name.startswith(part)},
             tokens=facts["tokens"][part],
             sequence_length=section.sequence_length,
             masked=section.document_mask,
         )
-        for part in ("training", "held-out")
+        for part in _PARTS
     )
     pool = ShufflePool(stream, training, held_out, seed)
     _check(pool, section, tokens=facts["tokens"], longest=facts["longest"])
     return pool
 
 
-Layout = Mapping[str, Mapping[str, Integers]]
-"""The arrays of `pack_rows` for each part of the data, "training" and "held-out"."""
-
-
-def _lay_out(stream: Stream, run: Run) -> tuple[Layout, Mapping[str, Any]]:
-    """Returns the rows of each part, the tokens in each part, and the length of the longest document."""
+def _lay_out(stream: Stream, run: Run) -> tuple[Mapping[str, Integers], Mapping[str, Any]]:
+    """Returns (arrays of the rows of each part, tokens of each part and length of the longest document)."""
     section = run.data
     training, held_out = split_spans(*stream.documents(), fraction=section.validation_fraction)
     if section.packing == "concat":
         training = shuffled(training, seed=run.run.seed)
-    parts = {
-        part: pack_rows(spans, packing=section.packing, sequence_length=section.sequence_length)
-        for part, spans in (("training", training), ("held-out", held_out))
-    }
-    tokens = {part: count_tokens(arrays) for part, arrays in parts.items()}
-    return parts, {"tokens": tokens, "longest": int(training.lengths.max(initial=0))}
-
-
-def _save_layout(stream: Stream, run: Run, draft: Path) -> Mapping[str, Any]:
-    parts, facts = _lay_out(stream, run)
-    for part, arrays in parts.items():
-        for name, array in arrays.items():
-            np.save(draft / f"{part}.{name}.npy", array)
-    return facts
-
-
-def _map_layout(entry: Path) -> Layout:
-    parts: dict[str, dict[str, Integers]] = {"training": {}, "held-out": {}}
-    for path in entry.glob("*.npy"):
-        part, name, _ = path.name.split(".")
-        parts[part][name] = mapped_npy(path)
-    return parts
+    arrays, tokens = dict[str, Integers](), dict[str, int]()
+    for part, spans in zip(_PARTS, (training, held_out), strict=True):
+        rows = pack_rows(spans, packing=section.packing, sequence_length=section.sequence_length)
+        arrays |= {f"{part}{name}": array for name, array in rows.items()}
+        tokens[part] = count_tokens(rows)
+    return arrays, {"tokens": tokens, "longest": int(training.lengths.max(initial=0))}
 
 
 def _check(pool: ShufflePool, section: DataSection, *, tokens: Mapping[str, int], longest: int) -> None:
     """Raises DataError for a part without a row, and if no document fills a row with `packing = "none"`."""
     length, name = section.sequence_length, pool.stream.name
-    parts = {"training": pool.training.count}
-    if section.validation_fraction > 0:
-        parts["held-out"] = pool.held_out.count
-    for part, rows in parts.items():
-        if rows:
+    for part, rows in zip(_PARTS, (pool.training, pool.held_out), strict=True):
+        if rows.count or (part == "held-out" and section.validation_fraction == 0):
             continue
         larger = "; a larger data.validation_fraction, or 0 for no validation" if part == "held-out" else ""
         raise DataError(
@@ -186,65 +166,33 @@ def _check(pool: ShufflePool, section: DataSection, *, tokens: Mapping[str, int]
         )
 
 
-def _call_factory(section: DataSection, run: Run) -> Batches:
-    """Returns the batches that the user's factory makes for `run`.
+def _build_user_data(run: Run) -> Data:
+    """Returns the batches of the user's factory, with defaults for members of `Data` that they lack.
 
     Raises SpecError for a name that cannot be imported, DataError if the result has no `microbatches`.
     """
-    assert section.factory is not None, "checked by the spec"
-    batches = import_object(section.factory, key="data.factory")(run)
+    factory = run.data.factory
+    assert factory is not None, "checked by the spec"
+    batches = import_object(factory, key="data.factory")(run)
     if not hasattr(batches, "microbatches"):
         raise DataError(
-            f"{section.factory} gave no batches.",
+            f"{factory} gave no batches.",
             got=type(batches).__name__,
             fix="an object with microbatches(step, rank=..., plan=...)",
         )
-    return cast(Batches, batches)
+    members: dict[str, Any] = {
+        "microbatches": None,
+        "vocabulary": None,
+        "validation_tokens": 0,
+        "byte_entropy": None,
+        "validation": lambda *, rank, plan: iter(()),  # pyright: ignore[reportUnknownLambdaType]
+        "encode": lambda text: [],  # pyright: ignore[reportUnknownLambdaType]
+        "decode": _join_numbers,
+        "describe": lambda: f"batches of {factory}",
+    }
+    own = {name: getattr(batches, name, default) for name, default in members.items()}
+    return cast(Data, SimpleNamespace(**own))
 
 
-@dataclass(frozen=True)
-class UserBatches:
-    """Wraps the user's own batches.
-
-    Attributes that they have (see `Data`) are used; the others are unknown.
-    """
-
-    batches: Batches
-    section: DataSection
-
-    @property
-    def vocabulary(self) -> int | None:
-        return getattr(self.batches, "vocabulary", None)
-
-    @property
-    def validation_tokens(self) -> int:
-        return getattr(self.batches, "validation_tokens", 0)
-
-    @property
-    def byte_entropy(self) -> float | None:
-        return getattr(self.batches, "byte_entropy", None)
-
-    def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[Any]:
-        """Yields the microbatches of a step, see `Batches`."""
-        return self.batches.microbatches(step, rank=rank, plan=plan)
-
-    def validation(self, *, rank: int, plan: Plan) -> Iterator[Any]:
-        """Yields held-out batches, see `Data`; none if the user's batches have no `validation`."""
-        own = getattr(self.batches, "validation", None)
-        return iter(()) if own is None else own(rank=rank, plan=plan)
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text, see `Data`."""
-        own = getattr(self.batches, "encode", None)
-        return [] if own is None else own(text)
-
-    def decode(self, tokens: Tensor | Iterable[int]) -> str:
-        """Returns readable text, see `Data`."""
-        numbers: Iterable[int] = tokens.tolist() if isinstance(tokens, Tensor) else tokens
-        own = getattr(self.batches, "decode", None)
-        return " ".join(map(str, numbers)) if own is None else own(tokens)
-
-    def describe(self) -> str:
-        """Returns a one-line description, see `Data`."""
-        own = getattr(self.batches, "describe", None)
-        return f"batches of {self.section.factory}" if own is None else own()
+def _join_numbers(tokens: Tensor | Iterable[int]) -> str:
+    return " ".join(map(str, tokens.tolist() if isinstance(tokens, Tensor) else tokens))

@@ -81,7 +81,7 @@ def stores_of(
         processes = section.processes or _usable_cores()
 
         def build(draft: Path) -> Mapping[str, Any]:
-            facts = _build_entry(draft, files, settings, processes=processes, alive=alive)
+            facts = _build_entry(draft, files, settings=settings, processes=processes, alive=alive)
             return {**facts, "vocabulary": tokenizer.vocabulary}
 
         entry = get_or_build(root, f"tokens-{key_of(facts)}", build=build, alive=alive)
@@ -150,7 +150,7 @@ def _store_in_memory(files: _SourceFiles, settings: TokenizeSettings, *, vocabul
 
 
 def _build_entry(
-    draft: Path, files: _SourceFiles, settings: TokenizeSettings, *, processes: int, alive: Heartbeat
+    draft: Path, files: _SourceFiles, *, settings: TokenizeSettings, processes: int, alive: Heartbeat
 ) -> Mapping[str, Any]:
     """Fills the cache entry `draft` with the tokens of `files`, and returns the contents of its manifest."""
     with ExitStack() as stack:

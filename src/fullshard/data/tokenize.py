@@ -54,7 +54,7 @@ class TokenizeSettings:
 
     @property
     def masked(self) -> bool:
-        """Whether some tokens of the records are not trained on."""
+        """True if some tokens of the records are not trained on."""
         return self.fields.records == {"assistant": "messages"}.get(self.train_on, self.train_on)
 
 
