@@ -23,8 +23,7 @@ from fullshard.spec.weight_map import Naming, Part, Shape, WeightMap, whole
 from fullshard.system import disk
 from fullshard.system.targets import require_outside
 from fullshard.weights.files import INDEX, ONE_FILE
-from fullshard.weights.merge_adapters import MergedModel, Merging
-from fullshard.weights.tensor_source import SavedModel, TensorSource
+from fullshard.weights.tensor_source import MergedModel, Merging, SavedModel, TensorSource
 from fullshard.weights.write import SafetensorsWriter
 
 # Parts that torch's wrappers add to names: compile and recompute anywhere, DDP at the front of all names.

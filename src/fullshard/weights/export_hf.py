@@ -25,8 +25,8 @@ from fullshard.spec.run import Run
 from fullshard.spec.small_files import read_bytes
 from fullshard.spec.weight_map import Naming
 from fullshard.weights.export import export_pretrained, require_size
-from fullshard.weights.merge_adapters import ADDED, Merging
 from fullshard.weights.names import described, file_names, meta_twin
+from fullshard.weights.tensor_source import ADDED, Merging
 
 SHARD_BYTES = 5_000_000_000  # a file, as on the hub
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
