@@ -25,7 +25,7 @@ capacities = st.integers(1, 20)
 
 def spans_of(sizes: list[int]) -> Spans:
     """One behind the other, each from a multiple of 100 on."""
-    return Spans(np.arange(len(sizes)) * 100, np.array(sizes), np.ones(len(sizes), dtype=np.bool_))
+    return Spans(np.arange(len(sizes)) * 100, np.array(sizes))
 
 
 def rows_of(spans: Spans, *, packing: Packing, length: int, masked: bool = False) -> Rows:
@@ -80,9 +80,7 @@ def test_best_fit_takes_each_piece_once_as_one_by_one_would(lengths: list[int], 
 def test_stories_fill_over_99_percent(capacity: int):
     """Lengths as of short stories: log-normal around 200 tokens, some of them longer than a row."""
     lengths = np.random.default_rng(0).lognormal(5.3, 0.7, 20_000).astype(np.int64) + 8
-    pieces = split_long(
-        Spans(np.cumsum(lengths) - lengths, lengths, np.ones(len(lengths), np.bool_)), capacity
-    )
+    pieces, _ = split_long(Spans(np.cumsum(lengths) - lengths, lengths), capacity)
     _, offsets = best_fit(pieces.lengths, capacity)
     assert lengths.sum() / ((len(offsets) - 1) * capacity) >= 0.99
 
@@ -91,7 +89,7 @@ def test_stories_fill_over_99_percent(capacity: int):
 @given(sizes, capacities)
 def test_pieces_are_the_documents_cut(sizes: list[int], capacity: int):
     spans = spans_of(sizes)
-    pieces = split_long(spans, capacity)
+    pieces, _ = split_long(spans, capacity)
     assert all_places(pieces) == all_but_ends_alone(spans, capacity)
     assert max([*pieces.lengths, 0]) <= capacity
     assert len(pieces.lengths) == sum(

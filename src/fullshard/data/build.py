@@ -11,7 +11,7 @@ from torch import Tensor
 from fullshard.data.batches import Data
 from fullshard.data.cache import Heartbeat, get_or_build, key_of, manifest_of, no_heartbeat
 from fullshard.data.packed import PackedData, ShufflePool
-from fullshard.data.packing import count_tokens, open_rows, pack_rows, shuffled, split_spans
+from fullshard.data.packing import count_tokens, open_rows, pack_rows, shuffle_spans, split_spans
 from fullshard.data.sampling import interleave_sources
 from fullshard.data.sources import stores_of
 from fullshard.data.token_store import Integers, Stream, TokenStore, mapped_npy
@@ -135,7 +135,7 @@ def _lay_out(stream: Stream, run: Run) -> tuple[Mapping[str, Integers], Mapping[
     section = run.data
     training, held_out = split_spans(*stream.documents(), fraction=section.validation_fraction)
     if section.packing == "concat":
-        training = shuffled(training, seed=run.run.seed)
+        training = shuffle_spans(training, seed=run.run.seed)
     arrays, tokens = dict[str, Integers](), dict[str, int]()
     for part, spans in zip(_PARTS, (training, held_out), strict=True):
         rows = pack_rows(spans, packing=section.packing, sequence_length=section.sequence_length)

@@ -33,15 +33,13 @@ class Spans:
 
     begins: first place of each part
     lengths: tokens of each part
-    ends: whether the document ends with the part
     """
 
     begins: Int64
     lengths: Int64
-    ends: NDArray[np.bool_]
 
     def select(self, which: Integers) -> "Spans":
-        return Spans(self.begins[which], self.lengths[which], self.ends[which])
+        return Spans(self.begins[which], self.lengths[which])
 
     @property
     def tokens(self) -> int:
@@ -53,7 +51,7 @@ def split_spans(begins: Int64, lengths: Int64, *, fraction: float) -> tuple[Span
 
     See [Note: what is held out].
     """
-    everything = Spans(begins, lengths, np.ones(len(begins), dtype=np.bool_))
+    everything = Spans(begins, lengths)
     budget = round(fraction * int(lengths.sum()))
     order = permute(np.arange(len(lengths)), length=len(lengths), key="hold out")
     out = np.zeros(len(lengths), dtype=np.bool_)
@@ -69,12 +67,10 @@ def split_spans(begins: Int64, lengths: Int64, *, fraction: float) -> tuple[Span
         return training, held_out
     tail = training.begins[largest] + training.lengths[largest] - left
     training.lengths[largest] -= left
-    return training, Spans(
-        np.append(held_out.begins, tail), np.append(held_out.lengths, left), np.append(held_out.ends, True)
-    )
+    return training, Spans(np.append(held_out.begins, tail), np.append(held_out.lengths, left))
 
 
-def shuffled(spans: Spans, *, seed: int) -> Spans:
+def shuffle_spans(spans: Spans, *, seed: int) -> Spans:
     """Returns the spans in an order that depends only on their number and the seed."""
     count = len(spans.begins)
     if not count:
@@ -170,12 +166,14 @@ def pack_rows(spans: Spans, *, packing: Packing, sequence_length: int) -> dict[s
     """Packs `spans` into rows. Returns the arrays that `open_rows` takes."""
     if packing == "concat":
         return {"begins": spans.begins, "offsets": np.append(0, np.cumsum(spans.lengths)).astype(np.int64)}
-    pieces = split_long(spans, sequence_length)
-    pack = best_fit if packing == "best_fit" else one_per_row
-    order, offsets = pack(pieces.lengths, sequence_length)
-    pieces = pieces.select(order)
+    pieces, continues = split_long(spans, sequence_length)
+    if packing == "best_fit":
+        order, offsets = best_fit(pieces.lengths, sequence_length)
+        pieces, continues = pieces.select(order), continues[order]
+    else:
+        offsets = np.arange(len(pieces.lengths) + 1)
     lengths = pieces.lengths.astype(np.int32)
-    return {"begins": pieces.begins, "lengths": lengths, "open": ~pieces.ends, "offsets": offsets}
+    return {"begins": pieces.begins, "lengths": lengths, "open": continues, "offsets": offsets}
 
 
 def count_tokens(arrays: Mapping[str, Integers]) -> int:
@@ -190,24 +188,20 @@ def open_rows(arrays: Mapping[str, Integers], *, tokens: int, sequence_length: i
     return FilledRows(**arrays, tokens=tokens)
 
 
-def split_long(spans: Spans, length: int) -> Spans:
+def split_long(spans: Spans, length: int) -> tuple[Spans, NDArray[np.bool_]]:
     """Splits each span into pieces of `length` and a remainder.
 
-    A remainder that is only the last token of a document is dropped. No token follows it, and it is the label
-    of the piece before.
+    Returns (the pieces, whether the span continues after each). A remainder of one token is dropped: no token
+    follows it, and it is the label of the piece before.
     """
     counts = -(-spans.lengths // length)
     first = np.cumsum(counts) - counts
     within = np.arange(int(counts.sum())) - np.repeat(first, counts)  # index of the piece within its span
     lengths = np.minimum(np.repeat(spans.lengths, counts) - within * length, length)
-    ends = (within == np.repeat(counts, counts) - 1) & np.repeat(spans.ends, counts)
-    pieces = Spans(np.repeat(spans.begins, counts) + within * length, lengths, ends)
-    return pieces.select((lengths > 1) | ~ends)
-
-
-def one_per_row(lengths: Int64, _capacity: int) -> tuple[Int64, Int64]:
-    """Assigns each piece its own row. Returns the same as `best_fit`."""
-    return np.arange(len(lengths)), np.arange(len(lengths) + 1)
+    continues = within < np.repeat(counts, counts) - 1
+    kept = (lengths > 1) | continues
+    pieces = Spans(np.repeat(spans.begins, counts) + within * length, lengths)
+    return pieces.select(kept), continues[kept]
 
 
 def best_fit(lengths: Int64, capacity: int) -> tuple[Int64, Int64]:

@@ -189,10 +189,9 @@ def tokenizer_text(file: Path) -> str:
     """Returns the text of a tokenizer file. Raises DataError if the file cannot be read."""
     try:
         return read_text(file, most_bytes=_MOST_BYTES)
-    except OSError as error:
-        raise DataError(f"the tokenizer {file} cannot be read.", got=error.strerror) from error
-    except ValueError as error:
-        raise DataError(f"the tokenizer {file} cannot be read.", got=str(error)) from error
+    except (OSError, ValueError) as error:
+        got = error.strerror if isinstance(error, OSError) else str(error)
+        raise DataError(f"the tokenizer {file} cannot be read.", got=got) from error
 
 
 def _backend(name: str = "the tokenizer") -> ForeignErrors:

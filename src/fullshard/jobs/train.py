@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fullshard.checkpoint import location_of
 from fullshard.data.batches import Data
 from fullshard.data.build import build_data
-from fullshard.data.prefetch import prefetch_batches
+from fullshard.data.prefetch import PrefetchingBatches
 from fullshard.distributed.agreement import gathered, on_rank_zero
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, PlanError
@@ -143,7 +143,7 @@ def _start(
     left = find_unusable_state(plan, saved=saved, must_resume=resume)
     discard_offloaded(plan, unless=goes_on)
     shard(model, plan, values="initialised" if weights is None else "unset")
-    ahead = stack.enter_context(prefetch_batches(data, steps=run.data.ahead_steps))
+    ahead = stack.enter_context(PrefetchingBatches(data, steps=run.data.ahead_steps))
     saves = "trained" if run.adapter.saved_alone else "all"
     state = TrainState(model, build_optimizer(model, plan), data=ahead, saved=saves)
     state.phase = where
