@@ -6,6 +6,7 @@ anywhere.
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from fullshard.weights.files import FileTensor, PretrainedFiles, open_weights
 from fullshard.weights.names import model_names
 from fullshard.weights.read_ahead import carry_out
 from fullshard.weights.strided import moves_into
+from fullshard.weights.tensor_source import ADDED
 
 logger = logging.getLogger("fullshard")
 
@@ -64,27 +66,21 @@ class LoadReport:
         """Returns one line about the tensors read, and one for each kind of difference from the model."""
         turned = ", ".join(f"{count} {kind}" for kind, count in self.dtypes.items())
         lines = [f"{self.tensors} tensors from {self.directory}" + (f": {turned}" if turned else "")]
-        if self.converted:
-            lines.append(
-                f"{len(self.converted)} of them put together as the model has them: {_some(self.converted)}"
-            )
-        if self.surplus:
-            lines.append(
-                f"{len(self.surplus)} in the files that the model does not have: {_some(self.surplus)}"
-            )
+        for names, what in (
+            (self.converted, "of them put together as the model has them"),
+            (self.surplus, "in the files that the model does not have"),
+        ):
+            lines += [f"{len(names)} {what}: {_some(names)}"] if names else []
         lines += [self.missing_message] if self.missing_message else []
         return "\n".join(lines)
 
     @property
     def missing_message(self) -> str | None:
-        """A line about the tensors that the files lack; None if none is missing.
-
-        Adapters of peft are not counted.
-        """
-        missing = [name for name in self.missing if ".lora_" not in name]
-        return (
-            f"{len(missing)} that the files do not have, initialised: {_some(missing)}" if missing else None
-        )
+        """A line about the tensors that the files lack, except adapters of peft; None if none is missing."""
+        missing = [name for name in self.missing if ADDED not in name]
+        if not missing:
+            return None
+        return f"{len(missing)} that the files do not have, initialised: {_some(missing)}"
 
 
 def load_pretrained(
@@ -215,14 +211,12 @@ class _Reading:
         every = sum(tensor.numel() for tensor in filled.values())
         return carry_out(moves, self.files, cached=held * world_size() > _COPIES * every)
 
-    def dtypes(self) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for name, tensor in self.filled.items():
-            source = self._source(name).dtype
-            if source != tensor.dtype:
-                kind = f"{str(source).removeprefix('torch.')} → {str(tensor.dtype).removeprefix('torch.')}"
-                counts[kind] = counts.get(kind, 0) + 1
-        return counts
+    def dtypes(self) -> Mapping[str, int]:
+        """Returns the number of tensors per conversion of dtype."""
+        pairs = ((self._source(name).dtype, tensor.dtype) for name, tensor in self.filled.items())
+        return Counter(
+            f"{source} → {dtype}".replace("torch.", "") for source, dtype in pairs if source != dtype
+        )
 
     def _source(self, name: str) -> FileTensor:
         return self.files.tensors[self.map.parts[name][0].source]
