@@ -29,10 +29,6 @@ class ShufflePool:
     held_out: Rows
     seed: int | str
 
-    def rows_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the training row of each sample."""
-        return shuffled_rows(samples, rows=self.training.count, seed=self.seed)
-
 
 @dataclass(frozen=True, eq=False)
 class PackedData:
@@ -121,7 +117,8 @@ class PackedData:
             samples = rank_samples(step * plan.accumulation + accumulated, rank=rank, plan=plan)
             sources, rows = self.pattern.locate(samples)
             for source in np.unique(sources).tolist():
-                rows[sources == source] = self.pools[source].rows_of(rows[sources == source])
+                pool, own = self.pools[source], sources == source
+                rows[own] = shuffled_rows(rows[own], rows=pool.training.count, seed=pool.seed)
             pools = [self.pools[source] for source in sources.tolist()]
             chosen = zip(pools, rows.tolist(), strict=True)
             yield self._batch([(pool.stream, pool.training.pieces(row)) for pool, row in chosen], plan=plan)

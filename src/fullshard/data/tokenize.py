@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from queue import SimpleQueue
 from typing import Any, Literal, cast
 
@@ -30,7 +31,7 @@ Task = Sequence[FilePart]
 Tokens = NDArray[Any]
 Mask = NDArray[np.bool_]
 
-_BATCH_CHARACTERS = 1 << 20
+_BATCH_RECORDS = 256
 _REPORTED_RECORDS = 5  # of a task's skipped records, the first ones have a message
 _TASKS_AHEAD = 8  # per worker: bounds the results that wait for an earlier task
 _SERVE = "from fullshard.data.tokenize import serve_tasks; serve_tasks()"
@@ -96,7 +97,8 @@ class TaskTokenizer:
         self._skipped, self._skip_messages = 0, []
         tokens, masks = [np.empty(0, self.settings.dtype)], [np.empty(0, np.bool_)]
         ends, count = list[int](), 0
-        for batch in _batches(self._read(task)):
+        records = self._read(task)
+        while batch := list(islice(records, _BATCH_RECORDS)):
             for record, found, trained in self._tokenize_batch(batch):
                 tokens.append(found.astype(self.settings.dtype))
                 masks += [trained] if trained is not None else []
@@ -204,21 +206,6 @@ class TaskTokenizer:
         if self.settings.on_error == "stop":
             raise absent_field(name, [*row], where=record.where())
         raise NotWrittenOutError(f"no field {name!r} among {', '.join(row)}")
-
-
-def _batches(found: Iterator[TextRecord]) -> Iterator[list[TextRecord]]:
-    """Yields batches of records with about _BATCH_CHARACTERS characters each; the sizes are estimates."""
-    batch, size = list[TextRecord](), 0
-    for record in found:
-        batch.append(record)
-        size += len(record.value) if isinstance(record.value, str) else 500
-        if isinstance(record.value, dict):
-            size += sum(len(v) for v in cast(dict[str, Any], record.value).values() if isinstance(v, str))
-        if size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _join(*parts: Sequence[int] | Tokens) -> Tokens:

@@ -6,7 +6,6 @@ https://github.com/huggingface/safetensors#format
 """
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,10 +63,6 @@ class FileTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
 
 def encode_header(tensors: Mapping[str, SavedTensor], metadata: Mapping[str, str]) -> bytes:
     """Returns the file up to the first tensor's bytes. The tensors follow in the given order."""
@@ -117,10 +112,6 @@ class PretrainedFiles:
 
     directory: Path
     tensors: Mapping[str, FileTensor]
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(tensor.size_bytes for tensor in self.tensors.values())
 
 
 def find_weights(directory: Path) -> Path | None:

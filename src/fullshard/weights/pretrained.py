@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ from fullshard.errors import CheckpointError
 from fullshard.offload.state import offloaded_of, offloaded_parameters, shards_for_loading
 from fullshard.sharding.materialize import Initialise, initialise
 from fullshard.spec.plan import Plan
-from fullshard.spec.weight_map import Naming, Shape, WeightMap, by_name
+from fullshard.spec.weight_map import Shape, WeightMap
 from fullshard.weights.files import FileTensor, PretrainedFiles, open_weights
 from fullshard.weights.names import model_names
 from fullshard.weights.read_ahead import carry_out
@@ -96,10 +95,9 @@ def load_pretrained(
     Raises CheckpointError if there are no weights or they belong to another model; DamagedCheckpointError for
     incomplete files; MissingExtraError.
     """
-    naming = partial(model_names, model)
     outside = offloaded_of(model)
     elsewhere = offloaded_parameters(outside) if outside is not None else set[Tensor]()
-    loaded = read_pretrained(model, directory, naming=naming, wanted=lambda one: one not in elsewhere)
+    loaded = read_pretrained(model, directory, wanted=lambda one: one not in elsewhere)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     missing = [name for name in loaded.missing if name in parameters]
     if plan is None and any(isinstance(parameters[name], DTensor) for name in missing):
@@ -111,7 +109,7 @@ def load_pretrained(
     if plan is not None:
         initialise(model, [n for n in missing if parameters[n] not in elsewhere], plan=plan, init=init)
     for own in shards_for_loading(outside) if outside is not None and elsewhere else ():
-        read_pretrained(model, directory, naming=naming, wanted=own.__contains__)
+        read_pretrained(model, directory, wanted=own.__contains__)
         if plan is not None:
             initialise(model, [name for name in missing if parameters[name] in own], plan=plan, init=init)
     if loaded.missing_message and rank() == 0:
@@ -123,26 +121,17 @@ def read_pretrained(
     model: nn.Module,
     directory: str | Path,
     *,
-    naming: Naming | None = None,
     wanted: Callable[[Tensor], bool] = lambda _tensor: True,
 ) -> LoadReport:
-    """Fills `model`, sharded or not, with the weights of `directory` (or of one safetensors file).
+    """Fills the parameters and buffers of `model` for which `wanted` is true from `directory`. Collective.
 
-    Collective.
-
-    naming: maps the files' tensors to the model's (`weights.names`); by default names must match, except for
-        a prefix `model.` or `transformer.`
-    wanted: selects the parameters and buffers that are filled
-
-    Tensors that the files lack are unchanged, and are reported as missing.
-
-    Raises CheckpointError if there are no weights, for different shapes (with both shapes and the names), and
+    Tensors that the files lack are unchanged, and are reported as missing. Raises CheckpointError if there are no weights, for different shapes (with both shapes and the names), and
     for quantised weights; DamagedCheckpointError for incomplete files.
     """
     began = time.perf_counter()
     path = Path(directory)
     files = on_rank_zero(lambda: open_weights(path), doing=f"reading {path}")
-    reading = on_all_ranks(lambda: _Reading.of(model, files, naming=naming), doing=f"reading {path}")
+    reading = on_all_ranks(lambda: _Reading.of(model, files), doing=f"reading {path}")
     read_bytes = on_all_ranks(lambda: reading.fill(wanted), doing=f"reading {path}")
     return LoadReport(
         directory=str(path),
@@ -175,11 +164,10 @@ class _Reading:
     tied: tuple[tuple[str, str], ...]
 
     @classmethod
-    def of(cls, model: nn.Module, files: PretrainedFiles, *, naming: Naming | None) -> "_Reading":
+    def of(cls, model: nn.Module, files: PretrainedFiles) -> "_Reading":
         tensors = _tensors(model)
         shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        naming = naming or partial(by_name, shapes, prefixes=("model", "transformer"))
-        found = naming({name: tensor.shape for name, tensor in files.tensors.items()})
+        found = model_names(model, {name: tensor.shape for name, tensor in files.tensors.items()})
         _require_shapes(shapes, found, path=files.directory)
         names: dict[int, list[str]] = {}
         for name, tensor in tensors.items():

@@ -107,18 +107,14 @@ def _places(reader: Reader, manifest: Manifest) -> dict[str, list[_ShardLocation
             for file in manifest.files:
                 if f"{file}{SUFFIX}" in manifest.files:
                     reader.table(file)  # raises for a file on another node's disk
-            raise _incomplete(reader, name, tensor=tensor, held=held)
+            raise DamagedCheckpointError(
+                f"{reader.files} does not hold all of {name}.",
+                got=f"{held} of {math.prod(tensor.shape)} elements",
+                why="the tables of its pieces do not cover the tensor",
+            )
     return {
         name: sorted(places.values(), key=lambda place: place.piece.index) for name, places in found.items()
     }
-
-
-def _incomplete(reader: Reader, name: str, *, tensor: SavedTensor, held: int) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        f"{reader.files} does not hold all of {name}.",
-        got=f"{held} of {math.prod(tensor.shape)} elements",
-        why="the tables of its pieces do not cover the tensor",
-    )
 
 
 @dataclass(frozen=True)
