@@ -22,8 +22,8 @@ from fullshard.errors import CheckpointError
 from fullshard.offload.state import offloaded_of, offloaded_parameters, shards_for_loading
 from fullshard.sharding.materialize import Initialise, initialise
 from fullshard.spec.plan import Plan
-from fullshard.spec.weight_map import Shape, WeightMap
-from fullshard.weights.files import FileTensor, PretrainedFiles, open_weights
+from fullshard.spec.weight_map import WeightMap
+from fullshard.weights.files import PretrainedFiles, open_weights
 from fullshard.weights.names import model_names
 from fullshard.weights.read_ahead import carry_out
 from fullshard.weights.strided import moves_into
@@ -125,13 +125,13 @@ def read_pretrained(
 ) -> LoadReport:
     """Fills the parameters and buffers of `model` for which `wanted` is true from `directory`. Collective.
 
-    Tensors that the files lack are unchanged, and are reported as missing. Raises CheckpointError if there are no weights, for different shapes (with both shapes and the names), and
-    for quantised weights; DamagedCheckpointError for incomplete files.
+    Tensors that the files lack are unchanged, and are reported as missing. Raises the errors of
+    `load_pretrained`, and CheckpointError for quantised weights.
     """
     began = time.perf_counter()
     path = Path(directory)
     files = on_rank_zero(lambda: open_weights(path), doing=f"reading {path}")
-    reading = on_all_ranks(lambda: _Reading.of(model, files), doing=f"reading {path}")
+    reading = on_all_ranks(lambda: _assign(model, files), doing=f"reading {path}")
     read_bytes = on_all_ranks(lambda: reading.fill(wanted), doing=f"reading {path}")
     return LoadReport(
         directory=str(path),
@@ -140,7 +140,7 @@ def read_pretrained(
         surplus=reading.map.surplus,
         tied=reading.tied,
         converted=reading.map.converted,
-        dtypes=reading.dtypes(),
+        dtypes=reading.conversions(),
         read_bytes=read_bytes,
         seconds=time.perf_counter() - began,
     )
@@ -163,30 +163,6 @@ class _Reading:
     missing: tuple[str, ...]
     tied: tuple[tuple[str, str], ...]
 
-    @classmethod
-    def of(cls, model: nn.Module, files: PretrainedFiles) -> "_Reading":
-        tensors = _tensors(model)
-        shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        found = model_names(model, {name: tensor.shape for name, tensor in files.tensors.items()})
-        _require_shapes(shapes, found, path=files.directory)
-        names: dict[int, list[str]] = {}
-        for name, tensor in tensors.items():
-            names.setdefault(id(tensor), []).append(name)
-        filled: dict[str, Tensor] = {}
-        missing: list[str] = []
-        tied: list[tuple[str, str]] = []
-        for own in names.values():
-            name = next((one for one in own if one in found.parts), None)
-            if name is None:
-                missing.append(own[0])
-                continue
-            filled[name] = tensors[name]
-            tied += [(alias, name) for alias in own if alias != name]
-        _require_memory(filled)
-        reading = cls(files, found, filled, tuple(missing), tuple(tied))
-        reading._require_plain_dtypes()
-        return reading
-
     def fill(self, wanted: Callable[[Tensor], bool]) -> int:
         """Fills the wanted tensors. Returns the bytes that this rank read."""
         filled = {name: tensor for name, tensor in self.filled.items() if wanted(tensor)}
@@ -199,53 +175,70 @@ class _Reading:
         every = sum(tensor.numel() for tensor in filled.values())
         return carry_out(moves, self.files, cached=held * world_size() > _COPIES * every)
 
-    def dtypes(self) -> Mapping[str, int]:
+    def source_dtype(self, name: str) -> torch.dtype:
+        """Returns the dtype that the filled tensor `name` has in the files."""
+        return self.files.tensors[self.map.parts[name][0].source].dtype
+
+    def conversions(self) -> Mapping[str, int]:
         """Returns the number of tensors per conversion of dtype."""
-        pairs = ((self._source(name).dtype, tensor.dtype) for name, tensor in self.filled.items())
+        pairs = ((self.source_dtype(name), tensor.dtype) for name, tensor in self.filled.items())
         return Counter(
             f"{source} → {dtype}".replace("torch.", "") for source, dtype in pairs if source != dtype
         )
 
-    def _source(self, name: str) -> FileTensor:
-        return self.files.tensors[self.map.parts[name][0].source]
 
-    def _require_plain_dtypes(self) -> None:
-        """Raises CheckpointError for quantised weights, whose values depend on separate scales."""
-        for name, tensor in self.filled.items():
-            dtype = self._source(name).dtype
-            is_code = dtype in _FLOAT8 or not (dtype.is_floating_point or dtype.is_complex)
-            if tensor.is_floating_point() and is_code and dtype != tensor.dtype:
-                raise CheckpointError(
-                    f"{self.files.directory} holds quantised weights.",
-                    got=f"{name} is {str(dtype).removeprefix('torch.')}",
-                    why="they are codes, whose values depend on scales beside them",
-                    fix="the model's directory in bfloat16 or float32",
-                )
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns parameters and buffers in the state dict by every name; a tied parameter is one object."""
+def _assign(model: nn.Module, files: PretrainedFiles) -> _Reading:
+    """Assigns the tensors of `files` to those of `model`. Raises CheckpointError if they do not fit."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward without a backward leaves units unsharded
-    return model.state_dict(keep_vars=True)
+    tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    found = model_names(model, {name: tensor.shape for name, tensor in files.tensors.items()})
+    _require_shapes(tensors, found, path=files.directory)
+    names: dict[int, list[str]] = {}  # a tied parameter is one tensor with several names
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    filled: dict[str, Tensor] = {}
+    missing: list[str] = []
+    tied: list[tuple[str, str]] = []
+    for own in names.values():
+        name = next((one for one in own if one in found.parts), None)
+        if name is None:
+            missing.append(own[0])
+            continue
+        filled[name] = tensors[name]
+        tied += [(alias, name) for alias in own if alias != name]
+    reading = _Reading(files, found, filled, tuple(missing), tuple(tied))
+    _require_fillable(reading)
+    return reading
 
 
-def _require_memory(filled: Mapping[str, Tensor]) -> None:
-    name = next((name for name, tensor in filled.items() if tensor.is_meta), None)
-    if name is not None:
-        raise CheckpointError(
-            "the model has no memory to read weights into.",
-            got=f"{name} on the meta device",
-            fix='shard(model, plan, values="unset") before; or model.to_empty(device="cpu"), for a plain one',
-        )
+def _require_fillable(reading: _Reading) -> None:
+    """Raises CheckpointError for tensors without memory, and for quantised weights."""
+    for name, tensor in reading.filled.items():
+        if tensor.is_meta:
+            raise CheckpointError(
+                "the model has no memory to read weights into.",
+                got=f"{name} on the meta device",
+                fix='shard(model, plan, values="unset") before; '
+                'or model.to_empty(device="cpu"), for a plain one',
+            )
+        dtype = reading.source_dtype(name)
+        is_code = dtype in _FLOAT8 or not (dtype.is_floating_point or dtype.is_complex)
+        if tensor.is_floating_point() and is_code and dtype != tensor.dtype:
+            raise CheckpointError(
+                f"{reading.files.directory} holds quantised weights.",
+                got=f"{name} is {str(dtype).removeprefix('torch.')}",
+                why="they are codes, whose values depend on scales beside them",
+                fix="the model's directory in bfloat16 or float32",
+            )
 
 
-def _require_shapes(shapes: Mapping[str, Shape], found: WeightMap, *, path: Path) -> None:
+def _require_shapes(tensors: Mapping[str, Tensor], found: WeightMap, *, path: Path) -> None:
     other = [
-        f"{name} is {list(found.shapes[name])} there and {list(shape)} here"
-        for name, shape in shapes.items()
-        if name in found.parts and found.shapes[name] != shape
+        f"{name} is {list(found.shapes[name])} there and {list(tensor.shape)} here"
+        for name, tensor in tensors.items()
+        if name in found.parts and found.shapes[name] != tuple(tensor.shape)
     ]
     if other:
         raise CheckpointError(

@@ -166,10 +166,6 @@ def _transpose(tensor: Traced, dim0: int, dim1: int) -> Traced:  # signature: at
     return _permute(tensor, order)
 
 
-def _t(tensor: Traced) -> Traced:
-    return _transpose(tensor, 0, 1) if tensor.ndim == 2 else _same(tensor)
-
-
 def _view(tensor: Traced, size: Sequence[int]) -> Traced:
     """Reshapes a tensor, box by box."""
     given = torch.empty(tuple(tensor.shape), device="meta").reshape(tuple(size)).shape
@@ -275,7 +271,7 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     _ATEN.stack: _stack,
     _ATEN.permute: _permute,
     _ATEN.transpose: _transpose,
-    _ATEN.t: _t,
+    _ATEN.t: lambda tensor: _transpose(tensor, 0, 1) if tensor.ndim == 2 else _same(tensor),
     _ATEN.view: _view,
     _ATEN._unsafe_view: _view,
     _ATEN.reshape: _view,
