@@ -4,7 +4,6 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -69,20 +68,16 @@ def export(
             fix=f"{target}/model.safetensors, or a size of files that go into it",
         )
 
-    def write(outgoing: SafetensorsWriter) -> None:
+    def write(files: Files, manifest: Manifest) -> SafetensorsWriter:
+        outgoing = _outgoing(files, manifest, naming=naming, dtype=dtype, shard_bytes=shard_bytes)
+        _make_room(outgoing, target, is_file=shard_bytes is None, free_bytes=free_bytes)
         if shard_bytes is None:
             outgoing.write(target, list(outgoing.tensors))
         else:
             _write_files(outgoing, target, shard_bytes=shard_bytes)
+        return outgoing
 
-    _export_newest(
-        checkpoint,
-        target,
-        prepare=partial(_outgoing, naming=naming, dtype=dtype, shard_bytes=shard_bytes),
-        write=write,
-        directory=target.parent if shard_bytes is None else target,
-        free_bytes=free_bytes,
-    )
+    _export_newest(checkpoint, write, target=target)
 
 
 def export_pretrained(
@@ -108,7 +103,11 @@ def export_pretrained(
     _require_target(target, shard_bytes)
     refuse_weights(target)
 
-    def write(outgoing: SafetensorsWriter) -> None:
+    def write(files: Files, manifest: Manifest) -> SafetensorsWriter:
+        outgoing = _outgoing(
+            files, manifest, naming=naming, merging=merging, dtype=dtype, shard_bytes=shard_bytes
+        )
+        _make_room(outgoing, target, is_file=False, free_bytes=disk.free_bytes)
         if outgoing.size_bytes <= shard_bytes:
             outgoing.write(target / ONE_FILE, list(outgoing.tensors))
         else:
@@ -116,14 +115,9 @@ def export_pretrained(
         for name, data in beside.items():
             with disk.replace_atomically(target / name) as file:
                 file.write(data)
+        return outgoing
 
-    _export_newest(
-        checkpoint,
-        target,
-        prepare=partial(_outgoing, naming=naming, merging=merging, dtype=dtype, shard_bytes=shard_bytes),
-        write=write,
-        directory=target,
-    )
+    _export_newest(checkpoint, write, target=target)
 
 
 def _require_target(target: Path, shard_bytes: int | None) -> None:
@@ -135,28 +129,15 @@ def _require_target(target: Path, shard_bytes: int | None) -> None:
 
 def _export_newest(
     checkpoint: str | Path | CheckpointLocation,
-    target: Path,
+    write: Callable[[Files, Manifest], SafetensorsWriter],
     *,
-    prepare: Callable[[Files, Manifest], SafetensorsWriter],
-    write: Callable[[SafetensorsWriter], None],
-    directory: Path,
-    free_bytes: Callable[[Path], int] = disk.free_bytes,
+    target: Path,
 ) -> None:
-    """Prepares the newest checkpoint, requires space for it in `directory`, and writes it."""
-
     def export_one(files: Files, manifest: Manifest) -> None:
-        outgoing = prepare(files, manifest)
-        disk.make_directory(directory)
-        disk.require_space(target, needed_bytes=outgoing.size_bytes, available_bytes=free_bytes(directory))
-        write(outgoing)
-        logger.info("exported %s to %s (%s)", files, target, format_bytes(outgoing.size_bytes))
+        written = locally(lambda: write(files, manifest), doing=f"exporting {files} to {target}")
+        logger.info("exported %s to %s (%s)", files, target, format_bytes(written.size_bytes))
 
-    with_newest(
-        checkpoint,
-        lambda files, manifest: locally(
-            lambda: export_one(files, manifest), doing=f"exporting {files} to {target}"
-        ),
-    )
+    with_newest(checkpoint, export_one)
 
 
 def full_state(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:
@@ -220,6 +201,14 @@ def _outgoing(
     return SafetensorsWriter.of(
         source, back, what=str(files), dtype=dtype, metadata=metadata, shard_bytes=shard_bytes
     )
+
+
+def _make_room(
+    outgoing: SafetensorsWriter, target: Path, *, is_file: bool, free_bytes: Callable[[Path], int]
+) -> None:
+    directory = target.parent if is_file else target
+    disk.make_directory(directory)
+    disk.require_space(target, needed_bytes=outgoing.size_bytes, available_bytes=free_bytes(directory))
 
 
 def refuse_weights(directory: Path) -> None:
