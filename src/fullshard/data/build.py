@@ -118,7 +118,7 @@ def _open_pool(stream: Stream, run: Run, *, root: Path, alive: Heartbeat, seed: 
         arrays, facts = {path.stem: mapped_npy(path) for path in entry.glob("*.npy")}, manifest_of(entry)
     training, held_out = (
         open_rows(
-            {name.removeprefix(part): array for name, array in arrays.items() if name.startswith(part)},
+            {name.rpartition("-")[2]: array for name, array in arrays.items() if name.startswith(part)},
             tokens=facts["tokens"][part],
             sequence_length=section.sequence_length,
             masked=section.document_mask,
@@ -139,7 +139,7 @@ def _lay_out(stream: Stream, run: Run) -> tuple[Mapping[str, Integers], Mapping[
     arrays, tokens = dict[str, Integers](), dict[str, int]()
     for part, spans in zip(_PARTS, (training, held_out), strict=True):
         rows = pack_rows(spans, packing=section.packing, sequence_length=section.sequence_length)
-        arrays |= {f"{part}{name}": array for name, array in rows.items()}
+        arrays |= {f"{part}-{name}": array for name, array in rows.items()}
         tokens[part] = count_tokens(rows)
     return arrays, {"tokens": tokens, "longest": int(training.lengths.max(initial=0))}
 
