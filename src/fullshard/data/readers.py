@@ -104,13 +104,17 @@ def absent_field(name: str, there: Sequence[str], *, where: str) -> DataError:
     )
 
 
-def _wanted_fields(fields: SourceFields, there: Sequence[str], *, where: str) -> list[str]:
-    """Returns the names of the fields that are read from a row. Raises DataError if one is not `there`."""
-    names = {
+def wanted_fields(fields: SourceFields) -> list[str]:
+    """Returns the names of the fields that are read from a row."""
+    return {
         "messages": [fields.messages_field],
         "completion": [fields.prompt_field, fields.completion_field],
         "text": [fields.text_field],
     }[fields.records]
+
+
+def _require_fields(fields: SourceFields, there: Sequence[str], *, where: str) -> list[str]:
+    names = wanted_fields(fields)
     absent = next((name for name in names if name not in there), None)
     if absent is not None:
         raise absent_field(absent, there, where=where)
@@ -201,7 +205,7 @@ def _parquet(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord | Cor
     import pyarrow
 
     file, row = parquet_file(Path(shard.path)), 0
-    names = _wanted_fields(fields, file.schema_arrow.names, where=shard.path)
+    names = _require_fields(fields, file.schema_arrow.names, where=shard.path)
     place = f"{shard.path} row group {shard.begin}"
     try:
         for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[shard.begin], columns=names):
@@ -214,7 +218,7 @@ def _parquet(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord | Cor
 
 def _dataset_rows(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord]:
     dataset, name = open_dataset(shard.path, fields), shard.path or fields.name
-    names = _wanted_fields(fields, dataset.column_names, where=str(name))
+    names = _require_fields(fields, dataset.column_names, where=str(name))
     rows = range(shard.begin, shard.end)
     for row, value in zip(rows, dataset.select_columns(names).select(rows), strict=True):
         yield TextRecord(value, lambda row=row: f"{name} row {row}")

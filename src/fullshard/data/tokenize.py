@@ -11,7 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from queue import SimpleQueue
@@ -21,7 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.data.chat_template import ChatTemplate, NotWrittenOutError
-from fullshard.data.readers import CorruptRecord, FilePart, TextRecord, absent_field, read_records
+from fullshard.data.readers import (
+    CorruptRecord,
+    FilePart,
+    TextRecord,
+    absent_field,
+    read_records,
+    wanted_fields,
+)
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import DataError, FullshardError
 from fullshard.spec.data_section import SourceFields
@@ -101,7 +108,7 @@ class TaskTokenizer:
         while batch := list(islice(records, _BATCH_RECORDS)):
             for record, found, trained in self._tokenize_batch(batch):
                 tokens.append(found.astype(self.settings.dtype))
-                masks += [trained] if trained is not None else []
+                masks.append(trained)
                 count += len(found)
                 ends += [count] if record.ends else []
         return TaskTokens(
@@ -132,72 +139,52 @@ class TaskTokenizer:
         if len(self._skip_messages) < _REPORTED_RECORDS:
             self._skip_messages.append(f"{where()}: {why}")
 
-    @contextmanager
-    def _skipping(self, record: TextRecord) -> Generator[None]:
-        try:
-            yield
-        except NotWrittenOutError as error:
-            self._skip(record.where, str(error))
-
-    def _tokenize_batch(
-        self, batch: Sequence[TextRecord]
-    ) -> Iterator[tuple[TextRecord, Tokens, Mask | None]]:
+    def _tokenize_batch(self, batch: Sequence[TextRecord]) -> Iterator[tuple[TextRecord, Tokens, Mask]]:
         """Yields (record, tokens, mask of the trained tokens), without the records that are skipped."""
-        kind = self.settings.fields.records
-        if kind == "text":
-            yield from self._texts(batch)
-            return
-        convert = self._conversation if kind == "messages" else self._completion
-        found = list[tuple[TextRecord, Tokens, Mask]]()
+        good: list[tuple[TextRecord, list[str]]] = []
+        train_on = "assistant" if self.settings.train_on == "assistant" else "all"
         for record in batch:
-            with self._skipping(record):
-                found.append((record, *convert(record)))
-        yield from found
-
-    def _texts(self, batch: Sequence[TextRecord]) -> Iterator[tuple[TextRecord, Tokens, None]]:
-        good: list[tuple[TextRecord, str]] = []
-        for record in batch:
-            with self._skipping(record):
-                whole = isinstance(record.value, str)
-                text = record.value if whole else self._text(record, self.settings.fields.text_field)
-                good.append((record, text))
-        for (record, _), tokens in zip(good, self._encode(good), strict=True):
+            try:
+                if self._chat is not None:
+                    messages = self._field(record, self.settings.fields.messages_field)
+                    yield record, *self._chat.encode(messages, train_on=train_on)
+                else:
+                    good.append((record, self._texts(record)))
+            except NotWrittenOutError as error:
+                self._skip(record.where, str(error))
+        for (record, _), (*prompt, last) in zip(good, self._encode(good), strict=True):
             before = self._tokenizer.before if record.begins else ()
             after = self._tokenizer.after if record.ends else ()
-            yield record, _join(before, tokens, after), None
+            tokens = np.concatenate([np.asarray(part, np.int64) for part in (before, *prompt, last, after)])
+            trained = np.ones(len(tokens), dtype=np.bool_)
+            if self.settings.masked:
+                trained[: len(tokens) - len(last) - len(after)] = False
+            yield record, tokens, trained
 
-    def _encode(self, good: Sequence[tuple[TextRecord, str]]) -> list[Tokens]:
+    def _encode(self, good: Sequence[tuple[TextRecord, list[str]]]) -> list[list[Tokens]]:
         try:
-            return self._tokenizer.encode([text for _, text in good])
+            found = iter(self._tokenizer.encode([text for _, texts in good for text in texts]))
         except DataError:
-            for record, text in good:  # find the record at fault
+            for record, texts in good:  # find the record at fault
                 try:
-                    self._tokenizer.encode([text])
+                    self._tokenizer.encode(texts)
                 except DataError as error:
                     what = f"{record.where()}: {error.what}"
                     raise DataError(what, got=error.got, why=error.why, fix=error.fix) from error
             raise
+        return [[next(found) for _ in texts] for _, texts in good]
 
-    def _conversation(self, record: TextRecord) -> tuple[Tokens, Mask]:
-        assert self._chat is not None, "opened with the settings"
-        train_on = "assistant" if self.settings.train_on == "assistant" else "all"
-        return self._chat.encode(self._field(record, self.settings.fields.messages_field), train_on=train_on)
-
-    def _completion(self, record: TextRecord) -> tuple[Tokens, Mask]:
-        fields, before = self.settings.fields, self._tokenizer.before
-        texts = [self._text(record, name) for name in (fields.prompt_field, fields.completion_field)]
-        prompt, completion = self._tokenizer.encode(texts)
-        tokens = _join(before, prompt, completion, self._tokenizer.after)
-        trained = np.ones(len(tokens), dtype=np.bool_)
-        if self.settings.train_on == "completion":
-            trained[: len(before) + len(prompt)] = False
-        return tokens, trained
-
-    def _text(self, record: TextRecord, name: str) -> str:
-        text = self._field(record, name)
-        if not isinstance(text, str):
-            raise NotWrittenOutError(f"{name!r} is no text, but {type(text).__name__}")
-        return text
+    def _texts(self, record: TextRecord) -> list[str]:
+        """Returns the text of a record; the prompt and the completion of a completion."""
+        if isinstance(record.value, str):
+            return [record.value]
+        texts: list[str] = []
+        for name in wanted_fields(self.settings.fields):
+            text = self._field(record, name)
+            if not isinstance(text, str):
+                raise NotWrittenOutError(f"{name!r} is no text, but {type(text).__name__}")
+            texts.append(text)
+        return texts
 
     def _field(self, record: TextRecord, name: str) -> Any:
         row = cast(dict[str, Any], record.value)
@@ -206,10 +193,6 @@ class TaskTokenizer:
         if self.settings.on_error == "stop":
             raise absent_field(name, [*row], where=record.where())
         raise NotWrittenOutError(f"no field {name!r} among {', '.join(row)}")
-
-
-def _join(*parts: Sequence[int] | Tokens) -> Tokens:
-    return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
 
 
 def tokenize_tasks(
