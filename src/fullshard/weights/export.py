@@ -59,8 +59,9 @@ def export(
 
     Raises CheckpointError; SpecError for a `shard_bytes` below 1, and for a `target` inside a checkpoint.
     """
+    require_size(shard_bytes)
     target = Path(target)
-    _require_target(target, shard_bytes)
+    require_outside(target)
     if shard_bytes is None and target.is_dir():
         raise CheckpointError(
             f"{target} cannot be written.",
@@ -97,10 +98,10 @@ def export_pretrained(
     last of them config.json, so that an interrupted export cannot be loaded.
 
     Raises CheckpointError, also for a directory that already holds weights; SpecError for a directory inside
-    a checkpoint, and for a `shard_bytes` below 1.
+    a checkpoint.
     """
     target = Path(directory)
-    _require_target(target, shard_bytes)
+    require_outside(target)
     refuse_weights(target)
 
     def write(files: Files, manifest: Manifest) -> SafetensorsWriter:
@@ -120,11 +121,10 @@ def export_pretrained(
     _export_newest(checkpoint, write, target=target)
 
 
-def _require_target(target: Path, shard_bytes: int | None) -> None:
-    """Raises SpecError for a target inside a checkpoint, and for a file size below 1."""
+def require_size(shard_bytes: int | None) -> None:
+    """Raises SpecError for a file size below 1."""
     if shard_bytes is not None and shard_bytes < 1:
         raise SpecError("no file is so small.", got=f"files of at most {shard_bytes} bytes", fix="5GB")
-    require_outside(target)
 
 
 def _export_newest(

@@ -25,7 +25,7 @@ from fullshard.spec.pretrained import locate
 from fullshard.spec.run import Run
 from fullshard.spec.small_files import read_bytes
 from fullshard.spec.weight_map import Naming
-from fullshard.weights.export import export_pretrained
+from fullshard.weights.export import export_pretrained, require_size
 from fullshard.weights.names import described, file_names, meta_twin
 from fullshard.weights.tensor_source import ADDED, Merging
 
@@ -75,6 +75,7 @@ def export_hf(
     Raises CheckpointError for other models that transformers does not know, and for a directory that already
     holds weights; MissingExtraError; SpecError for a `shard_bytes` below 1.
     """
+    require_size(shard_bytes)
     _, manifest = find(checkpoint)
     run = manifest.run
     known = _as_known(manifest, run, doing=f"exporting {checkpoint}")
