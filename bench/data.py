@@ -21,8 +21,8 @@ from shutil import rmtree
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from fullshard.data.build import packed_data
-from fullshard.data.documents import stdlib_documents
+from fullshard.data.build import build_packed_data
+from fullshard.data.files import list_stdlib
 from fullshard.spec.run import Run
 
 AT_ONCE = 1000
@@ -69,14 +69,14 @@ def main() -> None:
         print(f"{name}: median {statistics.median(found):.3f} ({spread}); asked: {ASKED} at most")
     for packing in ("best_fit", "concat"):
         started = time.perf_counter()
-        data = packed_data(run_of(source, asked.directory, packing=packing))
+        data = build_packed_data(run_of(source, asked.directory, packing=packing))
         took = time.perf_counter() - started
         print(f"{packing}: {100 * data.efficiency:.3f} % full, laid out in {took:.2f} s: {data.describe()}")
 
 
 def write_texts(path: Path, *, size: int) -> list[str]:
     """Pieces of source files until they are `size` bytes; a file may come again, cut otherwise."""
-    files = [one.path.read_text(encoding="utf-8", errors="ignore") for one in stdlib_documents()]
+    files = [path.read_text(encoding="utf-8", errors="ignore") for path in list_stdlib()]
     drawn, texts = random.Random(0), list[str]()
     left = size
     with path.open("w", encoding="utf-8") as file:
@@ -120,7 +120,7 @@ def ours(source: Path, directory: Path) -> tuple[float, int]:
     rmtree(directory / "cache", ignore_errors=True)
     run = run_of(source, directory, packing="concat")
     started = time.perf_counter()
-    data = packed_data(run)
+    data = build_packed_data(run)
     return time.perf_counter() - started, sum(len(store.tokens) for store in data.pools[0].stream.stores)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fullshard.data import build_data
+from fullshard.data.build import build_data
 from fullshard.models.decoder import DecoderModel
 from fullshard.sharding.apply import shard
 from fullshard.sharding.collectives import use_gloo_collectives

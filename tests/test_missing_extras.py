@@ -14,7 +14,7 @@ import json, sys
 from fullshard.errors import MissingExtraError
 from fullshard.models.build import build_model
 from fullshard.spec.run import Run
-from fullshard.data import build_data
+from fullshard.data.build import build_data
 from fullshard.training.adamw8bit import eight_bit_adamw
 
 made_by = {"model": build_model, "data": build_data, "optimizer": lambda _: eight_bit_adamw()}

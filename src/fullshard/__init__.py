@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fullshard.checkpoint import load as load
     from fullshard.checkpoint import location_of as location_of
     from fullshard.checkpoint import save as save
-    from fullshard.data import build_data as build_data
+    from fullshard.data.build import build_data as build_data
     from fullshard.dryrun.process import dry_run as dry_run
     from fullshard.dryrun.values import Program as Program
     from fullshard.errors import FullshardError as FullshardError
@@ -95,7 +95,7 @@ _HOMES = {
     "Plan": "spec.plan",
     "DecoderConfig": "spec.model_section",
     "Run": "spec.run",
-    "build_data": "data",
+    "build_data": "data.build",
     "export_hf": "weights.export_hf",
     "export_peft": "weights.export_peft",
     "load_pretrained": "weights.pretrained",

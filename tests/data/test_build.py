@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from fullshard.data import TextData, build_data
+from fullshard.data.build import build_data
 from fullshard.data.packed import PackedData
 from fullshard.errors import DataError, FullshardError, SpecError
 from fullshard.spec.plan import Plan
@@ -48,15 +48,14 @@ def test_ranks_that_start_together_make_the_tokens_once_and_share_them(ranks, tm
     assert found == batch["tokens"].tolist()
 
 
-def test_plain_text_is_read_as_ever_and_else_packed(tmp_path: Path):
-    assert isinstance(build_data(Run()), TextData)
+def test_text_is_bytes_unless_there_is_a_tokenizer(tmp_path: Path):
     (tmp_path / "a.txt").write_text("word " * 100)
-    plain = {"source": "text", "paths": (f"{tmp_path}/a.txt",)}
-    assert isinstance(build_data(run_of(tmp_path / "cache", **plain)), TextData)
-    masked = build_data(run_of(tmp_path / "cache", **plain, document_mask=True))
-    assert isinstance(masked, PackedData)
-    assert masked.decode(masked.encode("naïve")) == "naïve"
-    assert masked.vocabulary == 256
+    text = build_data(
+        run_of(tmp_path / "cache", source="text", paths=(f"{tmp_path}/a.txt",), document_mask=True)
+    )
+    assert isinstance(text, PackedData)
+    assert text.decode(text.encode("naïve")) == "naïve"
+    assert text.vocabulary == 256
 
 
 def test_sources_without_weights_are_one(tmp_path: Path):

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from fullshard.data.cache import cache_root, no_heartbeat
-from fullshard.data.readers import file_shards
+from fullshard.data.readers import split_file
 from fullshard.data.sources import stores_of
 from fullshard.data.token_store import TokenStore
-from fullshard.data.tokenize import TaskResult, TokenizeSettings, tokenized
+from fullshard.data.tokenize import TokenizeSettings, tokenize_tasks
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import DataError, FullshardError
 from fullshard.spec.data_section import SourceFields
@@ -73,20 +73,16 @@ def test_every_source_gives_the_tokens_of_its_texts(tmp_path: Path, tokenizer: s
 
 def test_several_processes_make_the_same_tokens(tmp_path: Path, tokenizer: str):
     paths = [Path(texts_file(tmp_path / f"{i}.jsonl", 20, first=100 * i)) for i in range(6)]
-    shards = [shard for path in paths for shard in file_shards("jsonl", path, size=path.stat().st_size)]
+    parts = [part for path in paths for part in split_file("jsonl", path, size=path.stat().st_size)]
     recipe = TokenizeSettings(
         SourceFields(), tokenizer, None, train_on="all", on_error="stop", dtype="uint16"
     )
-    bytes_made: list[list[bytes]] = []
-    for processes in (1, 2):
-        (tmp_path / f"{processes}").mkdir()
-        tasks = [([shard], tmp_path / f"{processes}" / f"{i}") for i, shard in enumerate(shards)]
-        told: list[TaskResult] = []
-        made = tokenized(tasks, recipe, processes=processes, tell=told.append)
-        assert sorted(one.path for one in told) == sorted(one.path for one in made)
-        assert [one.path for one in made] == [str(path) for _, path in tasks]
-        bytes_made.append([Path(f"{one.path}.tokens").read_bytes() for one in made])
-    assert bytes_made[0] == bytes_made[1]
+    alone, together = (
+        list(tokenize_tasks([[part] for part in parts], recipe, processes=processes)) for processes in (1, 2)
+    )
+    assert [one.tokens.tobytes() for one in together] == [one.tokens.tobytes() for one in alone]
+    assert [one.ends.tolist() for one in together] == [one.ends.tolist() for one in alone]
+    assert sum(len(one.ends) for one in alone) == 120
 
 
 def test_what_a_worker_raises_is_raised_here(tmp_path: Path):

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.data import IGNORED_LABEL
-from fullshard.data.build import packed_data
+from fullshard.data.batches import IGNORED_LABEL
+from fullshard.data.build import build_packed_data
 from fullshard.data.packed import PackedData
-from fullshard.data.prefetch import prefetch_batches
+from fullshard.data.prefetch import PrefetchingBatches
 from tests.data.samples import plan_of, run_of
 
 S = 7
@@ -62,7 +62,7 @@ def data_of(
     if weights:
         for source, weight in zip(sources, weights, strict=True):
             source["weight"] = weight
-    return packed_data(
+    return build_packed_data(
         run_of(
             cache_directory(),
             seed=seed,
@@ -157,7 +157,7 @@ def test_parts_on_any_ranks_lose_no_sample_and_double_none(packing: str, mixed: 
     whole = [global_batch(data_of(packing, weights=weights), step, 1, 12) for step in range(total)]
     seen, step = [], 0
     for world, steps in parts:
-        with prefetch_batches(data_of.__wrapped__(packing, weights=weights), steps=1) as data:
+        with PrefetchingBatches(data_of.__wrapped__(packing, weights=weights), steps=1) as data:
             plan = plan_of(world, 12 // world)
             for _ in range(steps):
                 shares = [list(data.microbatches(step, rank=rank, plan=plan)) for rank in range(world)]

@@ -1,7 +1,5 @@
 """Rows hold every token once, in as few rows as best-fit-decreasing needs, and labels follow their tokens."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,10 +11,11 @@ from fullshard.data.packing import (
     Rows,
     Spans,
     best_fit,
+    count_tokens,
     open_rows,
+    pack_rows,
     split_long,
     split_spans,
-    write_rows,
 )
 
 laws = settings(max_examples=60)
@@ -26,14 +25,12 @@ capacities = st.integers(1, 20)
 
 def spans_of(sizes: list[int]) -> Spans:
     """One behind the other, each from a multiple of 100 on."""
-    return Spans(np.arange(len(sizes)) * 100, np.array(sizes), np.ones(len(sizes), dtype=np.bool_))
+    return Spans(np.arange(len(sizes)) * 100, np.array(sizes))
 
 
-def rows_of(spans: Spans, directory: Path, *, packing: Packing, length: int, masked: bool = False) -> Rows:
-    tokens = write_rows(spans, directory, part="a", packing=packing, sequence_length=length)
-    return open_rows(
-        directory, part="a", packing=packing, sequence_length=length, masked=masked, tokens=tokens
-    )
+def rows_of(spans: Spans, *, packing: Packing, length: int, masked: bool = False) -> Rows:
+    arrays = pack_rows(spans, packing=packing, sequence_length=length)
+    return open_rows(arrays, tokens=count_tokens(arrays), sequence_length=length, masked=masked)
 
 
 def places(rows: Rows) -> list[int]:
@@ -83,9 +80,7 @@ def test_best_fit_takes_each_piece_once_as_one_by_one_would(lengths: list[int], 
 def test_stories_fill_over_99_percent(capacity: int):
     """Lengths as of short stories: log-normal around 200 tokens, some of them longer than a row."""
     lengths = np.random.default_rng(0).lognormal(5.3, 0.7, 20_000).astype(np.int64) + 8
-    pieces = split_long(
-        Spans(np.cumsum(lengths) - lengths, lengths, np.ones(len(lengths), np.bool_)), capacity
-    )
+    pieces, _ = split_long(Spans(np.cumsum(lengths) - lengths, lengths), capacity)
     _, offsets = best_fit(pieces.lengths, capacity)
     assert lengths.sum() / ((len(offsets) - 1) * capacity) >= 0.99
 
@@ -94,7 +89,7 @@ def test_stories_fill_over_99_percent(capacity: int):
 @given(sizes, capacities)
 def test_pieces_are_the_documents_cut(sizes: list[int], capacity: int):
     spans = spans_of(sizes)
-    pieces = split_long(spans, capacity)
+    pieces, _ = split_long(spans, capacity)
     assert all_places(pieces) == all_but_ends_alone(spans, capacity)
     assert max([*pieces.lengths, 0]) <= capacity
     assert len(pieces.lengths) == sum(
@@ -104,11 +99,9 @@ def test_pieces_are_the_documents_cut(sizes: list[int], capacity: int):
 
 @laws
 @given(sizes, capacities, st.sampled_from(["best_fit", "none"]))
-def test_filled_rows_have_every_token_once_with_the_next_for_its_label(
-    tmp_path_factory, sizes, capacity, packing
-):
+def test_filled_rows_have_every_token_once_with_the_next_for_its_label(sizes, capacity, packing):
     spans = spans_of(sizes)
-    rows = rows_of(spans, tmp_path_factory.mktemp("rows"), packing=packing, length=capacity)
+    rows = rows_of(spans, packing=packing, length=capacity)
     assert sorted(places(rows)) == all_but_ends_alone(spans, capacity)
     last = {begin + n - 1 for begin, n in zip(spans.begins, spans.lengths, strict=True)}
     for row in range(rows.count):
@@ -121,9 +114,9 @@ def test_filled_rows_have_every_token_once_with_the_next_for_its_label(
 
 @laws
 @given(sizes, capacities, st.booleans())
-def test_joined_rows_are_windows_of_the_documents_joined(tmp_path_factory, sizes, capacity, masked):
+def test_joined_rows_are_windows_of_the_documents_joined(sizes, capacity, masked):
     spans = spans_of(sizes)
-    rows = rows_of(spans, tmp_path_factory.mktemp("rows"), packing="concat", length=capacity, masked=masked)
+    rows = rows_of(spans, packing="concat", length=capacity, masked=masked)
     joined = all_places(spans)
     assert rows.count == (len(joined) - 1) // capacity
     assert places(rows) == joined[: rows.count * capacity]

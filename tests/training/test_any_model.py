@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fullshard.data import build_data
+from fullshard.data.build import build_data
 from fullshard.models.build import build_model
 from fullshard.sharding.apply import shard
 from fullshard.spec.plan import Plan

@@ -189,8 +189,7 @@ def _require_target(target: Path, form: ExportFormat, *, sharded: bool, force: b
     """Raises SpecError if an export would overwrite anything other than an earlier export."""
     from fullshard.system.targets import read_by, require_directory, require_file
     from fullshard.weights.export import refuse_weights
-    from fullshard.weights.files import INDEX
-    from fullshard.weights.safetensors_header import read_header
+    from fullshard.weights.files import INDEX, read_header
 
     is_weights = read_by(read_header, most_bytes=None)
     if form is ExportFormat.HF:

@@ -17,8 +17,7 @@ def prepare_data(
     as_json: AsJson = False,
 ) -> None:
     """Tokenize the data of a run and pack it into sequences, before the run needs them; show a summary."""
-    from fullshard.data.build import is_plain_text, packed_data, tokenizer_vocabulary
-    from fullshard.data.text import text_data
+    from fullshard.data.build import build_packed_data, tokenizer_vocabulary
     from fullshard.errors import SpecError
     from fullshard.models.checks import check_vocabulary
     from fullshard.spec.run import Run
@@ -31,7 +30,7 @@ def prepare_data(
             why="a function of your own makes the batches when the run asks for them",
         )
     check_vocabulary(run, tokens=tokenizer_vocabulary(run.data))
-    data = text_data(run) if is_plain_text(run.data) else packed_data(run)
+    data = build_packed_data(run)
     check_vocabulary(run, tokens=data.vocabulary)
     summary = data.summary()
     if as_json:

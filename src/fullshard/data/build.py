@@ -1,80 +1,66 @@
 """build_data(run): opens the data that [data] names, tokenizes it, and lays it out in rows."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 from torch import Tensor
 
-from fullshard.data.batches import Batches, Data
-from fullshard.data.cache import Heartbeat, cache_root, get_or_build, key_of, manifest_of, no_heartbeat
-from fullshard.data.mixture import interleaved
+from fullshard.data.batches import Data
+from fullshard.data.cache import Heartbeat, get_or_build, key_of, manifest_of, no_heartbeat
 from fullshard.data.packed import PackedData, ShufflePool
-from fullshard.data.packing import open_rows, shuffled, split_spans, write_rows
+from fullshard.data.packing import count_tokens, open_rows, pack_rows, shuffle_spans, split_spans
+from fullshard.data.sampling import interleave_sources
 from fullshard.data.sources import stores_of
-from fullshard.data.text import text_data
-from fullshard.data.token_store import Stream, TokenStore, names
+from fullshard.data.token_store import Integers, Stream, TokenStore, mapped_npy
 from fullshard.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from fullshard.errors import DataError
 from fullshard.spec.data_section import DataSection
 from fullshard.spec.dotted import import_object
-from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
+
+_PARTS = ("training", "held-out")
 
 
 def build_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> Data:
     """Builds the data of `run`.
 
-    Makes tokens that are not in the cache yet, and calls `alive` regularly meanwhile. Raises SpecError if the
-    model's vocabulary is too small for bytes; MissingExtraError. Raises DataError for data that is absent,
-    unreadable, corrupt, binary, or too short for one sequence in each part.
+    Makes tokens that are not in the cache yet, and calls `alive` regularly meanwhile. Raises SpecError for a
+    factory that cannot be imported; MissingExtraError. Raises DataError for data that is absent, unreadable,
+    corrupt, binary, or too short for one sequence in each part.
     """
-    section = run.data
-    if section.source == "python":
-        return UserBatches(_call_factory(section, run), section)
-    return text_data(run) if is_plain_text(section) else packed_data(run, alive=alive)
+    if run.data.source == "python":
+        return _build_user_data(run)
+    return build_packed_data(run, alive=alive)
 
 
 def tokenizer_vocabulary(section: DataSection) -> int | None:
-    """Returns the vocabulary size of the tokenizer that `section` names; None without a tokenizer.
+    """Returns the vocabulary size of the tokenizer; None for memmaps and Python data without a tokenizer.
 
     This is known before tokens are made, which may take hours. Raises DataError, MissingExtraError.
     """
-    if section.tokenizer is None:
+    if section.tokenizer is None and section.kinds & {"memmap", "python"}:
         return None
     return open_tokenizer(section.tokenizer, end_token=section.end_token).vocabulary
 
 
-def is_plain_text(section: DataSection) -> bool:
-    """Returns True if the data is text read as bytes, which needs no preparation."""
-    plain = section.source in ("stdlib", "text") and not section.sources and section.tokenizer is None
-    return plain and section.packing == "concat" and not section.document_mask and section.on_error == "stop"
-
-
-def packed_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> PackedData:
-    """Builds the data of a run that is neither `is_plain_text` nor from Python. See `build_data`."""
-    section = run.data
-    root = cache_root(section.cache)
-    sources = section.sources or (section,)
-    stores = [stores_of(source, section, root=root, alive=alive) for source in sources]
-    tokenizer = _tokenizer(section, [store for group in stores for store in group])
-    weights = [source.weight for source in section.sources]
-    if None in weights or not weights:
+def build_packed_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> PackedData:
+    """Builds the data of a run that is not from Python. See `build_data`."""
+    section, root = run.data, Path(run.data.cache)
+    stores = [stores_of(source, section, root=root, alive=alive) for source in section.sources or (section,)]
+    tokenizer = _open_tokenizer(section, [store for group in stores for store in group])
+    weights = [source.weight for source in section.sources if source.weight is not None]
+    if not weights:
         stores, weights = [[store for group in stores for store in group]], [1.0]
-    pools = tuple(
-        _pool(
-            Stream(tuple(group)),
-            run,
-            root=root,
-            alive=alive,
-            seed=run.run.seed if len(stores) == 1 else f"{run.run.seed} {i}",
-        )
-        for i, group in enumerate(stores)
-    )
+    seeds = [f"{run.run.seed} {i}" for i in range(len(stores))] if len(stores) > 1 else [run.run.seed]
     return PackedData(
-        pools=pools,
-        pattern=interleaved([weight for weight in weights if weight is not None]),
+        pools=tuple(
+            _open_pool(Stream(tuple(group)), run, root=root, alive=alive, seed=seed)
+            for group, seed in zip(stores, seeds, strict=True)
+        ),
+        pattern=interleave_sources(weights),
         sequence_length=section.sequence_length,
         document_mask=section.document_mask,
         packing=section.packing,
@@ -82,7 +68,7 @@ def packed_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> PackedData:
     )
 
 
-def _tokenizer(section: DataSection, stores: Sequence[TokenStore]) -> Tokenizer | None:
+def _open_tokenizer(section: DataSection, stores: Sequence[TokenStore]) -> Tokenizer | None:
     """Returns the tokenizer that decodes the tokens.
 
     Raises DataError if memmaps hold tokens that it does not know.
@@ -107,55 +93,62 @@ def _tokenizer(section: DataSection, stores: Sequence[TokenStore]) -> Tokenizer 
     return tokenizer
 
 
-def _pool(stream: Stream, run: Run, *, root: Path, alive: Heartbeat, seed: int | str) -> ShufflePool:
+def _open_pool(stream: Stream, run: Run, *, root: Path, alive: Heartbeat, seed: int | str) -> ShufflePool:
+    """Lays the documents of `stream` out in rows, in the cache unless some of the tokens are in memory."""
     section = run.data
-    length, packing = section.sequence_length, section.packing
-    facts: dict[str, Any] = {
-        "stores": [store.key for store in stream.stores],
-        "sequence_length": length,
-        "packing": packing,
-        "fraction": section.validation_fraction,
-        "seed": run.run.seed if packing == "concat" else None,
-    }
-
-    def lay_out(draft: Path) -> Mapping[str, Any]:
-        training, held_out = split_spans(*stream.documents(), fraction=section.validation_fraction)
-        if packing == "concat":
-            training = shuffled(training, seed=run.run.seed)
-        longest = max([*training.lengths.tolist(), 0])
-        parts = {"training": training, "held-out": held_out}
-        tokens = {
-            part: write_rows(spans, draft, part=part, packing=packing, sequence_length=length)
-            for part, spans in parts.items()
+    keys = [store.key for store in stream.stores]
+    if None in keys:
+        arrays, facts = _lay_out(stream, run)
+    else:
+        settings = {
+            "stores": keys,
+            "sequence_length": section.sequence_length,
+            "packing": section.packing,
+            "fraction": section.validation_fraction,
+            "seed": run.run.seed if section.packing == "concat" else None,
         }
-        return {"tokens": tokens, "longest": longest}
 
-    entry = get_or_build(root, f"layout-{key_of(facts)}", build=lay_out, alive=alive)
-    written = manifest_of(entry)
+        def build(draft: Path) -> Mapping[str, Any]:
+            arrays, facts = _lay_out(stream, run)
+            for name, array in arrays.items():
+                np.save(draft / f"{name}.npy", array)
+            return facts
+
+        entry = get_or_build(root, f"layout-{key_of(settings)}", build=build, alive=alive)
+        arrays, facts = {path.stem: mapped_npy(path) for path in entry.glob("*.npy")}, manifest_of(entry)
     training, held_out = (
         open_rows(
-            entry,
-            part=part,
-            packing=packing,
-            sequence_length=length,
+            {name.rpartition("-")[2]: array for name, array in arrays.items() if name.startswith(part)},
+            tokens=facts["tokens"][part],
+            sequence_length=section.sequence_length,
             masked=section.document_mask,
-            tokens=written["tokens"][part],
         )
-        for part in ("training", "held-out")
+        for part in _PARTS
     )
     pool = ShufflePool(stream, training, held_out, seed)
-    _check(pool, section, tokens=written["tokens"], longest=written["longest"])
+    _check(pool, section, tokens=facts["tokens"], longest=facts["longest"])
     return pool
+
+
+def _lay_out(stream: Stream, run: Run) -> tuple[Mapping[str, Integers], Mapping[str, Any]]:
+    """Returns (arrays of the rows of each part, tokens of each part and length of the longest document)."""
+    section = run.data
+    training, held_out = split_spans(*stream.documents(), fraction=section.validation_fraction)
+    if section.packing == "concat":
+        training = shuffle_spans(training, seed=run.run.seed)
+    arrays, tokens = dict[str, Integers](), dict[str, int]()
+    for part, spans in zip(_PARTS, (training, held_out), strict=True):
+        rows = pack_rows(spans, packing=section.packing, sequence_length=section.sequence_length)
+        arrays |= {f"{part}-{name}": array for name, array in rows.items()}
+        tokens[part] = count_tokens(rows)
+    return arrays, {"tokens": tokens, "longest": int(training.lengths.max(initial=0))}
 
 
 def _check(pool: ShufflePool, section: DataSection, *, tokens: Mapping[str, int], longest: int) -> None:
     """Raises DataError for a part without a row, and if no document fills a row with `packing = "none"`."""
-    length, name = section.sequence_length, names(pool.stream.stores)
-    parts = {"training": pool.training.count}
-    if section.validation_fraction > 0:
-        parts["held-out"] = pool.held_out.count
-    for part, rows in parts.items():
-        if rows:
+    length, name = section.sequence_length, pool.stream.name
+    for part, rows in zip(_PARTS, (pool.training, pool.held_out), strict=True):
+        if rows.count or (part == "held-out" and section.validation_fraction == 0):
             continue
         larger = "; a larger data.validation_fraction, or 0 for no validation" if part == "held-out" else ""
         raise DataError(
@@ -173,65 +166,33 @@ def _check(pool: ShufflePool, section: DataSection, *, tokens: Mapping[str, int]
         )
 
 
-def _call_factory(section: DataSection, run: Run) -> Batches:
-    """Returns the batches that the user's factory makes for `run`.
+def _build_user_data(run: Run) -> Data:
+    """Returns the batches of the user's factory, with defaults for members of `Data` that they lack.
 
     Raises SpecError for a name that cannot be imported, DataError if the result has no `microbatches`.
     """
-    assert section.factory is not None, "checked by the spec"
-    batches = import_object(section.factory, key="data.factory")(run)
+    factory = run.data.factory
+    assert factory is not None, "checked by the spec"
+    batches = import_object(factory, key="data.factory")(run)
     if not hasattr(batches, "microbatches"):
         raise DataError(
-            f"{section.factory} gave no batches.",
+            f"{factory} gave no batches.",
             got=type(batches).__name__,
             fix="an object with microbatches(step, rank=..., plan=...)",
         )
-    return cast(Batches, batches)
+    members: dict[str, Any] = {
+        "microbatches": None,
+        "vocabulary": None,
+        "validation_tokens": 0,
+        "byte_entropy": None,
+        "validation": lambda *, rank, plan: iter(()),  # pyright: ignore[reportUnknownLambdaType]
+        "encode": lambda text: [],  # pyright: ignore[reportUnknownLambdaType]
+        "decode": _join_numbers,
+        "describe": lambda: f"batches of {factory}",
+    }
+    own = {name: getattr(batches, name, default) for name, default in members.items()}
+    return cast(Data, SimpleNamespace(**own))
 
 
-@dataclass(frozen=True)
-class UserBatches:
-    """Wraps the user's own batches.
-
-    Attributes that they have (see `Data`) are used; the others are unknown.
-    """
-
-    batches: Batches
-    section: DataSection
-
-    @property
-    def vocabulary(self) -> int | None:
-        return getattr(self.batches, "vocabulary", None)
-
-    @property
-    def validation_tokens(self) -> int:
-        return getattr(self.batches, "validation_tokens", 0)
-
-    @property
-    def byte_entropy(self) -> float | None:
-        return getattr(self.batches, "byte_entropy", None)
-
-    def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[Any]:
-        """Yields the microbatches of a step, see `Batches`."""
-        return self.batches.microbatches(step, rank=rank, plan=plan)
-
-    def validation(self, *, rank: int, plan: Plan) -> Iterator[Any]:
-        """Yields held-out batches, see `Data`; none if the user's batches have no `validation`."""
-        own = getattr(self.batches, "validation", None)
-        return iter(()) if own is None else own(rank=rank, plan=plan)
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text, see `Data`."""
-        own = getattr(self.batches, "encode", None)
-        return [] if own is None else own(text)
-
-    def decode(self, tokens: Tensor | Iterable[int]) -> str:
-        """Returns readable text, see `Data`."""
-        numbers: Iterable[int] = tokens.tolist() if isinstance(tokens, Tensor) else tokens
-        own = getattr(self.batches, "decode", None)
-        return " ".join(map(str, numbers)) if own is None else own(tokens)
-
-    def describe(self) -> str:
-        """Returns a one-line description, see `Data`."""
-        own = getattr(self.batches, "describe", None)
-        return f"batches of {self.section.factory}" if own is None else own()
+def _join_numbers(tokens: Tensor | Iterable[int]) -> str:
+    return " ".join(map(str, tokens.tolist() if isinstance(tokens, Tensor) else tokens))

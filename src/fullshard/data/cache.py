@@ -49,7 +49,7 @@ def key_of(facts: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def cache_root(directory: str) -> Path:
+def cache_root(directory: str | Path) -> Path:
     """Returns the cache directory, and creates it if needed. Raises DataError if it cannot be created."""
     root = Path(os.path.expanduser(directory)).absolute()
     try:
@@ -76,6 +76,7 @@ def get_or_build(
     its files are synced to disk. One process at a time builds an entry; others wait and then find it. If
     `build` raises, the draft is removed. Raises DataError if the cache cannot be written.
     """
+    root = cache_root(root)
     entry = root / name
     if _is_whole(entry):
         return entry
@@ -118,7 +119,7 @@ def digests(paths: Iterable[Path], *, root: Path, alive: Heartbeat = no_heartbea
 
     Raises DataError for a file that cannot be read.
     """
-    memory = cache_root(str(root / "digests"))
+    memory = cache_root(root / "digests")
     found = {path: _remembered(path, memory) for path in paths}
     if None not in found.values():
         return [digest for digest in found.values() if digest is not None]

@@ -54,7 +54,12 @@ class ChatTemplate:
                 )
             except ValueError as error:
                 if "trust_remote_code" in str(error) and not trust_remote_code:
-                    raise _not_trusted(directory) from error
+                    raise DataError(
+                        f"the tokenizer in {directory} comes with Python code of its own, which is not run.",
+                        got="auto_map in its tokenizer_config.json, and data.trust_remote_code = false",
+                        why="the code may do whatever you may do on this machine",
+                        fix="read the code, then data.trust_remote_code = true",
+                    ) from error
                 raise
         if not Path(path).expanduser().is_dir() or not self._tokenizer.chat_template:
             raise DataError(
@@ -91,17 +96,12 @@ class ChatTemplate:
         return cast(str, text)
 
     def _as_marked(self, messages: Messages) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        rows = [dict(message) for message in messages]
         with _by_template():
             coded = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=True,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
+                rows, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
-        return (
-            np.array(coded["input_ids"], dtype=np.int64),
-            np.array(coded["assistant_masks"], dtype=np.bool_),
-        )
+        return np.array(coded["input_ids"], np.int64), np.array(coded["assistant_masks"], np.bool_)
 
     def _answers(self, messages: Messages, text: str) -> list[tuple[int, int]]:
         """Returns the ranges of `text` in which the assistant speaks. See [Note: what the assistant says]."""
@@ -118,15 +118,6 @@ class ChatTemplate:
                 )
             spans.append((len(before), len(behind)))
         return spans
-
-
-def _not_trusted(directory: Path) -> DataError:
-    return DataError(
-        f"the tokenizer in {directory} comes with Python code of its own, which is not run.",
-        got="auto_map in its tokenizer_config.json, and data.trust_remote_code = false",
-        why="the code may do whatever you may do on this machine",
-        fix="read the code, then data.trust_remote_code = true",
-    )
 
 
 def _by_template() -> ForeignErrors:

@@ -1,8 +1,7 @@
 """Token files made by other programs: .npy, .bin of a dtype, and Megatron-LM's .bin with its .idx."""
 
 import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.data.cache import Heartbeat, digests, get_or_build, key_of, manifest_of
-from fullshard.data.documents import text_documents, unreadable
+from fullshard.data.files import list_files, unreadable
 from fullshard.data.token_store import Integers, TokenStore, mapped, mapped_npy
 from fullshard.errors import DataError
 from fullshard.spec.data_section import SourceFields
@@ -22,20 +21,8 @@ _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float6
 _BEGINS, _ENDS = "begins.npy", "ends.npy"
 _BLOCK = 1 << 22
 
-
-@dataclass(frozen=True)
-class _Raw:
-    """A token file before its tokens are read.
-
-    path: the file
-    tokens: its tokens
-    begins, ends: document boundaries; None if the file does not define them
-    """
-
-    path: Path
-    tokens: Integers
-    begins: NDArray[np.int64] | None = None
-    ends: NDArray[np.int64] | None = None
+Bounds = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""First token of each document, and the end of each."""
 
 
 def memmap_stores(fields: SourceFields, *, root: Path, alive: Heartbeat) -> list[TokenStore]:
@@ -44,31 +31,43 @@ def memmap_stores(fields: SourceFields, *, root: Path, alive: Heartbeat) -> list
     The tokens stay in their files. The cache holds the document boundaries and the largest token. Raises
     DataError for files that are not token files or hold invalid tokens.
     """
-    paths = [document.path for document in text_documents(fields.paths)]
-    bins = {path.with_suffix(".bin") if path.suffix == ".idx" else path for path in paths}
-    return [_store(_opened(path, fields), fields, root=root, alive=alive) for path in sorted(bins)]
+    bins = {path.with_suffix(".bin") if path.suffix == ".idx" else path for path in list_files(fields.paths)}
+    return [_open_store(path, fields, root=root, alive=alive) for path in sorted(bins)]
 
 
-def _store(raw: _Raw, fields: SourceFields, *, root: Path, alive: Heartbeat) -> TokenStore:
-    index = raw.path.with_suffix(".idx")
-    files = [raw.path, index] if raw.path.suffix == ".bin" and index.exists() else [raw.path]
+def _open_store(path: Path, fields: SourceFields, *, root: Path, alive: Heartbeat) -> TokenStore:
+    index = path.with_suffix(".idx")
+    indexed = path.suffix == ".bin" and index.exists()
+    try:
+        if path.suffix == ".npy":
+            tokens, bounds = _open_npy(path)
+        elif indexed:
+            tokens, bounds = _open_megatron(path, index)
+        else:
+            tokens, bounds = _open_bin(path, fields.dtype), None
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+    def build(draft: Path) -> Mapping[str, Any]:
+        largest, found = _scan(tokens, path, document_end=fields.document_end, alive=alive)
+        begins, ends = bounds or (np.append(0, found[:-1]), found)
+        kept = ends > begins  # drops empty documents
+        np.save(draft / _BEGINS, begins[kept])
+        np.save(draft / _ENDS, ends[kept])
+        return {"vocabulary": largest + 1, "documents": int(kept.sum()), "path": str(path)}
+
     facts = {
         "kind": "memmap",
-        "files": digests(files, root=root, alive=alive),
-        "dtype": str(raw.tokens.dtype),
+        "files": digests([path, index] if indexed else [path], root=root, alive=alive),
+        "dtype": str(tokens.dtype),
         "document_end": fields.document_end,
-        "rows": raw.ends is not None,
+        "rows": bounds is not None,
     }
-    entry = get_or_build(
-        root,
-        f"index-{key_of(facts)}",
-        build=lambda draft: _indexed(raw, fields, draft=draft, alive=alive),
-        alive=alive,
-    )
+    entry = get_or_build(root, f"index-{key_of(facts)}", build=build, alive=alive)
     return TokenStore(
-        name=raw.path.name,
+        name=path.name,
         key=entry.name,
-        tokens=raw.tokens,
+        tokens=tokens,
         begins=mapped_npy(entry / _BEGINS),
         ends=mapped_npy(entry / _ENDS),
         trained=None,
@@ -76,49 +75,27 @@ def _store(raw: _Raw, fields: SourceFields, *, root: Path, alive: Heartbeat) -> 
     )
 
 
-def _indexed(raw: _Raw, fields: SourceFields, *, draft: Path, alive: Heartbeat) -> Mapping[str, Any]:
-    largest, ends = -1, list[NDArray[np.int64]]()
-    for first, block in _blocks(raw.tokens):
-        alive()
-        if block.min() < 0:
-            raise DataError(f"{raw.path} holds what is no token.", got=f"{block.min()}, below 0")
-        largest = max(largest, int(block.max()))
-        if fields.document_end is not None:
-            ends.append(np.flatnonzero(block == fields.document_end) + first + 1)
-    begins, found = raw.begins, raw.ends
-    if begins is None or found is None:
-        found = np.unique(np.concatenate([*ends, [len(raw.tokens)]])).astype(np.int64)
-        begins = np.concatenate([[0], found[:-1]])
-    kept = found > begins  # drops empty documents
-    np.save(draft / _BEGINS, begins[kept])
-    np.save(draft / _ENDS, found[kept])
-    return {"vocabulary": largest + 1, "documents": int(kept.sum()), "path": str(raw.path)}
-
-
-def _blocks(tokens: Integers) -> Iterator[tuple[int, Integers]]:
+def _scan(
+    tokens: Integers, path: Path, *, document_end: int | None, alive: Heartbeat
+) -> tuple[int, NDArray[np.int64]]:
+    """Returns (largest token, ends of the documents that `document_end` ends, and of the file)."""
+    largest, ends = -1, [np.array([len(tokens)])]
     for first in range(0, len(tokens), _BLOCK):
-        yield first, tokens[first : first + _BLOCK]
+        alive()
+        block = tokens[first : first + _BLOCK]
+        if block.min() < 0:
+            raise DataError(f"{path} holds what is no token.", got=f"{block.min()}, below 0")
+        largest = max(largest, int(block.max()))
+        if document_end is not None:
+            ends.append(np.flatnonzero(block == document_end) + first + 1)
+    return largest, np.unique(np.concatenate(ends)).astype(np.int64)
 
 
-def _opened(path: Path, fields: SourceFields) -> _Raw:
-    try:
-        if path.suffix == ".npy":
-            return _npy(path)
-        index = path.with_suffix(".idx")
-        if path.suffix == ".bin" and index.exists():
-            return _megatron(path, index)
-        return _bin(path, fields)
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
-def _npy(path: Path) -> _Raw:
-    if not path.is_file():
-        raise DataError(f"{path} is not a regular file.")
-    with ForeignErrors(
-        lambda got: DataError(f"{path} is no array of tokens.", got=got)
-    ):  # also for arrays of Python objects
-        array = mapped_npy(path)
+def _open_npy(path: Path) -> tuple[Integers, Bounds | None]:
+    """Returns the tokens of an array, and the bounds of its rows if it has two dims."""
+    _require_regular(path)
+    with ForeignErrors(lambda got: DataError(f"{path} is no array of tokens.", got=got)):
+        array = mapped_npy(path)  # also raises for arrays of Python objects
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.size:
         raise DataError(
             f"{path} is no array of tokens.",
@@ -126,21 +103,26 @@ def _npy(path: Path) -> _Raw:
             fix="whole numbers, in one dimension, or in two with a document a row",
         )
     if array.ndim == 1:
-        return _Raw(path, array)
+        return array, None
     ends = np.arange(1, len(array) + 1, dtype=np.int64) * array.shape[1]
-    return _Raw(path, array.reshape(-1), ends - array.shape[1], ends)
+    return array.reshape(-1), (ends - array.shape[1], ends)
 
 
-def _bin(path: Path, fields: SourceFields) -> _Raw:
-    if fields.dtype is None:
+def _require_regular(path: Path) -> None:
+    if not path.is_file():
+        raise DataError(f"{path} is not a regular file.")
+
+
+def _open_bin(path: Path, dtype: str | None) -> Integers:
+    if dtype is None:
         raise DataError(
             f"{path} does not say what it holds.",
             got=f"no {path.with_suffix('.idx').name} beside it",
             why="its bytes are numbers of some dtype",
             fix='data.dtype = "uint16", or what it was written with',
         )
-    _check_size(path, fields.dtype)
-    return _Raw(path, mapped(path, fields.dtype))
+    _check_size(path, dtype)
+    return mapped(path, dtype)
 
 
 def _check_size(path: Path, dtype: str) -> None:
@@ -153,20 +135,14 @@ def _check_size(path: Path, dtype: str) -> None:
         )
 
 
-def _index(path: Path) -> Integers:
-    """Maps the bytes of an .idx. Only accessed bytes are read."""
-    if not path.is_file():
-        raise DataError(f"{path} is not a regular file.")
-    return mapped(path, "uint8")
-
-
-def _megatron(path: Path, index: Path) -> _Raw:
-    """Opens a .bin with its .idx.
+def _open_megatron(path: Path, index: Path) -> tuple[Integers, Bounds]:
+    """Returns the tokens of a .bin, and the bounds of the documents in its .idx.
 
     The index holds a header, sizes (int32), byte offsets (int64), and the first sequence of each document
     (int64).
     """
-    data = _index(index)
+    _require_regular(index)
+    data = mapped(index, "uint8")  # only the bytes that are accessed are read
     head = len(_MAGIC) + struct.calcsize("<QBQQ")
     start = bytes(data[:head])
     if not start.startswith(_MAGIC) or len(start) < head:
@@ -195,4 +171,4 @@ def _megatron(path: Path, index: Path) -> _Raw:
     ends = places[last] + sizes[last]
     if (ends - begins != np.add.reduceat(sizes, first[whole])).any() if len(whole) else True:
         raise DataError(f"{index} has documents in several places.", got=f"{len(whole)} documents in {path}")
-    return _Raw(path, tokens, begins, ends)
+    return tokens, (begins, ends)

@@ -9,11 +9,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fullshard.data.batches import IGNORED_LABEL, rank_samples
-from fullshard.data.mixture import Interleaving
-from fullshard.data.order import sample_windows
-from fullshard.data.packing import NO_LABEL, Rows
-from fullshard.data.token_store import Stream, names
-from fullshard.data.tokenizer import Tokenizer
+from fullshard.data.packing import NO_LABEL, Piece, Rows
+from fullshard.data.sampling import Interleaving, shuffled_rows
+from fullshard.data.token_store import Stream, TokenStore
+from fullshard.data.tokenizer import BYTES, Tokenizer
 from fullshard.quantities import format_count
 from fullshard.spec.plan import Plan
 
@@ -30,20 +29,12 @@ class ShufflePool:
     held_out: Rows
     seed: int | str
 
-    @property
-    def documents(self) -> int:
-        return sum(store.documents for store in self.stream.stores)
-
-    def rows_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the training row of each sample."""
-        return sample_windows(samples, windows=self.training.count, seed=self.seed)
-
 
 @dataclass(frozen=True, eq=False)
 class PackedData:
     """Rows of S tokens from `pools`, mixed by `pattern`.
 
-    It is immutable. Ranks copy nothing: the tokens and the row layout are memory maps.
+    It is immutable. Tokens and row layout in the cache are memory maps, which ranks share.
 
     pools: sources that are shuffled separately
     pattern: order in which samples are taken from the pools
@@ -61,19 +52,20 @@ class PackedData:
     tokenizer: Tokenizer | None
 
     @property
+    def stores(self) -> list[TokenStore]:
+        """Token stores of all pools."""
+        return [store for pool in self.pools for store in pool.stream.stores]
+
+    @property
     def vocabulary(self) -> int:
         """Vocabulary size: the larger of the tokenizer's and that of the tokens found."""
-        found = max(store.vocabulary for pool in self.pools for store in pool.stream.stores)
-        return max(found, self.tokenizer.vocabulary) if self.tokenizer is not None else found
+        known = self.tokenizer.vocabulary if self.tokenizer is not None else 0
+        return max(known, *(store.vocabulary for store in self.stores))
 
     @property
     def documents(self) -> int:
-        return sum(pool.documents for pool in self.pools)
-
-    @property
-    def skipped(self) -> int:
-        """Number of records left out as corrupt."""
-        return sum(store.skipped for pool in self.pools for store in pool.stream.stores)
+        """Number of documents, training and held out."""
+        return sum(store.documents for store in self.stores)
 
     @property
     def train_tokens(self) -> int:
@@ -91,9 +83,20 @@ class PackedData:
         return self.train_tokens / (self.sequence_length * sum(pool.training.count for pool in self.pools))
 
     @property
-    def byte_entropy(self) -> None:
-        """None: the tokens are not read before they are trained on, so the entropy is unknown."""
-        return None
+    def byte_entropy(self) -> float | None:
+        """-sum(p log p) over the byte frequencies p of the training part, in nats per byte.
+
+        This is the loss of a model that knows only the frequency of each byte. None for data that is not one
+        byte text in memory: other tokens are not read before they are trained on.
+        """
+        stream, rows = self.pools[0].stream, self.pools[0].training
+        if len(self.pools) > 1 or not all(store.key is None for store in stream.stores):
+            return None
+        counts = np.zeros(BYTES, dtype=np.int64)
+        for begin, length in zip(rows.begins, rows.lengths, strict=True):
+            counts += np.bincount(stream.tokens(begin, begin + length), minlength=BYTES)
+        frequencies = counts[counts > 0] / counts.sum()
+        return float(-(frequencies * np.log(frequencies)).sum())
 
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
         """Yields this rank's `plan.accumulation` microbatches of step `step` (from 0).
@@ -112,13 +115,13 @@ class PackedData:
         """
         for accumulated in range(plan.accumulation):
             samples = rank_samples(step * plan.accumulation + accumulated, rank=rank, plan=plan)
-            sources, own = self.pattern.of(samples)
-            chosen: list[tuple[Stream, Iterator[tuple[int, int, int]]]] = []
-            for source, number in zip(sources.tolist(), own, strict=True):
-                pool = self.pools[source]
-                row = int(pool.rows_of(number[None])[0])
-                chosen.append((pool.stream, pool.training.pieces(row)))
-            yield self._batch(chosen, plan=plan)
+            sources, rows = self.pattern.locate(samples)
+            for source in np.unique(sources).tolist():
+                pool, own = self.pools[source], sources == source
+                rows[own] = shuffled_rows(rows[own], rows=pool.training.count, seed=pool.seed)
+            pools = [self.pools[source] for source in sources.tolist()]
+            chosen = zip(pools, rows.tolist(), strict=True)
+            yield self._batch([(pool.stream, pool.training.pieces(row)) for pool, row in chosen], plan=plan)
 
     def validation(self, *, rank: int, plan: Plan) -> Iterator[dict[str, Tensor]]:
         """Yields this rank's share of at most `train.validate_sequences` held-out rows.
@@ -139,12 +142,11 @@ class PackedData:
 
     def summary(self) -> dict[str, object]:
         """Returns the figures that `fullshard data prepare` prints."""
-        stores = [store for pool in self.pools for store in pool.stream.stores]
         return {
-            "source": " + ".join(store.name for store in stores),
+            "source": " + ".join(store.name for store in self.stores),
             "documents": self.documents,
-            "records left out": self.skipped,
-            "skip_messages": [text for store in stores for text in store.skip_messages],
+            "records left out": sum(store.skipped for store in self.stores),
+            "skip_messages": [text for store in self.stores for text in store.skip_messages],
             "training tokens": self.train_tokens,
             "training sequences": sum(pool.training.count for pool in self.pools),
             "packing": self.packing,
@@ -153,7 +155,7 @@ class PackedData:
             "validation sequences": sum(pool.held_out.count for pool in self.pools),
             "sequence length": self.sequence_length,
             "vocabulary": self.vocabulary,
-            "shares": (self.pattern.counts / self.pattern.counts.sum()).tolist(),
+            "shares": self.pattern.shares,
         }
 
     def encode(self, text: str) -> list[int]:
@@ -170,26 +172,24 @@ class PackedData:
     def describe(self) -> str:
         """Returns a one-line description."""
         held_out = format_count(self.validation_tokens) if self.validation_tokens else "none"
-        source = " + ".join(names(pool.stream.stores) for pool in self.pools)
-        left_out = f", {self.skipped:,} records left out" if self.skipped else ""
+        facts, entropy = self.summary(), self.byte_entropy
+        left_out = f", {facts['records left out']:,} records left out" if facts["records left out"] else ""
+        frequency = "" if entropy is None else f", {entropy:.3f} nats/byte by frequency"
         return (
-            f"{source}: {self.documents:,} documents{left_out}, {format_count(self.train_tokens)} tokens to "
-            f"train on, {held_out} held out; sequences of {self.sequence_length}, {self.packing}, "
-            f"{100 * self.efficiency:.2f} % full"
+            f"{facts['source']}: {self.documents:,} documents{left_out}, {format_count(self.train_tokens)} "
+            f"tokens to train on, {held_out} held out; sequences of {self.sequence_length}, {self.packing}, "
+            f"{100 * self.efficiency:.2f} % full{frequency}"
         )
 
     def _held_out(self, asked: int) -> list[tuple[ShufflePool, int]]:
         """Returns at most `asked` held-out rows, with their pools."""
-        shares = self.pattern.counts / self.pattern.counts.sum()
         found: list[tuple[ShufflePool, int]] = []
-        for pool, part in zip(self.pools, shares.tolist(), strict=True):
+        for pool, part in zip(self.pools, self.pattern.shares, strict=True):
             count = min(pool.held_out.count, max(round(asked * part), 1))
             found += [(pool, i * pool.held_out.count // count) for i in range(count)]
         return found[:asked]
 
-    def _batch(
-        self, rows: Sequence[tuple[Stream, Iterator[tuple[int, int, int]]]], *, plan: Plan
-    ) -> dict[str, Tensor]:
+    def _batch(self, rows: Sequence[tuple[Stream, Iterator[Piece]]], *, plan: Plan) -> dict[str, Tensor]:
         shape = (len(rows), self.sequence_length)
         batch = {"tokens": np.zeros(shape, np.int64), "labels": np.full(shape, IGNORED_LABEL, np.int64)}
         if self.document_mask:
@@ -202,9 +202,7 @@ class PackedData:
         return tensors
 
 
-def _fill(
-    row: dict[str, NDArray[np.int64]], stream: Stream, *, pieces: Iterator[tuple[int, int, int]]
-) -> None:
+def _fill(row: dict[str, NDArray[np.int64]], stream: Stream, *, pieces: Iterator[Piece]) -> None:
     """Fills one row of a batch. Places that the pieces do not fill are padding."""
     tokens, labels, at, document = row["tokens"], row["labels"], 0, 0
     for document, (begin, length, label) in enumerate(pieces, start=1):

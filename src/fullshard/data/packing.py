@@ -9,20 +9,22 @@ filled, the tail of the largest document fills the rest.
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.data.order import permute
-from fullshard.data.token_store import Integers, mapped_npy
+from fullshard.data.sampling import permute
+from fullshard.data.token_store import Integers
 
 Packing = Literal["concat", "best_fit", "none"]
 Int64 = NDArray[np.int64]
 
 NO_LABEL = -1
 """Stands for the place of a label that does not exist."""
+
+Piece = tuple[int, int, int]
+"""(first place, tokens, place of the last token's label or NO_LABEL) of a part of a document in a row."""
 
 
 @dataclass(frozen=True)
@@ -31,38 +33,17 @@ class Spans:
 
     begins: first place of each part
     lengths: tokens of each part
-    ends: whether the document ends with the part
     """
 
     begins: Int64
     lengths: Int64
-    ends: NDArray[np.bool_]
 
     def select(self, which: Integers) -> "Spans":
-        return Spans(self.begins[which], self.lengths[which], self.ends[which])
+        return Spans(self.begins[which], self.lengths[which])
 
     @property
     def tokens(self) -> int:
         return int(self.lengths.sum())
-
-
-class Rows(Protocol):
-    """A part of the data in rows of `sequence_length` tokens."""
-
-    @property
-    def count(self) -> int: ...
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens in all rows; the other places are padding."""
-        ...
-
-    def pieces(self, row: int) -> Iterator[tuple[int, int, int]]:
-        """Yields (begin, length, label) of each piece of a row, in order.
-
-        `label` is the place of the last token's label, or NO_LABEL.
-        """
-        ...
 
 
 def split_spans(begins: Int64, lengths: Int64, *, fraction: float) -> tuple[Spans, Spans]:
@@ -70,7 +51,7 @@ def split_spans(begins: Int64, lengths: Int64, *, fraction: float) -> tuple[Span
 
     See [Note: what is held out].
     """
-    everything = Spans(begins, lengths, np.ones(len(begins), dtype=np.bool_))
+    everything = Spans(begins, lengths)
     budget = round(fraction * int(lengths.sum()))
     order = permute(np.arange(len(lengths)), length=len(lengths), key="hold out")
     out = np.zeros(len(lengths), dtype=np.bool_)
@@ -86,12 +67,10 @@ def split_spans(begins: Int64, lengths: Int64, *, fraction: float) -> tuple[Span
         return training, held_out
     tail = training.begins[largest] + training.lengths[largest] - left
     training.lengths[largest] -= left
-    return training, Spans(
-        np.append(held_out.begins, tail), np.append(held_out.lengths, left), np.append(held_out.ends, True)
-    )
+    return training, Spans(np.append(held_out.begins, tail), np.append(held_out.lengths, left))
 
 
-def shuffled(spans: Spans, *, seed: int) -> Spans:
+def shuffle_spans(spans: Spans, *, seed: int) -> Spans:
     """Returns the spans in an order that depends only on their number and the seed."""
     count = len(spans.begins)
     if not count:
@@ -117,18 +96,22 @@ class JoinedRows:
     masked: bool
 
     @property
+    def lengths(self) -> Int64:
+        """Number of tokens of each span."""
+        return np.diff(self.offsets)
+
+    @property
     def count(self) -> int:
+        """Number of rows."""
         return max(int(self.offsets[-1]) - 1, 0) // self.sequence_length
 
     @property
     def tokens(self) -> int:
+        """Number of tokens in all rows."""
         return self.count * self.sequence_length
 
-    def pieces(self, row: int) -> Iterator[tuple[int, int, int]]:
-        """Yields the pieces of a row, see `Rows`.
-
-        With `masked`, no label is the first token of the next document.
-        """
+    def pieces(self, row: int) -> Iterator[Piece]:
+        """Yields the pieces of a row. With `masked`, no label is the first token of the next document."""
         place, end = row * self.sequence_length, (row + 1) * self.sequence_length
         span = int(np.searchsorted(self.offsets, place, side="right")) - 1
         while place < end:
@@ -154,7 +137,7 @@ class FilledRows:
     lengths: tokens of each piece
     open: whether the document continues after the piece
     offsets: index of each row's first piece, and the number of pieces
-    tokens: number of tokens in all rows
+    tokens: number of tokens in all rows; the other places are padding
     """
 
     begins: Integers
@@ -165,69 +148,60 @@ class FilledRows:
 
     @property
     def count(self) -> int:
+        """Number of rows."""
         return len(self.offsets) - 1
 
-    def pieces(self, row: int) -> Iterator[tuple[int, int, int]]:
-        """Yields the pieces of a row, see `Rows`."""
+    def pieces(self, row: int) -> Iterator[Piece]:
+        """Yields the pieces of a row."""
         for i in range(int(self.offsets[row]), int(self.offsets[row + 1])):
             begin, length = int(self.begins[i]), int(self.lengths[i])
             yield begin, length, begin + length if self.open[i] else NO_LABEL
 
 
-def write_rows(spans: Spans, draft: Path, *, part: str, packing: Packing, sequence_length: int) -> int:
-    """Writes the rows of `spans` as files in `draft` whose names begin with `part`.
+Rows = JoinedRows | FilledRows
+"""A part of the data in rows of one length."""
 
-    Returns the number of tokens in the rows (for `concat`, before the tail is dropped).
-    """
+
+def pack_rows(spans: Spans, *, packing: Packing, sequence_length: int) -> dict[str, NDArray[Any]]:
+    """Packs `spans` into rows. Returns the arrays that `open_rows` takes."""
     if packing == "concat":
-        offsets = np.concatenate([[0], np.cumsum(spans.lengths)]).astype(np.int64)
-        arrays: Mapping[str, Any] = {"begins": spans.begins, "offsets": offsets}
+        return {"begins": spans.begins, "offsets": np.append(0, np.cumsum(spans.lengths)).astype(np.int64)}
+    pieces, continues = split_long(spans, sequence_length)
+    if packing == "best_fit":
+        order, offsets = best_fit(pieces.lengths, sequence_length)
+        pieces, continues = pieces.select(order), continues[order]
     else:
-        spans = pieces = split_long(spans, sequence_length)
-        order, offsets = (best_fit if packing == "best_fit" else one_per_row)(pieces.lengths, sequence_length)
-        pieces = pieces.select(order)
-        arrays = {
-            "begins": pieces.begins,
-            "lengths": pieces.lengths.astype(np.int32),
-            "open": ~pieces.ends,
-            "offsets": offsets,
-        }
-    for name, array in arrays.items():
-        np.save(draft / f"{part}-{name}.npy", array)
-    return spans.tokens
+        offsets = np.arange(len(pieces.lengths) + 1)
+    lengths = pieces.lengths.astype(np.int32)
+    return {"begins": pieces.begins, "lengths": lengths, "open": continues, "offsets": offsets}
 
 
-def open_rows(
-    entry: Path, *, part: str, packing: Packing, sequence_length: int, masked: bool, tokens: int
-) -> Rows:
-    """Opens the files that `write_rows` wrote, as memory maps."""
-
-    def array(name: str) -> Integers:
-        return mapped_npy(entry / f"{part}-{name}.npy")
-
-    if packing == "concat":
-        return JoinedRows(array("begins"), array("offsets"), sequence_length, masked)
-    return FilledRows(array("begins"), array("lengths"), array("open"), array("offsets"), tokens)
+def count_tokens(arrays: Mapping[str, Integers]) -> int:
+    """Returns the number of tokens that `pack_rows` laid out; for `concat`, before the tail is dropped."""
+    return int(arrays["lengths"].sum(dtype=np.int64) if "lengths" in arrays else arrays["offsets"][-1])
 
 
-def split_long(spans: Spans, length: int) -> Spans:
+def open_rows(arrays: Mapping[str, Integers], *, tokens: int, sequence_length: int, masked: bool) -> Rows:
+    """Returns the rows that `pack_rows` laid out, whose arrays may be memory maps."""
+    if "lengths" not in arrays:
+        return JoinedRows(arrays["begins"], arrays["offsets"], sequence_length, masked)
+    return FilledRows(**arrays, tokens=tokens)
+
+
+def split_long(spans: Spans, length: int) -> tuple[Spans, NDArray[np.bool_]]:
     """Splits each span into pieces of `length` and a remainder.
 
-    A remainder that is only the last token of a document is dropped. No token follows it, and it is the label
-    of the piece before.
+    Returns (the pieces, whether the span continues after each). A remainder of one token is dropped: no token
+    follows it, and it is the label of the piece before.
     """
     counts = -(-spans.lengths // length)
     first = np.cumsum(counts) - counts
     within = np.arange(int(counts.sum())) - np.repeat(first, counts)  # index of the piece within its span
     lengths = np.minimum(np.repeat(spans.lengths, counts) - within * length, length)
-    ends = (within == np.repeat(counts, counts) - 1) & np.repeat(spans.ends, counts)
-    pieces = Spans(np.repeat(spans.begins, counts) + within * length, lengths, ends)
-    return pieces.select((lengths > 1) | ~ends)
-
-
-def one_per_row(lengths: Int64, _capacity: int) -> tuple[Int64, Int64]:
-    """Assigns each piece its own row. Returns the same as `best_fit`."""
-    return np.arange(len(lengths)), np.arange(len(lengths) + 1)
+    continues = within < np.repeat(counts, counts) - 1
+    kept = (lengths > 1) | continues
+    pieces = Spans(np.repeat(spans.begins, counts) + within * length, lengths)
+    return pieces.select(kept), continues[kept]
 
 
 def best_fit(lengths: Int64, capacity: int) -> tuple[Int64, Int64]:

@@ -4,11 +4,12 @@ import gzip
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from fullshard.data.documents import unreadable
+from fullshard.data.files import unreadable
 from fullshard.errors import DataError, MissingExtraError
 from fullshard.spec.data_section import SourceFields
 
@@ -62,7 +63,7 @@ class CorruptRecord:
     why: str
 
 
-def file_shards(kind: Literal["text", "jsonl", "parquet"], path: Path, *, size: int) -> list[FilePart]:
+def split_file(kind: Literal["text", "jsonl", "parquet"], path: Path, *, size: int) -> list[FilePart]:
     """Cuts `path`, of `size` bytes, into shards of about SHARD_BYTES.
 
     Raises DataError for a broken parquet file.
@@ -79,16 +80,11 @@ def file_shards(kind: Literal["text", "jsonl", "parquet"], path: Path, *, size: 
     ]
 
 
-def records(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord | CorruptRecord]:
+def read_records(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord | CorruptRecord]:
     """Yields the records of `shard` in order. A value is a text, or a table of a row's fields."""
-    if shard.kind == "text":
-        yield from _text(shard)
-    elif shard.kind == "jsonl":
-        yield from _json_lines(shard)
-    elif shard.kind == "parquet":
-        yield from _parquet(shard, fields)
-    else:
-        yield from _dataset_rows(shard, fields)
+    if shard.kind in ("text", "jsonl"):
+        return (_text if shard.kind == "text" else _json_lines)(shard)
+    return (_parquet if shard.kind == "parquet" else _dataset_rows)(shard, fields)
 
 
 def require_reader(kind: str) -> None:
@@ -96,15 +92,6 @@ def require_reader(kind: str) -> None:
     package = {"parquet": "pyarrow", "datasets": "datasets"}.get(kind)
     if package is not None and find_spec(package) is None:
         raise MissingExtraError("data", package=package, needed_for=f'data.source = "{kind}"')
-
-
-def wanted_fields(fields: SourceFields) -> tuple[str, ...]:
-    """Returns the names of the fields that are read from a row."""
-    if fields.records == "messages":
-        return (fields.messages_field,)
-    if fields.records == "completion":
-        return (fields.prompt_field, fields.completion_field)
-    return (fields.text_field,)
 
 
 def absent_field(name: str, there: Sequence[str], *, where: str) -> DataError:
@@ -115,6 +102,23 @@ def absent_field(name: str, there: Sequence[str], *, where: str) -> DataError:
         fix="the one that is meant as data.text_field (messages_field, prompt_field, completion_field), "
         "and data.records = what a row is",
     )
+
+
+def wanted_fields(fields: SourceFields) -> list[str]:
+    """Returns the names of the fields that are read from a row."""
+    return {
+        "messages": [fields.messages_field],
+        "completion": [fields.prompt_field, fields.completion_field],
+        "text": [fields.text_field],
+    }[fields.records]
+
+
+def _require_fields(fields: SourceFields, there: Sequence[str], *, where: str) -> list[str]:
+    names = wanted_fields(fields)
+    absent = next((name for name in names if name not in there), None)
+    if absent is not None:
+        raise absent_field(absent, there, where=where)
+    return names
 
 
 def parquet_file(path: Path) -> Any:
@@ -167,34 +171,25 @@ def open_dataset(path: str, fields: SourceFields) -> Any:
 def _text(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
     """Yields the lines that begin within the shard, as one piece of the document that is the file."""
     data, skipped = _lines_from(shard)
-
-    def where() -> str:
-        return shard.path
-
-    begins = shard.begin == 0
+    begins, text = shard.begin == 0, ""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         at = shard.begin + skipped + error.start
         yield CorruptRecord(lambda: f"{shard.path} at byte {at}", f"no UTF-8: {error.reason}")
-        text = ""
         if begins and shard.last:
             return
-    yield TextRecord(text, where, begins=begins, ends=shard.last)
+    yield TextRecord(text, lambda: shard.path, begins=begins, ends=shard.last)
 
 
 def _json_lines(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
     data, skipped = _lines_from(shard)
-    offset = shard.begin + skipped
+    begin = shard.begin + skipped
     for line in data.split(b"\n"):
-        at = offset
-        offset += len(line) + 1
+        where = partial(_line_at, shard.path, begin)
+        begin += len(line) + 1
         if not line.strip():
             continue
-
-        def where(at: int = at) -> str:
-            return f"{shard.path} line {_line_number(shard.path, at)}"
-
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:  # invalid JSON, invalid Unicode, or nested too deep
@@ -209,34 +204,24 @@ def _json_lines(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
 def _parquet(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord | CorruptRecord]:
     import pyarrow
 
-    file = parquet_file(Path(shard.path))
-    names = list(wanted_fields(fields))
-    there = [str(name) for name in file.schema_arrow.names]
-    for name in names:
-        if name not in there:
-            raise absent_field(name, there, where=shard.path)
-    row = 0
+    file, row = parquet_file(Path(shard.path)), 0
+    names = _require_fields(fields, file.schema_arrow.names, where=shard.path)
+    place = f"{shard.path} row group {shard.begin}"
     try:
         for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[shard.begin], columns=names):
             for value in batch.to_pylist():
-                yield TextRecord(value, lambda row=row: f"{shard.path} row group {shard.begin} row {row}")
+                yield TextRecord(value, lambda row=row: f"{place} row {row}")
                 row += 1
     except (OSError, pyarrow.ArrowException) as error:
-        yield CorruptRecord(lambda: f"{shard.path} row group {shard.begin}", str(error).splitlines()[0])
+        yield CorruptRecord(lambda: place, str(error).splitlines()[0])
 
 
-def _dataset_rows(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord | CorruptRecord]:
-    dataset = open_dataset(shard.path, fields)
-    names = wanted_fields(fields)
-    name = shard.path or fields.name
-    for first in range(shard.begin, shard.end, _ROWS_AT_ONCE):
-        columns = dataset[first : min(first + _ROWS_AT_ONCE, shard.end)]
-        for field in names:
-            if field not in columns:
-                raise absent_field(field, [str(one) for one in columns], where=str(name))
-        for i, values in enumerate(zip(*(columns[field] for field in names), strict=True)):
-            row = first + i
-            yield TextRecord(dict(zip(names, values, strict=True)), lambda row=row: f"{name} row {row}")
+def _dataset_rows(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord]:
+    dataset, name = open_dataset(shard.path, fields), shard.path or fields.name
+    names = _require_fields(fields, dataset.column_names, where=str(name))
+    rows = range(shard.begin, shard.end)
+    for row, value in zip(rows, dataset.select_columns(names).select(rows), strict=True):
+        yield TextRecord(value, lambda row=row: f"{name} row {row}")
 
 
 def _lines_from(shard: FilePart) -> tuple[bytes, int]:
@@ -255,20 +240,19 @@ def _lines_from(shard: FilePart) -> tuple[bytes, int]:
             if count <= 0:  # the shard lies within one long line
                 return b"", skipped
             data = file.read(count)
+            if len(data) < count:
+                raise DataError(f"{path} changed while it was read.", got=f"{count - len(data)} bytes fewer")
             return (data if data.endswith(b"\n") else data + file.readline()), skipped
     except (OSError, EOFError) as error:
         raise DataError(f"{path} cannot be read.", got=str(error)) from error
 
 
-def _line_number(path: str, at: int) -> int:
-    """Returns the number, from 1, of the line that begins at byte `at`.
-
-    Counts only when a message needs it.
-    """
+def _line_at(path: str, begin: int) -> str:
+    """Returns the location of the line that begins at byte `begin`; counts lines from 1."""
     opened = cast(Any, gzip.open if path.endswith(".gz") else open)
-    lines, left = 1, at
+    lines, left = 1, begin
     with opened(path, "rb") as file:
         while left and (block := file.read(min(left, SHARD_BYTES))):
             lines += block.count(b"\n")
             left -= len(block)
-    return lines
+    return f"{path} line {lines}"

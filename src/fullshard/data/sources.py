@@ -1,9 +1,9 @@
 """Opens the sources of a run as token stores, and tokenizes those that are not cached yet."""
 
 import os
-import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -13,30 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.data.cache import Heartbeat, digests, get_or_build, key_of
-from fullshard.data.documents import Document, stdlib_documents, text_documents
+from fullshard.data.files import list_files, list_stdlib
 from fullshard.data.memmaps import memmap_stores
-from fullshard.data.progress import TokenizationProgress, making
-from fullshard.data.readers import (
-    SHARD_BYTES,
-    FilePart,
-    file_shards,
-    open_dataset,
-    require_reader,
-)
+from fullshard.data.progress import show_progress
+from fullshard.data.readers import SHARD_BYTES, FilePart, open_dataset, require_reader, split_file
 from fullshard.data.token_store import OFFSETS, TOKENS, TRAINED, TokenStore, open_entry
-from fullshard.data.tokenize import TaskResult, TokenizeSettings, token_dtype, tokenized
-from fullshard.data.tokenizer import (
-    open_tokenizer,
-    tokenizer_file,
-    tokenizer_files,
-    tokenizer_text,
-    tokenizers_version,
-)
+from fullshard.data.tokenize import TaskTokens, TokenizeSettings, tokenize_tasks
+from fullshard.data.tokenizer import open_tokenizer, tokenizer_file, tokenizer_files, tokenizer_text
 from fullshard.errors import DataError
 from fullshard.spec.data_section import DataSection, DataSource, SourceFields
 
+IN_MEMORY_BYTES = 64 << 20
+"""Text files of at most this size in all, read as bytes, are tokenized in memory and not cached."""
+
 Source = Literal["stdlib", "text", "jsonl", "parquet", "datasets", "memmap", "python"]
-_COPY_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -44,198 +34,193 @@ class _SourceFiles:
     """The files of a source before they are read.
 
     name: name for display
-    shards: parts of the files
-    facts: data that determines the cache key
+    kind: kind of the records
+    parts: parts of the files
+    contents: returns digests of the contents
     """
 
     name: str
-    shards: Sequence[FilePart]
-    facts: Mapping[str, Any]
+    kind: str
+    parts: Sequence[FilePart]
+    contents: Callable[[], list[str]]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(part.size for part in self.parts)
 
 
 def stores_of(
     source: DataSource | DataSection, section: DataSection, *, root: Path, alive: Heartbeat
 ) -> list[TokenStore]:
-    """Returns the token stores of `source`, tokenized as `section` says and cached in `root`.
+    """Returns the token stores of `source`, tokenized as `section` says.
 
-    Raises DataError for data that is absent, empty, corrupt or does not hold tokens; MissingExtraError.
+    They are cached in `root`, except for small byte text, see IN_MEMORY_BYTES. Raises DataError for data that
+    is absent, empty, corrupt or does not hold tokens; MissingExtraError.
     """
     fields = SourceFields(**{name: getattr(source, name) for name in SourceFields.model_fields})
     if source.source == "memmap":
         return memmap_stores(fields, root=root, alive=alive)
     require_reader(source.source)
-    found = _found(source.source, fields, root=root, alive=alive)
+    find = _find_dataset if source.source == "datasets" else _find_files
+    files = find(source.source, fields, root=root, alive=alive)
     tokenizer = open_tokenizer(section.tokenizer, end_token=section.end_token)  # before anything is read
-    recipe = TokenizeSettings(
+    largest = tokenizer.vocabulary - 1
+    settings = TokenizeSettings(
         fields=fields,
         tokenizer=section.tokenizer,
         end_token=section.end_token,
         train_on=section.train_on,
         on_error=section.on_error,
-        dtype=token_dtype(tokenizer),
+        dtype="uint8" if largest < 2**8 else "uint16" if largest < 2**16 else "uint32",
         trust_remote_code=section.trust_remote_code,
     )
-    work = _TokenizeJob(found, recipe, tokenizer.vocabulary, section.processes or _cores(), alive)
-    facts = {**found.facts, **_recipe_facts(recipe, source.source)}
-    entry = get_or_build(root, f"tokens-{key_of(facts)}", build=work.build, alive=alive)
-    store = open_entry(entry, name=found.name)
+    if section.tokenizer is None and files.kind == "text" and files.size_bytes <= IN_MEMORY_BYTES:
+        store = _store_in_memory(files, settings, vocabulary=tokenizer.vocabulary)
+    else:
+        facts = {"files": files.contents(), "kind": files.kind, **_settings_facts(settings)}
+        processes = section.processes or _usable_cores()
+
+        def build(draft: Path) -> Mapping[str, Any]:
+            facts = _build_entry(draft, files, settings=settings, processes=processes, alive=alive)
+            return {**facts, "vocabulary": tokenizer.vocabulary}
+
+        entry = get_or_build(root, f"tokens-{key_of(facts)}", build=build, alive=alive)
+        store = open_entry(entry, name=files.name)
     if not store.documents:
         skipped = "; ".join(store.skip_messages)
         raise DataError(
-            f"there is no document in {found.name}.",
+            f"there is no document in {files.name}.",
             got=f"{store.skipped} records left out: {skipped}" if store.skipped else "files without a record",
             fix="data with documents, or another data.records",
         )
     return [store]
 
 
-def _found(source: Source, fields: SourceFields, *, root: Path, alive: Heartbeat) -> _SourceFiles:
-    if source == "datasets":
-        return _dataset(fields, root=root, alive=alive)
-    documents = stdlib_documents() if source == "stdlib" else text_documents(fields.paths)
+def _find_files(source: Source, fields: SourceFields, *, root: Path, alive: Heartbeat) -> _SourceFiles:
+    sizes = list_stdlib() if source == "stdlib" else list_files(fields.paths)
     kind = "text" if source == "stdlib" else source
-    assert kind in ("text", "jsonl", "parquet"), f"{kind} has no files that are cut into shards"
-    shards = [shard for one in documents for shard in file_shards(kind, one.path, size=one.size)]
-    names = digests([one.path for one in documents], root=root, alive=alive)
-    return _SourceFiles(_display_name(source, documents), shards, {"kind": kind, "files": names})
+    assert kind in ("text", "jsonl", "parquet"), f"{kind} has no files that are cut into parts"
+    more = f" and {len(sizes) - 1} more" if len(sizes) > 1 else ""
+    return _SourceFiles(
+        name=source if source == "stdlib" else f"{next(iter(sizes)).name}{more}",
+        kind=kind,
+        parts=[part for path, size in sizes.items() for part in split_file(kind, path, size=size)],
+        contents=lambda: digests(sizes, root=root, alive=alive),
+    )
 
 
-def _display_name(source: Source, documents: Sequence[Document]) -> str:
-    if source == "stdlib":
-        return source
-    more = f" and {len(documents) - 1} more" if len(documents) > 1 else ""
-    return f"{documents[0].path.name}{more}"
-
-
-def _dataset(fields: SourceFields, *, root: Path, alive: Heartbeat) -> _SourceFiles:
-    shards, names = list[FilePart](), list[str]()
+def _find_dataset(_source: Source, fields: SourceFields, *, root: Path, alive: Heartbeat) -> _SourceFiles:
+    parts, files, names = list[FilePart](), list[Path](), list[str]()
     for path in fields.paths or ("",):
         place = os.path.abspath(os.path.expanduser(path)) if path else ""
         dataset = open_dataset(place, fields)
-        rows, files = len(dataset), [Path(file["filename"]) for file in dataset.cache_files]
+        rows, own = len(dataset), [Path(file["filename"]) for file in dataset.cache_files]
+        files += own
         # The fingerprint covers operations since the files were written, such as a selection.
-        names += [*digests(files, root=root, alive=alive), str(dataset._fingerprint), str(rows)]  # noqa: SLF001
-        size = sum(file.stat().st_size for file in files) or rows
+        names += [str(dataset._fingerprint), str(rows)]  # noqa: SLF001
+        size = sum(file.stat().st_size for file in own) or rows
         step = max(1, rows * SHARD_BYTES // max(size, 1))
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
-            shards.append(FilePart("datasets", place, begin, end, size * (end - begin) // rows, end == rows))
-    name = fields.name or ", ".join(Path(path).name for path in fields.paths)
-    return _SourceFiles(name, shards, {"kind": "datasets", "files": names})
+            parts.append(FilePart("datasets", place, begin, end, size * (end - begin) // rows, end == rows))
+    return _SourceFiles(
+        name=fields.name or ", ".join(Path(path).name for path in fields.paths),
+        kind="datasets",
+        parts=parts,
+        contents=lambda: [*digests(files, root=root, alive=alive), *names],
+    )
 
 
-@dataclass(frozen=True)
-class _TokenizeJob:
-    """Builds a cache entry of tokens."""
-
-    found: _SourceFiles
-    recipe: TokenizeSettings
-    vocabulary: int
-    processes: int
-    alive: Heartbeat
-
-    def build(self, draft: Path) -> Mapping[str, Any]:
-        """Fills `draft` and returns the contents of its manifest."""
-        parts = draft / "parts"
-        parts.mkdir()
-        tasks = [(task, parts / f"{i}") for i, task in enumerate(_tasks(self.found.shards))]
-        total = sum(shard.size for shard in self.found.shards)
-        with making(self.found.name, total_bytes=total, file=sys.stderr) as shown:
-            made = tokenized(
-                tasks, self.recipe, processes=self.processes, tell=lambda one: self._tell(one, shown)
-            )
-        offsets = _offsets(made)
-        _join(made, draft, dtype=self.recipe.dtype)
-        np.save(draft / OFFSETS, offsets)
-        parts.rmdir()
-        return {
-            "source": self.found.name,
-            "dtype": self.recipe.dtype,
-            "vocabulary": self.vocabulary,
-            "documents": len(offsets) - 1,
-            "tokens": int(offsets[-1]),
-            "skipped": sum(one.skipped for one in made),
-            "skip_messages": [text for one in made for text in one.skip_messages][:5],
-        }
-
-    def _tell(self, made: TaskResult, shown: TokenizationProgress) -> None:
-        shown.add(made.size, tokens=made.tokens, skipped=made.skipped)
-        self.alive()
+def _store_in_memory(files: _SourceFiles, settings: TokenizeSettings, *, vocabulary: int) -> TokenStore:
+    """Tokenizes `files` in this process."""
+    tokens: list[NDArray[Any]] = []
+    tasks = tokenize_tasks(_tasks(files.parts), settings, processes=1)
+    offsets, facts = _write_each(tasks, lambda one: tokens.append(one.tokens))
+    return TokenStore(
+        name=files.name,
+        key=None,
+        tokens=np.concatenate(tokens),
+        begins=offsets[:-1],
+        ends=offsets[1:],
+        trained=None,
+        vocabulary=vocabulary,
+        skipped=facts["skipped"],
+        skip_messages=tuple(facts["skip_messages"]),
+    )
 
 
-def _tasks(shards: Sequence[FilePart]) -> Iterator[list[FilePart]]:
-    """Groups shards into tasks of about SHARD_BYTES, so that many small files make few tasks."""
-    task, size = list[FilePart](), 0
-    for shard in shards:
-        if task and size + shard.size > SHARD_BYTES:
-            yield task
-            task, size = [], 0
-        task.append(shard)
-        size += shard.size
-    if task:
-        yield task
+def _build_entry(
+    draft: Path, files: _SourceFiles, *, settings: TokenizeSettings, processes: int, alive: Heartbeat
+) -> Mapping[str, Any]:
+    """Fills the cache entry `draft` with the tokens of `files`, and returns the contents of its manifest."""
+    with ExitStack() as stack:
+        shown = stack.enter_context(show_progress(files.name, total_bytes=files.size_bytes, file=sys.stderr))
+        tokens = stack.enter_context((draft / TOKENS).open("wb"))
+        trained = stack.enter_context((draft / TRAINED).open("wb")) if settings.masked else None
+
+        def write(one: TaskTokens) -> None:
+            tokens.write(one.tokens.data)
+            if trained is not None and one.trained is not None:
+                trained.write(one.trained.data)
+            shown.add(one.size, tokens=len(one.tokens), skipped=one.skipped)
+            alive()
+
+        offsets, facts = _write_each(
+            tokenize_tasks(_tasks(files.parts), settings, processes=processes), write
+        )
+    np.save(draft / OFFSETS, offsets)
+    return {"source": files.name, "dtype": settings.dtype, "documents": len(offsets) - 1, **facts}
 
 
-def _offsets(made: Sequence[TaskResult]) -> NDArray[np.int64]:
-    """Returns the document boundaries, without empty documents.
-
-    A negative length, -n - 1, stands for n tokens of a document that continues in the next piece.
-    """
-    lengths = [np.load(Path(one.path).with_name(f"{Path(one.path).name}.lengths.npy")) for one in made]
-    pieces = np.concatenate([*lengths, np.empty(0, np.int64)])
-    ends = np.cumsum(np.where(pieces < 0, -pieces - 1, pieces))
-    return np.unique(np.concatenate([[0], ends[pieces >= 0]])).astype(np.int64)
-
-
-def _join(made: Sequence[TaskResult], draft: Path, *, dtype: str) -> None:
-    """Joins the files of the tasks. Each file is removed after it is copied."""
-    masked = any(Path(f"{one.path}.trained").exists() for one in made)
-    with (draft / TOKENS).open("wb") as tokens:
-        for one in made:
-            _move(Path(f"{one.path}.tokens"), tokens)
-    if masked:
-        with (draft / TRAINED).open("wb") as trained:
-            for one in made:
-                part = Path(f"{one.path}.trained")
-                if part.exists():
-                    _move(part, trained)
-                else:
-                    trained.write(b"\1" * one.tokens)
-    for one in made:
-        Path(f"{one.path}.lengths.npy").unlink()
+def _write_each(
+    found: Iterable[TaskTokens], write: Callable[[TaskTokens], None]
+) -> tuple[NDArray[np.int64], dict[str, Any]]:
+    """Calls `write` for each result; returns the document boundaries, without empty documents, and counts."""
+    ends, count, skipped, messages = [np.zeros(1, dtype=np.int64)], 0, 0, list[str]()
+    for one in found:
+        write(one)
+        ends.append(one.ends + count)
+        count += len(one.tokens)
+        skipped += one.skipped
+        messages += one.skip_messages
+    facts = {"tokens": count, "skipped": skipped, "skip_messages": messages[:5]}
+    return np.unique(np.concatenate(ends)), facts
 
 
-def _move(part: Path, into: Any) -> None:
-    with part.open("rb") as file:
-        shutil.copyfileobj(file, into, _COPY_BYTES)
-    part.unlink()
+def _tasks(parts: Sequence[FilePart]) -> list[list[FilePart]]:
+    """Groups parts into tasks of about SHARD_BYTES, so that many small files make few tasks."""
+    tasks, size = list[list[FilePart]](), 0
+    for part in parts:
+        if not tasks or size + part.size > SHARD_BYTES:
+            tasks.append([])
+            size = 0
+        tasks[-1].append(part)
+        size += part.size
+    return tasks
 
 
-def _recipe_facts(recipe: TokenizeSettings, source: Source) -> Mapping[str, Any]:
+def _settings_facts(settings: TokenizeSettings) -> Mapping[str, Any]:
     """Returns the data except the files that determines the tokens, including library versions."""
-    plain = recipe.plain()
-    fields = {name: plain["fields"][name] for name in plain["fields"] if name.endswith("field")}
+    fields = settings.fields.model_dump(mode="json")
     facts: dict[str, Any] = {
-        "fields": fields,
-        "records": recipe.fields.records,
-        "train_on": recipe.train_on if recipe.fields.records != "text" else "all",
-        "on_error": recipe.on_error,
-        "end_token": recipe.end_token,
+        "fields": {name: value for name, value in fields.items() if name.endswith("field")},
+        "records": settings.fields.records,
+        "train_on": settings.train_on if settings.fields.records != "text" else "all",
+        "on_error": settings.on_error,
+        "end_token": settings.end_token,
         "tokenizer": None,
-        "source": "text" if source == "stdlib" else source,
     }
-    if recipe.tokenizer is not None:
-        files = tokenizer_files(recipe.tokenizer)
+    if settings.tokenizer is not None:
+        files = tokenizer_files(settings.tokenizer)
         facts["tokenizer"] = [key_of({"text": tokenizer_text(file)}) for file in files]
-        facts["tokenizers"] = tokenizers_version()
-    if recipe.fields.records == "messages":
+        facts["tokenizers"] = version("tokenizers")
+    if settings.fields.records == "messages":
         facts["transformers"] = version("transformers")
-        if recipe.trust_remote_code and recipe.tokenizer is not None:
-            beside = sorted(tokenizer_file(recipe.tokenizer).parent.glob("*.py"))
+        if settings.trust_remote_code and settings.tokenizer is not None:
+            beside = sorted(tokenizer_file(settings.tokenizer).parent.glob("*.py"))
             facts["code"] = [key_of({"text": file.read_text(encoding="utf-8")}) for file in beside]
     return facts
 
 
-def _cores() -> int:
-    """Returns the number of cores that this process may use."""
+def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,7 +1,6 @@
-"""Token stores on disk, read through memory maps that the ranks of a node share."""
+"""Token stores: tokens in memory, or in files that the ranks of a node share through memory maps."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -21,16 +20,17 @@ class TokenStore:
     """Tokens of a source, with the document boundaries.
 
     name: name of the source
-    key: identifier that changes whenever the tokens or the documents change
+    key: identifier that changes whenever the tokens or the documents change; None for tokens in memory
     tokens: tokens of all documents
     begins, ends: document i is tokens[begins[i]:ends[i]]
     trained: mask of the tokens that are labels; None if all are
     vocabulary: upper bound of the tokens: the largest possible token plus one
-    skipped: number of records left out; the last field has messages about the first few
+    skipped: number of records left out
+    skip_messages: messages about the first few skipped records
     """
 
     name: str
-    key: str
+    key: str | None
     tokens: Integers
     begins: Integers
     ends: Integers
@@ -83,6 +83,11 @@ class Stream:
 
     stores: tuple[TokenStore, ...]
 
+    @property
+    def name(self) -> str:
+        """Names of the stores, for display."""
+        return " + ".join(store.name for store in self.stores)
+
     @cached_property
     def bases(self) -> list[int]:
         """First place of each store, and the end of the last store."""
@@ -112,8 +117,3 @@ class Stream:
     def _at(self, place: int) -> tuple[TokenStore, int]:
         i = bisect_right(self.bases, place) - 1
         return self.stores[i], self.bases[i]
-
-
-def names(stores: Sequence[TokenStore]) -> str:
-    """Returns the names of the stores for display."""
-    return " + ".join(store.name for store in stores)

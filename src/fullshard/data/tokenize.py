@@ -1,40 +1,54 @@
 """Converts records to tokens, one task at a time, in this process or in worker processes.
 
-A worker is `python -m fullshard.data.tokenize`. It reads one task per line and answers with one line. It is
+A worker is a Python process that reads pickled tasks from stdin and writes pickled results to stdout. It is
 started as a command because multiprocessing would import the user's script again.
 """
 
-import json
 import os
+import pickle
 import subprocess
 import sys
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
+from itertools import islice
+from queue import SimpleQueue
 from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard import errors
 from fullshard.data.chat_template import ChatTemplate, NotWrittenOutError
-from fullshard.data.readers import CorruptRecord, FilePart, TextRecord, absent_field, records
-from fullshard.data.tokenizer import Tokenizer, open_tokenizer
+from fullshard.data.readers import (
+    CorruptRecord,
+    FilePart,
+    TextRecord,
+    absent_field,
+    read_records,
+    wanted_fields,
+)
+from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import DataError, FullshardError
 from fullshard.spec.data_section import SourceFields
 
-_BATCH_CHARACTERS = 1 << 20
-_TOLD = 5  # how many of the records left out are reply one by one
+Worker = subprocess.Popen[bytes]
+Task = Sequence[FilePart]
+Tokens = NDArray[Any]
+Mask = NDArray[np.bool_]
+
+_BATCH_RECORDS = 256
+_REPORTED_RECORDS = 5  # of a task's skipped records, the first ones have a message
+_TASKS_AHEAD = 8  # per worker: bounds the results that wait for an earlier task
+_SERVE = "from fullshard.data.tokenize import serve_tasks; serve_tasks()"
 
 
 @dataclass(frozen=True)
 class TokenizeSettings:
     """Settings for converting records to tokens.
 
-    dtype: dtype of the token file
+    dtype: dtype of the tokens
     trust_remote_code: see `DataSection`
     """
 
@@ -46,309 +60,224 @@ class TokenizeSettings:
     dtype: str
     trust_remote_code: bool = False
 
-    def plain(self) -> dict[str, Any]:
-        """Returns the settings as JSON data."""
-        return {**asdict(self), "fields": self.fields.model_dump(mode="json")}
+    @property
+    def masked(self) -> bool:
+        """True if some tokens of the records are not trained on."""
+        return self.fields.records == {"assistant": "messages"}.get(self.train_on, self.train_on)
 
 
-@dataclass
-class TaskResult:
-    """Result of one task. Its tokens are in files whose names start with `path`.
+@dataclass(frozen=True)
+class TaskTokens:
+    """Tokens of one task.
 
-    path: common start of the file names
     size: bytes of the source that were read
-    documents: number of documents
-    tokens: number of tokens
+    tokens: tokens of all documents, joined
+    ends: index behind the last token of each document that ends in this task
+    trained: mask of the tokens that are labels; None if all are
     skipped: number of records left out
     skip_messages: messages about the first few skipped records
     """
 
-    path: str
     size: int
-    documents: int = 0
-    tokens: int = 0
-    skipped: int = 0
-    skip_messages: list[str] = field(default_factory=list[str])
+    tokens: Tokens
+    ends: NDArray[np.int64]
+    trained: Mask | None
+    skipped: int
+    skip_messages: list[str]
 
 
-class Tokenizing:
-    """Turns tasks into token files according to `recipe`. Opens the tokenizer once."""
+class TaskTokenizer:
+    """Turns tasks into tokens. Opens the tokenizer once."""
 
-    def __init__(self, recipe: TokenizeSettings) -> None:
-        self.recipe = recipe
-        self._tokenizer = open_tokenizer(recipe.tokenizer, end_token=recipe.end_token)
+    def __init__(self, settings: TokenizeSettings) -> None:
+        self.settings = settings
+        self._tokenizer = open_tokenizer(settings.tokenizer, end_token=settings.end_token)
         self._chat: ChatTemplate | None = None
-        if recipe.fields.records == "messages":
-            assert recipe.tokenizer is not None, "messages without a tokenizer are refused by the spec"
-            self._chat = ChatTemplate(recipe.tokenizer, trust_remote_code=recipe.trust_remote_code)
+        if settings.fields.records == "messages":
+            assert settings.tokenizer is not None, "messages without a tokenizer are refused by the spec"
+            self._chat = ChatTemplate(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
+        self._skipped = 0
+        self._skip_messages: list[str] = []
 
-    def run(self, task: Sequence[FilePart], path: Path) -> TaskResult:
-        """Writes the tokens of `task` to `path`.tokens and the length of each piece to .lengths.npy.
+    def tokenize(self, task: Task) -> TaskTokens:
+        """Returns the tokens of `task`. Raises DataError for a corrupt record, unless those are skipped."""
+        self._skipped, self._skip_messages = 0, []
+        tokens, masks = [np.empty(0, self.settings.dtype)], [np.empty(0, np.bool_)]
+        ends, count = list[int](), 0
+        records = self._read(task)
+        while batch := list(islice(records, _BATCH_RECORDS)):
+            for record, found, trained in self._tokenize_batch(batch):
+                tokens.append(found.astype(self.settings.dtype))
+                masks.append(trained)
+                count += len(found)
+                ends += [count] if record.ends else []
+        return TaskTokens(
+            size=sum(part.size for part in task),
+            tokens=np.concatenate(tokens),
+            ends=np.array(ends, dtype=np.int64),
+            trained=np.concatenate(masks) if self.settings.masked else None,
+            skipped=self._skipped,
+            skip_messages=self._skip_messages,
+        )
 
-        A piece of n tokens whose document continues in the next piece has length -n - 1. If some tokens are
-        not trained on, a mask is written to .trained. Raises DataError for a corrupt record, unless corrupt
-        records are skipped.
-        """
-        made = TaskResult(str(path), size=sum(shard.size for shard in task))
-        lengths: list[int] = []
-        with _Parts(path, self.recipe.dtype) as parts:
-            for batch in _batches(self._found(task, made)):
-                for record, tokens, trained in self._encoded(batch, made):
-                    parts.write(tokens, trained)
-                    lengths.append(len(tokens) if record.ends else -len(tokens) - 1)
-                    made.documents += record.ends
-                    made.tokens += len(tokens)
-        np.save(path.with_name(f"{path.name}.lengths.npy"), np.array(lengths, dtype=np.int64))
-        return made
-
-    def _found(self, task: Sequence[FilePart], made: TaskResult) -> Iterator[TextRecord]:
-        for shard in task:
-            for one in records(shard, self.recipe.fields):
-                if isinstance(one, CorruptRecord):
-                    self._skip(one.where(), one.why, made=made)
+    def _read(self, task: Task) -> Iterator[TextRecord]:
+        for part in task:
+            for record in read_records(part, self.settings.fields):
+                if isinstance(record, CorruptRecord):
+                    self._skip(record.where, record.why)
                 else:
-                    yield one
+                    yield record
 
-    def _skip(self, where: str, why: str, *, made: TaskResult) -> None:
-        if self.recipe.on_error == "stop":
+    def _skip(self, where: Callable[[], str], why: str) -> None:
+        if self.settings.on_error == "stop":
             raise DataError(
-                f"a record cannot be read: {where}.",
+                f"a record cannot be read: {where()}.",
                 got=why,
                 fix='mend it, or data.on_error = "skip", which leaves such records out and counts them',
             )
-        made.skipped += 1
-        if len(made.skip_messages) < _TOLD:
-            made.skip_messages.append(f"{where}: {why}")
+        self._skipped += 1
+        if len(self._skip_messages) < _REPORTED_RECORDS:
+            self._skip_messages.append(f"{where()}: {why}")
 
-    def _encoded(
-        self, batch: Sequence[TextRecord], made: TaskResult
-    ) -> Iterator[tuple[TextRecord, NDArray[np.int64], NDArray[np.bool_] | None]]:
-        if self.recipe.fields.records == "text":
-            yield from self._texts(batch, made)
-            return
+    def _tokenize_batch(self, batch: Sequence[TextRecord]) -> Iterator[tuple[TextRecord, Tokens, Mask]]:
+        """Yields (record, tokens, mask of the trained tokens), without the records that are skipped."""
+        good: list[tuple[TextRecord, list[str]]] = []
+        train_on = "assistant" if self.settings.train_on == "assistant" else "all"
         for record in batch:
             try:
-                if self.recipe.fields.records == "messages":
-                    tokens, trained = self._conversation(record)
+                if self._chat is not None:
+                    messages = self._field(record, self.settings.fields.messages_field)
+                    yield record, *self._chat.encode(messages, train_on=train_on)
                 else:
-                    tokens, trained = self._completion(record)
+                    good.append((record, self._texts(record)))
             except NotWrittenOutError as error:
-                self._skip(record.where(), str(error), made=made)
-                continue
-            yield record, tokens, trained
-
-    def _texts(
-        self, batch: Sequence[TextRecord], made: TaskResult
-    ) -> Iterator[tuple[TextRecord, NDArray[np.int64], NDArray[np.bool_] | None]]:
-        name = self.recipe.fields.text_field
-        good: list[tuple[TextRecord, str]] = []
-        for record in batch:
-            try:
-                text = record.value if isinstance(record.value, str) else self._text_field(record, name)
-                good.append((record, text))
-            except NotWrittenOutError as error:
-                self._skip(record.where(), str(error), made=made)
-        texts = [text for _, text in good]
-        for (record, _), tokens in zip(good, self._encode(good, texts), strict=True):
+                self._skip(record.where, str(error))
+        for (record, _), (*prompt, last) in zip(good, self._encode(good), strict=True):
             before = self._tokenizer.before if record.begins else ()
             after = self._tokenizer.after if record.ends else ()
-            yield record, np.concatenate([_array(before), tokens, _array(after)]), None
+            tokens = np.concatenate([np.asarray(part, np.int64) for part in (before, *prompt, last, after)])
+            trained = np.ones(len(tokens), dtype=np.bool_)
+            if self.settings.masked:
+                trained[: len(tokens) - len(last) - len(after)] = False
+            yield record, tokens, trained
 
-    def _encode(
-        self, good: Sequence[tuple[TextRecord, str]], texts: Sequence[str]
-    ) -> list[NDArray[np.int64]]:
+    def _encode(self, good: Sequence[tuple[TextRecord, list[str]]]) -> list[list[Tokens]]:
         try:
-            return self._tokenizer.encode(texts)
+            found = iter(self._tokenizer.encode([text for _, texts in good for text in texts]))
         except DataError:
-            for record, text in good:  # which of them was it?
+            for record, texts in good:  # find the record at fault
                 try:
-                    self._tokenizer.encode([text])
+                    self._tokenizer.encode(texts)
                 except DataError as error:
-                    raise DataError(
-                        f"{record.where()}: {error.what}", got=error.got, why=error.why, fix=error.fix
-                    ) from error
+                    what = f"{record.where()}: {error.what}"
+                    raise DataError(what, got=error.got, why=error.why, fix=error.fix) from error
             raise
+        return [[next(found) for _ in texts] for _, texts in good]
 
-    def _conversation(self, record: TextRecord) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        assert self._chat is not None, "opened with the recipe"
-        train_on = "assistant" if self.recipe.train_on == "assistant" else "all"
-        return self._chat.encode(self._field(record, self.recipe.fields.messages_field), train_on=train_on)
-
-    def _completion(self, record: TextRecord) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        names = (self.recipe.fields.prompt_field, self.recipe.fields.completion_field)
-        prompt, completion = (self._text_field(record, name) for name in names)
-        asked, said = self._tokenizer.encode([prompt, completion])
-        tokens = np.concatenate([_array(self._tokenizer.before), asked, said, _array(self._tokenizer.after)])
-        trained = np.ones(len(tokens), dtype=np.bool_)
-        if self.recipe.train_on == "completion":
-            trained[: len(self._tokenizer.before) + len(asked)] = False
-        return tokens, trained
-
-    def _text_field(self, record: TextRecord, name: str) -> str:
-        text = self._field(record, name)
-        if not isinstance(text, str):
-            raise NotWrittenOutError(f"{name!r} is no text, but {type(text).__name__}")
-        return text
+    def _texts(self, record: TextRecord) -> list[str]:
+        """Returns the text of a record; the prompt and the completion of a completion."""
+        if isinstance(record.value, str):
+            return [record.value]
+        texts: list[str] = []
+        for name in wanted_fields(self.settings.fields):
+            text = self._field(record, name)
+            if not isinstance(text, str):
+                raise NotWrittenOutError(f"{name!r} is no text, but {type(text).__name__}")
+            texts.append(text)
+        return texts
 
     def _field(self, record: TextRecord, name: str) -> Any:
         row = cast(dict[str, Any], record.value)
         if name in row:
             return row[name]
-        if self.recipe.on_error == "stop":
+        if self.settings.on_error == "stop":
             raise absent_field(name, [*row], where=record.where())
         raise NotWrittenOutError(f"no field {name!r} among {', '.join(row)}")
 
 
-class _Parts:
-    """Output files of one task. The mask is started at the first token that is not trained on."""
-
-    def __init__(self, path: Path, dtype: str) -> None:
-        self._path, self._dtype, self._count = path, np.dtype(dtype), 0
-        self._tokens = path.with_name(f"{path.name}.tokens").open("wb")
-        self._trained: Any = None
-
-    def __enter__(self) -> "_Parts":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._tokens.close()
-        if self._trained is not None:
-            self._trained.close()
-
-    def write(self, tokens: NDArray[np.int64], trained: NDArray[np.bool_] | None) -> None:
-        if self._trained is None and trained is not None and not trained.all():
-            self._trained = self._path.with_name(f"{self._path.name}.trained").open("wb")
-            self._trained.write(b"\1" * self._count)
-        if self._trained is not None:
-            self._trained.write((np.ones(len(tokens)) if trained is None else trained).astype(np.uint8).data)
-        self._tokens.write(np.ascontiguousarray(tokens, dtype=self._dtype).data)
-        self._count += len(tokens)
-
-
-def tokenized(
-    tasks: Sequence[tuple[Sequence[FilePart], Path]],
-    recipe: TokenizeSettings,
-    *,
-    processes: int,
-    tell: Callable[[TaskResult], None],
-) -> list[TaskResult]:
-    """Runs the tasks and returns their results in order.
-
-    The callback gets each result as it is finished, in any order.
+def tokenize_tasks(
+    tasks: Sequence[Task], settings: TokenizeSettings, *, processes: int
+) -> Generator[TaskTokens]:
+    """Yields the tokens of each task, in order.
 
     Raises the error of a task that failed, and DataError for a worker that died.
     """
     if processes <= 1 or len(tasks) <= 1:
-        here, found = Tokenizing(recipe), list[TaskResult]()
-        for task, path in tasks:
-            found.append(here.run(task, path))
-            tell(found[-1])
-        return found
-    return _Workers(recipe, min(processes, len(tasks)), tell=tell).run(tasks)
+        yield from map(TaskTokenizer(settings).tokenize, tasks)
+        return
+    count = min(processes, len(tasks))
+    workers = [_start_worker(settings) for _ in range(count)]
+    idle = SimpleQueue[Worker]()
+    for worker in workers:
+        idle.put(worker)
+    threads = ThreadPoolExecutor(count)
+    waiting = deque[Future[TaskTokens]]()
+    try:
+        for task in tasks:
+            waiting.append(threads.submit(_tokenize_in_worker, task, idle))
+            if len(waiting) >= _TASKS_AHEAD * count:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for worker in workers:  # some still work if a task failed or this process is interrupted
+            worker.kill()
+        threads.shutdown(cancel_futures=True)
+        for worker in workers:
+            with suppress(OSError), worker:  # closes the pipes; an unread answer is dropped
+                pass
 
 
-class _Workers:
-    """Worker processes that take tasks from one queue. Each has a thread here that talks to it."""
+def _start_worker(settings: TokenizeSettings) -> Worker:
+    # The tokenizers' own threads are as many as the cores, in each process.
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    pipe = subprocess.PIPE
+    worker = subprocess.Popen([sys.executable, "-c", _SERVE], env=environment, stdin=pipe, stdout=pipe)
+    with suppress(OSError):  # the first task reports a worker that died
+        pickle.dump(settings, cast(Any, worker.stdin))
+    return worker
 
-    def __init__(self, recipe: TokenizeSettings, count: int, *, tell: Callable[[TaskResult], None]) -> None:
-        self._recipe, self._count, self._tell = recipe, count, tell
-        self._lock = threading.Lock()
-        self._left: deque[tuple[int, Sequence[FilePart], Path]] = deque()
-        self._made: dict[int, TaskResult] = {}
-        self._failed: FullshardError | None = None
-        self._started: list[subprocess.Popen[str]] = []
 
-    def run(self, tasks: Sequence[tuple[Sequence[FilePart], Path]]) -> list[TaskResult]:
-        self._left.extend((i, task, path) for i, (task, path) in enumerate(tasks))
-        # The tokenizers' own threads are as many as the cores, in each process.
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
-        command = [sys.executable, "-m", __spec__.name if __spec__ else __name__]
+def _tokenize_in_worker(task: Task, idle: SimpleQueue[Worker]) -> TaskTokens:
+    worker = idle.get()
+    assert worker.stdin is not None, "it is a pipe"
+    assert worker.stdout is not None, "it is a pipe"
+    try:
+        pickle.dump(task, worker.stdin)
+        worker.stdin.flush()
+        answer = pickle.load(worker.stdout)
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise _worker_died(worker) from error
+    finally:
+        idle.put(worker)
+    if isinstance(answer, TaskTokens):
+        return answer
+    kind, parts = cast(tuple[type[FullshardError], dict[str, Any]], answer)
+    error = kind.__new__(kind)  # the class's own __init__ may take other arguments
+    FullshardError.__init__(error, **parts)
+    raise error
+
+
+def serve_tasks() -> None:
+    """Runs a worker: reads the settings from stdin, then one task after the other."""
+    settings = pickle.load(sys.stdin.buffer)
+    tokenizer: TaskTokenizer | None = None
+    while True:
         try:
-            for _ in range(self._count):
-                self._started.append(
-                    subprocess.Popen(
-                        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-                    )
-                )
-            threads = [threading.Thread(target=self._serve, args=(one,)) for one in self._started]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:
-            for one in self._started:  # those still at work when this process is interrupted
-                one.kill()
-                one.wait()
-                with suppress(OSError), one:  # closes the pipes; what was still to be reply goes nowhere
-                    pass
-        if self._failed is not None:
-            raise self._failed
-        return [self._made[i] for i in range(len(tasks))]
-
-    def _serve(self, worker: "subprocess.Popen[str]") -> None:
-        assert worker.stdin is not None, "it is a pipe"
-        assert worker.stdout is not None, "it is a pipe"
+            task = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
         try:
-            print(json.dumps(self._recipe.plain()), file=worker.stdin, flush=True)
-            while (task := self._next()) is not None:
-                i, shards, path = task
-                line = {"task": [asdict(shard) for shard in shards], "path": str(path)}
-                print(json.dumps(line), file=worker.stdin, flush=True)
-                answer = worker.stdout.readline()
-                if not answer:
-                    raise _died(worker)
-                self._take(i, json.loads(answer))
-            worker.stdin.close()
+            tokenizer = tokenizer or TaskTokenizer(settings)
+            answer: Any = tokenizer.tokenize(task)
         except FullshardError as error:
-            self._failed = self._failed or error
-        except (OSError, ValueError):  # the pipe broke
-            self._failed = self._failed or _died(worker)
-        worker.kill()
-
-    def _next(self) -> tuple[int, Sequence[FilePart], Path] | None:
-        with self._lock:
-            return self._left.popleft() if self._left and self._failed is None else None
-
-    def _take(self, i: int, answer: Mapping[str, Any]) -> None:
-        if "error" in answer:
-            raise _raised(answer)
-        made = TaskResult(**answer["made"])
-        with self._lock:
-            self._made[i] = made
-            self._tell(made)
+            got = None if error.got is None else str(error.got)
+            answer = type(error), {"what": error.what, "got": got, "why": error.why, "fix": error.fix}
+        pickle.dump(answer, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
 
 
-def main() -> None:
-    """Runs a worker: reads the settings from the first line of stdin, then one task per line."""
-    given = json.loads(sys.stdin.readline())
-    given["fields"] = SourceFields.parse(given["fields"], source="the recipe")
-    recipe = TokenizeSettings(**given)
-    worker: Tokenizing | None = None
-    for line in sys.stdin:
-        reply = json.loads(line)
-        try:
-            worker = worker or Tokenizing(recipe)
-            made = worker.run([FilePart(**shard) for shard in reply["task"]], Path(reply["path"]))
-            answer: dict[str, Any] = {"made": asdict(made)}
-        except FullshardError as error:
-            parts = {"what": error.what, "got": error.got, "why": error.why, "fix": error.fix}
-            answer = {"error": type(error).__name__, "parts": parts}
-        print(json.dumps(answer, default=str), flush=True)
-
-
-def _raised(answer: Mapping[str, Any]) -> FullshardError:
-    """Returns the error that a worker met.
-
-    It skips the class's own `__init__`, which may take other arguments.
-    """
-    kind = cast(type[FullshardError], getattr(errors, answer["error"]))
-    parts = dict(answer["parts"])
-    error = DataError.__new__(kind)
-    FullshardError.__init__(error, parts["what"], got=parts["got"], why=parts["why"], fix=parts["fix"])
-    return error
-
-
-def _died(worker: "subprocess.Popen[str]") -> DataError:
+def _worker_died(worker: Worker) -> DataError:
     code = worker.wait()
     return DataError(
         "a process that made tokens died.",
@@ -356,32 +285,3 @@ def _died(worker: "subprocess.Popen[str]") -> DataError:
         why="the machine may have no memory left" if code == -9 else None,
         fix="data.processes = 1 shows what it met",
     )
-
-
-def _batches(found: Iterator[TextRecord]) -> Iterator[list[TextRecord]]:
-    """Yields batches of records with about _BATCH_CHARACTERS characters each; the sizes are estimates."""
-    batch, size = list[TextRecord](), 0
-    for record in found:
-        batch.append(record)
-        size += len(record.value) if isinstance(record.value, str) else 500
-        if isinstance(record.value, dict):
-            size += sum(len(v) for v in cast(dict[str, Any], record.value).values() if isinstance(v, str))
-        if size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _array(tokens: Sequence[int]) -> NDArray[np.int64]:
-    return np.array(tokens, dtype=np.int64)
-
-
-def token_dtype(tokenizer: Tokenizer) -> str:
-    """Returns the smallest unsigned dtype that holds the vocabulary."""
-    largest = tokenizer.vocabulary - 1
-    return "uint8" if largest < 2**8 else "uint16" if largest < 2**16 else "uint32"
-
-
-if __name__ == "__main__":
-    main()

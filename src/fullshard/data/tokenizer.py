@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -167,20 +166,9 @@ def tokenizer_files(path: str) -> list[Path]:
     return [file, *(one for one in beside if one.is_file())]
 
 
-def tokenizers_version() -> str:
-    """Returns the version of the package tokenizers; another version may split texts differently."""
-    require_tokenizers()
-    return version("tokenizers")
-
-
-def require_tokenizers() -> None:
-    """Raises MissingExtraError if the package tokenizers is not installed."""
+def _read(file: Path) -> "Backend":
     if find_spec("tokenizers") is None:
         raise MissingExtraError("hf", package="tokenizers", needed_for="data.tokenizer")
-
-
-def _read(file: Path) -> "Backend":
-    require_tokenizers()
     from tokenizers import Tokenizer as Backend
 
     data = tokenizer_text(file).encode()
@@ -200,10 +188,9 @@ def tokenizer_text(file: Path) -> str:
     """Returns the text of a tokenizer file. Raises DataError if the file cannot be read."""
     try:
         return read_text(file, most_bytes=_MOST_BYTES)
-    except OSError as error:
-        raise DataError(f"the tokenizer {file} cannot be read.", got=error.strerror) from error
-    except ValueError as error:
-        raise DataError(f"the tokenizer {file} cannot be read.", got=str(error)) from error
+    except (OSError, ValueError) as error:
+        got = error.strerror if isinstance(error, OSError) else str(error)
+        raise DataError(f"the tokenizer {file} cannot be read.", got=got) from error
 
 
 def _backend(name: str = "the tokenizer") -> ForeignErrors:

@@ -13,7 +13,9 @@ import torch._dynamo  # pyright: ignore[reportUnusedImport]  # else imported lat
 from torch import Tensor, nn
 
 from fullshard.checkpoint import location_of
-from fullshard.data import Data, build_data, prefetch_batches
+from fullshard.data.batches import Data
+from fullshard.data.build import build_data
+from fullshard.data.prefetch import PrefetchingBatches
 from fullshard.distributed.agreement import gathered, on_rank_zero
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import INTERRUPTED_EXIT_CODE, PlanError
@@ -137,7 +139,7 @@ def _start(
     state = TrainState(
         model,
         build_optimizer(model, plan),
-        data=stack.enter_context(prefetch_batches(data, steps=run.data.ahead_steps)),
+        data=stack.enter_context(PrefetchingBatches(data, steps=run.data.ahead_steps)),
         saved="trained" if run.adapter.saved_alone else "all",
     )
     state.phase = where

@@ -45,7 +45,7 @@ def _example_batch(plan: Plan | Run, model: "Module") -> Any:
     """
     import torch
 
-    from fullshard.data import build_data
+    from fullshard.data.build import build_data
     from fullshard.models.examples import example_batch
     from fullshard.training.loss import loss_of, model_loss
 

@@ -14,8 +14,7 @@ from fullshard.spec.pretrained import locate, read_config
 from fullshard.spec.run import Run
 from fullshard.training.state import TrainState
 from fullshard.weights.files import find_weights
-from fullshard.weights.pretrained import load_pretrained
-from fullshard.weights.read import LoadReport
+from fullshard.weights.pretrained import LoadReport, load_pretrained
 
 
 def checkpoint_location(directory: str | Path, plan: Plan) -> CheckpointLocation | NodeLocalDirectory:

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,12 +20,11 @@ from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
 from fullshard.distributed.agreement import locally
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.quantities import format_bytes
-from fullshard.spec.weight_map import Naming, Part, Shape, WeightMap, whole
+from fullshard.spec.weight_map import Naming, WeightMap, by_name
 from fullshard.system import disk
 from fullshard.system.targets import require_outside
 from fullshard.weights.files import INDEX, ONE_FILE
-from fullshard.weights.merge_adapters import MergedModel, Merging
-from fullshard.weights.tensor_source import SavedModel, TensorSource
+from fullshard.weights.tensor_source import MergedModel, Merging, SavedModel, TensorSource
 from fullshard.weights.write import SafetensorsWriter
 
 # Parts that torch's wrappers add to names: compile and recompute anywhere, DDP at the front of all names.
@@ -69,14 +69,14 @@ def export(
             fix=f"{target}/model.safetensors, or a size of files that go into it",
         )
 
-    def write(files: Files, manifest: Manifest) -> None:
+    def write(files: Files, manifest: Manifest) -> SafetensorsWriter:
         outgoing = _outgoing(files, manifest, naming=naming, dtype=dtype, shard_bytes=shard_bytes)
         _make_room(outgoing, target, is_file=shard_bytes is None, free_bytes=free_bytes)
         if shard_bytes is None:
             outgoing.write(target, list(outgoing.tensors))
         else:
             _write_files(outgoing, target, shard_bytes=shard_bytes)
-        logger.info("exported %s to %s (%s)", files, target, format_bytes(outgoing.size_bytes))
+        return outgoing
 
     _export_newest(checkpoint, write, target=target)
 
@@ -93,9 +93,9 @@ def export_pretrained(
 ) -> None:
     """Writes the model of a checkpoint into `directory` in the Hugging Face layout.
 
-    `naming` maps the model's tensors to those of the files (`weights.names`). If `shard_bytes` suffice there
-    is one file, otherwise several and their index. The files `beside` are written afterwards. config.json
-    comes last, so that an interrupted export cannot be loaded.
+    `naming` maps the model's tensors to those of the files (`weights.names`). There is one file if
+    `shard_bytes` suffice, otherwise several and their index. The files `beside` are written afterwards, the
+    last of them config.json, so that an interrupted export cannot be loaded.
 
     Raises CheckpointError, also for a directory that already holds weights; SpecError for a directory inside
     a checkpoint.
@@ -104,7 +104,7 @@ def export_pretrained(
     require_outside(target)
     refuse_weights(target)
 
-    def write(files: Files, manifest: Manifest) -> None:
+    def write(files: Files, manifest: Manifest) -> SafetensorsWriter:
         outgoing = _outgoing(
             files, manifest, naming=naming, merging=merging, dtype=dtype, shard_bytes=shard_bytes
         )
@@ -116,20 +116,28 @@ def export_pretrained(
         for name, data in beside.items():
             with disk.replace_atomically(target / name) as file:
                 file.write(data)
-        logger.info("exported %s to %s (%s)", files, target, format_bytes(outgoing.size_bytes))
+        return outgoing
 
     _export_newest(checkpoint, write, target=target)
 
 
+def require_size(shard_bytes: int | None) -> None:
+    """Raises SpecError for a file size below 1."""
+    if shard_bytes is not None and shard_bytes < 1:
+        raise SpecError("no file is so small.", got=f"files of at most {shard_bytes} bytes", fix="5GB")
+
+
 def _export_newest(
-    checkpoint: str | Path | CheckpointLocation, write: Callable[[Files, Manifest], None], *, target: Path
+    checkpoint: str | Path | CheckpointLocation,
+    write: Callable[[Files, Manifest], SafetensorsWriter],
+    *,
+    target: Path,
 ) -> None:
-    with_newest(
-        checkpoint,
-        lambda files, manifest: locally(
-            lambda: write(files, manifest), doing=f"exporting {files} to {target}"
-        ),
-    )
+    def export_one(files: Files, manifest: Manifest) -> None:
+        written = locally(lambda: write(files, manifest), doing=f"exporting {files} to {target}")
+        logger.info("exported %s to %s (%s)", files, target, format_bytes(written.size_bytes))
+
+    with_newest(checkpoint, export_one)
 
 
 def full_state(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:
@@ -176,15 +184,15 @@ def _outgoing(
     shard_bytes: int | None,
 ) -> SafetensorsWriter:
     aliases = _aliases(manifest.values) if naming is None else {}
-    naming = naming or _as_they_are
     source: TensorSource = SavedModel(storage.opened(files, manifest))
     if merging is not None:
         source = MergedModel(source, merging)
     saved_names = {plain: name for name, plain in plain_names(source.tensors).items()}
-    names = naming({plain: source.tensors[name].shape for plain, name in saved_names.items()})
+    shapes = {plain: source.tensors[name].shape for plain, name in saved_names.items()}
+    names = by_name(shapes, shapes, prefixes=()) if naming is None else naming(shapes)
     back = WeightMap(
         parts={
-            name: tuple(_of(part, saved_names[part.source]) for part in parts)
+            name: tuple(replace(part, source=saved_names[part.source]) for part in parts)
             for name, parts in names.parts.items()
         },
         shapes=names.shapes,
@@ -193,20 +201,6 @@ def _outgoing(
     return SafetensorsWriter.of(
         source, back, what=str(files), dtype=dtype, metadata=metadata, shard_bytes=shard_bytes
     )
-
-
-def _of(part: Part, source: str) -> Part:
-    return Part(source, part.begin, part.strides, part.at, part.shape)
-
-
-def _as_they_are(shapes: Mapping[str, Shape]) -> WeightMap:
-    return WeightMap(parts={name: whole(name, shape) for name, shape in shapes.items()}, shapes=shapes)
-
-
-def require_size(shard_bytes: int | None) -> None:
-    """Raises SpecError for a file size below 1."""
-    if shard_bytes is not None and shard_bytes < 1:
-        raise SpecError("no file is so small.", got=f"files of at most {shard_bytes} bytes", fix="5GB")
 
 
 def _make_room(

@@ -4,7 +4,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from fullshard.checkpoint.load import find
 from fullshard.checkpoint.location import CheckpointLocation
-from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest, SavedTensor
+from fullshard.checkpoint.manifest import MODEL_PREFIX, Manifest
 from fullshard.errors import CheckpointError, SpecError
 from fullshard.models.adapters import is_turned
 from fullshard.models.decoder_names import llama_config, llama_names
@@ -25,8 +26,8 @@ from fullshard.spec.run import Run
 from fullshard.spec.small_files import read_bytes
 from fullshard.spec.weight_map import Naming
 from fullshard.weights.export import export_pretrained, require_size
-from fullshard.weights.merge_adapters import ADDED, Merging
 from fullshard.weights.names import described, file_names, meta_twin
+from fullshard.weights.tensor_source import ADDED, Merging
 
 SHARD_BYTES = 5_000_000_000  # a file, as on the hub
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -80,7 +81,7 @@ def export_hf(
     known = _as_known(manifest, run, doing=f"exporting {checkpoint}")
     config = {**_without_cache_switch(known.config), "dtype": _named_dtype(manifest, dtype)}
     config.pop("torch_dtype", None)
-    beside = {name: _beside(path) for name, path in _files_of(run).items()}
+    beside = {name: _read_beside(path) for name, path in _files_of(run).items()}
     if known.generation is not None:
         beside.setdefault(_GENERATION, known.generation)
     beside[_CONFIG] = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
@@ -121,14 +122,9 @@ def _as_known(manifest: Manifest, run: Run | None, *, doing: str) -> _Known:
         # Whoever wrote the checkpoint may have switched it on.
         recorded = described(hf_model(run.model.model_copy(update={"trust_remote_code": False})))
     if not isinstance(recorded, dict):
-        source = (
-            run.model.source
-            if run is not None and not isinstance(run.model, DecoderConfig)
-            else "no run in it"
-        )
         raise CheckpointError(
             "only models that transformers knows can be exported for it.",
-            got=source,
+            got="no run in it" if run is None or isinstance(run.model, DecoderConfig) else run.model.source,
             fix="--format safetensors, which writes the tensors by their own names",
         )
     twin = meta_twin(cast(dict[str, Any], recorded), needed_for=doing)
@@ -148,15 +144,13 @@ def _merging(manifest: Manifest, run: Run | None, *, twin: Any) -> Merging | Non
     """
     if not any(ADDED in name for name in manifest.model_tensors):
         return None
-    if run is None or run.adapter.rank == 0 or {"rank_pattern", "alpha_pattern"} & run.adapter.options.keys():
+    section = run.adapter if run is not None and run.adapter.rank else None
+    if section is None or {"rank_pattern", "alpha_pattern"} & section.options.keys():
         raise CheckpointError(
             "the adapters cannot be merged.",
-            got="no [adapter] in the checkpoint's run"
-            if run is None or run.adapter.rank == 0
-            else "a pattern",
+            got="no [adapter] in the checkpoint's run" if section is None else "a pattern",
             why="they are scaled by alpha / rank, one for all",
         )
-    section = run.adapter
     rank = math.sqrt(section.rank) if section.options.get("use_rslora") else section.rank
     return Merging(section.alpha / rank, _turned(twin))
 
@@ -191,51 +185,33 @@ def _named_dtype(manifest: Manifest, dtype: str | None) -> str:
     if dtype is not None:
         return str(_DTYPES[dtype]).removeprefix("torch.")
     floating = [one for one in manifest.model_tensors.values() if one.torch_dtype.is_floating_point]
-    widest = max(
-        floating, key=lambda one: one.torch_dtype.itemsize, default=SavedTensor(shape=(), dtype="float32")
-    )
-    return widest.dtype
+    return max(floating, key=lambda one: one.torch_dtype.itemsize).dtype if floating else "float32"
 
 
 def _files_of(run: Run | None) -> dict[str, Path]:
     """Returns the tokenizer files and the generation config that still exist."""
     if run is None:
         return {}
-    beside = _beside_config(run)
-    tokenizer = _tokenizer_directory(run) or (beside if _brings_tokens(run) else None)
-    found = _present(tokenizer, _TOKENIZER)
-    return found | _present(beside, (_GENERATION,))
+    model: Path | None = None
+    if isinstance(run.model, HuggingFaceModel):
+        with suppress(SpecError):  # a model that is gone: the checkpoint has all that is needed
+            model = locate(run.model.hf).parent
+    tokenizer: Path | None = None
+    if run.data.tokenizer is not None:
+        path = Path(os.path.expanduser(run.data.tokenizer))
+        tokenizer = path if path.is_dir() else path.parent
+    elif run.data.kinds <= {"memmap", "python"}:  # tokens of the model's own tokenizer, not bytes
+        tokenizer = model
+    wanted = [(tokenizer, name) for name in _TOKENIZER] + [(model, _GENERATION)]
+    return {
+        name: directory / name
+        for directory, name in wanted
+        if directory is not None and (directory / name).is_file()
+    }
 
 
-def _beside(path: Path) -> bytes:
+def _read_beside(path: Path) -> bytes:
     try:
         return read_bytes(path, most_bytes=_MOST_BYTES)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read.", got=error.strerror) from error
-
-
-def _present(directory: Path | None, names: Iterable[str]) -> dict[str, Path]:
-    return {
-        name: directory / name for name in names if directory is not None and (directory / name).is_file()
-    }
-
-
-def _tokenizer_directory(run: Run) -> Path | None:
-    if run.data.tokenizer is None:
-        return None
-    path = Path(os.path.expanduser(run.data.tokenizer))
-    return path if path.is_dir() else path.parent
-
-
-def _brings_tokens(run: Run) -> bool:
-    """Returns True if the data were tokens already, made with the model's tokenizer, and not bytes."""
-    return run.data.tokenizer is None and run.data.kinds <= {"memmap", "python"}
-
-
-def _beside_config(run: Run) -> Path | None:
-    if not isinstance(run.model, HuggingFaceModel):
-        return None
-    try:
-        return locate(run.model.hf).parent
-    except SpecError:  # it has gone since; the checkpoint says all that is needed
-        return None

@@ -16,7 +16,7 @@ from fullshard.spec.weight_map import Shape, WeightMap, whole
 from fullshard.system import disk
 from fullshard.weights.export import export, plain_names
 from fullshard.weights.export_hf import turned_modules
-from fullshard.weights.merge_adapters import ADDED
+from fullshard.weights.tensor_source import ADDED
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _WITHIN = "base_model.model."  # prefix of the adapted model inside peft's model

@@ -1,18 +1,109 @@
-"""The safetensors files of a Hugging Face model: one file, or several and an index."""
+"""Safetensors files: the header of a file, and the files of a Hugging Face model.
 
+The format is: eight bytes (little-endian) with the length of a JSON header; the header (name -> dtype, shape,
+and the byte range behind the header); the tensors' bytes, row-major and little-endian, without gaps.
+https://github.com/huggingface/safetensors#format
+"""
+
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+from safetensors import safe_open
+
+from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.spec.libraries import ForeignErrors
 from fullshard.spec.small_files import parse_json, read_bytes
-from fullshard.weights.safetensors_header import FileTensor, read_header
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _INDEX_BYTES = 64 << 20
+_ALIGNMENT = 8
+_LENGTH_BYTES = 8
+_MOST_DIMS = 64  # limit of torch tensors
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor in a file.
+
+    file: name of the file
+    begin: first byte, counted from the start of the file
+    shape: shape of the tensor
+    dtype: dtype of the tensor
+    """
+
+    file: str
+    begin: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def encode_header(tensors: Mapping[str, SavedTensor], metadata: Mapping[str, str]) -> bytes:
+    """Returns the file up to the first tensor's bytes. The tensors follow in the given order."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    begin = 0
+    for name, tensor in tensors.items():
+        end = begin + tensor.size_bytes
+        header[name] = {
+            "dtype": DTYPES[tensor.torch_dtype],
+            "shape": tensor.shape,
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def read_header(path: Path) -> dict[str, FileTensor]:
+    """Returns the tensors of a file, after safetensors has checked its header and size.
+
+    Raises DamagedCheckpointError with the inconsistency; OSError.
+    """
+
+    def damaged(got: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(f"{path} is no whole safetensors file.", got=got, fix="fetch it again")
+
+    with path.open("rb") as file:
+        with ForeignErrors(damaged), safe_open(path, framework="numpy"):
+            pass  # only opened for its checks
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        header: dict[str, Any] = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    tensors: dict[str, FileTensor] = {}
+    for name, stated in header.items():
+        dtype, shape = stated["dtype"], tuple(stated["shape"])
+        if dtype not in _BY_NAME or len(shape) > _MOST_DIMS:
+            raise damaged(f"{name}: {dtype} of {len(shape)} dims, which torch does not have")
+        begin = _LENGTH_BYTES + length + stated["data_offsets"][0]
+        tensors[name] = FileTensor(path.name, begin, shape, _BY_NAME[dtype])
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -21,10 +112,6 @@ class PretrainedFiles:
 
     directory: Path
     tensors: Mapping[str, FileTensor]
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(tensor.size_bytes for tensor in self.tensors.values())
 
 
 def find_weights(directory: Path) -> Path | None:
@@ -44,13 +131,13 @@ def open_weights(path: Path) -> PretrainedFiles:
     """
     found = find_weights(path)
     if found is None:
-        raise _none(path)
+        raise _no_weights(path)
     if found.name != INDEX:
         return PretrainedFiles(found.parent, read_header(found))
-    return PretrainedFiles(found.parent, _indexed(found))
+    return PretrainedFiles(found.parent, _read_index(found))
 
 
-def _indexed(index: Path) -> dict[str, FileTensor]:
+def _read_index(index: Path) -> dict[str, FileTensor]:
     try:
         data: Any = parse_json(read_bytes(index, most_bytes=_INDEX_BYTES))
     except ValueError as error:
@@ -77,7 +164,7 @@ def _indexed(index: Path) -> dict[str, FileTensor]:
     return {name: inside[str(file)][name] for name, file in names.items()}
 
 
-def _none(path: Path) -> CheckpointError:
+def _no_weights(path: Path) -> CheckpointError:
     if not path.exists():
         return CheckpointError(f"{path} is not there.", fix="a directory with model.safetensors")
     several = sorted(one.name for one in path.glob("*.safetensors")) if path.is_dir() else []

@@ -11,7 +11,8 @@ import importlib
 import importlib.util
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,11 +45,11 @@ def model_names(model: nn.Module, saved: Mapping[str, Shape]) -> WeightMap:
         return by_name(_shapes(model), saved, prefixes=_BASES)
     within, pretrained = found
     twin = _twin(pretrained)
-    rules = _Rules.of(twin)
-    if rules is None:
+    core = _core()
+    if core is None:
         named = by_name(_shapes(twin), saved, prefixes=(twin.base_model_prefix,))
     else:
-        named = _followed(twin, rules, saved=saved)
+        named = _follow_rules(twin, core, saved=saved)
     own = {
         name.removeprefix(within).replace(_ADAPTED, "."): name
         for name in model.state_dict()
@@ -70,10 +71,8 @@ def file_names(twin: Any, tensors: Mapping[str, Shape]) -> WeightMap:
     if core is None:
         return by_name(tensors, tensors, prefixes=())
     traced = {name: source_tensor(name, shape) for name, shape in tensors.items()}
-    try:
+    with _tracing(twin):
         made: dict[str, Traced] = core.revert_weight_conversion(twin, traced)
-    except UntracedError as error:
-        raise _not_followed(twin, error) from error
     return WeightMap(
         parts={name: tensor.parts for name, tensor in made.items()},
         shapes={name: tuple(tensor.shape) for name, tensor in made.items()},
@@ -81,9 +80,7 @@ def file_names(twin: Any, tensors: Mapping[str, Shape]) -> WeightMap:
 
 
 def described(model: nn.Module) -> dict[str, Any] | None:
-    """Returns the config and class from which `meta_twin` rebuilds the
-    model; None if it is not from transformers.
-    """
+    """Returns the config with which `meta_twin` rebuilds the model; None if it is not from transformers."""
     found = _pretrained_in(model)
     if found is None:
         return None
@@ -161,70 +158,55 @@ def _core() -> Any:
     return importlib.import_module(name) if importlib.util.find_spec(name) is not None else None
 
 
-class _Rules:
-    """The rules by which transformers renames and converts the tensors of a file for one model."""
-
-    def __init__(self, core: Any, transforms: Iterable[Any]) -> None:
-        self.core = core
-        self.renamings = [one for one in transforms if isinstance(one, core.WeightRenaming)]
-        self.converters = [one for one in transforms if isinstance(one, core.WeightConverter)]
-        self.by_pattern = {pattern: one for one in self.converters for pattern in one.source_patterns}
-
-    @classmethod
-    def of(cls, twin: Any) -> "_Rules | None":
-        core = _core()
-        if core is None:
-            return None
-        mapping: Any = importlib.import_module("transformers.conversion_mapping")
-        return cls(core, mapping.get_model_conversion_mapping(twin))
-
-    def name(self, source: str, *, base: str, wanted: Mapping[str, Shape]) -> tuple[str, str | None]:
-        """Returns (the model's name, the pattern of the converter that takes it), as transformers does."""
-        name, pattern = self.core.rename_source_key(source, self.renamings, self.converters, base, wanted)
-        if name not in wanted and source in wanted:  # renamed, although it was already the model's name
-            name, pattern = self.core.rename_source_key(source, [], [], base, wanted)
-        return name, pattern
-
-
-def _followed(twin: Any, rules: _Rules, *, saved: Mapping[str, Shape]) -> WeightMap:
+def _follow_rules(twin: Any, core: Any, *, saved: Mapping[str, Shape]) -> WeightMap:
     """Applies transformers' rules to traced tensors. See [Note: followed, not copied]."""
-    wanted = _shapes(twin)
+    mapping: Any = importlib.import_module("transformers.conversion_mapping")
+    rules = mapping.get_model_conversion_mapping(twin)
+    renamings = [rule for rule in rules if isinstance(rule, core.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, core.WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    wanted, base = _shapes(twin), twin.base_model_prefix
     parts: dict[str, tuple[Part, ...]] = {}
     shapes: dict[str, Shape] = {}
     surplus: list[str] = []
     converting: dict[str, Any] = {}
-    for source in sorted(saved, key=rules.core.dot_natural_key):
-        name, pattern = rules.name(source, base=twin.base_model_prefix, wanted=wanted)
+    for source in sorted(saved, key=core.dot_natural_key):
+        name, pattern = core.rename_source_key(source, renamings, converters, base, wanted)
+        if name not in wanted and source in wanted:  # renamed, although it was already the model's name
+            name, pattern = core.rename_source_key(source, [], [], base, wanted)
         if name not in wanted:
             surplus.append(source)
         elif pattern is None:
             parts[name], shapes[name] = whole(source, saved[source]), saved[source]
         else:
             if name not in converting:
-                converting[name] = copy.deepcopy(rules.by_pattern[pattern])
+                converting[name] = copy.deepcopy(by_pattern[pattern])
             converting[name].add_tensor(name, source, pattern, source_tensor(source, saved[source]))
     for name, converter in converting.items():
-        try:
+        with _tracing(twin):
             made: dict[str, Any] = converter.convert(name, model=twin, config=twin.config)
-        except UntracedError as error:
-            raise _not_followed(twin, error) from error
         for target, tensor in made.items():
             traced: Traced = tensor[0] if isinstance(tensor, list) else tensor
             parts[target], shapes[target] = traced.parts, tuple(traced.shape)
-    return WeightMap(parts=parts, shapes=shapes, surplus=tuple(_told(twin, surplus)))
+    return WeightMap(parts=parts, shapes=shapes, surplus=tuple(_unexpected(twin, surplus)))
 
 
-def _told(twin: Any, surplus: Iterable[str]) -> list[str]:
+@contextmanager
+def _tracing(twin: Any) -> Generator[None]:
+    """Raises CheckpointError instead of UntracedError."""
+    try:
+        yield
+    except UntracedError as error:
+        raise CheckpointError(
+            f"the weights of {type(twin).__name__} are rearranged in a way that cannot be streamed.",
+            got=str(error),
+            fix="load it with from_pretrained on every rank, and shard the model that holds its weights",
+        ) from error
+
+
+def _unexpected(twin: Any, surplus: Iterable[str]) -> list[str]:
     """Returns the surplus tensors that transformers also reports: not masks, position tables and the like."""
     kept = {name for name, _ in twin.named_buffers()}  # computed, not loaded: absent from the state dict
     patterns = [re.compile(one) for one in twin._keys_to_ignore_on_load_unexpected or ()]
     left = [name for name in surplus if name not in kept and not name.endswith(".inv_freq")]
     return [name for name in left if not any(pattern.search(name) for pattern in patterns)]
-
-
-def _not_followed(twin: Any, error: UntracedError) -> CheckpointError:
-    return CheckpointError(
-        f"the weights of {type(twin).__name__} are rearranged in a way that cannot be streamed.",
-        got=str(error),
-        fix="load it with from_pretrained on every rank, and shard the model that holds its weights",
-    )

@@ -1,21 +1,85 @@
-"""load_pretrained: loads the weights of a Hugging Face directory, and initialises tensors that it lacks."""
+"""load_pretrained: reads the weights of a Hugging Face directory directly into a model's shards.
+
+Each rank reads only the bytes of its own rows and converts them to its dtype. No whole tensor exists
+anywhere.
+"""
 
 import logging
-from functools import partial
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
+import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.shard_file import local_shard, shard_begin
+from fullshard.distributed.agreement import on_all_ranks, on_rank_zero, rank, world_size
 from fullshard.errors import CheckpointError
 from fullshard.offload.state import offloaded_of, offloaded_parameters, shards_for_loading
 from fullshard.sharding.materialize import Initialise, initialise
 from fullshard.spec.plan import Plan
+from fullshard.spec.weight_map import WeightMap
+from fullshard.weights.files import PretrainedFiles, open_weights
 from fullshard.weights.names import model_names
-from fullshard.weights.read import LoadReport, read_pretrained
+from fullshard.weights.read_ahead import carry_out
+from fullshard.weights.strided import moves_into
+from fullshard.weights.tensor_source import ADDED
 
 logger = logging.getLogger("fullshard")
+
+_SHOWN = 4
+_COPIES = 1.5  # copies of the model over all ranks; above this, several ranks read the same bytes
+_FLOAT8 = tuple(dtype for name in ("float8_e4m3fn", "float8_e5m2") if (dtype := getattr(torch, name, None)))
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """Result of reading weights.
+
+    directory: where they were read from
+    tensors: number of tensors filled
+    missing: parameters and buffers that the files have under none of their names
+    surplus: tensors of the files that the model does not have
+    tied: (alias, name) of tensors filled once
+    converted: tensors assembled from others, or extracted from them
+    dtypes: number of tensors per conversion, such as "bfloat16 → float32"
+    read_bytes: bytes that this rank read
+    seconds: time that this rank took
+    """
+
+    directory: str
+    tensors: int
+    missing: tuple[str, ...]
+    surplus: tuple[str, ...]
+    tied: tuple[tuple[str, str], ...]
+    converted: tuple[str, ...]
+    dtypes: Mapping[str, int]
+    read_bytes: int
+    seconds: float
+
+    def describe(self) -> str:
+        """Returns one line about the tensors read, and one for each kind of difference from the model."""
+        turned = ", ".join(f"{count} {kind}" for kind, count in self.dtypes.items())
+        lines = [f"{self.tensors} tensors from {self.directory}" + (f": {turned}" if turned else "")]
+        for names, what in (
+            (self.converted, "of them put together as the model has them"),
+            (self.surplus, "in the files that the model does not have"),
+        ):
+            lines += [f"{len(names)} {what}: {_some(names)}"] if names else []
+        lines += [self.missing_message] if self.missing_message else []
+        return "\n".join(lines)
+
+    @property
+    def missing_message(self) -> str | None:
+        """A line about the tensors that the files lack, except adapters of peft; None if none is missing."""
+        missing = [name for name in self.missing if ADDED not in name]
+        if not missing:
+            return None
+        return f"{len(missing)} that the files do not have, initialised: {_some(missing)}"
 
 
 def load_pretrained(
@@ -31,24 +95,159 @@ def load_pretrained(
     Raises CheckpointError if there are no weights or they belong to another model; DamagedCheckpointError for
     incomplete files; MissingExtraError.
     """
-    naming = partial(model_names, model)
     outside = offloaded_of(model)
     elsewhere = offloaded_parameters(outside) if outside is not None else set[Tensor]()
-    loaded = read_pretrained(model, directory, naming=naming, wanted=lambda one: one not in elsewhere)
+    loaded = read_pretrained(model, directory, wanted=lambda one: one not in elsewhere)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     missing = [name for name in loaded.missing if name in parameters]
     if plan is None and any(isinstance(parameters[name], DTensor) for name in missing):
         raise CheckpointError(
             f"{directory} does not hold all of the model.",
-            got=", ".join(missing[:4]) + (", ..." if len(missing) > 4 else ""),
+            got=_some(missing),
             fix="load_pretrained(..., plan=plan), which initialises them",
         )
     if plan is not None:
         initialise(model, [n for n in missing if parameters[n] not in elsewhere], plan=plan, init=init)
     for own in shards_for_loading(outside) if outside is not None and elsewhere else ():
-        read_pretrained(model, directory, naming=naming, wanted=own.__contains__)
+        read_pretrained(model, directory, wanted=own.__contains__)
         if plan is not None:
             initialise(model, [name for name in missing if parameters[name] in own], plan=plan, init=init)
-    if loaded.missing_message and (not dist.is_initialized() or dist.get_rank() == 0):
+    if loaded.missing_message and rank() == 0:
         logger.warning("%s: %s", directory, loaded.missing_message)
     return loaded
+
+
+def read_pretrained(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    wanted: Callable[[Tensor], bool] = lambda _tensor: True,
+) -> LoadReport:
+    """Fills the parameters and buffers of `model` for which `wanted` is true from `directory`. Collective.
+
+    Tensors that the files lack are unchanged, and are reported as missing. Raises the errors of
+    `load_pretrained`, and CheckpointError for quantised weights.
+    """
+    began = time.perf_counter()
+    path = Path(directory)
+    files = on_rank_zero(lambda: open_weights(path), doing=f"reading {path}")
+    reading = on_all_ranks(lambda: _assign(model, files), doing=f"reading {path}")
+    read_bytes = on_all_ranks(lambda: reading.fill(wanted), doing=f"reading {path}")
+    return LoadReport(
+        directory=str(path),
+        tensors=len(reading.filled),
+        missing=reading.missing,
+        surplus=reading.map.surplus,
+        tied=reading.tied,
+        converted=reading.map.converted,
+        dtypes=reading.conversions(),
+        read_bytes=read_bytes,
+        seconds=time.perf_counter() - began,
+    )
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Assignment of file tensors to model tensors.
+
+    files: the opened files
+    map: parts of the file tensors for each model tensor
+    filled: tensors to fill; one with several names is listed by the name that the files have
+    missing: tensors that the files lack
+    tied: (alias, name) of tensors with several names
+    """
+
+    files: PretrainedFiles
+    map: WeightMap
+    filled: Mapping[str, Tensor]
+    missing: tuple[str, ...]
+    tied: tuple[tuple[str, str], ...]
+
+    def fill(self, wanted: Callable[[Tensor], bool]) -> int:
+        """Fills the wanted tensors. Returns the bytes that this rank read."""
+        filled = {name: tensor for name, tensor in self.filled.items() if wanted(tensor)}
+        moves = (
+            move
+            for name, tensor in filled.items()
+            for move in moves_into(local_shard(tensor), self.map.parts[name], offsets=shard_begin(tensor))
+        )
+        held = sum(local_shard(tensor).numel() for tensor in filled.values())
+        every = sum(tensor.numel() for tensor in filled.values())
+        return carry_out(moves, self.files, cached=held * world_size() > _COPIES * every)
+
+    def source_dtype(self, name: str) -> torch.dtype:
+        """Returns the dtype that the filled tensor `name` has in the files."""
+        return self.files.tensors[self.map.parts[name][0].source].dtype
+
+    def conversions(self) -> Mapping[str, int]:
+        """Returns the number of tensors per conversion of dtype."""
+        pairs = ((self.source_dtype(name), tensor.dtype) for name, tensor in self.filled.items())
+        return Counter(
+            f"{source} → {dtype}".replace("torch.", "") for source, dtype in pairs if source != dtype
+        )
+
+
+def _assign(model: nn.Module, files: PretrainedFiles) -> _Reading:
+    """Assigns the tensors of `files` to those of `model`. Raises CheckpointError if they do not fit."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward without a backward leaves units unsharded
+    tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    found = model_names(model, {name: tensor.shape for name, tensor in files.tensors.items()})
+    _require_shapes(tensors, found, path=files.directory)
+    names: dict[int, list[str]] = {}  # a tied parameter is one tensor with several names
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    filled: dict[str, Tensor] = {}
+    missing: list[str] = []
+    tied: list[tuple[str, str]] = []
+    for own in names.values():
+        name = next((one for one in own if one in found.parts), None)
+        if name is None:
+            missing.append(own[0])
+            continue
+        filled[name] = tensors[name]
+        tied += [(alias, name) for alias in own if alias != name]
+    reading = _Reading(files, found, filled, tuple(missing), tuple(tied))
+    _require_fillable(reading)
+    return reading
+
+
+def _require_fillable(reading: _Reading) -> None:
+    """Raises CheckpointError for tensors without memory, and for quantised weights."""
+    for name, tensor in reading.filled.items():
+        if tensor.is_meta:
+            raise CheckpointError(
+                "the model has no memory to read weights into.",
+                got=f"{name} on the meta device",
+                fix='shard(model, plan, values="unset") before; '
+                'or model.to_empty(device="cpu"), for a plain one',
+            )
+        dtype = reading.source_dtype(name)
+        is_code = dtype in _FLOAT8 or not (dtype.is_floating_point or dtype.is_complex)
+        if tensor.is_floating_point() and is_code and dtype != tensor.dtype:
+            raise CheckpointError(
+                f"{reading.files.directory} holds quantised weights.",
+                got=f"{name} is {str(dtype).removeprefix('torch.')}",
+                why="they are codes, whose values depend on scales beside them",
+                fix="the model's directory in bfloat16 or float32",
+            )
+
+
+def _require_shapes(tensors: Mapping[str, Tensor], found: WeightMap, *, path: Path) -> None:
+    other = [
+        f"{name} is {list(found.shapes[name])} there and {list(tensor.shape)} here"
+        for name, tensor in tensors.items()
+        if name in found.parts and found.shapes[name] != tuple(tensor.shape)
+    ]
+    if other:
+        raise CheckpointError(
+            f"{path} holds another model: {len(other)} tensors of another shape.",
+            got=_some(other, between="; "),
+            fix='the config.json that stands beside the weights; or weights = "none", to start without',
+        )
+
+
+def _some(items: Iterable[str], *, between: str = ", ") -> str:
+    every = list(items)
+    return between.join(every[:_SHOWN]) + (f"{between}..." if len(every) > _SHOWN else "")

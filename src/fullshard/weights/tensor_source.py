@@ -1,4 +1,4 @@
-"""Reads the tensors of a checkpoint by ranges of their elements, for checkpoints of any ranks."""
+"""Reads the tensors of a checkpoint by ranges of their elements, with adapters merged into their base."""
 
 import math
 from collections.abc import Mapping
@@ -14,6 +14,11 @@ from fullshard.checkpoint.storage import Reader
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.weight_map import Part, row_major
 from fullshard.weights.strided import moves_into
+
+# Parts of the names that peft gives to the base module and to the adapter.
+BASE, ADDED = ".base_layer.", ".lora_"
+_LINEAR = (".lora_A.default.weight", ".lora_B.default.weight")
+_EMBEDDING = (".lora_embedding_A.default", ".lora_embedding_B.default")
 
 
 class TensorSource(Protocol):
@@ -56,35 +61,32 @@ class SavedModel:
 
         Raises DamagedCheckpointError, CheckpointError.
         """
-        shape = self.tensors[name].shape
-        places = self._places[name]
-        if all(tuple(place.piece.shape[1:]) == shape[1:] for place in places):
-            self._read_rows(target, name, begin=begin)
+        if not target.numel():
             return
-        # The pieces are boxes: assemble the rows that contain the range first.
+        shape = self.tensors[name].shape or (1,)
         row = math.prod(shape[1:])
         first, last = begin // row, -(-(begin + target.numel()) // row)
-        rows = torch.empty((last - first, *shape[1:]), dtype=target.dtype)
+        start = begin - first * row
+        whole_rows = start == 0 and target.numel() % row == 0
+        rows = (target if whole_rows else torch.empty((last - first) * row, dtype=target.dtype)).view(
+            last - first, *shape[1:]
+        )
+        places = self._places[name]
         parts = [
-            Part(str(number), 0, row_major(one.piece.shape), one.piece.index, one.piece.shape)
+            Part(str(number), 0, row_major(box), one.piece.index or (0,), box)
             for number, one in enumerate(places)
+            for box in (one.piece.shape or (1,),)
         ]
         for move in moves_into(rows, parts, offsets=(first, *(0 for _ in shape[1:]))):
-            elements = torch.empty(move.span, dtype=target.dtype)
-            self._read_piece(elements, places[int(move.source)], begin=move.begin)
-            move.take(elements)
-        start = begin - first * row
-        target.copy_(rows.reshape(-1)[start : start + target.numel()])
-
-    def _read_rows(self, target: Tensor, name: str, *, begin: int) -> None:
-        """Reads from pieces that are whole rows. Each holds a range of the flat tensor."""
-        row = math.prod(self.tensors[name].shape[1:])
-        for place in self._places[name]:
-            start = place.piece.index[0] * row if place.piece.index else 0
-            low = max(start, begin)
-            high = min(start + math.prod(place.piece.shape), begin + target.numel())
-            if low < high:
-                self._read_piece(target[low - begin : high - begin], place, begin=low - start)
+            place = places[int(move.source)]
+            if move.is_contiguous:
+                self._read_piece(move.target.view(-1), place, begin=move.begin)
+            else:
+                elements = torch.empty(move.span, dtype=target.dtype)
+                self._read_piece(elements, place, begin=move.begin)
+                move.take(elements)
+        if not whole_rows:
+            target.copy_(rows.view(-1)[start : start + target.numel()])
 
     def _read_piece(self, target: Tensor, place: _ShardLocation, *, begin: int) -> None:
         flat = place.piece.model_copy(update={"shape": (math.prod(place.piece.shape),), "index": (0,)})
@@ -105,15 +107,111 @@ def _places(reader: Reader, manifest: Manifest) -> dict[str, list[_ShardLocation
             for file in manifest.files:
                 if f"{file}{SUFFIX}" in manifest.files:
                     reader.table(file)  # raises for a file on another node's disk
-            raise _incomplete(reader, name, tensor=tensor, held=held)
+            raise DamagedCheckpointError(
+                f"{reader.files} does not hold all of {name}.",
+                got=f"{held} of {math.prod(tensor.shape)} elements",
+                why="the tables of its pieces do not cover the tensor",
+            )
     return {
         name: sorted(places.values(), key=lambda place: place.piece.index) for name, places in found.items()
     }
 
 
-def _incomplete(reader: Reader, name: str, *, tensor: SavedTensor, held: int) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        f"{reader.files} does not hold all of {name}.",
-        got=f"{held} of {math.prod(tensor.shape)} elements",
-        why="the tables of its pieces do not cover the tensor",
-    )
+@dataclass(frozen=True)
+class _Adapter:
+    """An adapter of the weight `base`, which becomes base + scale · B A (transposed if `turned`).
+
+    base: saved name of the base weight
+    a, b: saved names of the factors
+    turned: whether the weight is (in, out)
+    """
+
+    base: str
+    a: str
+    b: str
+    turned: bool
+
+
+@dataclass(frozen=True)
+class Merging:
+    """Parameters for merging peft's LoRA adapters (arXiv:2106.09685) into their base: W + `scale` · B A.
+
+    scale: factor of the product B A
+    turned: saved names of modules whose weight is (in, out), as in GPT-2; embeddings always are
+    """
+
+    scale: float
+    turned: frozenset[str] = frozenset()
+
+
+class MergedModel:
+    """Tensors of a checkpoint, with each adapter added to its base weight.
+
+    The sum is computed in fp32 and rounded once, to the weight's dtype. Other tensors are unchanged. Raises
+    CheckpointError for adapters without their base, and for adapters that are not factors of matrices.
+    """
+
+    def __init__(self, source: SavedModel, merging: Merging) -> None:
+        self._source, self._scale = source, merging.scale
+        self._adapters = _adapters(source.tensors, turned=merging.turned)
+        self._saved = {
+            name.replace(BASE, "."): name for name in source.tensors if ADDED not in name
+        }  # merged name -> saved name
+        self.tensors: Mapping[str, SavedTensor] = {
+            name: source.tensors[saved] for name, saved in self._saved.items()
+        }
+        self._loaded: tuple[str, Tensor, Tensor] | None = None
+
+    def read_into(self, target: Tensor, name: str, *, begin: int) -> None:
+        """Fills the flat `target`, see `SavedModel.read_into`."""
+        self._source.read_into(target, self._saved[name], begin=begin)
+        adapter = self._adapters.get(self._saved[name])
+        if adapter is None:
+            return
+        row = self.tensors[name].shape[1]
+        first, last = begin // row, -(-(begin + target.numel()) // row)
+        a, b = self._factors(adapter)
+        added = (a.T[first:last] @ b.T) if adapter.turned else (b[first:last] @ a)
+        start = begin - first * row
+        flat = added.reshape(-1)[start : start + target.numel()]
+        target.copy_(target.float() + self._scale * flat)
+
+    def _factors(self, adapter: _Adapter) -> tuple[Tensor, Tensor]:
+        """Returns both factors in fp32.
+
+        They are kept until another adapter is read, since a large weight is read in pieces.
+        """
+        if self._loaded is None or self._loaded[0] != adapter.base:
+            self._loaded = (adapter.base, self._whole(adapter.a), self._whole(adapter.b))
+        return self._loaded[1], self._loaded[2]
+
+    def _whole(self, name: str) -> Tensor:
+        saved = self._source.tensors[name]
+        flat = torch.empty(math.prod(saved.shape), dtype=saved.torch_dtype)
+        self._source.read_into(flat, name, begin=0)
+        return flat.view(saved.shape).float()
+
+
+def _adapters(tensors: Mapping[str, SavedTensor], *, turned: frozenset[str]) -> dict[str, _Adapter]:
+    """Returns the adapters by the saved name of their base weight."""
+    found: dict[str, _Adapter] = {}
+    for name, tensor in tensors.items():
+        if ADDED not in name:
+            continue
+        module, _, _ = name.partition(ADDED)
+        base = f"{module}{BASE}weight"
+        kinds = [pair for pair in (_LINEAR, _EMBEDDING) if name in (f"{module}{one}" for one in pair)]
+        if not kinds or len(tensor.shape) != 2:
+            raise CheckpointError(
+                "the adapters cannot be merged.", got=f"{name}, {tensor}", why="it is no factor of a matrix"
+            )
+        if base not in tensors:
+            raise CheckpointError(
+                "the adapters cannot be merged.",
+                got=f"{name}, and no {base}",
+                why="the checkpoint holds adapters alone",
+                fix="--format peft, which writes these",
+            )
+        a, b = (f"{module}{one}" for one in kinds[0])
+        found[base] = _Adapter(base, a, b, turned=module in turned or kinds[0] is _EMBEDDING)
+    return found

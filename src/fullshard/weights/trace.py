@@ -7,7 +7,7 @@ position.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -60,27 +60,21 @@ def _same(tensor: Traced) -> Traced:
     return traced(tuple(tensor.shape), tensor.parts)
 
 
+def _set(values: Sequence[int], dim: int, *new: int) -> tuple[int, ...]:
+    """Replaces the entry of `dim` by `new`, which may be none or several."""
+    return (*values[:dim], *new, *values[dim + 1 :])
+
+
 def _narrow(tensor: Traced, dim: int, *, begin: int, length: int) -> Traced:
     """Returns elements `begin` to `begin` + `length` along `dim`."""
-    shape = (*tensor.shape[:dim], length, *tensor.shape[dim + 1 :])
-    return traced(shape, (p for q in tensor.parts if (p := _cut(q, dim, begin=begin, end=begin + length))))
-
-
-def _cut(part: Part, dim: int, *, begin: int, end: int) -> Part | None:
-    """Returns the piece of `part` between `begin` and `end` along `dim` of its target.
-
-    Positions of the piece are counted from `begin`.
-    """
-    low, high = max(part.at[dim], begin), min(part.at[dim] + part.shape[dim], end)
-    if low >= high:
-        return None
-    return Part(
-        part.source,
-        begin=part.begin + (low - part.at[dim]) * part.strides[dim],
-        strides=part.strides,
-        at=(*part.at[:dim], low - begin, *part.at[dim + 1 :]),
-        shape=(*part.shape[:dim], high - low, *part.shape[dim + 1 :]),
-    )
+    parts: list[Part] = []
+    for p in tensor.parts:
+        low, high = max(p.at[dim], begin), min(p.at[dim] + p.shape[dim], begin + length)
+        if low < high:
+            first = p.begin + (low - p.at[dim]) * p.strides[dim]
+            at, shape = _set(p.at, dim, low - begin), _set(p.shape, dim, high - low)
+            parts.append(Part(p.source, first, p.strides, at, shape))
+    return traced(_set(tensor.shape, dim, length), parts)
 
 
 def _slice(  # signature: aten's
@@ -121,48 +115,35 @@ def _squeeze(tensor: Traced, dim: int) -> Traced:
     if tensor.shape[dim] != 1:
         return _same(tensor)
     parts = [
-        Part(
-            p.source,
-            begin=p.begin,
-            strides=(*p.strides[:dim], *p.strides[dim + 1 :]),
-            at=(*p.at[:dim], *p.at[dim + 1 :]),
-            shape=(*p.shape[:dim], *p.shape[dim + 1 :]),
-        )
+        Part(p.source, p.begin, _set(p.strides, dim), _set(p.at, dim), _set(p.shape, dim))
         for p in tensor.parts
     ]
-    return traced((*tensor.shape[:dim], *tensor.shape[dim + 1 :]), parts)
+    return traced(_set(tensor.shape, dim), parts)
 
 
 def _unsqueeze(tensor: Traced, dim: int) -> Traced:
     dim %= tensor.ndim + 1
+
+    def with_dim(values: Sequence[int], new: int) -> tuple[int, ...]:
+        return (*values[:dim], new, *values[dim:])
+
     parts = [
-        Part(
-            p.source,
-            begin=p.begin,
-            strides=(*p.strides[:dim], 0, *p.strides[dim:]),
-            at=(*p.at[:dim], 0, *p.at[dim:]),
-            shape=(*p.shape[:dim], 1, *p.shape[dim:]),
-        )
+        Part(p.source, p.begin, with_dim(p.strides, 0), with_dim(p.at, 0), with_dim(p.shape, 1))
         for p in tensor.parts
     ]
-    return traced((*tensor.shape[:dim], 1, *tensor.shape[dim:]), parts)
+    return traced(with_dim(tensor.shape, 1), parts)
 
 
 def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
     dim %= tensors[0].ndim
-    parts: list[Part] = []
-    begin = 0
-    across = {(*t.shape[:dim], *t.shape[dim + 1 :]) for t in tensors}
+    across = {_set(t.shape, dim) for t in tensors}
     if len(across) > 1:
         raise UntracedError(f"joining tensors of shapes {', '.join(str(list(s)) for s in sorted(across))}")
+    parts, begin = list[Part](), 0
     for tensor in tensors:
-        parts += [
-            Part(p.source, p.begin, p.strides, (*p.at[:dim], p.at[dim] + begin, *p.at[dim + 1 :]), p.shape)
-            for p in tensor.parts
-        ]
+        parts += [replace(p, at=_set(p.at, dim, p.at[dim] + begin)) for p in tensor.parts]
         begin += tensor.shape[dim]
-    first = tensors[0]
-    return traced((*first.shape[:dim], begin, *first.shape[dim + 1 :]), parts)
+    return traced(_set(tensors[0].shape, dim, begin), parts)
 
 
 def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
@@ -183,10 +164,6 @@ def _transpose(tensor: Traced, dim0: int, dim1: int) -> Traced:  # signature: at
     order = list(range(tensor.ndim))
     order[dim0], order[dim1] = order[dim1], order[dim0]
     return _permute(tensor, order)
-
-
-def _t(tensor: Traced) -> Traced:
-    return _transpose(tensor, 0, 1) if tensor.ndim == 2 else _same(tensor)
 
 
 def _view(tensor: Traced, size: Sequence[int]) -> Traced:
@@ -294,7 +271,7 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     _ATEN.stack: _stack,
     _ATEN.permute: _permute,
     _ATEN.transpose: _transpose,
-    _ATEN.t: _t,
+    _ATEN.t: lambda tensor: _transpose(tensor, 0, 1) if tensor.ndim == 2 else _same(tensor),
     _ATEN.view: _view,
     _ATEN._unsafe_view: _view,
     _ATEN.reshape: _view,

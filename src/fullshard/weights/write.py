@@ -14,7 +14,7 @@ from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.errors import CheckpointError
 from fullshard.spec.weight_map import Part, WeightMap
 from fullshard.system import disk
-from fullshard.weights.safetensors_header import DTYPES, encode
+from fullshard.weights.files import DTYPES, encode_header
 from fullshard.weights.strided import StridedCopy, moves_into, split
 from fullshard.weights.tensor_source import TensorSource
 
@@ -99,7 +99,7 @@ class SafetensorsWriter:
 
     def write(self, target: Path, names: Sequence[str]) -> None:
         """Writes one file, which appears when it is complete."""
-        header = encode({name: self.tensors[name] for name in names}, self.metadata)
+        header = encode_header({name: self.tensors[name] for name in names}, self.metadata)
         pieces = (piece for name in names for piece in self._pieces(name))
         # The next piece is read on the thread while this one is written.
         with disk.replace_atomically(target) as file, ThreadPoolExecutor(max_workers=1) as thread:

@@ -1,11 +1,10 @@
-"""Documents: the files to read, in an order that is the same on every machine."""
+"""Lists the source files, in an order that is the same on every machine."""
 
 import glob
 import os
 import stat
 import sysconfig
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fullshard.errors import DataError
@@ -14,52 +13,34 @@ from fullshard.errors import DataError
 _NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
-@dataclass(frozen=True)
-class Document:
-    """`size` bytes of a file from `offset`.
+def list_stdlib(directory: Path | None = None) -> dict[Path, int]:
+    """Returns the source files of this interpreter's standard library (or of `directory`) with their sizes.
 
-    name: path relative to the common directory of all documents
-    path: the file
-    size: bytes
-    offset: first byte in the file
-    """
-
-    name: str
-    path: Path
-    size: int
-    offset: int = 0
-
-    def cut(self, size: int) -> tuple["Document", "Document"]:
-        """Returns the first `size` bytes and the remainder."""
-        return replace(self, size=size), replace(self, size=self.size - size, offset=self.offset + size)
-
-
-def stdlib_documents(directory: Path | None = None) -> list[Document]:
-    """Returns the source files of this interpreter's standard library (or of `directory`), without tests.
-
-    Raises DataError if the library has no readable source, as in a zipped or frozen Python.
+    Tests are left out. Raises DataError if the library has no readable source, as in a zipped or frozen
+    Python.
     """
     root = directory or Path(sysconfig.get_path("stdlib"))
-    documents = _documents(_source_files(root), root=root)
-    if not documents:
+    sizes = _file_sizes(_source_files(root))
+    if not sizes:
         raise DataError(
             "the standard library has no source to train on.",
             got=f"no *.py file in {root}",
             why="this Python keeps its library zipped or compiled",
             fix='data.source = "text" with data.paths = ["data/*.txt"]',
         )
-    return documents
+    return sizes
 
 
-def text_documents(patterns: Sequence[str]) -> list[Document]:
-    """Returns the non-empty files that match any of the globs (`**` and `~` are supported), each once.
+def list_files(patterns: Sequence[str]) -> dict[Path, int]:
+    """Returns the non-empty files that match any of the globs (`**` and `~` are supported), with their sizes.
 
     Raises DataError for a pattern without a match, for a file that cannot be read, and if all files are
     empty.
     """
-    found: set[str] = set()
+    found: set[Path] = set()
     for pattern in patterns:
-        files = [os.path.abspath(path) for path in _matches(pattern)]
+        paths = glob.glob(os.path.expanduser(pattern), recursive=True)
+        files = [Path(os.path.abspath(path)) for path in paths if not os.path.isdir(path)]
         if not files:
             raise DataError(
                 "data.paths has a pattern that matches no file.",
@@ -67,15 +48,14 @@ def text_documents(patterns: Sequence[str]) -> list[Document]:
                 fix="a path or a glob of files, such as data/**/*.txt",
             )
         found.update(files)
-    root = Path(os.path.commonpath([os.path.dirname(path) for path in found]))
-    documents = _documents(map(Path, found), root=root)
-    if not documents:
+    sizes = _file_sizes(found)
+    if not sizes:
         raise DataError(
             "there is no text to train on.",
-            got=f"{len(found)} files in {root}, all empty",
+            got=f"{len(found)} files, all empty",
             fix="files with text in data.paths",
         )
-    return documents
+    return sizes
 
 
 def unreadable(path: str | Path, error: OSError) -> DataError:
@@ -96,15 +76,11 @@ def _source_files(root: Path) -> Iterable[Path]:
         yield from (Path(directory, name) for name in files if name.endswith(".py"))
 
 
-def _matches(pattern: str) -> list[str]:
-    paths = glob.glob(os.path.expanduser(pattern), recursive=True)
-    return [path for path in paths if not os.path.isdir(path)]
-
-
-def _documents(paths: Iterable[Path], *, root: Path) -> list[Document]:
-    """Returns non-empty documents sorted by name. Raises DataError for a path that is not a regular file."""
-    documents: list[Document] = []
-    for path in paths:
+def _file_sizes(paths: Iterable[Path]) -> dict[Path, int]:
+    """Returns the sizes of the non-empty files. Raises DataError for a path that is not a regular file."""
+    sizes: dict[Path, int] = {}
+    # Sorting by text makes the order independent of the directory in which the files lie.
+    for path in sorted(paths, key=Path.as_posix):
         try:
             found = path.stat()
         except OSError as error:
@@ -112,5 +88,5 @@ def _documents(paths: Iterable[Path], *, root: Path) -> list[Document]:
         if not stat.S_ISREG(found.st_mode):
             raise DataError(f"{path} is no regular file.", why="its size is not known before it is read")
         if found.st_size:
-            documents.append(Document(path.relative_to(root).as_posix(), path, found.st_size))
-    return sorted(documents, key=lambda document: document.name)
+            sizes[path] = found.st_size
+    return sizes
