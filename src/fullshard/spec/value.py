@@ -67,7 +67,7 @@ class FrozenModel(BaseModel):
 
     @classmethod
     def parse(cls, data: Mapping[str, Any], *, source: str, overridden: Sequence[str] = ()) -> Self:
-        """Returns a value from plain data. Raises SpecError that names `source`, the field and what is allowed.
+        """Returns a value from plain data. Raises SpecError that names `source`, the field and its values.
 
         overridden: the keys (`train.steps`) that come from `--set` instead of `source`
         """
@@ -78,7 +78,7 @@ class FrozenModel(BaseModel):
 
     @classmethod
     def read_json(cls, path: str | Path, *, what: str) -> Self:
-        """Reads a value saved as JSON. Raises SpecError that any other file is not `what` ("a saved plan")."""
+        """Reads a value saved as JSON. Raises SpecError that another file is not `what` ("a saved plan")."""
         try:
             return cls.model_validate_json(read_bytes(path, most_bytes=VALUE_BYTES))
         except ValidationError as error:
