@@ -34,7 +34,7 @@ def dry_run(plan: Plan, program: Program | None = None, *, rank: int = 0) -> Dry
         check=False,
         capture_output=True,
     )
-    if child.returncode != 0 or not child.stdout:
+    if not child.stdout:
         lines = child.stderr.decode(errors="replace").strip().splitlines()
         raise ShardError(
             "the dry run did not finish.",
