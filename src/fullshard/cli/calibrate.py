@@ -113,6 +113,7 @@ def _fitted(found: "Calibration") -> "Calibration":
 
 
 def _request(directory: Path, *, ranks: int, device: str) -> "Request":
+    """Returns the job on all ranks, with one sequence per rank, since `start` requires an even batch."""
     from fullshard.launch.request import Request
     from fullshard.spec.run import Run
 

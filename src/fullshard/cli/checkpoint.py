@@ -153,8 +153,7 @@ def export_checkpoint(
     ] = False,
     key_file: KeyFile = None,
 ) -> None:
-    """Write the model of a checkpoint as safetensors: one file, several with an index, or a whole
-    directory."""
+    """Write the model of a checkpoint as safetensors: one file, several files, or a whole directory."""
     from fullshard.errors import SpecError
     from fullshard.quantities import parse_bytes
 

@@ -50,9 +50,7 @@ def report(
 
 
 def _read(directory: Path) -> _ReportedRun:
-    """Reads a run's results. Raises SpecError for a directory that is missing, not a run's, or of an
-    unfinished run.
-    """
+    """Reads a run's results. Raises SpecError for anything but the directory of a finished run."""
     from fullshard.errors import SpecError
     from fullshard.spec.measurement import Measurement
     from fullshard.spec.plan import Plan

@@ -67,8 +67,7 @@ def _request(
 def _require_directory(run: "Run", *, resume: bool) -> None:
     """Checks `run.dir` before anything is planned or started.
 
-    Raises SpecError if it contains anything other than a run, and TrainError if it cannot be written or
-    another run is writing it.
+    Raises SpecError if it is not a run's directory, TrainError if it cannot be written or is in use.
     """
     from fullshard.jobs.launch_record import LaunchId
     from fullshard.jobs.run_directory import LAUNCH, require_free, require_name

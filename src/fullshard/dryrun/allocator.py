@@ -75,10 +75,7 @@ def rounded(size: int) -> int:
 
 
 def segment_bytes(size: int) -> int:
-    """Returns the size in bytes of the segment requested from the device when no free block fits.
-
-    size: the rounded request, bytes.
-    """
+    """Returns the bytes of the segment requested from the device for a rounded request of `size` bytes."""
     if size <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < BELOW_LARGE else _up(size, ROUND_SEGMENT)

@@ -20,11 +20,11 @@ from fullshard.spec.plan import Plan
 def dry_run(plan: Plan, program: Program | None = None, *, rank: int = 0) -> DryRun:
     """Returns the peak memory of `rank`, from a dry run (see `dryrun.step.run_dry_step`).
 
-    The default program trains the reference decoder that the plan's run describes. The dry run uses a
-    separate process, because a process group is global and an error within backward ends the process.
+    The default program trains the reference decoder. The step runs in a process of its own, because a process
+    group is global and an error within backward ends the process.
 
-    Raises the error of the dry run (SpecError, PlanError, ShardError, TrainError). Raises ShardError with the
-    last line of its standard error if the process ended otherwise.
+    Raises the error of the dry run (SpecError, PlanError, ShardError, TrainError), or a ShardError with the
+    last line of its standard error.
     """
     child = subprocess.run(
         [sys.executable, "-m", "fullshard.dryrun.process"],
@@ -34,7 +34,7 @@ def dry_run(plan: Plan, program: Program | None = None, *, rank: int = 0) -> Dry
         check=False,
         capture_output=True,
     )
-    if child.returncode != 0 or not child.stdout:
+    if not child.stdout:
         lines = child.stderr.decode(errors="replace").strip().splitlines()
         raise ShardError(
             "the dry run did not finish.",

@@ -17,10 +17,9 @@ _REGISTERS_FAKE = "torch.testing._internal.distributed.fake_pg"
 
 @contextmanager
 def fake_ranks(world_size: int, *, rank: int) -> Generator[None]:
-    """Creates the default process group with this process as `rank` of `world_size`, without other processes.
+    """Creates the default process group as `rank` of `world_size`, whose collectives return at once.
 
-    Collectives return at once and transfer nothing. The group is destroyed on exit. Raises ShardError if a
-    process group already exists, or if torch has no fake process group.
+    Raises ShardError if a process group already exists, or if torch has no fake process group.
     """
     if dist.is_initialized():
         raise ShardError(

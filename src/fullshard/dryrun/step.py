@@ -56,15 +56,14 @@ def run_dry_step(
 ) -> DryRun:
     """Shards `model` by `plan` and runs two steps on fake tensors. The model cannot be used afterwards.
 
-    The code is the same as in training: `fully_shard`, forward, backward, reduction, optimizer. The tensors
-    are fake (shapes without data) and the process group has no other ranks. For a CUDA plan, the operations
-    follow CUDA's code paths (`tracing.cuda_kernels`). Nothing is compiled.
+    The code is that of training, not compiled. For a CUDA plan, operations follow CUDA's code paths
+    (`tracing.cuda_kernels`).
 
-    loss: `loss(model, microbatch)`.
-    optimizer: `optimizer(model, plan)`.
-    batch: `batch(plan)`, returns one microbatch.
-    units: as in `shard`.
-    rank: the rank that this process stands for.
+    loss: `loss(model, microbatch)`
+    optimizer: `optimizer(model, plan)`
+    batch: `batch(plan)`, returns one microbatch
+    units: as in `shard`
+    rank: the rank that this process stands for
 
     Raises ShardError if this process already has a process group, or the model cannot be sharded. An error
     within backward may end the process; `fullshard.dryrun.process.dry_run` guards against that.

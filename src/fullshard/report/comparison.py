@@ -91,10 +91,9 @@ def show_comparison(comparison: Comparison, *, file: TextIO | None = None) -> No
 
 
 def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Returns the cells, under one heading per part.
+    """Returns the cells, under one heading per part, without terms that are zero on both sides.
 
-    Terms that are zero on both sides are left out, and so is memory below CRUMB_BYTES of the whole: an
-    offload target leaves one element of each parameter on the device.
+    Memory below CRUMB_BYTES of the whole is left out too, such as what offload leaves on the device.
     """
     rows: list[tuple[str, ...]] = []
     if comparison.memory:

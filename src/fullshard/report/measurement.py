@@ -32,9 +32,7 @@ def show_measurement(
 def measurement_rows(
     measurement: Measurement, *, prediction: Prediction | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yields (label, text) lines. Figures that were not measured, or that `prediction`'s table has, are left
-    out.
-    """
+    """Yields (label, text) lines, except figures that were not measured or that `prediction`'s table has."""
     m = measurement
     yield (
         "run",

@@ -260,10 +260,7 @@ def _outside(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def _on_host(terms: ActivationTerms, *, held: int) -> Iterator[tuple[str, str]]:
-    """Yields the activations' use of the host.
-
-    held: host bytes of activations and the offload target together
-    """
+    """Yields the activations' use of the host. `held` also counts the offload target's bytes."""
     capacity = terms.host_capacity_bytes
     of = f" of {format_bytes(capacity)}" if capacity is not None else ""
     room = "" if capacity is None or held <= capacity else ": TOO MUCH"

@@ -22,7 +22,6 @@ class CalibrationSettings(FrozenModel):
     drive: str = "."
 
     def save(self, directory: Path) -> None:
-        """Writes the settings where every rank's job reads them."""
         Path(directory, SETTINGS_NAME).write_text(self.model_dump_json(), encoding="utf-8")
 
     @classmethod

@@ -60,13 +60,11 @@ def listed_chips() -> tuple[ListedChip, ...]:
 
 
 def find_chip(device_name: str, *, memory_bytes: int | None = None) -> Chip | None:
-    """Returns the chip that torch calls `device_name` (`torch.cuda.get_device_name`, or `torch.hpu`'s), or
-    None.
+    """Returns the chip that torch calls `device_name`, or None.
 
     Names are compared whole, never in part: `NVIDIA H100 PCIe`, `NVIDIA H100 NVL` and `NVIDIA H100 80GB HBM3`
-    (SXM) are three chips, and `NVIDIA A100-SXM4-40GB MIG 3g.20gb` is a slice of one. A partition that has the
-    whole chip's name (AMD's do) is recognised by its memory: if `memory_bytes` is passed and is not close to
-    the chip's own, the result is None too.
+    (SXM) are three chips, and `NVIDIA A100-SXM4-40GB MIG 3g.20gb` is a slice of one. A partition with the
+    whole chip's name (AMD's) is recognised by `memory_bytes` that is not close to the chip's own.
     """
     name = " ".join(device_name.lower().split())
     for vendor in ("nvidia ", "amd ", "intel "):

@@ -10,8 +10,7 @@ from fullshard.errors import SpecError
 
 
 def import_object(dotted: str, *, key: str) -> Callable[..., Any]:
-    """Returns the callable that `dotted` names. The working directory is searched after the installed
-    packages.
+    """Returns the callable that `dotted` names, from an installed package or the working directory.
 
     key: its key in the run, for the message
 

@@ -79,26 +79,18 @@ class Group:
 
 
 def piece_elements(groups: Iterable[Group]) -> int:
-    """Returns the number of elements of a group that are copied into device memory at once for an update
-    there.
-
-    This is a sixteenth of the largest group, so that little remains unoverlapped at its ends; at most 4 Mi.
-    """
+    """Returns the elements copied into device memory at once: 1/16 of the largest group, at most 4 Mi."""
     largest = max((group.numel for group in groups), default=0)
     return max(CUT_ELEMENTS, min(_PIECE_ELEMENTS, largest // 16) // CUT_ELEMENTS * CUT_ELEMENTS)
 
 
 def part_bytes(numel: int, itemsize: int) -> int:
-    """Returns the bytes of one part of a group's state (masters, or one of the moments), or of one shard.
-
-    They are rounded up to whole pages.
-    """
+    """Returns the bytes, in whole pages, of one part of a group's state (such as a moment), or of a shard."""
     return -(-numel * itemsize // PAGE_BYTES) * PAGE_BYTES
 
 
 def group_shards(held: Iterable[ShardSize], *, group_parameters: int) -> tuple[Group, ...]:
-    """Returns groups of at most `group_parameters` elements (or CUT_ELEMENTS, if larger), in the order of
-    `held`.
+    """Returns groups of at most `group_parameters` elements (at least CUT_ELEMENTS), in the order of `held`.
 
     Every rank gets the same number of groups, with the same parameters. A parameter that fits into a group is
     not split. Each part of a split parameter except the last fills its group.

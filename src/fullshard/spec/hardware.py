@@ -244,9 +244,7 @@ class Hardware(FrozenModel):
         return cls.parse(read_toml(Path(path), fix=CALIBRATE), source=str(path))
 
     def save(self, path: str | Path) -> None:
-        """Writes TOML that people can edit and that reads back equal. Raises SpecError if it cannot be
-        written.
-        """
+        """Writes TOML that reads back equal. Raises SpecError if it cannot be written."""
         notes: dict[str, str] = {}
         for section in (Chip, Rates, Link, CollectiveRate, Hardware):
             notes |= field_notes(section)

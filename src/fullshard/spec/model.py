@@ -220,10 +220,7 @@ class ModelSpec(FrozenModel):
         return tuple(kinds)
 
     def trace(self, recompute: RecomputeSection, microbatch: int) -> Trace:
-        """Returns the trace for these settings. Raises PlanError if there is none.
-
-        A trace made for exactly this microbatch is preferred over one that is valid for any.
-        """
+        """Returns the trace for these settings, or for any microbatch. Raises PlanError if there is none."""
         fitting = [trace for trace in self.traces if trace.holds_for(recompute, microbatch)]
         if not fitting:
             raise PlanError(

@@ -50,7 +50,7 @@ def cached_config(name: str, environment: Mapping[str, str] = os.environ) -> Pat
 def locate(source: str, environment: Mapping[str, str] = os.environ) -> Path:
     """Returns the config.json that `source` names: a file, a directory, or a repository in the local cache.
 
-    The model's weights and tokenizer, if any, are beside it. Nothing is downloaded. Raises SpecError.
+    Raises SpecError if it is not on this machine; nothing is downloaded.
     """
     path = Path(os.path.expanduser(source))
     if os.path.isfile(path):
@@ -95,11 +95,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_sizes(config: Mapping[str, Any], *, source: str) -> None:
-    """Raises SpecError for an implausible number in `config`.
-
-    These are integers of more than 64 bits, and more than MOST_LAYERS blocks, which would be constructed one
-    by one.
-    """
+    """Raises SpecError for integers of more than 64 bits, and for more than MOST_LAYERS blocks."""
     for key, value in _named_numbers(config, ""):
         layers = _LAYERS.fullmatch(key.rpartition(".")[2]) is not None
         most = MOST_LAYERS if layers else 2**63 - 1
@@ -138,10 +134,7 @@ def not_a_decoder_reason(config: Mapping[str, Any]) -> str | None:
 
 
 def expressed(config: Mapping[str, Any], *, source: str) -> AsDecoder:
-    """Returns the decoder with the sizes of `config`.
-
-    Raises SpecError for a config that no decoder can represent, or that lacks a size.
-    """
+    """Returns the decoder with the sizes of `config`. Raises SpecError if there is none."""
     reason = not_a_decoder_reason(config)
     if reason is not None:
         raise SpecError(f"{source}: the reference decoder cannot express it.", got=reason)

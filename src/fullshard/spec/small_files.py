@@ -65,8 +65,7 @@ class ForeignErrors:
 def read_bytes(path: str | Path, *, most_bytes: int) -> bytes:
     """Returns the bytes of a regular file of at most `most_bytes`.
 
-    Raises OSError, whose `strerror` gives the reason, for a file that cannot be read or is larger, for a
-    directory, a fifo or a device, and for a path that no file can have.
+    Raises OSError, whose `strerror` gives the reason, for everything else that a path may name.
     """
     try:
         mode = os.stat(path).st_mode
@@ -92,9 +91,7 @@ def read_text(path: str | Path, *, most_bytes: int) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns the value of the JSON `text`. Raises ValueError for other text, and for nesting deeper than
-    `DEEPEST`.
-    """
+    """Returns the value of the JSON `text`. Raises ValueError for other text, or deeper than `DEEPEST`."""
     text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     try:
         tree: Any = json.loads(text)
@@ -113,8 +110,7 @@ def parse_json(text: str | bytes) -> Any:
 def parse_toml(text: str) -> dict[str, Any]:
     """Returns the tables of the TOML `text`.
 
-    Raises TomlError for other text, and ValueError for tables nested deeper than `DEEPEST` or integers of
-    more than 64 bits.
+    Raises TomlError for other text, ValueError for tables deeper than `DEEPEST` or integers over 64 bits.
     """
     try:
         tree = tomllib.loads(f"{text}\n")  # with the newline, an error at the end has a line, too
@@ -130,9 +126,9 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def check_depth(tree: Any, *, most: int) -> None:
-    """Raises ValueError for mappings and lists nested deeper than `DEEPEST`, or a level with too many values.
+    """Raises ValueError for nesting deeper than `DEEPEST`, or for more than `most` values on a level.
 
-    most: the most values on one level. References within a text can turn a few lines into many values.
+    References within a text can turn a few lines into many values.
     """
     level: list[Any] = [tree]
     for _ in range(DEEPEST):

@@ -12,11 +12,7 @@ from fullshard.spec.small_files import SETTINGS_BYTES, parse_toml, read_text
 
 
 def read_toml(path: Path, *, fix: str | None = None) -> dict[str, Any]:
-    """Returns the tables of the file.
-
-    Raises SpecError for a file that is not TOML or has out-of-range numbers, and, with `fix`, for an
-    unreadable one.
-    """
+    """Returns the file's tables. Raises SpecError for any other file, with `fix` if it is unreadable."""
     try:
         return parse_toml(read_text(path, most_bytes=SETTINGS_BYTES))
     except OSError as error:

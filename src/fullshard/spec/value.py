@@ -67,8 +67,7 @@ class FrozenModel(BaseModel):
 
     @classmethod
     def parse(cls, data: Mapping[str, Any], *, source: str, overridden: Sequence[str] = ()) -> Self:
-        """Returns a value from plain data. Raises SpecError that names `source`, the field and its allowed
-        values.
+        """Returns a value from plain data. Raises SpecError that names `source`, the field and its values.
 
         overridden: the keys (`train.steps`) that come from `--set` instead of `source`
         """
@@ -79,10 +78,7 @@ class FrozenModel(BaseModel):
 
     @classmethod
     def read_json(cls, path: str | Path, *, what: str) -> Self:
-        """Reads a value that was written as JSON.
-
-        Raises SpecError that says that `path` is not `what` ("a saved plan") for any other file.
-        """
+        """Reads a value saved as JSON. Raises SpecError that another file is not `what` ("a saved plan")."""
         try:
             return cls.model_validate_json(read_bytes(path, most_bytes=VALUE_BYTES))
         except ValidationError as error:
@@ -164,8 +160,7 @@ def _name(cls: type[BaseModel], location: Sequence[str | int]) -> str:
 def _path(cls: type[BaseModel], location: Sequence[str | int]) -> tuple[list[str], type[BaseModel]]:
     """Returns (keys as in the file, the section that contains the last key).
 
-    If a field is one of several section types, pydantic inserts the tag of the chosen one, its class name,
-    between the keys.
+    For a union of sections, pydantic inserts the class name of the chosen one between the keys.
     """
     section, inner, parts = cls, [cls], list[str]()
     for part in location:
@@ -202,10 +197,7 @@ def _unknown_key(cls: type[BaseModel], location: Sequence[str], *, source: str, 
 def _of_another_kind(
     cls: type[BaseModel], locations: Sequence[Sequence[str]], *, source: str
 ) -> SpecError | None:
-    """Returns the error for keys that belong to another section type that may replace this one.
-
-    None if no such type has the first of the keys.
-    """
+    """Returns the error for keys of another section type that may replace this one; None if none has them."""
     paths = [_path(cls, location) for location in locations]
     ([*path, key], section), kinds = paths[0], [cls]
     for part in path:

@@ -17,8 +17,7 @@ from safetensors import safe_open
 
 from fullshard.checkpoint.manifest import SavedTensor
 from fullshard.errors import CheckpointError, DamagedCheckpointError
-from fullshard.spec.libraries import ForeignErrors
-from fullshard.spec.small_files import parse_json, read_bytes
+from fullshard.spec.small_files import ForeignErrors, parse_json, read_bytes
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
