@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from fullshard.checkpoint.files import LocalFiles
 from fullshard.spec.value import FrozenModel
+from fullshard.system.process import boot_id, is_running, pid_namespace
 
 WRITER = "writer.json"
 
@@ -31,25 +32,12 @@ class WriterProcess(FrozenModel):
 
     @classmethod
     def this(cls) -> Self:
-        boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-        return cls(
-            host=socket.gethostname(),
-            boot=boot.read_text().strip() if boot.exists() else "",
-            pid_namespace=os.readlink(namespace) if namespace.exists() else "",
-            pid=os.getpid(),
-        )
+        return cls(host=socket.gethostname(), boot=boot_id(), pid_namespace=pid_namespace(), pid=os.getpid())
 
     def is_dead(self) -> bool:
         """Returns True if the process is certainly dead; False also if that cannot be known from here."""
-        if self != WriterProcess.this().model_copy(update={"pid": self.pid}):
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            return False
-        return False
+        here = self == WriterProcess.this().model_copy(update={"pid": self.pid})
+        return here and not is_running(self.pid)
 
 
 def remove(path: Path) -> None:

@@ -1,6 +1,5 @@
 """Locations of a run's checkpoints, where each one becomes visible atomically or not at all."""
 
-import fcntl
 import logging
 import os
 import re
@@ -17,7 +16,7 @@ from fullshard.checkpoint.files import Files, LocalFiles, is_remote, write_file
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, step_name, verify
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system import disk
-from fullshard.system.files import open_regular
+from fullshard.system.lock import exclusive_lock
 
 _STEP = re.compile(r"step-([0-9]{8,})")
 _CUT_URL = re.compile(r"([a-z][a-z0-9+.]+):/([^/].*)")
@@ -126,18 +125,16 @@ class LocalLocation:
     @contextmanager
     def writing(self) -> Generator[None]:
         disk.make_directory(self.path)
-        # The kernel releases the lock when the process ends, so a killed save leaves no lock behind.
-        with open(self.path / _LOCK, "a", opener=open_regular) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise CheckpointError(
-                    f"another process is saving to {self.path}.",
-                    got=f"{self.path / _LOCK} is held",
-                    why="two runs in one directory would take each other's checkpoints for their own",
-                    fix="a directory a run",
-                ) from None
+        with exclusive_lock(self.path / _LOCK, held_error=self._held_error):
             yield
+
+    def _held_error(self, holder: str) -> CheckpointError:
+        return CheckpointError(
+            f"another process is saving to {self.path}.",
+            got=f"{holder} ({self.path / _LOCK})",
+            why="two runs in one directory would take each other's checkpoints for their own",
+            fix="a directory a run",
+        )
 
     def begin(self, step: int, *, needed_bytes: int) -> Files:
         target = self.path / step_name(step)
