@@ -26,7 +26,7 @@ import xxhash
 
 from fullshard.errors import DataError
 from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_bytes
-from fullshard.system.disk import flush
+from fullshard.system.files import flush, replacing
 from fullshard.system.lock import exclusive_lock
 
 MANIFEST = "manifest.json"
@@ -165,10 +165,8 @@ def _remember(path: Path, memory: Path, *, alive: Heartbeat) -> str:
     if at - seen.st_mtime < _SETTLED_SECONDS:
         return digest
     place = _place(path, memory)
-    draft = place.with_name(f"{place.name}.tmp-{secrets.token_hex(4)}")
-    with suppress(OSError):  # the file will be read again next time
+    with suppress(OSError), replacing(place) as draft:  # else the file will be read again next time
         draft.write_text(json.dumps({"seen": [seen.st_size, seen.st_mtime_ns], "digest": digest}))
-        draft.replace(place)
     return digest
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import SpecError, TrainError
-from fullshard.system.files import open_regular
+from fullshard.system.files import open_regular, replacing
 
 FILE_NAME = "metrics.jsonl"
 PREVIOUS_FILE_NAME = "metrics.previous.jsonl"
@@ -113,20 +113,17 @@ def _keep_until(path: Path, last_step: int) -> None:
 
     The file is replaced atomically, and only if needed.
     """
-    part = path.with_name(f"{path.name}.part")
-    dropped = 0
-    part.unlink(missing_ok=True)
-    with open(path, "rb", opener=open_regular) as old, part.open("xb") as new:
-        for line in old:
-            step = _step_of(line)
-            if step is not None and step <= last_step:
-                new.write(line)
-            else:
-                dropped += 1
-    if dropped:
-        os.replace(part, path)
-    else:
-        part.unlink()
+
+    def is_kept(line: bytes) -> bool:
+        step = _step_of(line)
+        return step is not None and step <= last_step
+
+    with open(path, "rb", opener=open_regular) as old:
+        if all(map(is_kept, old)):
+            return
+        old.seek(0)
+        with replacing(path) as draft, draft.open("xb") as new:
+            new.writelines(filter(is_kept, old))
 
 
 def _step_of(line: bytes) -> int | None:

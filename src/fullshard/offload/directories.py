@@ -13,6 +13,7 @@ from pathlib import Path
 from fullshard.errors import OffloadError
 from fullshard.offload.drive import SYSTEM, System, os_error
 from fullshard.quantities import format_bytes
+from fullshard.system.files import flush, make_directory, replacing
 from fullshard.system.lock import exclusive_lock, lock_holder
 
 IDENTITY = "identity.json"
@@ -89,14 +90,6 @@ def _held_error(directory: Path, holder: str) -> OffloadError:
     )
 
 
-def make_directory(directory: Path) -> None:
-    """Makes `directory` and its missing parents, and flushes them to the drive."""
-    missing = [one for one in (directory, *directory.parents) if not one.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    for one in missing:
-        flush_directory(one.parent)
-
-
 def remove_empty(rank_directory: Path, *, up_to: Path) -> None:
     """Removes the empty directories above a rank's, below `up_to`.
 
@@ -109,29 +102,18 @@ def remove_empty(rank_directory: Path, *, up_to: Path) -> None:
             one.rmdir()
 
 
-def flush_directory(directory: Path, *, system: System = SYSTEM) -> None:
-    """Makes files created, renamed or removed in the directory survive a crash."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        system.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def remove(path: Path, *, system: System = SYSTEM) -> None:
     """Removes a file, if it exists, and flushes the removal to the drive."""
     path.unlink(missing_ok=True)
     # Flushed even if the file does not exist: an earlier removal may have failed before its flush.
-    flush_directory(path.parent, system=system)
+    flush(path.parent, fsync=system.fsync)
 
 
 def replace(path: Path, data: bytes, *, system: System) -> None:
     """Replaces `path` atomically: whatever happens, it is as it was or holds all of `data`."""
-    draft = path.with_name(f".{path.name}.tmp")
-    draft.unlink(missing_ok=True)
-    overwrite(draft, data, system=system)
-    draft.replace(path)
-    flush_directory(path.parent, system=system)
+    with replacing(path, draft=path.with_name(f".{path.name}.tmp")) as draft:
+        overwrite(draft, data, system=system)
+    flush(path.parent, fsync=system.fsync)
 
 
 def overwrite(path: Path, data: bytes, *, system: System) -> None:

@@ -22,15 +22,7 @@ from typing import Literal, Self
 import xxhash
 
 from fullshard.errors import DamagedOffloadError, OffloadError
-from fullshard.offload.directories import (
-    LOCK,
-    exclusive,
-    flush_directory,
-    no_space_error,
-    overwrite,
-    remove,
-    replace,
-)
+from fullshard.offload.directories import LOCK, exclusive, no_space_error, overwrite, remove, replace
 from fullshard.offload.drive import FULL, SYSTEM, DriveFile, System, allocate, os_error
 from fullshard.offload.generation_manifest import (
     SLOTS,
@@ -49,6 +41,7 @@ from fullshard.offload.generation_manifest import (
     require_sound,
     sealed,
 )
+from fullshard.system.files import flush
 
 logger = logging.getLogger("fullshard")
 
@@ -314,7 +307,7 @@ def discard(directory: Path) -> None:
             (directory / LOCK).unlink()
             directory.rmdir()
             with suppress(FileNotFoundError):  # another rank removed the parent: see `remove_empty`
-                flush_directory(directory.parent)
+                flush(directory.parent)
         except OSError as error:
             raise os_error(f"{directory} cannot be removed.", error) from error
 

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -30,6 +29,7 @@ from fullshard.spec.pretrained import locate
 from fullshard.spec.run import Run
 from fullshard.spec.small_files import VALUE_BYTES, read_bytes
 from fullshard.spec.value import FrozenModel
+from fullshard.system.files import write_whole
 
 VARIABLE = "FULLSHARD_CACHE"
 OFF = "off"
@@ -139,13 +139,7 @@ def keep(key: SpecKey | None, spec: ModelSpec, *, environment: Mapping[str, str]
         return
     with suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
-        number, part = tempfile.mkstemp(suffix=".part", dir=directory)
-        try:
-            with os.fdopen(number, "wb") as file:
-                file.write(data)
-            os.replace(part, directory / key.name)
-        finally:
-            Path(part).unlink(missing_ok=True)
+        write_whole(directory / key.name, data)
         trim(directory)
 
 
@@ -163,7 +157,7 @@ def cache_directory(environment: Mapping[str, str] = os.environ) -> Path | None:
 def trim(directory: Path, *, most_bytes: int = MOST_BYTES) -> None:
     """Removes the least recently used files until the rest take at most `most_bytes`."""
     room = most_bytes
-    found = [(path.stat(), path) for path in directory.iterdir() if path.suffix in (".json", ".part")]
+    found = [(path.stat(), path) for path in directory.iterdir() if ".json" in path.suffixes]
     for status, path in sorted(found, key=lambda one: -one[0].st_mtime):
         room -= status.st_size
         if room < 0:

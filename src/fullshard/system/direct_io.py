@@ -14,6 +14,7 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -38,7 +39,7 @@ class StreamedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = _opened(path)
+        self._file = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
         self._blocks: list[mmap.mmap] = []
         self._filled = self._turn = 0
         self._offset = 0  # of the block that is being filled
@@ -131,7 +132,7 @@ class StreamedFile:
         while parts:
             direct = self._is_direct and offset % ALIGNMENT == 0 and parts[0].nbytes >= ALIGNMENT
             if self._is_direct and not direct:  # the end of a file, or a block that a full disk took in part
-                self._leave_direct()
+                leave_direct(self._file)
             given = [part[: _whole(part)] for part in parts] if direct else [parts[0][:_CACHED_WRITE_BYTES]]
             try:
                 count = os.pwritev(self._file, given, offset)
@@ -139,7 +140,7 @@ class StreamedFile:
                 # EFAULT: memory that a device cannot read, such as another device's.
                 if not direct or error.errno not in (errno.EINVAL, errno.EFAULT):
                     raise _named(error, self.path) from error
-                self._leave_direct()
+                leave_direct(self._file)
                 continue
             parts, offset = _behind(parts, count), offset + count
         if not self._is_direct and hasattr(os, "posix_fadvise"):
@@ -148,10 +149,31 @@ class StreamedFile:
 
     @property
     def _is_direct(self) -> bool:
-        return bool(DIRECT and fcntl.fcntl(self._file, fcntl.F_GETFL) & DIRECT)
+        return is_direct(self._file)
 
-    def _leave_direct(self) -> None:
-        fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~DIRECT)
+
+def open_direct(
+    path: Path, flags: int, *, mode: int = 0o666, opener: Callable[[Path, int, int], int] = os.open
+) -> int:
+    """Opens a file past the page cache, or through it if the file system has no direct I/O."""
+    try:
+        return opener(path, flags | DIRECT, mode)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    if flags & os.O_EXCL:  # the file may have been created, by this call: another's would not be EINVAL
+        path.unlink(missing_ok=True)
+    return opener(path, flags, mode)
+
+
+def is_direct(descriptor: int) -> bool:
+    """Returns whether an open file bypasses the page cache."""
+    return bool(DIRECT and fcntl.fcntl(descriptor, fcntl.F_GETFL) & DIRECT)
+
+
+def leave_direct(descriptor: int) -> None:
+    """Makes later reads and writes of an open file use the page cache."""
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~DIRECT)
 
 
 def aligned_memory(size_bytes: int) -> mmap.mmap:
@@ -186,18 +208,6 @@ def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
             left.append(part[count:])
         count = max(0, count - part.nbytes)
     return left
-
-
-def _opened(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        return os.open(path, flags | DIRECT, 0o666)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    # The file system lacks direct I/O but may have created the file; O_EXCL shows that nobody else did.
-    path.unlink(missing_ok=True)
-    return os.open(path, flags, 0o666)
 
 
 def _named(error: OSError, path: Path) -> OSError:
