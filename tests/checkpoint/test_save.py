@@ -299,7 +299,7 @@ def test_a_directory_that_cannot_be_one_is_refused(tmp_path, place):
     (tmp_path / "file").write_text("not a directory")
     with pytest.raises(CheckpointError, match="a file, not a directory") as raised:
         saved(tmp_path / place, 1)
-    assert raised.value.fix == "another directory"
+    assert raised.value.fix == "a directory elsewhere"
     assert (tmp_path / "file").read_text() == "not a directory"
 
 

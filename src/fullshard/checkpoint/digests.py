@@ -1,12 +1,12 @@
 """Digests of a checkpoint's bytes, against accidental damage and, with a key, against tampering.
 
-A digest of 32 hexadecimal digits is XXH3 of 128 bits (https://xxhash.com). It is fast, but other bytes with
-the same digest can be constructed. A digest of 64 digits is BLAKE2b of 256 bits (RFC 7693), which is used if
-there is a key.
+A digest of 32 hexadecimal digits is XXH3 of 128 bits (https://xxhash.com): fast, but other bytes with the
+same digest can be constructed. A digest of 64 digits, used if there is a key, is BLAKE2b of 256 bits (RFC
+7693).
 
 [Note: one signature] With a key the manifest carries an HMAC-SHA256 (RFC 2104) of itself. The manifest holds
-the digests of all small files. Some of these are the tables that hold the digests of all other bytes. So
-bytes that are verified, starting from a signed manifest, were written by somebody who had the key.
+the digests of all small files, among them the tables that hold the digests of all other bytes. So bytes that
+are verified, starting from a signed manifest, were written by somebody who had the key.
 """
 
 import errno
@@ -72,16 +72,13 @@ class KeyFile:
     """A file with a secret key that signs checkpoints. See [Note: one signature].
 
     The key is the file's bytes without trailing white space: 16 to 4096 bytes. The file is read whenever the
-    key is needed, so that no key is kept in memory or sent to another rank. Only the key of a pipe is kept,
-    since a pipe can be read only once.
+    key is needed, so that no key stays in memory, except that of a pipe, which can be read only once.
     """
 
     path: Path
 
     def signature(self, data: bytes) -> str:
-        """Returns the signature of `data` as 64 hexadecimal digits. Raises CheckpointError if the file cannot
-        serve as a key.
-        """
+        """Returns the signature of `data` as 64 hexadecimal digits. Raises CheckpointError."""
         return hmac.new(self._key(), data, "sha256").hexdigest()
 
     def require(self) -> None:
@@ -139,9 +136,7 @@ _read_once = cache(_read_again)
 
 
 def _mode(path: Path) -> int:
-    """Returns the permissions of a regular file, or 0 for a pipe, which only the processes at its ends can
-    reach.
-    """
+    """Returns the permissions of a regular file, or 0 for a pipe."""
     mode = path.stat().st_mode
     return stat.S_IMODE(mode) if stat.S_ISREG(mode) else 0
 

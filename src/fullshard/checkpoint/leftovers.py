@@ -50,8 +50,8 @@ def remove(path: Path) -> None:
 def collect_leftovers(directory: Path) -> None:
     """Removes the leftovers of saves whose process is dead, and of interrupted removals.
 
-    A `.tmp-` directory whose process may still run is kept, with a warning. Call this function with the
-    location locked, so that a directory in which nothing was written yet belongs to no running save.
+    A `.tmp-` directory whose process may still run is kept, with a warning. The location must be locked, so
+    that a directory in which nothing was written yet belongs to no running save.
     """
     for path in directories(directory, ".del-*"):
         remove(path)
@@ -72,9 +72,7 @@ def collect_leftovers(directory: Path) -> None:
 
 
 def directories(directory: Path, pattern: str) -> list[Path]:
-    """Returns the directories that match `pattern`, except links and files of such names, which are not
-    fullshard's.
-    """
+    """Returns the directories that match `pattern`, except links, which are not fullshard's."""
     return [path for path in sorted(directory.glob(pattern)) if path.is_dir() and not path.is_symlink()]
 
 
@@ -84,7 +82,7 @@ def _is_bare(path: Path) -> bool:
 
 
 def set_aside(path: Path) -> Path:
-    """Renames a broken checkpoint so that its name is free, and returns its new path. It is never removed."""
+    """Renames a broken checkpoint so that its name is free, and returns its new path."""
     aside = path.with_name(f".bad-{path.name}-{secrets.token_hex(4)}")
     path.rename(aside)
     return aside

@@ -12,10 +12,12 @@ from typing import Protocol
 
 from fullshard.checkpoint import leftovers
 from fullshard.checkpoint.digests import KeyFile
-from fullshard.checkpoint.files import Files, LocalFiles, is_remote, write_file
+from fullshard.checkpoint.files import DiskGroup, Files, LocalFiles, is_remote, write_file
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, step_name, verify
+from fullshard.distributed.agreement import Group
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system import disk
+from fullshard.system.files import flush, make_directory
 from fullshard.system.lock import exclusive_lock
 
 _STEP = re.compile(r"step-([0-9]{8,})")
@@ -26,8 +28,9 @@ logger = logging.getLogger("fullshard")
 
 
 class CheckpointLocation(Protocol):
-    """A directory of checkpoints. Any method may raise OSError; only rank 0 calls methods that change
-    something.
+    """A directory of checkpoints. Any method may raise OSError.
+
+    Except for `join`, only the leader of a DiskGroup calls methods that change something.
     """
 
     @property
@@ -36,6 +39,15 @@ class CheckpointLocation(Protocol):
         ...
 
     def __str__(self) -> str: ...
+
+    @property
+    def is_local(self) -> bool:
+        """Whether saves are as fast as a disk, so that an update may wait for one."""
+        ...
+
+    def join(self, *, group: Group = None) -> DiskGroup:
+        """Finishes interrupted commits, and returns the ranks that share this rank's disk. Collective."""
+        ...
 
     def exists(self) -> bool:
         """Returns whether the directory exists."""
@@ -58,19 +70,19 @@ class CheckpointLocation(Protocol):
         ...
 
     def writing(self) -> AbstractContextManager[None]:
-        """Keeps other processes from writing here while it is open. Raises CheckpointError if one already
-        does.
-        """
+        """Excludes other writers while open. Raises CheckpointError if there is one."""
         ...
 
     def begin(self, step: int, *, needed_bytes: int) -> Files:
-        """Returns a draft for the files of a step, invisible to readers. Raises CheckpointError if space is
-        short.
-        """
+        """Returns a draft for the files of a step. Raises CheckpointError if space is short."""
+        ...
+
+    def prepare(self, draft: Files, manifest: Manifest) -> None:
+        """Writes the manifest into a draft, unless that would commit it."""
         ...
 
     def commit(self, draft: Files, manifest: Manifest) -> Files:
-        """Writes the manifest, and permanently makes the draft the checkpoint of its step."""
+        """Permanently makes a prepared draft the checkpoint of its step."""
         ...
 
     def discard(self, draft: Files) -> None:
@@ -78,13 +90,11 @@ class CheckpointLocation(Protocol):
         ...
 
     def set_aside(self, checkpoint: Files) -> str:
-        """Renames a broken checkpoint so that it is not loaded, and returns the new name. It is never
-        removed.
-        """
+        """Renames a broken checkpoint, which is then neither loaded nor removed; returns the new name."""
         ...
 
     def remove(self, checkpoint: Files) -> None:
-        """Removes a checkpoint, in such an order that no remaining part is ever taken for a complete one."""
+        """Removes a checkpoint; no remaining part is ever taken for a complete one."""
         ...
 
 
@@ -98,6 +108,13 @@ class LocalLocation:
 
     def __str__(self) -> str:
         return str(self.path)
+
+    @property
+    def is_local(self) -> bool:
+        return True
+
+    def join(self, *, group: Group = None) -> DiskGroup:
+        return DiskGroup()
 
     def exists(self) -> bool:
         if self.path.exists() and not self.path.is_dir():
@@ -124,7 +141,7 @@ class LocalLocation:
 
     @contextmanager
     def writing(self) -> Generator[None]:
-        disk.make_directory(self.path)
+        make_directory(self.path)
         with exclusive_lock(self.path / _LOCK, held_error=self._held_error):
             yield
 
@@ -152,12 +169,13 @@ class LocalLocation:
             raise
         return draft
 
-    def commit(self, draft: Files, manifest: Manifest) -> Files:
-        path = _path(draft)
+    def prepare(self, draft: Files, manifest: Manifest) -> None:
         write_file(draft, MANIFEST, data=manifest.encoded(self.key))
+
+    def commit(self, draft: Files, manifest: Manifest) -> Files:
         target = LocalFiles(self.path / step_name(manifest.step), self.key)
-        path.rename(target.path)
-        disk.flush(self.path)
+        _path(draft).rename(target.path)
+        flush(self.path)
         return target
 
     def discard(self, draft: Files) -> None:
@@ -170,7 +188,7 @@ class LocalLocation:
         path = _path(checkpoint)
         condemned = path.with_name(f".del-{path.name}-{secrets.token_hex(4)}")
         path.rename(condemned)
-        disk.flush(self.path)
+        flush(self.path)
         leftovers.remove(condemned)
 
 
@@ -182,9 +200,8 @@ def location_of(
     key_file: signs the checkpoints that are saved there, and restricts loading to signed ones; see
         `digests.KeyFile`
 
-    Raises MissingExtraError for a URL whose package is not installed. Raises CheckpointError for a URL
-    without a bucket or of an unknown kind, for a path that was a URL before `Path` removed one of its
-    slashes, and for a file that cannot serve as a key.
+    Raises MissingExtraError for a URL whose package is not installed. Raises CheckpointError for an unusable
+    URL, for a path that was a URL before `Path` removed one of its slashes, and for an unusable key file.
     """
     key = None if key_file is None else KeyFile(Path(key_file))
     if key is not None:
@@ -214,8 +231,8 @@ def location_of(
 def valid_checkpoints(place: CheckpointLocation) -> Iterator[tuple[Files, Manifest]]:
     """Yields the complete checkpoints of `place`, highest step first, and checks each as it is reached.
 
-    Skips broken checkpoints and leftovers of interrupted saves, with a warning. Raises CheckpointError for a
-    checkpoint that may be complete but cannot be read: an older one is no substitute for it.
+    Skips broken checkpoints and interrupted saves, with a warning. Raises CheckpointError for one that may be
+    complete but cannot be read: an older one is no substitute for it.
     """
     if not place.exists():
         return
@@ -264,7 +281,7 @@ def prune(place: CheckpointLocation, *, keep: int, keep_every: int, step: int) -
     keep: number of checkpoints to keep; 0 keeps all
     keep_every: steps that it divides are kept in addition; 0 for none
 
-    A failure is only logged as a warning, because the new checkpoint is committed.
+    A failure is only logged, because the new checkpoint is committed.
     """
     if not keep:
         return

@@ -5,11 +5,10 @@
                                   bad-1f0c9a2b44d0e713-….json   a manifest that was set aside
 
 [Note: one put commits] Every attempt to save a step writes below its own prefix, so that two attempts never
-mix and none overwrites another. All attempts share the name of the manifest. It is put on the condition that
-no manifest exists (if-none-match), after the store has listed every file with its size. So of two writers one
-commits, and a save believed dead cannot replace a later one. This also makes a lease unnecessary: a lease
-would have to be renewed while shards are written, and a writer that was stopped for longer than its lease
-would continue regardless. A lease could only spare the second writer its work.
+mix. All share the name of the manifest, which is put on the condition that none exists (if-none-match), after
+the store has listed every file with its size. So of two writers one commits, and a save believed dead cannot
+replace a later one. A lease would have to be renewed while shards are written, and a writer that was stopped
+for longer than its lease would continue regardless.
 """
 
 import logging
@@ -22,11 +21,12 @@ from datetime import timedelta
 from pydantic import ValidationError
 
 from fullshard.checkpoint.digests import KeyFile
-from fullshard.checkpoint.files import MANIFEST, Files, write_file
+from fullshard.checkpoint.files import MANIFEST, DiskGroup, Files, write_file
 from fullshard.checkpoint.leftovers import WRITER, WriterProcess
 from fullshard.checkpoint.manifest import Manifest, read_manifest, step_name
 from fullshard.checkpoint.object_files import PART_BYTES, ObjectFiles, attempt_of
 from fullshard.checkpoint.object_store import ANSWER_SECONDS, TRIES, AlteredError, Listing, Store, Stored
+from fullshard.distributed.agreement import Group
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.small_files import parse_json
 
@@ -58,6 +58,13 @@ class ObjectLocation:
     def require_backend(self) -> None:
         """Raises MissingExtraError if the package that accesses the store is not installed."""
         self._store.require()
+
+    @property
+    def is_local(self) -> bool:
+        return False
+
+    def join(self, *, group: Group = None) -> DiskGroup:
+        return DiskGroup()
 
     def exists(self) -> bool:
         found = self._store.listing(self.url)
@@ -101,10 +108,11 @@ class ObjectLocation:
         _collect_leftovers(store, own=draft)
         return draft
 
+    def prepare(self, draft: Files, manifest: Manifest) -> None:
+        """Does nothing: putting the manifest is the commit."""
+
     def commit(self, draft: Files, manifest: Manifest) -> Files:
-        """Puts the manifest. Raises CheckpointError if another attempt has saved the step. See
-        [Note: one put commits].
-        """
+        """Puts the manifest. Raises CheckpointError if another attempt has saved the step."""
         draft = _own(draft)
         _require_stored(draft, manifest)
         signed = manifest.model_copy(update={"attempt": draft.attempt}).encoded(draft.key)
@@ -112,9 +120,7 @@ class ObjectLocation:
         return self._at(manifest.step)
 
     def discard(self, draft: Files) -> None:
-        """Removes a draft, unless its manifest is there. It may be there even if the answer to its put was
-        lost.
-        """
+        """Removes a draft, unless its manifest is there, though the answer to its put was lost."""
         draft = _own(draft)
         try:
             if _committed(draft) != draft.attempt:
@@ -252,11 +258,7 @@ def _remove_attempt(draft: ObjectFiles) -> None:
 
 
 def _collect_leftovers(store: Store, *, own: ObjectFiles) -> None:
-    """Removes attempts whose process is dead or that are older than any save takes, but none that a manifest
-    names.
-
-    A failure is only logged as a warning.
-    """
+    """Removes attempts whose process is dead or that are older than any save; only logs a failure."""
     try:
         now = store.listing(str(own)).objects[WRITER]
         for draft in _uncommitted(store):

@@ -1,4 +1,4 @@
-"""The layout `ranks`: one file per rank, which holds the rank's own shards as they lie in memory.
+"""The layout `ranks`: a file per rank, with its own shards as they lie in memory.
 
 It is the fastest layout, because nothing is planned or exchanged. Only the same ranks, sharded alike, can
 load it.

@@ -4,8 +4,8 @@
     __0_0.distcp.pieces    which piece lies where, and a digest of every block of it (JSON)
 
 The elements of a large shard begin at a page of the file (4096 bytes), or have the same offset within a page
-as in memory, so that they can be written in place. The required number of zeros precedes their piece. See
-[Note: past the page cache].
+as in memory, so that they can be written in place; zeros precede their piece. See [Note: past the page
+cache].
 
 A digest (see `digests`) covers the bytes as they are *meant*, on their way to the disk. Blocks are cut from
 the start of each piece, so that a part of a large piece can be verified without reading all of it.
@@ -53,8 +53,7 @@ class ShardRecord(FrozenModel):
     dtype: name as torch spells it
     offset: byte of the file at which the piece begins
     length: bytes of the piece
-    data_offset: byte of the piece at which the elements begin, row-major and without gaps; torch.save's own
-        bytes surround them
+    data_offset: byte of the piece at which its row-major elements begin, amid bytes of torch.save's
     digests: digest of each block of the piece
     """
 
@@ -109,7 +108,6 @@ def _itemsize(dtype: str) -> int:
 class ShardFileWriter:
     """Writes tensors to a data file, and records their positions and digests.
 
-    file: the file to write to
     in_step: whether the elements of a large shard keep their offset within a memory page, so that they can be
         written in place; else they begin at a page of the file, as staging memory does
     strong: kind of digest; see `digests`
@@ -196,7 +194,7 @@ class ShardFileWriter:
 
 
 def _own_storage(tensor: Tensor) -> Tensor:
-    """Returns the same elements as a tensor that fills its storage, without a copy if they are contiguous."""
+    """Returns the elements as a tensor that fills its storage, without a copy if they are contiguous."""
     if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     if tensor.is_contiguous() and tensor.nbytes >= LARGE_BYTES:
@@ -245,10 +243,7 @@ def verify_piece(file: BinaryIO, piece: ShardRecord, *, block_bytes: int, scratc
 
 
 def verify_padding(file: BinaryIO, piece: ShardRecord, *, begin: int) -> None:
-    """Checks that the bytes from `begin`, the end of the previous piece, to `piece` are zeros.
-
-    Raises DamagedCheckpointError if they are not.
-    """
+    """Raises DamagedCheckpointError unless the bytes from `begin` to `piece` are zeros."""
     padding = bytearray(max(0, piece.offset - begin))
     file.seek(begin)
     if _read_into(file, memoryview(padding)) < len(padding) or any(padding):
@@ -268,8 +263,7 @@ def read_part(
     block_bytes: int,
     scratch: memoryview,
 ) -> None:
-    """Fills `target` with the part of `piece` that begins at `offsets` within the shard and has the target's
-    shape.
+    """Fills `target` with its part of `piece`, which begins at `offsets` within the shard.
 
     Reads and verifies the blocks of the rows (dim 0) that hold it. Raises as `verify_piece` does; the content
     of the target is then undefined.
@@ -322,7 +316,7 @@ def _rows(piece: ShardRecord, rows: int) -> tuple[int, ...]:
 
 
 def _read_into(file: BinaryIO, target: memoryview) -> int:
-    """Reads until `target` is full or the file ends. Returns the number of bytes; one read may give fewer."""
+    """Reads until `target` is full or the file ends. Returns the number of bytes."""
     done = 0
     while done < target.nbytes:
         count: int | None = file.readinto(target[done:])  # pyright: ignore[reportAttributeAccessIssue]

@@ -43,11 +43,7 @@ class Shard(NamedTuple):
 
 
 class ShardIndex(FrozenModel):
-    """All shards of a checkpoint, by the name of their tensor. A replicated shard is listed once.
-
-    files: names of the data files
-    shards: shards of each tensor, by name
-    """
+    """Names of the data files, and all shards of each tensor by name. A replicated shard is listed once."""
 
     files: tuple[str, ...]
     shards: dict[str, tuple[Shard, ...]]
@@ -67,9 +63,7 @@ class ShardIndex(FrozenModel):
 
     @classmethod
     def of_tables(cls, tables: Mapping[str, ShardFileTable]) -> Self:
-        """Returns the index of a checkpoint that was saved without one, from the tables of all its data
-        files.
-        """
+        """Returns the index of a checkpoint that was saved without one, from all its tables."""
         pieces = [(file, piece) for file, table in tables.items() for piece in table.pieces]
         return cls._of([(one.name, file, one.offset, one.index, one.shape) for file, one in pieces])
 

@@ -1,8 +1,8 @@
 """DCP's storage interface: shards are written with their digests, and verified as they are read.
 
 [Note: no pickle is read] A checkpoint may come from somebody else, and reading a pickle can run code. So the
-metadata that DCP needs is made from plain data: see `shard_index`. `.metadata`, DCP's own pickle, is only
-ever written.
+metadata that DCP needs is made from plain data (`shard_index`). `.metadata`, DCP's own pickle, is only
+written.
 
 DCP sends a rank's exception to the coordinator by pickling it, and hangs if that fails. So a failure to write
 or to read is kept in `attempt`, and raised by its `finish`. See [Note: failures are agreed on].
@@ -51,6 +51,8 @@ from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 T = TypeVar("T")
 
+GATHER = "fullshard ckpt gather <directory of each node>... --to OUT, then load OUT"
+
 
 def data_file(rank: int) -> str:
     """Returns the name that DCP gives to a rank's first file."""
@@ -60,8 +62,6 @@ def data_file(rank: int) -> str:
 class Writer(StorageWriter):
     """Writes this rank's shards into one data file of a draft, and their table beside it.
 
-    draft: files of the checkpoint being written
-    held: see `write_shards`
     besides: tensors of which this rank writes its shards even if DCP assigns them to other ranks
     attempt: failure of this rank, if any
     written: both files as the manifest lists them; on rank 0 also `.metadata` and the index
@@ -175,10 +175,7 @@ class Reader(StorageReader):
     def reset(self, checkpoint_id: object = None) -> None: ...
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:  # signature: DCP's StorageReader
-        """Returns DCP's description of the shards. See [Note: no pickle is read].
-
-        Raises CheckpointError or DamagedCheckpointError.
-        """
+        """Returns DCP's description of the shards. See [Note: no pickle is read]. Raises CheckpointError."""
         if self._metadata is None:
             source = f"{self.files}/{SHARDS}"
             if SHARDS in self.manifest.files:
@@ -230,10 +227,7 @@ class Reader(StorageReader):
         return True
 
     def _own_copies(self) -> dict[tuple[str, tuple[int, ...]], tuple[str, int]]:
-        """Returns the places of shards on this node's disk.
-
-        The index may name another node's copy: [Note: every copy].
-        """
+        """Returns the places of shards on this node's disk. See [Note: every copy]."""
         if self.manifest.nodes == 1:
             return {}
         tables = {name: self.table(name) for name in self.manifest.data_files}
@@ -246,7 +240,7 @@ class Reader(StorageReader):
                 f"{self.files} does not have all that this rank needs.",
                 got=f"{name} is on the disk of node {self.manifest.files[name].node}",
                 why="it was saved on disks that nodes do not share, by other ranks or on other nodes",
-                fix="fullshard ckpt gather <directory of each node>... --to OUT, then load OUT",
+                fix=GATHER,
             )
         if name not in self._tables:
             data = read_verified(self.files, self.manifest, name=f"{name}{SUFFIX}")
@@ -286,11 +280,9 @@ def write(
 ) -> tuple[dict[str, SavedFile], Metadata | None]:
     """Writes this rank's part of `tensors` into `draft`. Collective if there are several ranks.
 
-    held: see `write_shards`
-    every_copy: whether to also write shards that other ranks write, too
+    Returns the files that this rank wrote, and on rank 0 DCP's metadata. May raise on one rank alone.
 
-    Returns the files that this rank wrote, and on rank 0 DCP's metadata. May raise on one rank alone: call it
-    within `on_all_ranks`.
+    every_copy: whether to also write shards that other ranks write, too
     """
     writer = Writer(draft, held=held, besides=tensors if every_copy else None)
     with _single_process_is_meant():
@@ -300,7 +292,7 @@ def write(
 
 
 def opened(files: Files, manifest: Manifest) -> Reader:
-    """Returns a reader of a checkpoint that has read its metadata. Raises as `Reader.read_metadata` does."""
+    """Returns a reader of a checkpoint that has read its metadata. Raises CheckpointError."""
     reader = Reader(files, manifest)
     if manifest.layout == "sharded":
         reader.read_metadata()
@@ -308,10 +300,7 @@ def opened(files: Files, manifest: Manifest) -> Reader:
 
 
 def read(tensors: Mapping[str, Tensor], reader: Reader, *, alone: bool = False) -> None:
-    """Fills this rank's part of `tensors`. Collective if there are several ranks, unless `alone`.
-
-    May raise on one rank alone: call it within `on_all_ranks`.
-    """
+    """Fills this rank's part of `tensors`. Collective, unless `alone`. May raise on one rank alone."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _single_process_is_meant():
         dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=alone or not distributed())
@@ -338,10 +327,7 @@ def _single_process_is_meant() -> Generator[None]:
 
 @contextmanager
 def _without_zip_checksums() -> Generator[None]:
-    """Turns off the CRC-32 of the zip archives that torch.save writes.
-
-    It costs more than fullshard's own digests, and nothing reads it.
-    """
+    """Turns off torch.save's CRC-32, which costs more than fullshard's digests and is never read."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

@@ -1,4 +1,8 @@
-"""Verification of every byte of a checkpoint against its digest, and comparison of two checkpoints."""
+"""Verification of every byte of a checkpoint against its digest, and comparison of two checkpoints.
+
+A save that is read back is verified before it is acknowledged, since a disk may store other bytes. The bytes
+are read from the disk, as far as the system drops them from its page cache on request.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,7 +13,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from fullshard.checkpoint import storage
-from fullshard.checkpoint.files import Files
+from fullshard.checkpoint.files import Files, LocalFiles
 from fullshard.checkpoint.leftovers import WRITER
 from fullshard.checkpoint.manifest import (
     MANIFEST,
@@ -24,13 +28,13 @@ from fullshard.checkpoint.manifest import (
 from fullshard.checkpoint.shard_file import SUFFIX, verify_padding, verify_piece
 from fullshard.distributed.agreement import locally
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.system import disk
 
 
 @dataclass(frozen=True)
 class Damage:
     """Damage to one file.
 
-    file: name of the file
     what: the difference from the saved file
     tensors: tensors that it affects; all of them if any may be affected
     """
@@ -41,8 +45,7 @@ class Damage:
 
 
 def find_damage(checkpoint: Files | str | Path) -> Iterator[Damage]:
-    """Reads every byte of a checkpoint, and yields each difference from what was saved; nothing if it is
-    intact.
+    """Reads every byte of a checkpoint, and yields each difference from what was saved.
 
     Raises CheckpointError if it cannot be read at all (permissions, another format).
     """
@@ -63,12 +66,7 @@ def find_damage(checkpoint: Files | str | Path) -> Iterator[Damage]:
 
 
 def damaged_files(files: Files, manifest: Manifest, *, sizes: Mapping[str, int]) -> Iterator[Damage]:
-    """Reads every byte of the files that `manifest` names, and yields each difference from what was saved.
-
-    sizes: sizes of the files in bytes, by name
-
-    Raises as `find_damage` does.
-    """
+    """Does the work of `find_damage` for the files that `manifest` names, given the `sizes` of all files."""
     reader = storage.Reader(files, manifest)
     for name in manifest.own_files:
         yield from _in_file(reader, name, sizes=sizes)
@@ -95,6 +93,37 @@ def diff(one: Files | str | Path, other: Files | str | Path) -> Iterator[str]:
                 yield f"{name}: {line}"
 
 
+def require_written(draft: Files, manifest: Manifest) -> None:
+    """Reads every byte of the files that `manifest` names. Raises CheckpointError if one was altered."""
+    for name in manifest.own_files:
+        _forget(draft, name)
+    for damage in damaged_files(draft, manifest, sizes=draft.sizes()):
+        raise _altered(draft, damage.file, got=damage.what)
+
+
+def require_manifest(files: Files) -> None:
+    """Reads the manifest of a checkpoint. Raises CheckpointError if it was altered."""
+    _forget(files, MANIFEST)
+    try:
+        read_manifest(files)
+    except DamagedCheckpointError as error:
+        raise _altered(files, MANIFEST, got=str(error.got)) from error
+
+
+def _altered(files: Files, name: str, *, got: str) -> CheckpointError:
+    return CheckpointError(
+        f"{files}/{name} was read back, and is other than was written.",
+        got=got,
+        why="the disk, or something on the way to it, changed it",
+        fix="save again; another disk, if it happens again",
+    )
+
+
+def _forget(files: Files, name: str) -> None:
+    if isinstance(files, LocalFiles):
+        disk.forget(files.path / name)
+
+
 def _reader(files: Files) -> storage.Reader:
     manifest = read_manifest(files)
     if manifest.layout == "ranks":
@@ -107,9 +136,7 @@ def _reader(files: Files) -> storage.Reader:
 
 
 def _between(a: Tensor, b: Tensor) -> str | None:
-    """Returns how two tensors differ, bit by bit: NaN equals NaN, and -0.0 differs from 0.0. None if they are
-    equal.
-    """
+    """Returns how two tensors differ, bit by bit (NaN equals NaN, -0.0 differs from 0.0), or None."""
     if not a.numel():
         return None
     bits = [tensor.reshape(-1, 1).view(torch.uint8) for tensor in (a, b)]
@@ -191,10 +218,7 @@ def _said(error: CheckpointError, name: str) -> str:
 
 
 def _touched(reader: storage.Reader, name: str) -> tuple[str, ...]:
-    """Returns the tensors in a data file, or in the one that a table describes.
-
-    Returns all tensors for a file that is needed to read any of them.
-    """
+    """Returns the tensors in a data file or in the one that a table describes; all, for the index."""
     data_file = name.removesuffix(SUFFIX)
     if data_file not in reader.manifest.data_files:
         return tuple(reader.manifest.tensors) if name == SHARDS else ()

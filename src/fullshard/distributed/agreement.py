@@ -5,7 +5,8 @@ second. So anything that can fail on one rank alone runs inside `on_all_ranks` o
 is caught, sent to all ranks as text (an exception need not survive pickling), and then raised on all of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
@@ -21,10 +22,7 @@ Group: TypeAlias = dist.ProcessGroup | None
 
 
 class ErrorCapture:
-    """Context manager that keeps the exception its block raises. See [Note: failures are agreed on].
-
-    error: the exception, or None
-    """
+    """Context manager that keeps the exception its block raises. See [Note: failures are agreed on]."""
 
     def __init__(self) -> None:
         self.error: Exception | CheckpointException | None = None
@@ -60,10 +58,7 @@ def world_size() -> int:
 
 
 def gathered(value: T, *, group: Group = None) -> list[T]:
-    """Returns `value` of every rank, in rank order. Collective.
-
-    group: a group of all ranks; None for the default one
-    """
+    """Returns `value` of every rank of `group`, by default all, in rank order. Collective."""
     if not distributed():
         return [value]
     values: list[Any] = [None] * world_size()
@@ -71,28 +66,30 @@ def gathered(value: T, *, group: Group = None) -> list[T]:
     return values
 
 
-def on_all_ranks(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
-    """Runs `act()` on every rank, and returns this rank's result if no rank failed. Collective.
+@contextmanager
+def agreed(doing: str, *, group: Group = None) -> Generator[None]:
+    """Runs its block on every rank, and raises CheckpointError on all ranks if one failed. Collective.
 
-    Raises CheckpointError on all ranks. It names the first rank that failed, and the reason. It is a
-    DamagedCheckpointError if every rank that failed raised one. Its cause is this rank's own error, or else
-    the OffloadError of the named rank.
+    The error names the first rank that failed. It is a DamagedCheckpointError if every rank that failed
+    raised one. Its cause is this rank's own error, or else the OffloadError of the named rank.
     """
-    attempt, results = ErrorCapture(), list[T]()
+    attempt = ErrorCapture()
     with attempt:
-        results.append(act())
+        yield
     failures = [one for one in gathered(_failure(attempt, doing), group=group) if one is not None]
     if failures:
         named = _first_of(failures)
         raise named.as_error() from attempt.error or named.offload
-    return results[0]
+
+
+def on_all_ranks(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
+    """Runs `act()` on every rank, and returns this rank's result if no rank failed. See `agreed`."""
+    with agreed(doing, group=group):
+        return act()
 
 
 def on_rank_zero(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
-    """Runs `act()` on rank 0 alone, and returns its result on all ranks. Collective.
-
-    Raises CheckpointError on all ranks if rank 0 failed.
-    """
+    """Runs `act()` on rank 0 alone, and returns its result, or raises CheckpointError, on all. Collective."""
     attempt, results = ErrorCapture(), list[T]()
     if rank() == 0:
         with attempt:
@@ -135,7 +132,7 @@ class _Failure:
 
 
 def _first_of(failures: Sequence[_Failure]) -> _Failure:
-    """Returns the failure of the lowest rank; its rank is not named if all ranks failed in the same way."""
+    """Returns the failure of the lowest rank, without the rank if all ranks failed in the same way."""
     # Errors other than damage come first: only damage is cured by another checkpoint.
     first, *_ = sorted(failures, key=lambda one: (one.damaged, one.rank))
     alike = (replace(one, rank=first.rank, offload=first.offload) == first for one in failures)

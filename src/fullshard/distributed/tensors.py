@@ -10,8 +10,5 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Returns a number that identifies the storage of `tensor` among all live ones.
-
-    Unlike a data address, it also exists for fake tensors.
-    """
+    """Returns a number that identifies the storage of `tensor`, also of a fake one, among all live ones."""
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

@@ -2,12 +2,11 @@
 
 [Note: past the page cache] Bytes go to the disk directly (O_DIRECT). A large run of whole memory pages that
 align with pages of the file is written in place. Other bytes are copied into aligned blocks, one of which is
-filled while the other is written. The kernel's page cache would copy all bytes once more, into pages that it
-has to allocate, and write them back in threads that compete with training. That cost ten times the processor
-time per gigabyte, and slowed steps during a save by half; bench/results/2026-11-20-checkpoints.md has
-the figures. Bytes that a file system does not accept directly go through its cache. They are written in small
-calls, since large ones took three times as long. Writeback is started early; otherwise the flush at the end
-would wait for all of them.
+filled while the other is written. The kernel's page cache would copy all bytes once more, and write them back
+in threads that compete with training: ten times the processor time per gigabyte, and steps half as fast
+during a save (bench/results/2026-11-20-checkpoints.md). Bytes that a file system does not accept directly go
+through its cache, in small calls, since large ones took three times as long. Writeback is started early;
+otherwise the flush at the end would wait for all of them.
 """
 
 import errno
@@ -82,7 +81,7 @@ class StreamedFile:
         return whole
 
     def _before_page(self, data: memoryview) -> int:
-        """Returns the number of bytes to copy before the rest can be written in place, or all if none can."""
+        """Returns the number of bytes to copy before the rest can be written in place; all if none can."""
         end = self._offset + self._filled
         in_step = (address(data) - end) % ALIGNMENT == 0
         if not (in_step and data.nbytes >= LARGE_BYTES + ALIGNMENT and self._is_direct):
@@ -123,11 +122,7 @@ class StreamedFile:
             writing.result()
 
     def _put(self, parts: list[memoryview], offset: int) -> None:
-        """Writes all of `parts`, although one call may write less. All parts except the last consist of
-        aligned blocks.
-
-        See [Note: past the page cache].
-        """
+        """Writes all of `parts`, of which all except the last consist of aligned blocks."""
         begin = offset
         while parts:
             direct = self._is_direct and offset % ALIGNMENT == 0 and parts[0].nbytes >= ALIGNMENT

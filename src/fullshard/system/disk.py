@@ -86,9 +86,7 @@ def create_durable(path: Path) -> Generator[StreamedFile]:
 
 @contextmanager
 def replace_atomically(path: Path) -> Generator[StreamedFile]:
-    """Opens a file that replaces `path` if the block succeeds. Until then, and after a failure, `path` is
-    unchanged.
-    """
+    """Opens a file that replaces `path`, flushed to the disk, if the block succeeds."""
     with replacing(path) as draft, create_durable(draft) as file:
         yield file
     flush(path.parent)

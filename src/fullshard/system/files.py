@@ -12,8 +12,7 @@ from pathlib import Path
 def open_regular(path: str | Path, flags: int, *, mode: int = 0o666) -> int:
     """Opens a regular file and nothing else. Can serve as an `opener` of `open`.
 
-    A link may lead out of the directory, and a fifo or a device may never end. Raises OSError, with ELOOP for
-    a link and ENXIO for anything else that is not a regular file.
+    Raises OSError, with ELOOP for a link and ENXIO for anything else that is not a regular file.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
@@ -31,7 +30,7 @@ def open_regular(path: str | Path, flags: int, *, mode: int = 0o666) -> int:
 
 @contextmanager
 def replacing(path: Path, *, draft: Path | None = None) -> Generator[Path]:
-    """Yields a new path beside `path`, whose file replaces `path` if the block succeeds, and else is removed.
+    """Yields a new path, whose file replaces `path` if the block succeeds, and is removed otherwise.
 
     A reader finds the old file or the new one. A link is replaced, not followed. Raises OSError.
 

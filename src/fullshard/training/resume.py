@@ -18,7 +18,7 @@ from fullshard.weights.pretrained import load_pretrained
 from fullshard.weights.read import LoadReport
 
 
-def checkpoint_location(directory: str | Path, plan: Plan) -> CheckpointLocation | NodeLocalDirectory:
+def checkpoint_location(directory: str | Path, plan: Plan) -> CheckpointLocation:
     """Returns the location that the plan's run saves to and loads from."""
     section = plan.run.checkpoint
     found = location_of(directory, key_file=section.key_file)
@@ -31,8 +31,7 @@ def checkpoint_location(directory: str | Path, plan: Plan) -> CheckpointLocation
 
 def newest_saved(directory: str | Path, plan: Plan) -> int | None:
     """Returns the step of the newest complete checkpoint that this process sees, or None."""
-    found = checkpoint_location(directory, plan)
-    return newest_step(found.own if isinstance(found, NodeLocalDirectory) else found)
+    return newest_step(checkpoint_location(directory, plan))
 
 
 def pretrained_directory(run: Run) -> Path | None:

@@ -6,16 +6,14 @@ during it; the spike did not come back (arXiv:2204.02311, section 5.1).
 
 from pathlib import Path
 
-from fullshard.checkpoint import NodeLocalDirectory, load
+from fullshard.checkpoint import load
 from fullshard.checkpoint.location import CheckpointLocation
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 from fullshard.training.state import TrainState
 
 
-def roll_back(
-    state: TrainState, directory: str | Path | CheckpointLocation | NodeLocalDirectory, *, plan: Plan
-) -> bool:
+def roll_back(state: TrainState, directory: str | Path | CheckpointLocation, *, plan: Plan) -> bool:
     """Loads the newest complete checkpoint of `directory`, and moves the data position forward. Collective.
 
     The batches since that checkpoint and the next `survival.skip_batches` are not trained on. A plain

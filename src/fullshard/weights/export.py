@@ -21,6 +21,7 @@ from fullshard.errors import CheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.weight_map import Naming, Part, Shape, WeightMap, whole
 from fullshard.system import disk
+from fullshard.system.files import make_directory
 from fullshard.system.targets import require_outside
 from fullshard.weights.files import INDEX, ONE_FILE
 from fullshard.weights.merge_adapters import MergedModel, Merging
@@ -213,7 +214,7 @@ def _make_room(
     outgoing: SafetensorsWriter, target: Path, *, is_file: bool, free_bytes: Callable[[Path], int]
 ) -> None:
     directory = target.parent if is_file else target
-    disk.make_directory(directory)
+    make_directory(directory)
     disk.require_space(target, needed_bytes=outgoing.size_bytes, available_bytes=free_bytes(directory))
 
 
