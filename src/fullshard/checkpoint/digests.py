@@ -18,7 +18,6 @@ import stat
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import xxhash
 
@@ -33,12 +32,7 @@ _BY_OTHERS = stat.S_IRGRP | stat.S_IWGRP | stat.S_IROTH
 logger = logging.getLogger("fullshard")
 
 
-class Hash(Protocol):
-    """A digest under construction, with the interface of hashlib."""
-
-    def update(self, data: bytes | bytearray | memoryview, /) -> None: ...
-
-    def hexdigest(self) -> str: ...
+Hash = hashlib.blake2b | xxhash.xxh3_128
 
 
 def new_hash(*, strong: bool = False) -> Hash:
@@ -46,9 +40,9 @@ def new_hash(*, strong: bool = False) -> Hash:
     return hashlib.blake2b(digest_size=32) if strong else xxhash.xxh3_128()
 
 
-def hash_like(digest: str) -> Hash:
-    """Returns an empty digest of the same kind as `digest`."""
-    return new_hash(strong=len(digest) != _XXH3_DIGITS)
+def is_strong(digest: str) -> bool:
+    """Returns whether `digest` is a BLAKE2b digest, by its length."""
+    return len(digest) != _XXH3_DIGITS
 
 
 def digest(data: bytes | bytearray | memoryview, *, strong: bool = False) -> str:
@@ -56,15 +50,6 @@ def digest(data: bytes | bytearray | memoryview, *, strong: bool = False) -> str
     found = new_hash(strong=strong)
     found.update(data)
     return found.hexdigest()
-
-
-def matches(data: bytes, digest: str | None) -> bool:
-    """Returns whether `digest` is the digest of `data`; False for None."""
-    if digest is None:
-        return False
-    found = hash_like(digest)
-    found.update(data)
-    return found.hexdigest() == digest
 
 
 @dataclass(frozen=True)
@@ -107,11 +92,10 @@ class KeyFile:
                 fix=f"a new key: {_MAKE_KEY}",
             )
         if not _LEAST_KEY_BYTES <= len(key) <= _MOST_KEY_BYTES:
+            is_cut = len(key) > _MOST_KEY_BYTES
             raise CheckpointError(
                 f"{self.path} cannot serve as a key.",
-                got=f"{len(key)} bytes"
-                if len(key) <= _MOST_KEY_BYTES
-                else f"more than {_MOST_KEY_BYTES} bytes",
+                got=f"more than {_MOST_KEY_BYTES} bytes" if is_cut else f"{len(key)} bytes",
                 why=f"a key has {_LEAST_KEY_BYTES} to {_MOST_KEY_BYTES} bytes",
                 fix=_MAKE_KEY,
             )

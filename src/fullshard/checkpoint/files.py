@@ -13,7 +13,7 @@ from typing import BinaryIO, Protocol, TypeVar, cast
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.distributed.agreement import Group, agreed, gathered, on_rank_zero, rank
 from fullshard.quantities import format_bytes
-from fullshard.system import disk
+from fullshard.system.direct_io import StreamedFile
 from fullshard.system.files import flush, open_regular
 
 T = TypeVar("T")
@@ -136,8 +136,7 @@ class LocalFiles:
 
     @contextmanager
     def create(self, name: str) -> Generator[BinaryIO]:
-        path = self.path / name
-        with disk.create_durable(path) as file:
+        with StreamedFile(self.path / name) as file:
             yield cast(BinaryIO, file)
         flush(self.path)
 

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import secrets
 import shutil
 import socket
 from pathlib import Path
@@ -79,10 +78,3 @@ def directories(directory: Path, pattern: str) -> list[Path]:
 def _is_bare(path: Path) -> bool:
     """Returns whether the writer died before it recorded its identity, and so before it wrote any shard."""
     return {one.name for one in path.iterdir()} <= {WRITER}
-
-
-def set_aside(path: Path) -> Path:
-    """Renames a broken checkpoint so that its name is free, and returns its new path."""
-    aside = path.with_name(f".bad-{path.name}-{secrets.token_hex(4)}")
-    path.rename(aside)
-    return aside

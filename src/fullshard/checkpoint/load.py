@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 
 from torch import Tensor
 
-from fullshard.checkpoint import per_rank_layout, storage
+from fullshard.checkpoint import storage
 from fullshard.checkpoint.checkpointable import Checkpointable, PartitionedState
 from fullshard.checkpoint.files import DiskGroup, Files
 from fullshard.checkpoint.location import CheckpointLocation, is_listed, location_of, valid_checkpoints
@@ -138,11 +138,11 @@ def _load(state: Checkpointable, files: Files, *, manifest: Manifest) -> None:
     doing = f"loading {files}"
     with agreed(doing):
         if manifest.layout == "ranks":
-            per_rank_layout.require_same_ranks(files, manifest)
+            storage.require_same_ranks(files, manifest)
         receivers = _receivers(state, manifest)
     with agreed(doing):
         reader = storage.opened(files, manifest)
-    read = per_rank_layout.read if manifest.layout == "ranks" else storage.read
+    read = storage.read_own if manifest.layout == "ranks" else storage.read
     with agreed(doing):
         read(receivers, reader)
     if hasattr(state, "partitions"):

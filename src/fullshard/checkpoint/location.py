@@ -156,7 +156,9 @@ class LocalLocation:
     def begin(self, step: int, *, needed_bytes: int) -> Files:
         target = self.path / step_name(step)
         if os.path.lexists(target):
-            logger.warning("%s is not a checkpoint; renamed to %s", target, leftovers.set_aside(target))
+            logger.warning(
+                "%s is not a checkpoint; renamed to %s", target, self.set_aside(LocalFiles(target))
+            )
         leftovers.collect_leftovers(self.path)
         disk.require_space(target, needed_bytes=needed_bytes, available_bytes=self.free_bytes(self.path))
         draft = LocalFiles(self.path / f".tmp-{step:08d}-{secrets.token_hex(4)}", self.key)
@@ -182,7 +184,8 @@ class LocalLocation:
         leftovers.remove(_path(draft))
 
     def set_aside(self, checkpoint: Files) -> str:
-        return str(leftovers.set_aside(_path(checkpoint)))
+        path = _path(checkpoint)
+        return str(path.rename(path.with_name(f".bad-{path.name}-{secrets.token_hex(4)}")))
 
     def remove(self, checkpoint: Files) -> None:
         path = _path(checkpoint)

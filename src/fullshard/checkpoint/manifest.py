@@ -22,7 +22,7 @@ import torch
 from pydantic import Field, JsonValue, ValidationError, model_validator
 from torch import Tensor
 
-from fullshard.checkpoint.digests import KeyFile, digest, matches
+from fullshard.checkpoint.digests import KeyFile, digest, is_strong
 from fullshard.checkpoint.files import MANIFEST, Files, LocalFiles, is_lost, is_remote, write_file
 from fullshard.checkpoint.shard_file import SUFFIX
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError
@@ -266,7 +266,8 @@ def read_verified(files: Files, manifest: Manifest, *, name: str) -> bytes:
         data = files.read(name)
     except OSError as error:
         raise lost_or_denied(error, f"{files} is not whole.", name=name) from error
-    if name not in manifest.files or not matches(data, manifest.files[name].digest):
+    saved = manifest.files[name].digest if name in manifest.files else None
+    if saved is None or digest(data, strong=is_strong(saved)) != saved:
         raise DamagedCheckpointError(
             f"{files}/{name} holds other bytes than were saved.", got="its digest is another"
         )

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import MANIFEST
@@ -32,7 +32,6 @@ from fullshard.checkpoint.object_store import (
     ANSWER_SECONDS,
     TRIES,
     AlteredError,
-    Listing,
     RangeReader,
     Store,
     asking,
@@ -72,11 +71,11 @@ class ObjectFiles:
 
     def sizes(self) -> dict[str, int]:
         if self.attempt is not None:
-            return sizes_of(self.store.listing(self._prefix))
-        own = sizes_of(self.store.listing(self.url))
+            return self.store.listing(self._prefix).sizes
+        own = self.store.listing(self.url).sizes
         if MANIFEST not in own or self._prefix == self.url:
             return own
-        return {**sizes_of(self.store.listing(self._prefix)), MANIFEST: own[MANIFEST]}
+        return {**self.store.listing(self._prefix).sizes, MANIFEST: own[MANIFEST]}
 
     def read(self, name: str) -> bytes:
         return self.store.get(self._at(name))
@@ -117,11 +116,6 @@ def attempt_of(manifest: bytes) -> str | None:
     return attempt if isinstance(attempt, str | None) else "unknown"
 
 
-def sizes_of(listing: Listing) -> dict[str, int]:
-    """Returns the size in bytes of each object of a listing, by name."""
-    return {name: one.size_bytes for name, one in listing.objects.items()}
-
-
 @contextmanager
 def upload(store: Store, url: str, *, part_bytes: int) -> Generator[BinaryIO]:
     """Opens an object for writing, which exists only after the block ends without error.
@@ -129,8 +123,7 @@ def upload(store: Store, url: str, *, part_bytes: int) -> Generator[BinaryIO]:
     Holds one part in memory. The last part is sent at the end of the block, which can therefore raise like a
     write.
     """
-    kind = _ToS3 if store.is_s3 else _ToAny
-    sending: _Upload = kind(store, url, part_bytes=part_bytes)
+    sending = (_ToS3 if store.is_s3 else _ToAny)(store, url, part_bytes=part_bytes)
     ended = False
     try:
         yield cast(BinaryIO, sending)
@@ -140,20 +133,6 @@ def upload(store: Store, url: str, *, part_bytes: int) -> Generator[BinaryIO]:
         if not ended:
             with suppress(OSError):  # the earlier error is the one to show
                 sending.give_up()
-
-
-class _Upload(Protocol):
-    """Writes bytes in order into an object. Every method may raise OSError."""
-
-    def write(self, data: bytes | bytearray | memoryview) -> int: ...
-
-    def finish(self) -> None:
-        """Sends the remaining bytes. Raises AlteredError if the store then has other bytes."""
-        ...
-
-    def give_up(self) -> None:
-        """Asks the store to drop the bytes that it was sent."""
-        ...
 
 
 class _ToS3:
@@ -201,7 +180,8 @@ class _ToS3:
             self._id = str(self._ask("create_multipart_upload", {})["UploadId"])
         number = len(self._parts) + 1
         answer = self._send("upload_part", {"UploadId": self._id, "PartNumber": number})
-        known = {name: one for name, one in answer.items() if name == "ETag" or _is_checksum(name)}
+        known = {name: one for name, one in answer.items() if name == "ETag" or name.startswith("Checksum")}
+        known.pop("ChecksumType", None)
         self._parts.append({"PartNumber": number, **known})
 
     def _send(self, request: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -275,21 +255,13 @@ def _md5(data: memoryview) -> str:
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
-def _crc32(data: memoryview) -> str:
-    """Returns the CRC-32 of `data`, encoded as S3 writes it."""
-    return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
-
-
-def _is_checksum(name: str) -> bool:
-    return name.startswith("Checksum") and name != "ChecksumType"
-
-
 def _is_received(answer: Mapping[str, Any], data: memoryview, *, md5: str) -> bool:
     """Returns whether S3's answer to `data` proves that it arrived. See [Note: confirmed, or read back]."""
     if str(answer.get("ETag")).strip('"') == md5:
         return True
     with_keys = "aws:kms" in str(answer.get("ServerSideEncryption")) or "SSECustomerAlgorithm" in answer
-    return with_keys and answer.get("ChecksumCRC32") == _crc32(data)
+    crc32 = base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+    return with_keys and answer.get("ChecksumCRC32") == crc32
 
 
 def _require_same(store: Store, url: str, *, parts: Sequence[tuple[int, str]]) -> None:

@@ -78,6 +78,10 @@ class Listing:
     objects: Mapping[str, Stored]
     prefixes: tuple[str, ...]
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {name: one.size_bytes for name, one in self.objects.items()}
+
 
 @dataclass(frozen=True)
 class Store:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint import per_rank_layout, storage
+from fullshard.checkpoint import storage
 from fullshard.checkpoint.checkpointable import Checkpointable
 from fullshard.checkpoint.files import DiskGroup, Files, write_file
 from fullshard.checkpoint.leftovers import WRITER
@@ -182,7 +182,7 @@ class Saver:
         metadata: Metadata | None = None
         with agreed(doing, group=group):
             if self.layout == "ranks":
-                own = per_rank_layout.write(mine.tensors, draft, held=mine.held)
+                own = storage.write_own(mine.tensors, draft, held=mine.held)
             else:
                 every_copy = disk.node is not None
                 own, metadata = storage.write(

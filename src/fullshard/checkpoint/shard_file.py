@@ -14,7 +14,7 @@ the start of each piece, so that a part of a large piece can be verified without
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, BinaryIO, Self, cast
+from typing import Annotated, BinaryIO, Self, TypeVar, cast
 
 import torch
 from pydantic import Field, ValidationError, model_validator
@@ -22,10 +22,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fullshard.checkpoint.digests import hash_like, new_hash
+from fullshard.checkpoint.digests import is_strong, new_hash
 from fullshard.errors import DamagedCheckpointError
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES, address
+
+M = TypeVar("M", bound=FrozenModel)
 
 BLOCK_BYTES = 16 << 20
 SUFFIX = ".pieces"
@@ -42,6 +44,14 @@ def shard_begin(tensor: Tensor) -> tuple[int, ...]:
         return (0,) * tensor.ndim
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offsets)
+
+
+def decode_json(kind: type[M], data: bytes, *, source: str) -> M:
+    """Returns the value of `kind` that `data` encodes. Raises DamagedCheckpointError if there is none."""
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        raise DamagedCheckpointError(f"{source} is damaged.", got=error.errors()[0]["msg"]) from error
 
 
 class ShardRecord(FrozenModel):
@@ -84,14 +94,6 @@ class ShardFileTable(FrozenModel):
                 raise ValueError(f"the piece of {piece.name} begins at {list(piece.index)} of its tensor")
             end = piece.offset + piece.length
         return self
-
-    @classmethod
-    def decoded(cls, data: bytes, *, source: str) -> Self:
-        """Returns the table that `data` encodes. Raises DamagedCheckpointError if it is not one."""
-        try:
-            return cls.model_validate_json(data)
-        except ValidationError as error:
-            raise DamagedCheckpointError(f"{source} is damaged.", got=error.errors()[0]["msg"]) from error
 
     @property
     def size_bytes(self) -> int:
@@ -275,7 +277,11 @@ def read_part(
     begin = piece.data_offset + row * row_bytes
     whole_rows = tuple(target.shape[1:]) == piece.shape[1:]
     in_place = whole_rows and target.device.type == "cpu" and target.is_contiguous()
-    elements = target if in_place else torch.empty(_rows(piece, rows), dtype=target.dtype)
+    elements = (
+        target
+        if in_place
+        else torch.empty((rows, *piece.shape[1:]) if piece.shape else (), dtype=target.dtype)
+    )
     data = memoryview(cast(bytearray, elements.reshape(-1).view(torch.uint8).numpy()))
     stop = begin + rows * row_bytes
     numbers = range(begin // block_bytes, (stop - 1) // block_bytes + 1)
@@ -295,7 +301,7 @@ def read_part(
 def _read_block(file: BinaryIO, piece: ShardRecord, *, number: int, parts: Sequence[memoryview]) -> None:
     """Reads the block `number` of `piece` from the file's position into `parts`, and checks its digest."""
     expected = piece.digests[number] if number < len(piece.digests) else ""
-    found = hash_like(expected)
+    found = new_hash(strong=is_strong(expected))
     for part in parts:
         got = _read_into(file, part)
         if got < part.nbytes:
@@ -309,10 +315,6 @@ def _read_block(file: BinaryIO, piece: ShardRecord, *, number: int, parts: Seque
             got=f"a part of {piece.name}, bytes {begin} to {end}, whose digest is another",
             why="the disk, or something on the way to it, changed them",
         )
-
-
-def _rows(piece: ShardRecord, rows: int) -> tuple[int, ...]:
-    return (rows, *piece.shape[1:]) if piece.shape else ()
 
 
 def _read_into(file: BinaryIO, target: memoryview) -> int:

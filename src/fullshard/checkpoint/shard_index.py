@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 
 import torch
-from pydantic import NonNegativeInt, ValidationError
+from pydantic import NonNegativeInt
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -75,14 +75,6 @@ class ShardIndex(FrozenModel):
         for name, file, offset, start, shape in places:
             shards[name].append(Shard(numbers[file], offset, start, shape))
         return cls(files=tuple(files), shards={name: tuple(many) for name, many in shards.items()})
-
-    @classmethod
-    def decoded(cls, data: bytes, *, source: str) -> Self:
-        """Returns the index that `data` encodes as JSON. Raises DamagedCheckpointError if it is not one."""
-        try:
-            return cls.model_validate_json(data)
-        except ValidationError as error:
-            raise DamagedCheckpointError(f"{source} is damaged.", got=error.errors()[0]["msg"]) from error
 
     def metadata(self, manifest: Manifest, *, source: str) -> Metadata:
         """Returns DCP's description of the same shards; `storage_data` holds (file name, offset) of each.

@@ -8,25 +8,11 @@ has waited for the one that is being written. So the written bytes of every shar
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import TypeAlias
 
 from torch import Tensor
 
 from fullshard.errors import CheckpointError
-
-
-class ShardReader(Protocol):
-    """Source from which a snapshot's shards are read; `in_step`: see `shard_file.ShardFileWriter`."""
-
-    in_step: bool
-
-    def read(self, name: str, shard: Tensor, *, last: bool) -> AbstractContextManager[Tensor]:
-        """Yields the elements of `shard`, unchanged while the context is open; `last` frees them."""
-        ...
-
-    def finish(self) -> None:
-        """Ends all reading."""
-        ...
 
 
 class FrozenShards:
@@ -36,12 +22,14 @@ class FrozenShards:
     (docs/log.md).
     """
 
-    in_step = False
+    in_step = False  # see `shard_file.ShardFileWriter`
 
     def read(self, name: str, shard: Tensor, *, last: bool) -> AbstractContextManager[Tensor]:
+        """Yields the elements of `shard`, unchanged while the context is open; the `last` read frees them."""
         return nullcontext(shard)
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """Ends all reading."""
 
 
 class LiveShards:
@@ -114,6 +102,9 @@ class LiveShards:
     def _release(self, name: str) -> None:
         self._held.discard(name)
         self._changed.notify_all()
+
+
+ShardReader: TypeAlias = FrozenShards | LiveShards
 
 
 def _not_copied(name: str, error: Exception) -> CheckpointError:

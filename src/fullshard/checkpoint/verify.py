@@ -55,21 +55,15 @@ def find_damage(checkpoint: Files | str | Path) -> Iterator[Damage]:
     except DamagedCheckpointError as error:
         yield Damage(MANIFEST, _said(error, MANIFEST), ())
         return
-    reader, sizes, sound = storage.Reader(files, manifest), files.sizes(), True
-    for damage in damaged_files(files, manifest, sizes=sizes):
-        sound = False
-        yield damage
-    if sound:
+    reader, sizes = storage.Reader(files, manifest), files.sizes()
+    damaged = False
+    for name in manifest.own_files:
+        for damaged in _in_file(reader, name, sizes=sizes):
+            yield damaged
+    if not damaged:
         yield from _in_index(reader)
     for name in sorted(set(sizes) - set(manifest.files) - {MANIFEST, WRITER}):
         yield Damage(name, "not of this checkpoint", ())
-
-
-def damaged_files(files: Files, manifest: Manifest, *, sizes: Mapping[str, int]) -> Iterator[Damage]:
-    """Does the work of `find_damage` for the files that `manifest` names, given the `sizes` of all files."""
-    reader = storage.Reader(files, manifest)
-    for name in manifest.own_files:
-        yield from _in_file(reader, name, sizes=sizes)
 
 
 def diff(one: Files | str | Path, other: Files | str | Path) -> Iterator[str]:
@@ -95,10 +89,12 @@ def diff(one: Files | str | Path, other: Files | str | Path) -> Iterator[str]:
 
 def require_written(draft: Files, manifest: Manifest) -> None:
     """Reads every byte of the files that `manifest` names. Raises CheckpointError if one was altered."""
+    reader, sizes = storage.Reader(draft, manifest), draft.sizes()
     for name in manifest.own_files:
         _forget(draft, name)
-    for damage in damaged_files(draft, manifest, sizes=draft.sizes()):
-        raise _altered(draft, damage.file, got=damage.what)
+    for name in manifest.own_files:
+        for damage in _in_file(reader, name, sizes=sizes):
+            raise _altered(draft, name, got=damage.what)
 
 
 def require_manifest(files: Files) -> None:
@@ -159,13 +155,10 @@ def _in_file(reader: storage.Reader, name: str, *, sizes: Mapping[str, int]) -> 
     if sizes.get(name) != saved.size_bytes:
         found = f"{sizes[name]} bytes" if name in sizes else why_unlisted(reader.files, name)
         yield Damage(name, f"{found}; {saved.size_bytes} were saved", _touched(reader, name))
-    elif name in reader.manifest.data_files:
+        return
+    if name in reader.manifest.data_files:
         yield from _in_data_file(reader, name)
-    else:
-        yield from _in_small_file(reader, name)
-
-
-def _in_small_file(reader: storage.Reader, name: str) -> Iterator[Damage]:
+        return
     try:
         read_verified(reader.files, reader.manifest, name=name)
     except CheckpointError as error:

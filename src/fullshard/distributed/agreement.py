@@ -119,22 +119,19 @@ class _Failure:
     """A CheckpointError as text, and the rank on which it occurred."""
 
     rank: int
+    kind: type[CheckpointError]
     what: str
-    got: str | None
-    why: str | None
-    fix: str | None
-    damaged: bool
+    details: dict[str, str | None]
     offload: OffloadError | None = None
 
     def as_error(self) -> CheckpointError:
-        kind = DamagedCheckpointError if self.damaged else CheckpointError
-        return kind(self.what, got=self.got, why=self.why, fix=self.fix)
+        return self.kind(self.what, **self.details)
 
 
 def _first_of(failures: Sequence[_Failure]) -> _Failure:
     """Returns the failure of the lowest rank, without the rank if all ranks failed in the same way."""
     # Errors other than damage come first: only damage is cured by another checkpoint.
-    first, *_ = sorted(failures, key=lambda one: (one.damaged, one.rank))
+    first, *_ = sorted(failures, key=lambda one: (one.kind is DamagedCheckpointError, one.rank))
     alike = (replace(one, rank=first.rank, offload=first.offload) == first for one in failures)
     if len(failures) == world_size() and all(alike):
         return first
@@ -151,9 +148,9 @@ def _failure(attempt: ErrorCapture, doing: str) -> _Failure | None:
     offload = error if isinstance(error, OffloadError) else None
     if not isinstance(error, CheckpointError):
         error = _as_checkpoint_error(error, doing)
-    got = None if error.got is None else str(error.got)
-    damaged = isinstance(error, DamagedCheckpointError)
-    return _Failure(failed_rank, error.what, got, error.why, error.fix, damaged, offload)
+    kind = DamagedCheckpointError if isinstance(error, DamagedCheckpointError) else CheckpointError
+    details = {"got": None if error.got is None else str(error.got), "why": error.why, "fix": error.fix}
+    return _Failure(failed_rank, kind, error.what, details, offload)
 
 
 def _as_checkpoint_error(error: BaseException, doing: str) -> CheckpointError:

@@ -3,10 +3,10 @@
 [Note: past the page cache] Bytes go to the disk directly (O_DIRECT). A large run of whole memory pages that
 align with pages of the file is written in place. Other bytes are copied into aligned blocks, one of which is
 filled while the other is written. The kernel's page cache would copy all bytes once more, and write them back
-in threads that compete with training: ten times the processor time per gigabyte, and steps half as fast
-during a save (bench/results/2026-11-20-checkpoints.md). Bytes that a file system does not accept directly go
-through its cache, in small calls, since large ones took three times as long. Writeback is started early;
-otherwise the flush at the end would wait for all of them.
+in threads that compete with training. That cost ten times the processor time per gigabyte, and slowed steps
+during a save by half (bench/results/2026-11-20-checkpoints.md). Bytes that a file system does not accept
+directly go through its cache, in small calls, since large ones took three times as long. Writeback is started
+early; otherwise the flush at the end would wait for all of them.
 """
 
 import errno
@@ -32,7 +32,7 @@ _BLOCKS = 2  # one is written while the other is filled
 class StreamedFile:
     """Writes bytes in order into a file that must not exist yet. Uses two blocks of memory of 16 MiB.
 
-    `finish` returns once all bytes are on the disk; without it the file is incomplete. Every method may raise
+    Once the context ends without error, all bytes are on the disk. Every method may raise
     OSError, also for bytes of an earlier write.
     """
 
@@ -48,10 +48,14 @@ class StreamedFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
-        os.close(self._file)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+            os.close(self._file)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Writes all of `data`, which may be changed afterwards. Returns its size in bytes."""

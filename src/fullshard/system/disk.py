@@ -77,17 +77,9 @@ def forget(path: Path) -> None:
 
 
 @contextmanager
-def create_durable(path: Path) -> Generator[StreamedFile]:
-    """Opens a new file, which must not exist yet, and flushes it to the disk if the block succeeds."""
-    with StreamedFile(path) as file:
-        yield file
-        file.finish()
-
-
-@contextmanager
 def replace_atomically(path: Path) -> Generator[StreamedFile]:
     """Opens a file that replaces `path`, flushed to the disk, if the block succeeds."""
-    with replacing(path) as draft, create_durable(draft) as file:
+    with replacing(path) as draft, StreamedFile(draft) as file:
         yield file
     flush(path.parent)
 
