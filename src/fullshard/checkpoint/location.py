@@ -13,14 +13,13 @@ from typing import Protocol
 from fullshard.checkpoint import leftovers
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import DiskGroup, Files, LocalFiles, is_remote, write_file
-from fullshard.checkpoint.manifest import MANIFEST, Manifest, step_name, verify
+from fullshard.checkpoint.manifest import MANIFEST, Manifest, step_name, step_of, verify
 from fullshard.distributed.agreement import Group
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system import disk
 from fullshard.system.files import flush, make_directory
 from fullshard.system.lock import exclusive_lock
 
-_STEP = re.compile(r"step-([0-9]{8,})")
 _CUT_URL = re.compile(r"([a-z][a-z0-9+.]+):/([^/].*)")
 _LOCK = ".lock"
 
@@ -102,16 +101,14 @@ class CheckpointLocation(Protocol):
 class LocalLocation:
     """A directory of a file system. A draft is a directory in it, and one rename commits it."""
 
+    is_local = True
+
     path: Path
     free_bytes: Callable[[Path], int] = disk.free_bytes
     key: KeyFile | None = None
 
     def __str__(self) -> str:
         return str(self.path)
-
-    @property
-    def is_local(self) -> bool:
-        return True
 
     def join(self, *, group: Group = None) -> DiskGroup:
         return DiskGroup()
@@ -129,9 +126,9 @@ class LocalLocation:
             return []
         # Saves create directories only: a file or a link with the name of a step is not fullshard's.
         own = [path for path in self.path.iterdir() if path.is_dir() and not path.is_symlink()]
-        matches = [(_STEP.fullmatch(path.name), path) for path in own]
-        found = sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
-        return [(step, LocalFiles(path, self.key)) for step, path in found]
+        paths = {step_of(path.name): path for path in own}
+        steps = sorted((step for step in paths if step is not None), reverse=True)
+        return [(step, LocalFiles(paths[step], self.key)) for step in steps]
 
     def unfinished(self) -> list[str]:
         return [str(path) for path in leftovers.directories(self.path, ".tmp-*")]
@@ -221,13 +218,11 @@ def location_of(
             fix=f"{cut[1]}://{cut[2]}, as text: pathlib.Path takes one of the slashes",
         )
     if isinstance(directory, str) and is_remote(directory):
-        from fullshard.checkpoint.object_store import require_bucket
+        from fullshard.checkpoint.object_store import Store
         from fullshard.checkpoint.objects import ObjectLocation
 
-        require_bucket(directory)
-        place = ObjectLocation(directory.rstrip("/"), key=key)
-        place.require_backend()
-        return place
+        Store(directory).require()
+        return ObjectLocation(directory.rstrip("/"), key=key)
     return LocalLocation(Path(str(directory).removeprefix("file://")), key=key)
 
 

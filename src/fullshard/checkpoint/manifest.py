@@ -307,6 +307,12 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(name: str) -> int | None:
+    """Returns the step whose checkpoint is called `name`, or None for any other name."""
+    digits = name.removeprefix("step-")
+    return int(digits) if digits.isdecimal() and name == step_name(int(digits)) else None
+
+
 def _undamaged_json(text: bytes, where: str) -> dict[str, Any]:
     """Returns the JSON object of a manifest, after checking the digest of its bytes."""
     try:

@@ -96,6 +96,9 @@ class Store:
 
     def require(self) -> None:
         """Raises MissingExtraError for a missing package, CheckpointError for an unusable URL."""
+        protocol, _, rest = self.url.partition("://")
+        if not rest.strip("/") or (protocol in _BUCKETED and rest.startswith("/")):
+            raise CheckpointError(f"{self.url} names no bucket.", fix=f"{protocol}://bucket/run")
         assert self._system is not None, "fsspec gives a file system, or raises"
 
     def listing(self, url: str) -> Listing:
@@ -204,13 +207,6 @@ class Store:
 
     def _path(self, url: str) -> str:
         return str(self._system._strip_protocol(url))
-
-
-def require_bucket(url: str) -> None:
-    """Raises CheckpointError for a URL that names a kind of store but no bucket."""
-    protocol, _, rest = url.partition("://")
-    if not rest.strip("/") or (protocol in _BUCKETED and rest.startswith("/")):
-        raise CheckpointError(f"{url} names no bucket.", fix=f"{protocol}://bucket/run")
 
 
 class RangeReader:

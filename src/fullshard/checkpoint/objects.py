@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import MANIFEST, DiskGroup, Files, write_file
 from fullshard.checkpoint.leftovers import WRITER, WriterProcess
-from fullshard.checkpoint.manifest import Manifest, read_manifest, step_name
+from fullshard.checkpoint.manifest import Manifest, read_manifest, step_name, step_of
 from fullshard.checkpoint.object_files import PART_BYTES, ObjectFiles, attempt_of
 from fullshard.checkpoint.object_store import ANSWER_SECONDS, TRIES, AlteredError, Listing, Store, Stored
 from fullshard.distributed.agreement import Group
@@ -47,6 +47,8 @@ class ObjectLocation:
     key: signs the checkpoints
     """
 
+    is_local = False
+
     url: str
     part_bytes: int = PART_BYTES
     answer_seconds: float = ANSWER_SECONDS
@@ -54,14 +56,6 @@ class ObjectLocation:
 
     def __str__(self) -> str:
         return self.url
-
-    def require_backend(self) -> None:
-        """Raises MissingExtraError if the package that accesses the store is not installed."""
-        self._store.require()
-
-    @property
-    def is_local(self) -> bool:
-        return False
 
     def join(self, *, group: Group = None) -> DiskGroup:
         return DiskGroup()
@@ -165,13 +159,8 @@ def _own(files: Files) -> ObjectFiles:
 
 def _listings(store: Store) -> dict[int, Listing]:
     """Returns the listing of every step, highest step first."""
-    steps = sorted(int(n.removeprefix("step-")) for n in store.listing(store.url).prefixes if _is_step(n))
-    return {step: store.listing(f"{store.url}/{step_name(step)}") for step in reversed(steps)}
-
-
-def _is_step(name: str) -> bool:
-    digits = name.removeprefix("step-")
-    return digits.isdecimal() and name == step_name(int(digits))
+    steps = [step for name in store.listing(store.url).prefixes if (step := step_of(name)) is not None]
+    return {step: store.listing(f"{store.url}/{step_name(step)}") for step in sorted(steps, reverse=True)}
 
 
 def _rejects(below: Listing) -> list[str]:

@@ -32,10 +32,10 @@ from fullshard.checkpoint.manifest import (
     describe_small,
     verify,
 )
-from fullshard.checkpoint.shard_file import local_shard
 from fullshard.checkpoint.snapshot_reader import FrozenShards, ShardReader
 from fullshard.checkpoint.verify import require_manifest, require_written
 from fullshard.distributed.agreement import Group, agreed, gathered, on_rank_zero, rank, world_size
+from fullshard.distributed.tensors import local_shard
 from fullshard.errors import CheckpointError, DamagedCheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan

@@ -33,11 +33,6 @@ BLOCK_BYTES = 16 << 20
 SUFFIX = ".pieces"
 
 
-def local_shard(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a DTensor, and any other tensor as it is, detached."""
-    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def shard_begin(tensor: Tensor) -> tuple[int, ...]:
     """Returns the position of this rank's part in the whole tensor, per dim."""
     if not isinstance(tensor, DTensor):

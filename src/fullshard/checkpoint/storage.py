@@ -41,13 +41,13 @@ from fullshard.checkpoint.shard_file import (
     ShardFileWriter,
     ShardRecord,
     decode_json,
-    local_shard,
     read_part,
     shard_begin,
 )
 from fullshard.checkpoint.shard_index import ShardIndex
 from fullshard.checkpoint.snapshot_reader import FrozenShards, ShardReader
 from fullshard.distributed.agreement import ErrorCapture, Group, distributed, locally, rank, world_size
+from fullshard.distributed.tensors import local_shard
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 T = TypeVar("T")

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import SpecError
 from fullshard.offload.device_update import DeviceUpdate, Slice
 from fullshard.offload.gather_source import ShardCopies
@@ -105,7 +105,7 @@ class StreamingAdamW(torch.optim.Optimizer):
             beta1, beta2 = group["betas"]
             options = AdamOptions(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
             seed = hash((self.seed, int(state["step"].item()), place, shard_index(parameter)))
-            job = _GroupUpdate(_local(gradient).reshape(-1), state["step"], options, seed)
+            job = _GroupUpdate(local_tensor(gradient).reshape(-1), state["step"], options, seed)
             if name is not None:
                 jobs[name] = job
             else:
@@ -178,7 +178,8 @@ class StreamingAdamW(torch.optim.Optimizer):
                 for name, new in portion.items():
                     for key, tensor in new.items():
                         one = saved[name].get(key)
-                        _local(tensor).zero_() if one is None else _local(tensor).copy_(_local(one))
+                        target = local_tensor(tensor)
+                        target.zero_() if one is None else target.copy_(local_tensor(one))
 
     def _take_over(self, state_dict: dict[str, Any]) -> None:
         """Loads the state that is not offloaded, in place, into the tensors of any earlier `state_dict`."""
@@ -313,7 +314,7 @@ def _generator(job: _GroupUpdate, begin: int, *, device: torch.device) -> torch.
 
 def _require_same_shards(name: str, new: Mapping[str, Any], *, now: Mapping[str, Tensor]) -> None:
     for key, tensor in new.items():
-        own, found = _local(now[key]), _local(tensor) if isinstance(tensor, Tensor) else None
+        own, found = local_tensor(now[key]), local_tensor(tensor) if isinstance(tensor, Tensor) else None
         read = isinstance(found, LazyTensor) or (found is not None and not found.is_meta)
         if found is None or found.shape != own.shape or not read:
             got = f"{tuple(found.shape)} on {found.device}" if found is not None else type(tensor).__name__
@@ -323,7 +324,3 @@ def _require_same_shards(name: str, new: Mapping[str, Any], *, now: Mapping[str,
                 why="a state_dict is for the same parameters on the same ranks",
                 fix="fullshard.save and fullshard.load, whose checkpoints are for any number of ranks",
             )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

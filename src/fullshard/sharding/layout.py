@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fullshard.distributed.tensors import local_tensor
 from fullshard.quantities import format_bytes, format_count
 
 
@@ -71,7 +72,7 @@ def sharding_table(model: nn.Module) -> Layout:
 
 
 def _row(parameter: nn.Parameter, names: list[str], *, units: dict[str, str]) -> LayoutRow:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_tensor(parameter)
     placement = "whole"
     if isinstance(parameter, DTensor):
         axes = parameter.device_mesh.mesh_dim_names or tuple(

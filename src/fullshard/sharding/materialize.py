@@ -16,7 +16,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fullshard.distributed.tensors import local_shard, shard_like
 from fullshard.errors import ShardError
 from fullshard.sharding.precision import TORCH_DTYPE, unit_precision
 from fullshard.sharding.rank0_values import Rank0Values
@@ -127,7 +128,7 @@ def allocate(
     for unit in units:
         for name in [name for name in filler.names_in(unit) if name not in values.tensors]:
             with torch.no_grad():
-                _fill_nan(_local(filler.unset(name)))
+                _fill_nan(local_shard(filler.unset(name)))
         filler.fill_unit(unit, {}, values=values)
         if keep is not None:
             keep(unit.parameters)
@@ -155,7 +156,7 @@ def initialise(model: nn.Module, names: Iterable[str], *, plan: Plan, init: Init
         for own in holders.values():
             for name, whole in filler.initialised(own).items():
                 parameter = filler.parameters[name]
-                _local(parameter).copy_(_local(_cut(whole, parameter)))
+                local_shard(parameter).copy_(local_shard(_cut(whole, parameter)))
     finally:
         filler.register(filler.parameters)
 
@@ -247,7 +248,7 @@ class _Filler:
         old = self.parameters[name]
         shape = old.to_local().shape if isinstance(old, DTensor) else old.shape
         local = torch.empty(shape, dtype=old.dtype, device=self.device)
-        self._put(name, _as_placed(local, old) if isinstance(old, DTensor) else local)
+        self._put(name, shard_like(old, local) if isinstance(old, DTensor) else local)
         return self.parameters[name]
 
     def initialised(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -388,25 +389,13 @@ def _cut(whole: Tensor, parameter: nn.Parameter) -> Tensor:
             chunks, rank = local.chunk(mesh.size(axis)), mesh.get_local_rank(axis)
             local = chunks[rank] if rank < len(chunks) else local[:0]
     # A copy: a view would keep the whole tensor's storage alive.
-    return _as_placed(local.to(parameter.dtype, copy=True), parameter)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor, which shares its memory."""
-    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return shard_like(parameter, local.to(parameter.dtype, copy=True))
 
 
 def device_of(plan: Plan) -> torch.device:
     """Returns the device on which this rank of the plan computes."""
     on_cuda = plan.device == "cuda"
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-
-
-def _as_placed(local: Tensor, like: DTensor) -> DTensor:
-    """Makes `local` this rank's part of a DTensor with the shape and placements of `like`."""
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
 
 
 def _fill_nan(tensor: Tensor) -> None:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fullshard.checkpoint.shard_file import local_shard, shard_begin
+from fullshard.checkpoint.shard_file import shard_begin
 from fullshard.distributed.agreement import on_all_ranks, on_rank_zero, world_size
+from fullshard.distributed.tensors import local_shard
 from fullshard.errors import CheckpointError
 from fullshard.spec.weight_map import Naming, Shape, WeightMap, by_name
 from fullshard.weights.files import PretrainedFiles, open_weights
