@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
-from fullshard.checkpoint.leftovers import WRITER, WriterProcess
+from fullshard.checkpoint.files import WRITER, WriterProcess
 from fullshard.checkpoint.location import LocalLocation, latest_checkpoint
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.save import save

@@ -2,23 +2,27 @@
 
 import errno
 import os
+import socket
 import stat
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, Protocol, TypeVar, cast
+from typing import BinaryIO, Protocol, Self, TypeVar, cast
 
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.distributed.agreement import Group, agreed, gathered, on_rank_zero, rank
 from fullshard.quantities import format_bytes
+from fullshard.spec.value import FrozenModel
 from fullshard.system.direct_io import StreamedFile
 from fullshard.system.files import flush, open_regular
+from fullshard.system.process import boot_id, is_running, pid_namespace
 
 T = TypeVar("T")
 
 MANIFEST = "manifest.json"
+WRITER = "writer.json"
 SMALL_BYTES = 1 << 30
 """Largest size of a file that describes others: some hundred megabytes for ten thousand ranks."""
 
@@ -66,6 +70,27 @@ class _ReadAhead(FileIO):
             behind = self.tell() + buffer.nbytes
             os.posix_fadvise(self.fileno(), behind, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
         return super().readinto(buffer[:_READ_BYTES])  # callers read until they have all bytes
+
+
+class WriterProcess(FrozenModel):
+    """Identity of the process that writes a checkpoint, by which its machine can check whether it still runs.
+
+    A pid is valid only under one kernel (`boot`) and in one pid namespace.
+    """
+
+    host: str
+    boot: str
+    pid_namespace: str
+    pid: int
+
+    @classmethod
+    def this(cls) -> Self:
+        return cls(host=socket.gethostname(), boot=boot_id(), pid_namespace=pid_namespace(), pid=os.getpid())
+
+    def is_dead(self) -> bool:
+        """Returns True if the process is certainly dead; False also if that cannot be known from here."""
+        here = self == WriterProcess.this().model_copy(update={"pid": self.pid})
+        return here and not is_running(self.pid)
 
 
 @dataclass(frozen=True)

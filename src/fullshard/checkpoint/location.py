@@ -4,15 +4,25 @@ import logging
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
-from fullshard.checkpoint import leftovers
+from pydantic import ValidationError
+
 from fullshard.checkpoint.digests import KeyFile
-from fullshard.checkpoint.files import DiskGroup, Files, LocalFiles, is_remote, write_file
+from fullshard.checkpoint.files import (
+    WRITER,
+    DiskGroup,
+    Files,
+    LocalFiles,
+    WriterProcess,
+    is_remote,
+    write_file,
+)
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, step_name, step_of, verify
 from fullshard.distributed.agreement import Group
 from fullshard.errors import CheckpointError, DamagedCheckpointError
@@ -30,7 +40,11 @@ class CheckpointLocation(Protocol):
     """A directory of checkpoints. Any method may raise OSError.
 
     Except for `join`, only the leader of a DiskGroup calls methods that change something.
+
+    is_local: whether saves are as fast as a disk, so that an update may wait for one
     """
+
+    is_local: ClassVar[bool]
 
     @property
     def key(self) -> KeyFile | None:
@@ -38,11 +52,6 @@ class CheckpointLocation(Protocol):
         ...
 
     def __str__(self) -> str: ...
-
-    @property
-    def is_local(self) -> bool:
-        """Whether saves are as fast as a disk, so that an update may wait for one."""
-        ...
 
     def join(self, *, group: Group = None) -> DiskGroup:
         """Finishes interrupted commits, and returns the ranks that share this rank's disk. Collective."""
@@ -101,7 +110,7 @@ class CheckpointLocation(Protocol):
 class LocalLocation:
     """A directory of a file system. A draft is a directory in it, and one rename commits it."""
 
-    is_local = True
+    is_local: ClassVar[bool] = True
 
     path: Path
     free_bytes: Callable[[Path], int] = disk.free_bytes
@@ -131,7 +140,7 @@ class LocalLocation:
         return [(step, LocalFiles(paths[step], self.key)) for step in steps]
 
     def unfinished(self) -> list[str]:
-        return [str(path) for path in leftovers.directories(self.path, ".tmp-*")]
+        return [str(path) for path in directories(self.path, ".tmp-*")]
 
     def quarantined(self) -> list[str]:
         return [path.name for path in sorted(self.path.glob(".bad-*"))]
@@ -156,15 +165,15 @@ class LocalLocation:
             logger.warning(
                 "%s is not a checkpoint; renamed to %s", target, self.set_aside(LocalFiles(target))
             )
-        leftovers.collect_leftovers(self.path)
+        _collect_leftovers(self.path)
         disk.require_space(target, needed_bytes=needed_bytes, available_bytes=self.free_bytes(self.path))
         draft = LocalFiles(self.path / f".tmp-{step:08d}-{secrets.token_hex(4)}", self.key)
         draft.path.mkdir()
         try:
-            writer = leftovers.WriterProcess.this().model_dump_json().encode()
-            write_file(draft, leftovers.WRITER, data=writer)
+            writer = WriterProcess.this().model_dump_json().encode()
+            write_file(draft, WRITER, data=writer)
         except OSError:
-            leftovers.remove(draft.path)
+            _remove_directory(draft.path)
             raise
         return draft
 
@@ -178,7 +187,7 @@ class LocalLocation:
         return target
 
     def discard(self, draft: Files) -> None:
-        leftovers.remove(_path(draft))
+        _remove_directory(_path(draft))
 
     def set_aside(self, checkpoint: Files) -> str:
         path = _path(checkpoint)
@@ -189,7 +198,7 @@ class LocalLocation:
         condemned = path.with_name(f".del-{path.name}-{secrets.token_hex(4)}")
         path.rename(condemned)
         flush(self.path)
-        leftovers.remove(condemned)
+        _remove_directory(condemned)
 
 
 def location_of(
@@ -303,3 +312,44 @@ def _is_whole(files: Files) -> bool:
 def _path(files: Files) -> Path:
     assert isinstance(files, LocalFiles), f"{files} lies elsewhere"
     return files.path
+
+
+def _remove_directory(path: Path) -> None:
+    """Removes a directory of fullshard's as far as possible, and warns if some of it remains."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        logger.warning("%s could not be removed", path)
+
+
+def _collect_leftovers(directory: Path) -> None:
+    """Removes the leftovers of saves whose process is dead, and of interrupted removals.
+
+    A `.tmp-` directory whose process may still run is kept, with a warning. The location must be locked, so
+    that a directory in which nothing was written yet belongs to no running save.
+    """
+    for path in directories(directory, ".del-*"):
+        _remove_directory(path)
+    for path in directories(directory, ".tmp-*"):
+        try:
+            writer = WriterProcess.model_validate_json(LocalFiles(path).read(WRITER))
+        except (OSError, ValidationError):
+            writer = None
+        if writer is not None and writer.is_dead():
+            logger.info("removing %s: its process %d is dead", path, writer.pid)
+            _remove_directory(path)
+        elif writer is None and _is_bare(path):
+            logger.info("removing %s: nothing was written there", path)
+            _remove_directory(path)
+        else:
+            who = f"process {writer.pid} on {writer.host}" if writer else "an unknown process"
+            logger.warning("leaving %s alone: %s may still be writing it", path, who)
+
+
+def directories(directory: Path, pattern: str) -> list[Path]:
+    """Returns the directories that match `pattern`, except links, which are not fullshard's."""
+    return [path for path in sorted(directory.glob(pattern)) if path.is_dir() and not path.is_symlink()]
+
+
+def _is_bare(path: Path) -> bool:
+    """Returns whether the writer died before it recorded its identity, and so before it wrote any shard."""
+    return {one.name for one in path.iterdir()} <= {WRITER}

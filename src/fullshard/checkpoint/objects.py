@@ -17,12 +17,12 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import ClassVar
 
 from pydantic import ValidationError
 
 from fullshard.checkpoint.digests import KeyFile
-from fullshard.checkpoint.files import MANIFEST, DiskGroup, Files, write_file
-from fullshard.checkpoint.leftovers import WRITER, WriterProcess
+from fullshard.checkpoint.files import MANIFEST, WRITER, DiskGroup, Files, WriterProcess, write_file
 from fullshard.checkpoint.manifest import Manifest, read_manifest, step_name, step_of
 from fullshard.checkpoint.object_files import PART_BYTES, ObjectFiles, attempt_of
 from fullshard.checkpoint.object_store import ANSWER_SECONDS, TRIES, AlteredError, Listing, Store, Stored
@@ -47,7 +47,7 @@ class ObjectLocation:
     key: signs the checkpoints
     """
 
-    is_local = False
+    is_local: ClassVar[bool] = False
 
     url: str
     part_bytes: int = PART_BYTES
@@ -61,22 +61,22 @@ class ObjectLocation:
         return DiskGroup()
 
     def exists(self) -> bool:
-        found = self._store.listing(self.url)
+        found = self.as_checkpoint().store.listing(self.url)
         return bool(found.objects or found.prefixes)
 
-    def as_checkpoint(self) -> Files:
+    def as_checkpoint(self) -> ObjectFiles:
         return ObjectFiles(self.url, None, self.part_bytes, self.answer_seconds, self.key)
 
     def steps(self) -> list[tuple[int, Files]]:
         """Returns the steps that have a manifest: an uncommitted attempt does not look like a checkpoint."""
-        found = _listings(self._store)
+        found = _listings(self.as_checkpoint().store)
         return [(step, self._at(step)) for step, below in found.items() if MANIFEST in below.objects]
 
     def unfinished(self) -> list[str]:
-        return [str(draft) for draft in _uncommitted(self._store)]
+        return [str(draft) for draft in _uncommitted(self.as_checkpoint().store)]
 
     def quarantined(self) -> list[str]:
-        found = _listings(self._store)
+        found = _listings(self.as_checkpoint().store)
         return [f"{step_name(step)}/{name}" for step, below in found.items() for name in _rejects(below)]
 
     @contextmanager
@@ -87,7 +87,7 @@ class ObjectLocation:
     def begin(self, step: int, *, needed_bytes: int) -> Files:
         draft = self._at(step, attempt=secrets.token_hex(8))
         writer = WriterProcess.this().model_dump_json().encode()
-        store = self._store
+        store = self.as_checkpoint().store
         write_file(draft, WRITER, data=writer)
         try:
             store.put_new(f"{draft}/{WRITER}", data=writer)
@@ -124,7 +124,7 @@ class ObjectLocation:
 
     def set_aside(self, checkpoint: Files) -> str:
         """Renames the manifest only; the files stay in place."""
-        store, url = self._store, _own(checkpoint).url
+        store, url = self.as_checkpoint().store, _own(checkpoint).url
         text = store.get(f"{url}/{MANIFEST}")
         aside = f"{url}/{_REJECT}{attempt_of(text)}-{secrets.token_hex(4)}.json"
         with suppress(FileExistsError):
@@ -135,7 +135,7 @@ class ObjectLocation:
     def remove(self, checkpoint: Files) -> None:
         """Removes the manifest first, so that an interrupted removal looks like an unfinished save."""
         files = _own(checkpoint)
-        store, url = self._store, files.url
+        store, url = self.as_checkpoint().store, files.url
         attempt, below = _committed(files), store.listing(url)
         store.remove([f"{url}/{MANIFEST}"])
         if attempt in below.prefixes:
@@ -146,10 +146,6 @@ class ObjectLocation:
     def _at(self, step: int, *, attempt: str | None = None) -> ObjectFiles:
         url = f"{self.url}/{step_name(step)}"
         return ObjectFiles(url, attempt, self.part_bytes, self.answer_seconds, self.key)
-
-    @property
-    def _store(self) -> Store:
-        return Store(self.url, self.answer_seconds)
 
 
 def _own(files: Files) -> ObjectFiles:

@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.checkpoint import leftovers
 from fullshard.checkpoint.digests import KeyFile
-from fullshard.checkpoint.files import DiskGroup, LocalFiles
-from fullshard.checkpoint.location import LocalLocation
+from fullshard.checkpoint.files import WRITER, DiskGroup, LocalFiles
+from fullshard.checkpoint.location import LocalLocation, directories
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     SavedFile,
@@ -90,7 +89,7 @@ def held_steps(own: LocalLocation) -> list[NodeCheckpoint]:
     """Returns the steps, committed or not, that have a manifest on this disk and complete files."""
     found: list[NodeCheckpoint] = []
     path = own.path
-    for directory in leftovers.directories(path, "step-*") + leftovers.directories(path, ".tmp-*"):
+    for directory in directories(path, "step-*") + directories(path, ".tmp-*"):
         if not (directory / MANIFEST).exists():
             continue
         try:
@@ -148,11 +147,11 @@ def _gather(disks: Sequence[LocalLocation], target: LocalLocation) -> Path:
         draft = target.begin(manifest.step, needed_bytes=manifest.size_bytes)
         copied: dict[str, SavedFile] = {}
         for name, file in manifest.files.items():
-            if name != leftovers.WRITER:
+            if name != WRITER:
                 with parts[file.node or 0].open(name) as source, draft.create(name) as copy:
                     shutil.copyfileobj(source, copy, length=16 << 20)
                 copied[name] = file.model_copy(update={"node": None})
-        copied[leftovers.WRITER] = describe_small(draft, draft.read(leftovers.WRITER))
+        copied[WRITER] = describe_small(draft, draft.read(WRITER))
         whole = manifest.model_copy(update={"files": copied, "nodes": 1, "node": 0, "attempt": None})
         target.prepare(draft, whole)
         return Path(str(target.commit(draft, whole)))

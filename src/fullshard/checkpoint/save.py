@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import storage
 from fullshard.checkpoint.checkpointable import Checkpointable
-from fullshard.checkpoint.files import DiskGroup, Files, write_file
-from fullshard.checkpoint.leftovers import WRITER
+from fullshard.checkpoint.files import WRITER, DiskGroup, Files, write_file
 from fullshard.checkpoint.location import CheckpointLocation, location, location_of, prune
 from fullshard.checkpoint.manifest import (
     MANIFEST,
@@ -125,13 +124,15 @@ class Saver:
         needed_bytes = _agreed_bytes(mine, disk, group=group)
         with ExitStack() as held:
             draft = disk.on_leader(
-                lambda: self._begin(held, mine, disk, needed_bytes=needed_bytes), doing=doing, group=group
+                lambda: self._begin(held, mine, disk=disk, needed_bytes=needed_bytes),
+                doing=doing,
+                group=group,
             )
             if isinstance(draft, Path | str):
                 return draft
             try:
-                files, tensors = self._write(mine, draft, disk, group=group)
-                target = self._commit(mine, draft, disk, files=files, tensors=tensors, group=group)
+                files, tensors = self._write(mine, draft, disk=disk, group=group)
+                target = self._commit(mine, draft, disk=disk, files=files, tensors=tensors, group=group)
             except CheckpointError:
                 if disk.is_leader:
                     self.place.discard(draft)
@@ -145,7 +146,7 @@ class Saver:
         return f"saving step {mine.step} to {self.place}"
 
     def _begin(
-        self, held: ExitStack, mine: Snapshot, disk: DiskGroup, *, needed_bytes: int
+        self, held: ExitStack, mine: Snapshot, *, disk: DiskGroup, needed_bytes: int
     ) -> Files | Path | str:
         """Returns, on a leader, an empty draft, or the path of the step if it is already saved.
 
@@ -155,11 +156,11 @@ class Saver:
         there = next((files for step, files in self.place.steps() if step == mine.step), None)
         # A step that is not on all disks was never acknowledged, and `begin` renames it.
         is_acknowledged = disk.complete_steps is None or mine.step in disk.complete_steps
-        if there is not None and is_acknowledged and self._is_whole(there, mine, disk):
+        if there is not None and is_acknowledged and self._is_whole(there, mine, disk=disk):
             return location(there)
         return self.place.begin(mine.step, needed_bytes=needed_bytes)
 
-    def _is_whole(self, there: Files, mine: Snapshot, disk: DiskGroup) -> bool:
+    def _is_whole(self, there: Files, mine: Snapshot, *, disk: DiskGroup) -> bool:
         """Renames `there` and returns False if it is broken. Raises CheckpointError for another model."""
         try:
             manifest = verify(there)
@@ -173,7 +174,7 @@ class Saver:
         return True
 
     def _write(
-        self, mine: Snapshot, draft: Files, disk: DiskGroup, *, group: Group
+        self, mine: Snapshot, draft: Files, *, disk: DiskGroup, group: Group
     ) -> tuple[dict[str, SavedFile], dict[str, SavedTensor]]:
         """Writes the shards of every rank; returns the files and tensors of all ranks. Collective."""
         doing = self._doing(mine)
@@ -204,8 +205,8 @@ class Saver:
         self,
         mine: Snapshot,
         draft: Files,
-        disk: DiskGroup,
         *,
+        disk: DiskGroup,
         files: dict[str, SavedFile],
         tensors: dict[str, SavedTensor],
         group: Group,

@@ -13,8 +13,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from fullshard.checkpoint import storage
-from fullshard.checkpoint.files import Files, LocalFiles
-from fullshard.checkpoint.leftovers import WRITER
+from fullshard.checkpoint.files import WRITER, Files, LocalFiles
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     SHARDS,
