@@ -254,7 +254,7 @@ def without_padding(path: Path, name: str) -> None:
     """Turns a checkpoint into what saves wrote before large tensors were aligned: one piece right behind the
     other, and no index of shards."""
     manifest, data = read_manifest(path), (path / name).read_bytes()
-    table = ShardFileTable.decoded((path / f"{name}.pieces").read_bytes(), source=name)
+    table = ShardFileTable.model_validate_json((path / f"{name}.pieces").read_bytes())
     old, moved, packed = [], {}, b""
     for piece in table.pieces:
         old.append(piece.model_copy(update={"offset": len(packed)}))

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from fullshard.checkpoint import object_store
 from fullshard.checkpoint.background import BackgroundSaver
-from fullshard.checkpoint.files import write_file
-from fullshard.checkpoint.leftovers import WRITER, WriterProcess
+from fullshard.checkpoint.files import WRITER, WriterProcess, write_file
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.location import latest_checkpoint, location_of
 from fullshard.checkpoint.manifest import MANIFEST, read_manifest

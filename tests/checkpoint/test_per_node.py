@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.manifest import read_manifest
-from fullshard.checkpoint.per_node import NodeLocalDirectory, NodeRank, find_seat, gather
+from fullshard.checkpoint.per_node import NodeLocalDirectory, gather
 from fullshard.checkpoint.save import Layout, save
 from fullshard.checkpoint.verify import find_damage
 from fullshard.errors import CheckpointError
@@ -31,18 +31,19 @@ def disks_of(directory: Path, ranks_a_node: int) -> NodeLocalDirectory:
     return NodeLocalDirectory(directory / f"node-{dist.get_rank() // ranks_a_node}")
 
 
-def seats(directory: Path, ranks_a_node: int) -> NodeRank:
-    return find_seat(disks_of(directory, ranks_a_node).path)
+def joined(directory: Path, ranks_a_node: int) -> tuple[int | None, int, bool]:
+    disk = disks_of(directory, ranks_a_node).join()
+    return disk.node, disk.nodes, disk.is_leader
 
 
 def test_ranks_that_see_each_others_files_share_a_disk(ranks, tmp_path):
-    assert ranks(4).run(seats, tmp_path, 2) == [
-        NodeRank(0, 2, is_leader=True),
-        NodeRank(0, 2, is_leader=False),
-        NodeRank(1, 2, is_leader=True),
-        NodeRank(1, 2, is_leader=False),
+    assert ranks(4).run(joined, tmp_path, 2) == [
+        (0, 2, True),
+        (0, 2, False),
+        (1, 2, True),
+        (1, 2, False),
     ]
-    assert ranks(3).run(seats, tmp_path, 3) == [NodeRank(0, 1, is_leader=rank == 0) for rank in range(3)]
+    assert ranks(3).run(joined, tmp_path, 3) == [(0, 1, rank == 0) for rank in range(3)]
     assert not list(tmp_path.rglob(".seat-*"))
 
 

@@ -4,16 +4,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import pytest
 
-from fullshard.checkpoint import per_node
 from fullshard.checkpoint.background import BackgroundSaver
 from fullshard.checkpoint.files import LocalFiles
 from fullshard.checkpoint.location import LocalLocation
-from fullshard.checkpoint.manifest import MANIFEST, METADATA, Manifest
-from fullshard.checkpoint.per_node import NodeLocalDirectory, NodeRank
+from fullshard.checkpoint.manifest import MANIFEST, METADATA
+from fullshard.checkpoint.per_node import NodeLocalDirectory
 from fullshard.checkpoint.save import save
 from fullshard.checkpoint.storage import data_file
 from fullshard.errors import CheckpointError
@@ -90,17 +89,14 @@ def test_a_save_in_the_background_is_read_back(tmp_path):
     assert "was read back" in str(ended.error)
 
 
-def committed(draft: LocalFiles, manifest: Manifest) -> Any:
-    return per_node.commit(
-        draft, NodeRank(0, 1, is_leader=True), manifest=manifest, index=b"", read_back=True
-    )
+@dataclass(frozen=True)
+class FlippingNode(NodeLocalDirectory):
+    def begin(self, step: int, *, needed_bytes: int) -> FlippingFiles:
+        return FlippingFiles(Path(str(super().begin(step, needed_bytes=needed_bytes))), flips=MANIFEST)
 
 
 def test_a_disk_of_one_node_is_read_back(tmp_path):
-    path = save(State(1, numbers(1)), NodeLocalDirectory(tmp_path), read_back=True)
-    manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
-    path.rename(tmp_path / ".tmp-1")
-    (tmp_path / ".tmp-1" / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match="was read back"):
-        committed(FlippingFiles(tmp_path / ".tmp-1", flips=MANIFEST), manifest)
+        save(State(1, numbers(1)), FlippingNode(tmp_path), read_back=True)
     assert list(tmp_path.glob("step-*")) == []
+    assert save(State(1, numbers(1)), NodeLocalDirectory(tmp_path), read_back=True).is_dir()

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
-from fullshard.checkpoint.leftovers import WRITER, WriterProcess
+from fullshard.checkpoint.files import WRITER, WriterProcess
 from fullshard.checkpoint.location import LocalLocation, latest_checkpoint
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.checkpoint.save import save
@@ -299,7 +299,7 @@ def test_a_directory_that_cannot_be_one_is_refused(tmp_path, place):
     (tmp_path / "file").write_text("not a directory")
     with pytest.raises(CheckpointError, match="a file, not a directory") as raised:
         saved(tmp_path / place, 1)
-    assert raised.value.fix == "another directory"
+    assert raised.value.fix == "a directory elsewhere"
     assert (tmp_path / "file").read_text() == "not a directory"
 
 

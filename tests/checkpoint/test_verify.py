@@ -36,7 +36,7 @@ def flip(file: Path, bit: int) -> None:
 
 
 def pieces(path: Path, name: str = "__0_0.distcp") -> ShardFileTable:
-    return ShardFileTable.decoded((path / f"{name}.pieces").read_bytes(), source=name)
+    return ShardFileTable.model_validate_json((path / f"{name}.pieces").read_bytes())
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -51,7 +51,7 @@ FAULTS = {
     "write error": Fault("pwritev", IO, "data", "cannot be written: .*EIO"),
     "one write error": Fault("pwritev", IO, "data", "cannot be written: .*EIO", times=1),
     "flush error": Fault("fdatasync", IO, "data", "cannot be flushed to its drive: .*EIO"),
-    "drive full": Fault("pwritev", FULL, "json", "cannot be kept in .*ENOSPC(.|\n)*drive is full"),
+    "drive full": Fault("pwritev", FULL, "json", "cannot be kept in .*ENOSPC(.|\n)*disk is full"),
     "other bits": Fault("preadv", None, "data", OTHER, times=1),
     "shards, a write error": Fault("pwritev", IO, "param", "be written(.|\n)*EIO", times=1, tier=SHARDS),
     "shards, read error": Fault("preadv", IO, "param", "be read(.|\n)*EIO", tier=SHARDS),

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.offload.drive import DIRECT, SYSTEM, System
+from fullshard.offload.drive import SYSTEM, System
+from fullshard.system.direct_io import DIRECT
 
 
 def without_direct() -> System:

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import DamagedOffloadError, OffloadError
-from fullshard.offload.drive import ALIGNMENT, SYSTEM, DriveFile, System
+from fullshard.offload.drive import SYSTEM, DriveFile, System
+from fullshard.system.direct_io import ALIGNMENT
 from tests.faults.disks import small_disk
 from tests.offload.systems import (
     failing,
@@ -183,7 +184,7 @@ def test_a_full_drive_shows_when_the_file_is_made_and_nothing_is_left(tmp_path: 
     with small_disk(tmp_path / "small", size_bytes=1 << 20) as disk:
         DriveFile.create(disk / "fits", 512 << 10).close()
         with pytest.raises(
-            OffloadError, match=r"(?s)No space left.*ENOSPC.*1\.00 MiB to allocate.*drive is full"
+            OffloadError, match=r"(?s)No space left.*ENOSPC.*1\.00 MiB to allocate.*disk is full"
         ):
             DriveFile.create(disk / "file", 1 << 20)
         assert [path.name for path in disk.iterdir()] == ["fits"]

@@ -38,13 +38,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.checkpointable import Checkpointable
-from fullshard.checkpoint.location import CheckpointLocation, LocalLocation, location_of
-from fullshard.checkpoint.per_node import NodeLocalDirectory
+from fullshard.checkpoint.location import CheckpointLocation, location_of
 from fullshard.checkpoint.save import Layout, Saver, Snapshot, take_snapshot
-from fullshard.checkpoint.shard_file import local_shard
 from fullshard.checkpoint.snapshot_reader import FrozenShards, LiveShards
-from fullshard.distributed.agreement import Group, distributed, on_all_ranks
-from fullshard.distributed.tensors import as_part_of
+from fullshard.distributed.agreement import Group, agreed, distributed
+from fullshard.distributed.tensors import local_shard, shard_like
 from fullshard.errors import CheckpointError
 from fullshard.spec.plan import Plan
 from fullshard.system.direct_io import LARGE_BYTES, aligned_memory
@@ -56,7 +54,7 @@ logger = logging.getLogger("fullshard")
 
 
 class Updated(Protocol):
-    """A state that can report when it is about to change. `TrainState` is one."""
+    """A state, such as `TrainState`, that can report when it is about to change."""
 
     def before_update(self, act: Callable[[], None]) -> None:
         """Calls `act` once, before the next update of parameters or optimizer state."""
@@ -67,7 +65,7 @@ class Updated(Protocol):
 class SaveResult:
     """Result of one save.
 
-    step: step of the state that was saved
+    step: finished steps of the saved state
     path: the checkpoint, or None if the save failed
     error: the error, or None
     seconds: duration of the save
@@ -84,22 +82,19 @@ class SaveResult:
 class BackgroundSaver:
     """Saves in the background, one checkpoint at a time. Leaving the context waits for the last save.
 
-    Collective: every rank creates one, and calls `save` alike. It holds a copy of this rank's shards in host
-    memory, pinned if they are on a GPU. The first save allocates the copy, and later saves reuse it;
-    [Note: written from where it lies] says which shards need none. Call `wait` before changing parameters or
-    optimizer state in any way other than the optimizer's step and `load`.
+    Collective: every rank creates one, with the arguments of `fullshard.save`, and calls `save` alike. A copy
+    of this rank's shards is kept in host memory, pinned if they are on a GPU, and reused by later saves. Call
+    `wait` before changing parameters or optimizer state other than by the optimizer's step and `load`.
 
         with BackgroundSaver("checkpoints", keep=2) as saver:
             for step in train(state, plan):
                 if step.index % 100 == 0:
                     saver.save(state)
-
-    The arguments are those of `save`.
     """
 
     def __init__(
         self,
-        directory: str | Path | CheckpointLocation | NodeLocalDirectory,
+        directory: str | Path | CheckpointLocation,
         *,
         keep: int = 0,
         keep_every: int = 0,
@@ -107,7 +102,7 @@ class BackgroundSaver:
         plan: Plan | None = None,
         read_back: bool = False,
     ) -> None:
-        place = directory if isinstance(directory, NodeLocalDirectory) else location_of(directory)
+        place = location_of(directory)
         self._saving = Saver(
             place, keep=keep, keep_every=keep_every, layout=layout, plan=plan, read_back=read_back
         )
@@ -116,7 +111,6 @@ class BackgroundSaver:
         self._running: Future[SaveResult] | None = None
         self._stalled = 0.0
         self._pace = _SaveTiming()
-        self._on_disk = isinstance(place, LocalLocation | NodeLocalDirectory)
         self._outcomes: list[SaveResult] = []
 
     def __enter__(self) -> Self:
@@ -138,19 +132,18 @@ class BackgroundSaver:
         return self._running is None or self._running.done()
 
     def save(self, state: Checkpointable) -> None:
-        """Starts to save `state`.
+        """Starts to save `state`, after waiting for a save that is still running.
 
-        First waits for a save that is still running. If `state` cannot report when it will change, also waits
-        for the copy. See [Note: staged before the update].
-
-        Raises CheckpointError if the state cannot be saved at all. Later failures are reported by `outcomes`.
+        If `state` cannot report when it will change, also waits for the copy. See [Note: staged before the
+        update]. Raises CheckpointError if the state cannot be saved at all; later failures are in `outcomes`.
         """
         started = time.perf_counter()
         self.wait()
-        mine = on_all_ranks(lambda: take_snapshot(state), doing="taking the state to save")
+        with agreed("taking the state to save"):
+            mine = take_snapshot(state)
         self._pace.begin()
         can_tell = hasattr(state, "before_update")
-        live = can_tell and self._on_disk and self._pace.is_ahead
+        live = can_tell and self._saving.place.is_local and self._pace.is_ahead
         staged = self._staging.begin(mine, live=live)
         settled = threading.Event()
         # A thread for each save: one that has stepped back cannot come forward again to copy.
@@ -199,14 +192,12 @@ class BackgroundSaver:
         path: Path | str | None = None
         error: CheckpointError | None = None
 
-        def stage() -> None:
-            try:
-                self._staging.fill(mine)
-            finally:
-                settled.set()
-
         try:
-            on_all_ranks(stage, doing=f"copying step {mine.step} aside", group=self._group)
+            with agreed(f"copying step {mine.step} aside", group=self._group):
+                try:
+                    self._staging.fill(mine)
+                finally:
+                    settled.set()
             _step_back()
             self._staging.arrived()
             path = self._saving.run(mine, group=self._group)
@@ -232,7 +223,7 @@ class _SaveTiming:
         self._end: float | None = None
 
     def begin(self) -> None:
-        """Starts timing a save. No other save may be running."""
+        """Starts timing a save, and draws the conclusion from the save before."""
         if self._update is not None and self._end is not None:
             self.is_ahead = self._update > _MARGIN * self._end
         self._began, self._update, self._end = time.perf_counter(), None, None
@@ -262,9 +253,9 @@ class _StagingBuffers:
     def begin(self, mine: Snapshot, *, live: bool) -> Snapshot:
         """Returns the snapshot to save, whose shards are still to be copied.
 
-        Small plain tensors (buffers, random states), which forward changes, are copied now. Shards are copied
-        by `fill`. If `live`, and all of them are in host memory, they are copied by `settle` instead, as far
-        as they are not written by then.
+        Small plain tensors (buffers, random states), which forward changes, are copied now. If `live`, and
+        all shards are in host memory, `settle` copies those that are not written by then; else `fill` copies
+        all.
         """
         shards = {n: local_shard(t) for n, t in mine.tensors.items() if isinstance(t, DTensor)}
         self._sources = {name: shard for name, shard in shards.items() if not shard.is_meta}
@@ -287,7 +278,7 @@ class _StagingBuffers:
         with torch.cuda.stream(self._stream):  # for None it does nothing
             for name, source in self._sources.items():
                 whole = cast(DTensor, mine.tensors[name])
-                mine.tensors[name] = as_part_of(whole, self._copied(name, source))
+                mine.tensors[name] = shard_like(whole, self._copied(name, source))
         self._sources = {}
 
     def _copied(self, name: str, source: Tensor) -> Tensor:
@@ -310,11 +301,10 @@ class _StagingBuffers:
 
 
 def _buffer_for(source: Tensor) -> Tensor:
-    """Returns host memory for a copy: pinned for a GPU tensor, else a mapping of its own for a large one.
+    """Returns host memory for a copy, which begins at a page: [Note: past the page cache].
 
     `malloc` would keep large memory for the thread that asked: after a few saves, gigabytes that no other
-    thread can use. Both kinds begin at a page, so they are written without another copy:
-    [Note: past the page cache].
+    thread can use.
     """
     if source.is_cuda or source.nbytes < LARGE_BYTES:
         return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
@@ -322,9 +312,6 @@ def _buffer_for(source: Tensor) -> Tensor:
 
 
 def _step_back() -> None:
-    """Lowers the priority of this thread, so that threads that compute come first; a disk needs little time.
-
-    On Linux the priority belongs to the thread, not to the process.
-    """
+    """Lowers the priority of this thread, so that threads that compute come first."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

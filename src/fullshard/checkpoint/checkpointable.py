@@ -17,7 +17,7 @@ class Checkpointable(Protocol):
 
     @property
     def step(self) -> int:
-        """Number of finished steps, equal on all ranks. It names the checkpoint."""
+        """Number of finished steps, equal on all ranks, which names the checkpoint."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
@@ -29,15 +29,12 @@ class Checkpointable(Protocol):
         ...
 
     def values(self) -> dict[str, JsonValue]:
-        """Returns small values, equal on all ranks.
-
-        `tied`: {alias: name} names tied parameters for `export`.
-        """
+        """Returns small values, equal on all ranks; `tied` holds {alias: name} of tied parameters."""
         ...
 
     def load_targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Returns the tensors to fill from a checkpoint that holds `saved`; names, shapes and dtypes as
-        saved.
+        """Returns the tensors to fill from a checkpoint that holds `saved`, equal to it in name, shape and
+        dtype.
 
         Raises CheckpointError that names the differences (see `compare_names`).
         """
@@ -49,11 +46,8 @@ class Checkpointable(Protocol):
 
 
 class PartitionedState(Protocol):
-    """A state with a part too large for memory. That part is filled after the load targets."""
+    """A state with a part too large for memory, which is filled after the load targets."""
 
     def partitions(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
-        """Yields further tensors to fill, each time after the previous ones are filled.
-
-        Every rank yields the same number of portions, with the same names.
-        """
+        """Yields further tensors to fill, alike on all ranks, each time after the last ones are filled."""
         ...

@@ -1,12 +1,12 @@
 """Digests of a checkpoint's bytes, against accidental damage and, with a key, against tampering.
 
-A digest of 32 hexadecimal digits is XXH3 of 128 bits (https://xxhash.com). It is fast, but other bytes with
-the same digest can be constructed. A digest of 64 digits is BLAKE2b of 256 bits (RFC 7693), which is used if
-there is a key.
+A digest of 32 hexadecimal digits is XXH3 of 128 bits (https://xxhash.com): fast, but other bytes with the
+same digest can be constructed. A digest of 64 digits, used if there is a key, is BLAKE2b of 256 bits (RFC
+7693).
 
 [Note: one signature] With a key the manifest carries an HMAC-SHA256 (RFC 2104) of itself. The manifest holds
-the digests of all small files. Some of these are the tables that hold the digests of all other bytes. So
-bytes that are verified, starting from a signed manifest, were written by somebody who had the key.
+the digests of all small files, among them the tables that hold the digests of all other bytes. So bytes that
+are verified, starting from a signed manifest, were written by somebody who had the key.
 """
 
 import errno
@@ -18,7 +18,6 @@ import stat
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import xxhash
 
@@ -33,12 +32,7 @@ _BY_OTHERS = stat.S_IRGRP | stat.S_IWGRP | stat.S_IROTH
 logger = logging.getLogger("fullshard")
 
 
-class Hash(Protocol):
-    """A digest under construction, with the interface of hashlib."""
-
-    def update(self, data: bytes | bytearray | memoryview, /) -> None: ...
-
-    def hexdigest(self) -> str: ...
+Hash = hashlib.blake2b | xxhash.xxh3_128
 
 
 def new_hash(*, strong: bool = False) -> Hash:
@@ -46,9 +40,9 @@ def new_hash(*, strong: bool = False) -> Hash:
     return hashlib.blake2b(digest_size=32) if strong else xxhash.xxh3_128()
 
 
-def hash_like(digest: str) -> Hash:
-    """Returns an empty digest of the same kind as `digest`."""
-    return new_hash(strong=len(digest) != _XXH3_DIGITS)
+def is_strong(digest: str) -> bool:
+    """Returns whether `digest` is a BLAKE2b digest, by its length."""
+    return len(digest) != _XXH3_DIGITS
 
 
 def digest(data: bytes | bytearray | memoryview, *, strong: bool = False) -> str:
@@ -58,30 +52,18 @@ def digest(data: bytes | bytearray | memoryview, *, strong: bool = False) -> str
     return found.hexdigest()
 
 
-def matches(data: bytes, digest: str | None) -> bool:
-    """Returns whether `digest` is the digest of `data`; False for None."""
-    if digest is None:
-        return False
-    found = hash_like(digest)
-    found.update(data)
-    return found.hexdigest() == digest
-
-
 @dataclass(frozen=True)
 class KeyFile:
     """A file with a secret key that signs checkpoints. See [Note: one signature].
 
     The key is the file's bytes without trailing white space: 16 to 4096 bytes. The file is read whenever the
-    key is needed, so that no key is kept in memory or sent to another rank. Only the key of a pipe is kept,
-    since a pipe can be read only once.
+    key is needed, so that no key stays in memory, except that of a pipe, which can be read only once.
     """
 
     path: Path
 
     def signature(self, data: bytes) -> str:
-        """Returns the signature of `data` as 64 hexadecimal digits. Raises CheckpointError if the file cannot
-        serve as a key.
-        """
+        """Returns the signature of `data` as 64 hexadecimal digits. Raises CheckpointError."""
         return hmac.new(self._key(), data, "sha256").hexdigest()
 
     def require(self) -> None:
@@ -110,11 +92,10 @@ class KeyFile:
                 fix=f"a new key: {_MAKE_KEY}",
             )
         if not _LEAST_KEY_BYTES <= len(key) <= _MOST_KEY_BYTES:
+            is_cut = len(key) > _MOST_KEY_BYTES
             raise CheckpointError(
                 f"{self.path} cannot serve as a key.",
-                got=f"{len(key)} bytes"
-                if len(key) <= _MOST_KEY_BYTES
-                else f"more than {_MOST_KEY_BYTES} bytes",
+                got=f"more than {_MOST_KEY_BYTES} bytes" if is_cut else f"{len(key)} bytes",
                 why=f"a key has {_LEAST_KEY_BYTES} to {_MOST_KEY_BYTES} bytes",
                 fix=_MAKE_KEY,
             )
@@ -139,9 +120,7 @@ _read_once = cache(_read_again)
 
 
 def _mode(path: Path) -> int:
-    """Returns the permissions of a regular file, or 0 for a pipe, which only the processes at its ends can
-    reach.
-    """
+    """Returns the permissions of a regular file, or 0 for a pipe."""
     mode = path.stat().st_mode
     return stat.S_IMODE(mode) if stat.S_ISREG(mode) else 0
 

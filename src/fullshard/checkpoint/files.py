@@ -2,20 +2,27 @@
 
 import errno
 import os
+import socket
 import stat
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, Protocol, cast
+from typing import BinaryIO, Protocol, Self, TypeVar, cast
 
 from fullshard.checkpoint.digests import KeyFile
+from fullshard.distributed.agreement import Group, agreed, gathered, on_rank_zero, rank
 from fullshard.quantities import format_bytes
-from fullshard.system import disk
-from fullshard.system.files import open_regular
+from fullshard.spec.value import FrozenModel
+from fullshard.system.direct_io import StreamedFile
+from fullshard.system.files import flush, open_regular
+from fullshard.system.process import boot_id, is_running, pid_namespace
+
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
+WRITER = "writer.json"
 SMALL_BYTES = 1 << 30
 """Largest size of a file that describes others: some hundred megabytes for ten thousand ranks."""
 
@@ -25,8 +32,7 @@ _READ_BYTES, _AHEAD_BYTES = 1 << 20, 16 << 20
 class Files(Protocol):
     """Files of one checkpoint, complete or being written. Every method may raise OSError.
 
-    A picklable value, so that it can be sent to other ranks. `str()` gives a form that users see and can pass
-    back.
+    A picklable value, which is sent to other ranks; its `str()` is a form that users can pass back.
     """
 
     @property
@@ -40,7 +46,7 @@ class Files(Protocol):
         ...
 
     def sizes(self) -> dict[str, int]:
-        """Returns the size in bytes of each regular file by name, or an empty dict if there are none."""
+        """Returns the size in bytes of each regular file by name."""
         ...
 
     def read(self, name: str) -> bytes:
@@ -57,16 +63,67 @@ class Files(Protocol):
 
 
 class _ReadAhead(FileIO):
-    """A file read sequentially in large parts, while the disk fetches the next ones.
-
-    It is unbuffered, because its readers ask for whole blocks.
-    """
+    """A file read sequentially in large parts, without a buffer, while the disk fetches the next ones."""
 
     def readinto(self, buffer: memoryview) -> int | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if hasattr(os, "posix_fadvise"):  # not on macOS
             behind = self.tell() + buffer.nbytes
             os.posix_fadvise(self.fileno(), behind, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
         return super().readinto(buffer[:_READ_BYTES])  # callers read until they have all bytes
+
+
+class WriterProcess(FrozenModel):
+    """Identity of the process that writes a checkpoint, by which its machine can check whether it still runs.
+
+    A pid is valid only under one kernel (`boot`) and in one pid namespace.
+    """
+
+    host: str
+    boot: str
+    pid_namespace: str
+    pid: int
+
+    @classmethod
+    def this(cls) -> Self:
+        return cls(host=socket.gethostname(), boot=boot_id(), pid_namespace=pid_namespace(), pid=os.getpid())
+
+    def is_dead(self) -> bool:
+        """Returns True if the process is certainly dead; False also if that cannot be known from here."""
+        here = self == WriterProcess.this().model_copy(update={"pid": self.pid})
+        return here and not is_running(self.pid)
+
+
+@dataclass(frozen=True)
+class DiskGroup:
+    """The ranks that save to the same disk or store as this rank; by default all ranks.
+
+    leader: the rank that does the work that is done once per disk
+    node: index of the disk; None for a location that all ranks share
+    nodes: number of disks
+    attempt: name of a save that begins now, if several disks commit it together
+    complete_steps: steps that are on all disks; None for a location that all ranks share
+    """
+
+    leader: int = 0
+    node: int | None = None
+    nodes: int = 1
+    attempt: str | None = None
+    complete_steps: frozenset[int] | None = None
+
+    @property
+    def is_leader(self) -> bool:
+        return self.leader == rank()
+
+    def on_leader(self, act: Callable[[], T], *, doing: str, group: Group = None) -> T:
+        """Runs `act()` on the leader of every disk; returns its small result on the disk's ranks. Collective.
+
+        Raises CheckpointError on all ranks if a leader failed.
+        """
+        if self.nodes == 1:
+            return on_rank_zero(act, doing=doing, group=group)
+        with agreed(doing, group=group):
+            results = [act()] if self.is_leader else []
+        return gathered(results, group=group)[self.leader][0]
 
 
 @dataclass(frozen=True)
@@ -104,10 +161,9 @@ class LocalFiles:
 
     @contextmanager
     def create(self, name: str) -> Generator[BinaryIO]:
-        path = self.path / name
-        with disk.create_durable(path) as file:
+        with StreamedFile(self.path / name) as file:
             yield cast(BinaryIO, file)
-        disk.flush(self.path)
+        flush(self.path)
 
 
 def write_file(files: Files, name: str, *, data: bytes) -> None:
@@ -122,9 +178,7 @@ def is_remote(directory: str) -> bool:
 
 
 def is_lost(error: OSError) -> bool:
-    """Returns whether an error means that the bytes are gone for good.
-
-    The disk reports so, or something other than a file is in their place, such as a link. A missing file is
-    not lost: other ranks may find it.
+    """Returns whether an error means that bytes are gone for good, or that something else, such as a link, is
+    in their place. A missing file is not lost: other ranks may find it.
     """
     return error.errno in (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.ELOOP, errno.EISDIR, errno.ENXIO)

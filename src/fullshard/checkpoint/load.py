@@ -2,7 +2,7 @@
 read.
 
 [Note: a reader beside a writer] A run that keeps few checkpoints may remove one that another process, such as
-an evaluation, is reading. It has committed a newer one before. So when a read fails and the checkpoint no
+an evaluation, is reading, after it has committed a newer one. So when a read fails and the checkpoint no
 longer exists, the reader looks again and takes the newest.
 """
 
@@ -14,9 +14,9 @@ from typing import TypeVar, cast
 
 from torch import Tensor
 
-from fullshard.checkpoint import per_node, per_rank_layout, storage
+from fullshard.checkpoint import storage
 from fullshard.checkpoint.checkpointable import Checkpointable, PartitionedState
-from fullshard.checkpoint.files import Files, LocalFiles
+from fullshard.checkpoint.files import DiskGroup, Files
 from fullshard.checkpoint.location import CheckpointLocation, is_listed, location_of, valid_checkpoints
 from fullshard.checkpoint.manifest import (
     MANIFEST,
@@ -24,11 +24,11 @@ from fullshard.checkpoint.manifest import (
     Manifest,
     compare_names,
     read_manifest,
+    require_files,
     step_name,
-    verify,
 )
-from fullshard.checkpoint.per_node import NodeLocalDirectory
-from fullshard.distributed.agreement import gathered, on_all_ranks, on_rank_zero, rank
+from fullshard.checkpoint.storage import GATHER
+from fullshard.distributed.agreement import agreed, on_all_ranks, on_rank_zero, rank
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ logger = logging.getLogger("fullshard")
 
 def load(
     state: Checkpointable,
-    directory: str | Path | CheckpointLocation | NodeLocalDirectory,
+    directory: str | Path | CheckpointLocation,
     *,
     missing_ok: bool = False,
 ) -> bool:
@@ -48,20 +48,22 @@ def load(
 
     Collective: every rank calls it, and rank 0 chooses for all. `directory` may also be one checkpoint. Every
     rank reads only the bytes that its own shards need, whichever ranks and sharding saved them, and checks
-    every block against its digest. A checkpoint that turns out damaged is renamed to `.bad-…` with a warning,
-    and the next older complete one is taken.
+    every block against its digest. A damaged checkpoint is renamed to `.bad-…` with a warning, and the next
+    older one is taken.
 
-    Raises CheckpointError if there is no checkpoint, unless `missing_ok` (then returns False); if there are
-    checkpoints but none is complete, in any case; and if the checkpoint is of another model. After an error
-    the content of `state` is undefined.
+    Raises CheckpointError if there is no checkpoint, unless `missing_ok` (then returns False); if none of the
+    checkpoints is complete; and if the checkpoint is of another model. After an error the content of `state`
+    is undefined.
     """
-    if isinstance(directory, NodeLocalDirectory):
-        return _load_from_nodes(state, directory, missing_ok=missing_ok)
     place = location_of(directory)
     refused: dict[str, str] = {}
     for attempt in itertools.count(1):
-        found = on_rank_zero(
-            lambda attempt=attempt: _find(place, missing_ok=missing_ok and attempt == 1, refused=refused),
+        disk = place.join()
+        missing = missing_ok and attempt == 1
+        # With a disk per node, every rank finds its own disk's manifest.
+        run = on_rank_zero if disk.nodes == 1 else on_all_ranks
+        found = run(
+            lambda disk=disk, missing=missing: _find(place, disk, missing_ok=missing, refused=refused),
             doing=f"looking for a checkpoint in {directory}",
         )
         if found is None:
@@ -80,9 +82,10 @@ def load(
             if not isinstance(error, DamagedCheckpointError) or files.name == place.as_checkpoint().name:
                 raise  # no other checkpoint helps, or this one was requested by name
             refused[files.name] = f"{files.name}: {error.got or error.what}"
-            aside = on_rank_zero(lambda files=files: _set_aside(place, files), doing=f"setting {files} aside")
-            if rank() == 0:
-                logger.warning("%s\n  %s: an older checkpoint is taken instead", error, aside)
+            with agreed(f"setting {files} aside"):
+                if disk.is_leader:
+                    aside = _set_aside(place, files)
+                    logger.warning("%s\n  %s: an older checkpoint is taken instead", error, aside)
         else:
             logger.info("loaded step %d from %s", manifest.step, files)
             if refused and rank() == 0:
@@ -110,44 +113,9 @@ def _is_gone(place: CheckpointLocation, files: Files, *, manifest: Manifest) -> 
         return not is_listed(place, files)
 
 
-def _load_from_nodes(state: Checkpointable, disks: NodeLocalDirectory, *, missing_ok: bool) -> bool:
-    """Loads the newest step that every node has; see `per_node`."""
-    seat = per_node.find_seat(disks.path)
-    refused: list[str] = []
-    for step, _ in per_node.finish_commits(disks, seat):
-        files = LocalFiles(disks.path / step_name(step), disks.key)
-        manifest = on_all_ranks(lambda files=files: verify(files), doing=f"loading {files}")
-        try:
-            _load(state, files, manifest=manifest)
-        except DamagedCheckpointError as error:
-            refused.append(f"{files.name}: {error.got or error.what}")
-            place = disks.own
-            aside = on_all_ranks(
-                lambda files=files, place=place: _set_aside(place, files) if seat.is_leader else None,
-                doing=f"setting {files} aside",
-            )
-            if seat.is_leader:
-                logger.warning("%s\n  %s: an older checkpoint is taken instead", error, aside)
-        else:
-            logger.info("loaded step %d from %s of each node", step, files)
-            return True
-    left = [path.name for pattern in ("step-*", ".bad-*") for path in sorted(disks.path.glob(pattern))]
-    broken = refused or [name for names in gathered(left) for name in names]
-    if not broken and missing_ok:
-        return False
-    raise CheckpointError(
-        f"no checkpoint in {disks} is whole on all of them." if broken else f"no checkpoint in {disks}.",
-        got=", ".join(dict.fromkeys(broken)) or "nothing",
-        why="training again from the start is not for us to decide" if broken else None,
-        fix="the same nodes; or fullshard ckpt gather <directory of each node>... --to OUT, then load OUT",
-    )
-
-
 def find(directory: str | Path | CheckpointLocation) -> tuple[Files, Manifest]:
-    """Returns `directory` itself if it is a checkpoint, else its newest complete one; raises CheckpointError
-    if none.
-    """
-    found = _find(location_of(directory), missing_ok=False, refused={})
+    """Returns `directory` itself if it is a checkpoint, else its newest complete one."""
+    found = _find(location_of(directory), DiskGroup(), missing_ok=False, refused={})
     assert found is not None, "missing_ok is False"
     return found
 
@@ -168,17 +136,22 @@ def with_newest(directory: str | Path | CheckpointLocation, act: Callable[[Files
 
 def _load(state: Checkpointable, files: Files, *, manifest: Manifest) -> None:
     doing = f"loading {files}"
-    if manifest.layout == "ranks":
-        on_all_ranks(lambda: per_rank_layout.require_same_ranks(files, manifest), doing=doing)
-    receivers = on_all_ranks(lambda: _receivers(state, manifest), doing=doing)
-    reader = on_all_ranks(lambda: storage.opened(files, manifest), doing=doing)
-    read = per_rank_layout.read if manifest.layout == "ranks" else storage.read
-    on_all_ranks(lambda: read(receivers, reader), doing=doing)
+    with agreed(doing):
+        if manifest.layout == "ranks":
+            storage.require_same_ranks(files, manifest)
+        receivers = _receivers(state, manifest)
+    with agreed(doing):
+        reader = storage.opened(files, manifest)
+    read = storage.read_own if manifest.layout == "ranks" else storage.read
+    with agreed(doing):
+        read(receivers, reader)
     if hasattr(state, "partitions"):
         portions = cast(PartitionedState, state).partitions(manifest.tensors)
         while (portion := on_all_ranks(lambda: next(portions, None), doing=doing)) is not None:
-            on_all_ranks(lambda portion=portion: read(portion, reader), doing=doing)
-    on_all_ranks(lambda: state.load_values(manifest.values, receivers), doing=doing)
+            with agreed(doing):
+                read(portion, reader)
+    with agreed(doing):
+        state.load_values(manifest.values, receivers)
 
 
 def _set_aside(place: CheckpointLocation, files: Files) -> str:
@@ -189,22 +162,30 @@ def _set_aside(place: CheckpointLocation, files: Files) -> str:
 
 
 def _find(
-    place: CheckpointLocation, *, missing_ok: bool, refused: Mapping[str, str]
+    place: CheckpointLocation, disk: DiskGroup, *, missing_ok: bool, refused: Mapping[str, str]
 ) -> tuple[Files, Manifest] | None:
+    complete, newest = disk.complete_steps, None
     # A directory that holds steps is not a checkpoint itself, whatever other files it holds.
-    if place.exists() and not place.steps() and _is_checkpoint(place.as_checkpoint(), strays_ok=missing_ok):
-        return place.as_checkpoint(), verify(place.as_checkpoint())
+    if complete is None and place.exists() and not place.steps():
+        files = place.as_checkpoint()
+        manifest = _lone_manifest(files, strays_ok=missing_ok)
+        if manifest is not None:
+            return files, manifest
+    if complete is not None:  # all disks load the same step
+        newest = max((step for step in complete if step_name(step) not in refused), default=-1)
     for files, manifest in valid_checkpoints(place):
-        if files.name not in refused:
+        if files.name not in refused and newest in (None, manifest.step):
             return files, manifest
     broken = [*refused.values(), *(files.name for _, files in place.steps() if files.name not in refused)]
     broken = broken or place.quarantined()
     if broken:
         raise CheckpointError(
-            f"none of the checkpoints in {place} is whole.",
+            f"none of the checkpoints in {place} is whole{'' if complete is None else ' on all of them'}.",
             got=", ".join(broken),
             why="training again from the start is not for us to decide",
-            fix="another copy of them; or another directory, to start over",
+            fix="another copy of them; or another directory, to start over"
+            if complete is None
+            else f"the same nodes; or {GATHER}",
         )
     if missing_ok:
         return None
@@ -215,20 +196,23 @@ def _find(
     )
 
 
-def _is_checkpoint(files: Files, *, strays_ok: bool) -> bool:
-    """Returns whether `files` are those of one checkpoint, possibly a damaged one.
+def _lone_manifest(files: Files, *, strays_ok: bool) -> Manifest | None:
+    """Returns the manifest if `files` are those of one checkpoint; raises CheckpointError if it is damaged.
 
     strays_ok: whether damaged files under a checkpoint's names, without any shard beside them, may be taken
         for unrelated files
     """
     names = files.sizes()
     if MANIFEST not in names and METADATA not in names:
-        return False
+        return None
     try:
-        read_manifest(files)
+        manifest = read_manifest(files)
     except DamagedCheckpointError:
-        return not strays_ok or any(name.endswith(".distcp") for name in names)
-    return True
+        if strays_ok and not any(name.endswith(".distcp") for name in names):
+            return None
+        raise
+    require_files(files, manifest)
+    return manifest
 
 
 def _receivers(state: Checkpointable, manifest: Manifest) -> dict[str, Tensor]:

@@ -1,25 +1,35 @@
 """Locations of a run's checkpoints, where each one becomes visible atomically or not at all."""
 
-import fcntl
 import logging
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
-from fullshard.checkpoint import leftovers
+from pydantic import ValidationError
+
 from fullshard.checkpoint.digests import KeyFile
-from fullshard.checkpoint.files import Files, LocalFiles, is_remote, write_file
-from fullshard.checkpoint.manifest import MANIFEST, Manifest, step_name, verify
+from fullshard.checkpoint.files import (
+    WRITER,
+    DiskGroup,
+    Files,
+    LocalFiles,
+    WriterProcess,
+    is_remote,
+    write_file,
+)
+from fullshard.checkpoint.manifest import MANIFEST, Manifest, step_name, step_of, verify
+from fullshard.distributed.agreement import Group
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.system import disk
-from fullshard.system.files import open_regular
+from fullshard.system.files import flush, make_directory
+from fullshard.system.lock import exclusive_lock
 
-_STEP = re.compile(r"step-([0-9]{8,})")
 _CUT_URL = re.compile(r"([a-z][a-z0-9+.]+):/([^/].*)")
 _LOCK = ".lock"
 
@@ -27,9 +37,14 @@ logger = logging.getLogger("fullshard")
 
 
 class CheckpointLocation(Protocol):
-    """A directory of checkpoints. Any method may raise OSError; only rank 0 calls methods that change
-    something.
+    """A directory of checkpoints. Any method may raise OSError.
+
+    Except for `join`, only the leader of a DiskGroup calls methods that change something.
+
+    is_local: whether saves are as fast as a disk, so that an update may wait for one
     """
+
+    is_local: ClassVar[bool]
 
     @property
     def key(self) -> KeyFile | None:
@@ -37,6 +52,10 @@ class CheckpointLocation(Protocol):
         ...
 
     def __str__(self) -> str: ...
+
+    def join(self, *, group: Group = None) -> DiskGroup:
+        """Finishes interrupted commits, and returns the ranks that share this rank's disk. Collective."""
+        ...
 
     def exists(self) -> bool:
         """Returns whether the directory exists."""
@@ -59,19 +78,19 @@ class CheckpointLocation(Protocol):
         ...
 
     def writing(self) -> AbstractContextManager[None]:
-        """Keeps other processes from writing here while it is open. Raises CheckpointError if one already
-        does.
-        """
+        """Excludes other writers while open. Raises CheckpointError if there is one."""
         ...
 
     def begin(self, step: int, *, needed_bytes: int) -> Files:
-        """Returns a draft for the files of a step, invisible to readers. Raises CheckpointError if space is
-        short.
-        """
+        """Returns a draft for the files of a step. Raises CheckpointError if space is short."""
+        ...
+
+    def prepare(self, draft: Files, manifest: Manifest) -> None:
+        """Writes the manifest into a draft, unless that would commit it."""
         ...
 
     def commit(self, draft: Files, manifest: Manifest) -> Files:
-        """Writes the manifest, and permanently makes the draft the checkpoint of its step."""
+        """Permanently makes a prepared draft the checkpoint of its step."""
         ...
 
     def discard(self, draft: Files) -> None:
@@ -79,13 +98,11 @@ class CheckpointLocation(Protocol):
         ...
 
     def set_aside(self, checkpoint: Files) -> str:
-        """Renames a broken checkpoint so that it is not loaded, and returns the new name. It is never
-        removed.
-        """
+        """Renames a broken checkpoint, which is then neither loaded nor removed; returns the new name."""
         ...
 
     def remove(self, checkpoint: Files) -> None:
-        """Removes a checkpoint, in such an order that no remaining part is ever taken for a complete one."""
+        """Removes a checkpoint; no remaining part is ever taken for a complete one."""
         ...
 
 
@@ -93,12 +110,17 @@ class CheckpointLocation(Protocol):
 class LocalLocation:
     """A directory of a file system. A draft is a directory in it, and one rename commits it."""
 
+    is_local: ClassVar[bool] = True
+
     path: Path
     free_bytes: Callable[[Path], int] = disk.free_bytes
     key: KeyFile | None = None
 
     def __str__(self) -> str:
         return str(self.path)
+
+    def join(self, *, group: Group = None) -> DiskGroup:
+        return DiskGroup()
 
     def exists(self) -> bool:
         if self.path.exists() and not self.path.is_dir():
@@ -113,68 +135,70 @@ class LocalLocation:
             return []
         # Saves create directories only: a file or a link with the name of a step is not fullshard's.
         own = [path for path in self.path.iterdir() if path.is_dir() and not path.is_symlink()]
-        matches = [(_STEP.fullmatch(path.name), path) for path in own]
-        found = sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
-        return [(step, LocalFiles(path, self.key)) for step, path in found]
+        paths = {step_of(path.name): path for path in own}
+        steps = sorted((step for step in paths if step is not None), reverse=True)
+        return [(step, LocalFiles(paths[step], self.key)) for step in steps]
 
     def unfinished(self) -> list[str]:
-        return [str(path) for path in leftovers.directories(self.path, ".tmp-*")]
+        return [str(path) for path in directories(self.path, ".tmp-*")]
 
     def quarantined(self) -> list[str]:
         return [path.name for path in sorted(self.path.glob(".bad-*"))]
 
     @contextmanager
     def writing(self) -> Generator[None]:
-        disk.make_directory(self.path)
-        # The kernel releases the lock when the process ends, so a killed save leaves no lock behind.
-        with open(self.path / _LOCK, "a", opener=open_regular) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise CheckpointError(
-                    f"another process is saving to {self.path}.",
-                    got=f"{self.path / _LOCK} is held",
-                    why="two runs in one directory would take each other's checkpoints for their own",
-                    fix="a directory a run",
-                ) from None
+        make_directory(self.path)
+        with exclusive_lock(self.path / _LOCK, held_error=self._held_error):
             yield
+
+    def _held_error(self, holder: str) -> CheckpointError:
+        return CheckpointError(
+            f"another process is saving to {self.path}.",
+            got=f"{holder} ({self.path / _LOCK})",
+            why="two runs in one directory would take each other's checkpoints for their own",
+            fix="a directory a run",
+        )
 
     def begin(self, step: int, *, needed_bytes: int) -> Files:
         target = self.path / step_name(step)
         if os.path.lexists(target):
-            logger.warning("%s is not a checkpoint; renamed to %s", target, leftovers.set_aside(target))
-        leftovers.collect_leftovers(self.path)
+            logger.warning(
+                "%s is not a checkpoint; renamed to %s", target, self.set_aside(LocalFiles(target))
+            )
+        _collect_leftovers(self.path)
         disk.require_space(target, needed_bytes=needed_bytes, available_bytes=self.free_bytes(self.path))
         draft = LocalFiles(self.path / f".tmp-{step:08d}-{secrets.token_hex(4)}", self.key)
         draft.path.mkdir()
         try:
-            writer = leftovers.WriterProcess.this().model_dump_json().encode()
-            write_file(draft, leftovers.WRITER, data=writer)
+            writer = WriterProcess.this().model_dump_json().encode()
+            write_file(draft, WRITER, data=writer)
         except OSError:
-            leftovers.remove(draft.path)
+            _remove_directory(draft.path)
             raise
         return draft
 
-    def commit(self, draft: Files, manifest: Manifest) -> Files:
-        path = _path(draft)
+    def prepare(self, draft: Files, manifest: Manifest) -> None:
         write_file(draft, MANIFEST, data=manifest.encoded(self.key))
+
+    def commit(self, draft: Files, manifest: Manifest) -> Files:
         target = LocalFiles(self.path / step_name(manifest.step), self.key)
-        path.rename(target.path)
-        disk.flush(self.path)
+        _path(draft).rename(target.path)
+        flush(self.path)
         return target
 
     def discard(self, draft: Files) -> None:
-        leftovers.remove(_path(draft))
+        _remove_directory(_path(draft))
 
     def set_aside(self, checkpoint: Files) -> str:
-        return str(leftovers.set_aside(_path(checkpoint)))
+        path = _path(checkpoint)
+        return str(path.rename(path.with_name(f".bad-{path.name}-{secrets.token_hex(4)}")))
 
     def remove(self, checkpoint: Files) -> None:
         path = _path(checkpoint)
         condemned = path.with_name(f".del-{path.name}-{secrets.token_hex(4)}")
         path.rename(condemned)
-        disk.flush(self.path)
-        leftovers.remove(condemned)
+        flush(self.path)
+        _remove_directory(condemned)
 
 
 def location_of(
@@ -185,9 +209,8 @@ def location_of(
     key_file: signs the checkpoints that are saved there, and restricts loading to signed ones; see
         `digests.KeyFile`
 
-    Raises MissingExtraError for a URL whose package is not installed. Raises CheckpointError for a URL
-    without a bucket or of an unknown kind, for a path that was a URL before `Path` removed one of its
-    slashes, and for a file that cannot serve as a key.
+    Raises MissingExtraError for a URL whose package is not installed. Raises CheckpointError for an unusable
+    URL, for a path that was a URL before `Path` removed one of its slashes, and for an unusable key file.
     """
     key = None if key_file is None else KeyFile(Path(key_file))
     if key is not None:
@@ -204,21 +227,19 @@ def location_of(
             fix=f"{cut[1]}://{cut[2]}, as text: pathlib.Path takes one of the slashes",
         )
     if isinstance(directory, str) and is_remote(directory):
-        from fullshard.checkpoint.object_store import require_bucket
+        from fullshard.checkpoint.object_store import Store
         from fullshard.checkpoint.objects import ObjectLocation
 
-        require_bucket(directory)
-        place = ObjectLocation(directory.rstrip("/"), key=key)
-        place.require_backend()
-        return place
+        Store(directory).require()
+        return ObjectLocation(directory.rstrip("/"), key=key)
     return LocalLocation(Path(str(directory).removeprefix("file://")), key=key)
 
 
 def valid_checkpoints(place: CheckpointLocation) -> Iterator[tuple[Files, Manifest]]:
     """Yields the complete checkpoints of `place`, highest step first, and checks each as it is reached.
 
-    Skips broken checkpoints and leftovers of interrupted saves, with a warning. Raises CheckpointError for a
-    checkpoint that may be complete but cannot be read: an older one is no substitute for it.
+    Skips broken checkpoints and interrupted saves, with a warning. Raises CheckpointError for one that may be
+    complete but cannot be read: an older one is no substitute for it.
     """
     if not place.exists():
         return
@@ -267,7 +288,7 @@ def prune(place: CheckpointLocation, *, keep: int, keep_every: int, step: int) -
     keep: number of checkpoints to keep; 0 keeps all
     keep_every: steps that it divides are kept in addition; 0 for none
 
-    A failure is only logged as a warning, because the new checkpoint is committed.
+    A failure is only logged, because the new checkpoint is committed.
     """
     if not keep:
         return
@@ -291,3 +312,44 @@ def _is_whole(files: Files) -> bool:
 def _path(files: Files) -> Path:
     assert isinstance(files, LocalFiles), f"{files} lies elsewhere"
     return files.path
+
+
+def _remove_directory(path: Path) -> None:
+    """Removes a directory of fullshard's as far as possible, and warns if some of it remains."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        logger.warning("%s could not be removed", path)
+
+
+def _collect_leftovers(directory: Path) -> None:
+    """Removes the leftovers of saves whose process is dead, and of interrupted removals.
+
+    A `.tmp-` directory whose process may still run is kept, with a warning. The location must be locked, so
+    that a directory in which nothing was written yet belongs to no running save.
+    """
+    for path in directories(directory, ".del-*"):
+        _remove_directory(path)
+    for path in directories(directory, ".tmp-*"):
+        try:
+            writer = WriterProcess.model_validate_json(LocalFiles(path).read(WRITER))
+        except (OSError, ValidationError):
+            writer = None
+        if writer is not None and writer.is_dead():
+            logger.info("removing %s: its process %d is dead", path, writer.pid)
+            _remove_directory(path)
+        elif writer is None and _is_bare(path):
+            logger.info("removing %s: nothing was written there", path)
+            _remove_directory(path)
+        else:
+            who = f"process {writer.pid} on {writer.host}" if writer else "an unknown process"
+            logger.warning("leaving %s alone: %s may still be writing it", path, who)
+
+
+def directories(directory: Path, pattern: str) -> list[Path]:
+    """Returns the directories that match `pattern`, except links, which are not fullshard's."""
+    return [path for path in sorted(directory.glob(pattern)) if path.is_dir() and not path.is_symlink()]
+
+
+def _is_bare(path: Path) -> bool:
+    """Returns whether the writer died before it recorded its identity, and so before it wrote any shard."""
+    return {one.name for one in path.iterdir()} <= {WRITER}

@@ -22,7 +22,7 @@ import torch
 from pydantic import Field, JsonValue, ValidationError, model_validator
 from torch import Tensor
 
-from fullshard.checkpoint.digests import KeyFile, digest, matches
+from fullshard.checkpoint.digests import KeyFile, digest, is_strong
 from fullshard.checkpoint.files import MANIFEST, Files, LocalFiles, is_lost, is_remote, write_file
 from fullshard.checkpoint.shard_file import SUFFIX
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError
@@ -48,11 +48,7 @@ _Size = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
 class SavedTensor(FrozenModel):
-    """Shape and dtype of a saved tensor.
-
-    shape: shape of the whole tensor, not of a shard
-    dtype: name as torch spells it: `float32`, `bfloat16` …
-    """
+    """Shape of a whole saved tensor, and its dtype as torch spells it: `float32`, `bfloat16` …"""
 
     shape: tuple[_Size, ...]
     dtype: str
@@ -100,21 +96,18 @@ class Manifest(FrozenModel):
     format: version of this format
     step: finished steps
     values: small values of the state
-    layout: `sharded` is DCP's, which any number of ranks loads; `ranks` has one file of shards per rank,
-        which only the same ranks load
+    layout: `sharded` (DCP's, for any ranks) or `ranks` (a file per rank, for the same ranks only)
     tensors: saved tensors, by name
     files: every file except the manifest itself
     world_size: number of ranks that saved it
     torch_version: version of torch that saved it
     fullshard_version: version of fullshard that saved it
     plan: the Plan of the training (and in it the Run) as JSON, or None if none was given
-    attempt: the save to which the files belong: their prefix in an object store, or an id shared by the parts
-        on several nodes' disks; else None
+    attempt: the save that wrote the files: a prefix in an object store, or an id that nodes share; else None
     nodes: number of disks that hold the checkpoint
     node: index of the disk that holds this manifest
-    signature: signature by the key of a KeyFile, computed with zeros in place of itself and the digest; None
-        without a key
-    digest: digest of the manifest's own bytes, computed with zeros in its place
+    signature: signature by a KeyFile, with zeros in place of itself and the digest; None without a key
+    digest: digest of the manifest's own bytes, with zeros in its place
     """
 
     format: Literal[2] = FORMAT
@@ -143,7 +136,7 @@ class Manifest(FrozenModel):
 
     @property
     def model_tensors(self) -> dict[str, SavedTensor]:
-        """Tensors of the model by their full names, without those of the optimizer and the random states."""
+        """Tensors of the model by their full names."""
         return {name: tensor for name, tensor in self.tensors.items() if name.startswith(MODEL_PREFIX)}
 
     @property
@@ -191,9 +184,8 @@ class Manifest(FrozenModel):
 def read_manifest(checkpoint: Files | str | Path) -> Manifest:
     """Returns the manifest of a checkpoint, after checking its own digest; `verify` also checks the files.
 
-    Raises DamagedCheckpointError if there is no manifest, if it is damaged, or if the directory is named
-    after another step. Raises CheckpointError if this fullshard cannot read it, or if it is not signed with
-    the key of `checkpoint`.
+    Raises DamagedCheckpointError if the manifest is missing, damaged, or of another step than the directory's
+    name says; CheckpointError if it has another format, or is not signed with the key of `checkpoint`.
     """
     files = files_of(checkpoint)
     try:
@@ -231,13 +223,18 @@ def read_manifest(checkpoint: Files | str | Path) -> Manifest:
 
 
 def verify(checkpoint: Files | str | Path) -> Manifest:
-    """Returns the manifest of a checkpoint, after checking that every file it names has the size it gives.
+    """Returns the manifest of a checkpoint, after checking the sizes of its files but reading no data.
 
-    The check is cheap and reads no data; `verify.find_damage` checks all bytes. Raises DamagedCheckpointError
-    that names the first missing file or wrong size.
+    Raises DamagedCheckpointError that names the first missing file or wrong size.
     """
     files = files_of(checkpoint)
     manifest = read_manifest(files)
+    require_files(files, manifest)
+    return manifest
+
+
+def require_files(files: Files, manifest: Manifest) -> None:
+    """Raises DamagedCheckpointError unless every file that `manifest` names is there in its size."""
     try:
         sizes = files.sizes()
     except OSError as error:
@@ -250,7 +247,6 @@ def verify(checkpoint: Files | str | Path) -> Manifest:
                 f"{files} is not whole.",
                 got=f"{name} has {sizes[name]} bytes, its manifest says {file.size_bytes}",
             )
-    return manifest
 
 
 def why_unlisted(files: Files, name: str) -> str:
@@ -270,7 +266,8 @@ def read_verified(files: Files, manifest: Manifest, *, name: str) -> bytes:
         data = files.read(name)
     except OSError as error:
         raise lost_or_denied(error, f"{files} is not whole.", name=name) from error
-    if name not in manifest.files or not matches(data, manifest.files[name].digest):
+    saved = manifest.files[name].digest if name in manifest.files else None
+    if saved is None or digest(data, strong=is_strong(saved)) != saved:
         raise DamagedCheckpointError(
             f"{files}/{name} holds other bytes than were saved.", got="its digest is another"
         )
@@ -289,9 +286,7 @@ def describe_small(draft: Files, data: bytes) -> SavedFile:
 
 
 def lost_or_denied(error: OSError, what: str, *, name: str) -> CheckpointError:
-    """Returns a DamagedCheckpointError if bytes are lost, so that an older checkpoint may do, else a
-    CheckpointError.
-    """
+    """Returns a DamagedCheckpointError if bytes are lost, so that an older checkpoint may do."""
     kind = DamagedCheckpointError if is_lost(error) else CheckpointError
     return kind(what, got=f"{name}: {error.strerror or error}")
 
@@ -312,12 +307,14 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _undamaged_json(text: bytes, where: str) -> dict[str, Any]:
-    """Returns the JSON object of a manifest, after checking its digest.
+def step_of(name: str) -> int | None:
+    """Returns the step whose checkpoint is called `name`, or None for any other name."""
+    digits = name.removeprefix("step-")
+    return int(digits) if digits.isdecimal() and name == step_name(int(digits)) else None
 
-    The digest is of the bytes, not of the parsed values, because another version may format a number
-    differently.
-    """
+
+def _undamaged_json(text: bytes, where: str) -> dict[str, Any]:
+    """Returns the JSON object of a manifest, after checking the digest of its bytes."""
     try:
         data: Any = parse_json(text)
     except ValueError as error:

@@ -1,19 +1,48 @@
-"""Files of one checkpoint on object storage. See `objects` for the layout."""
+"""Files of one checkpoint on object storage (see `objects` for the layout), and their upload in parts.
 
-from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager
+[Note: confirmed, or read back] A bit may flip between our memory and the store's disk, and a store that does
+not check acknowledges it. So every part's MD5 is compared with the store's report of the bytes that it
+received. S3 answers each part with an ETag, which is their MD5. The ETag is different if the store encrypts
+with keys (SSE-KMS, SSE-C): then the store has to echo the CRC-32, which S3 does only after comparing it. A
+part whose report differs is sent again. For stores other than S3, the MD5 is that of the whole object, from
+their listing (`md5Hash` of Google's, an ETag).
+
+A report that differs every time, or is missing, does not count as damage, since some stores compute ETags in
+their own way. Such an object is read back, and its bytes decide. That doubles the traffic, but only for such
+stores.
+"""
+
+import base64
+import errno
+import functools
+import hashlib
+import io
+import logging
+import zlib
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, BinaryIO, cast
 
 from fullshard.checkpoint.digests import KeyFile
 from fullshard.checkpoint.files import MANIFEST
-from fullshard.checkpoint.object_store import ANSWER_SECONDS, Listing, RangeReader, Store
-from fullshard.checkpoint.object_upload import upload
+from fullshard.checkpoint.object_store import (
+    ANSWER_SECONDS,
+    TRIES,
+    AlteredError,
+    RangeReader,
+    Store,
+    asking,
+)
 from fullshard.spec.small_files import parse_json
 
 # S3 accepts 10,000 parts, so a file of one rank may have up to 625 GiB.
 PART_BYTES = 64 << 20
+_READ_BYTES = 16 << 20
+
+logger = logging.getLogger("fullshard")
 
 
 @dataclass(frozen=True)
@@ -42,11 +71,11 @@ class ObjectFiles:
 
     def sizes(self) -> dict[str, int]:
         if self.attempt is not None:
-            return sizes_of(self.store.listing(self._prefix))
-        own = sizes_of(self.store.listing(self.url))
+            return self.store.listing(self._prefix).sizes
+        own = self.store.listing(self.url).sizes
         if MANIFEST not in own or self._prefix == self.url:
             return own
-        return {**sizes_of(self.store.listing(self._prefix)), MANIFEST: own[MANIFEST]}
+        return {**self.store.listing(self._prefix).sizes, MANIFEST: own[MANIFEST]}
 
     def read(self, name: str) -> bytes:
         return self.store.get(self._at(name))
@@ -68,10 +97,7 @@ class ObjectFiles:
 
     @cached_property
     def _prefix(self) -> str:
-        """Prefix of the files: that of the attempt that the manifest names.
-
-        It is `url` itself if the files were copied from a file system and lie beside the manifest.
-        """
+        """Prefix of the attempt's files, or `url` itself if they were copied there from a file system."""
         attempt = self.attempt or attempt_of(self.read(MANIFEST))
         below = self.attempt is not None or attempt in self.store.listing(self.url).prefixes
         return f"{self.url}/{attempt}" if below else self.url
@@ -80,8 +106,7 @@ class ObjectFiles:
 def attempt_of(manifest: bytes) -> str | None:
     """Returns the attempt that a manifest names, or None if the files lie beside it.
 
-    Returns "unknown" for a damaged manifest: no such attempt exists, and reading the manifest reports the
-    damage.
+    Returns "unknown", which no attempt is called, for a damaged manifest: reading it reports the damage.
     """
     try:
         data: Any = parse_json(manifest)
@@ -91,6 +116,169 @@ def attempt_of(manifest: bytes) -> str | None:
     return attempt if isinstance(attempt, str | None) else "unknown"
 
 
-def sizes_of(listing: Listing) -> dict[str, int]:
-    """Returns the size in bytes of each object of a listing, by name."""
-    return {name: one.size_bytes for name, one in listing.objects.items()}
+@contextmanager
+def upload(store: Store, url: str, *, part_bytes: int) -> Generator[BinaryIO]:
+    """Opens an object for writing, which exists only after the block ends without error.
+
+    Holds one part in memory. The last part is sent at the end of the block, which can therefore raise like a
+    write.
+    """
+    sending = (_ToS3 if store.is_s3 else _ToAny)(store, url, part_bytes=part_bytes)
+    ended = False
+    try:
+        yield cast(BinaryIO, sending)
+        sending.finish()
+        ended = True
+    finally:
+        if not ended:
+            with suppress(OSError):  # the earlier error is the one to show
+                sending.give_up()
+
+
+class _ToS3:
+    """Uploads through S3's own requests; an object smaller than a part takes only one."""
+
+    def __init__(self, store: Store, url: str, *, part_bytes: int) -> None:
+        self._store, self._url, self._part_bytes = store, url, part_bytes
+        self._bucket, self._key = store.bucket_and_key(url)
+        self._held = io.BytesIO()  # a file object, because aiohttp warns about large bytes objects
+        self._id: str | None = None  # the store's id of a multipart upload
+        self._parts: list[dict[str, Any]] = []
+        self._digests: list[tuple[int, str]] = []  # bytes and MD5 of each part
+        self._is_confirmed = self._is_answered = True
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        left = memoryview(data).cast("B")
+        count = left.nbytes
+        while left.nbytes:
+            left = left[self._held.write(left[: self._part_bytes - self._held.tell()]) :]
+            if self._held.tell() == self._part_bytes:
+                self._send_part()
+        return count
+
+    def finish(self) -> None:
+        if self._id is None:
+            self._send("put_object", {})
+        else:
+            if self._held.tell():
+                self._send_part()
+            # It may take S3 minutes to make one object of many parts.
+            whole = {"UploadId": self._id, "MultipartUpload": {"Parts": self._parts}}
+            self._ask("complete_multipart_upload", whole, moved_bytes=len(self._parts) << 20)
+            self._id = None
+        if not self._is_confirmed:
+            _warn_of_no_report(self._store.bucket)
+            _require_same(self._store, self._url, parts=self._digests)
+
+    def give_up(self) -> None:
+        # Skipped if the store has just timed out: it would time out again. A later save drops the parts.
+        if self._id is not None and self._is_answered:
+            self._ask("abort_multipart_upload", {"UploadId": self._id})
+
+    def _send_part(self) -> None:
+        if self._id is None:
+            self._id = str(self._ask("create_multipart_upload", {})["UploadId"])
+        number = len(self._parts) + 1
+        answer = self._send("upload_part", {"UploadId": self._id, "PartNumber": number})
+        known = {name: one for name, one in answer.items() if name == "ETag" or name.startswith("Checksum")}
+        known.pop("ChecksumType", None)
+        self._parts.append({"PartNumber": number, **known})
+
+    def _send(self, request: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Sends the held bytes, again while the store reports other bytes. Returns the last answer."""
+        body, self._held = self._held, io.BytesIO()
+        data = body.getbuffer()
+        answer: Mapping[str, Any] | None = None
+        refused: AlteredError | None = None
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="md5") as thread:
+            digested = thread.submit(_md5, data)
+            for _ in range(TRIES):
+                body.seek(0)
+                try:
+                    answer = self._ask(request, {**options, "Body": body}, moved_bytes=data.nbytes)
+                except AlteredError as error:
+                    refused = error
+                    continue
+                if not self._is_confirmed or _is_received(answer, data, md5=digested.result()):
+                    break
+            else:
+                self._is_confirmed = False
+            self._digests.append((data.nbytes, digested.result()))
+        if answer is None:
+            assert refused is not None, "tried at least once"
+            raise refused
+        return answer
+
+    def _ask(self, request: str, options: Mapping[str, Any], *, moved_bytes: int = 0) -> Mapping[str, Any]:
+        whole = {"Bucket": self._bucket, "Key": self._key, **options}
+        try:
+            return self._store.ask(self._url, "call_s3", request, options=whole, moved_bytes=moved_bytes)
+        except OSError as error:
+            self._is_answered = error.errno != errno.ETIMEDOUT
+            raise
+
+
+class _ToAny:
+    """Uploads through a file of fsspec's."""
+
+    def __init__(self, store: Store, url: str, *, part_bytes: int) -> None:
+        self._store, self._url = store, url
+        self._file = store.opened(url, part_bytes=part_bytes)
+        self._size_bytes = 0
+        self._digest = hashlib.md5(usedforsecurity=False)
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        part = memoryview(data).cast("B")
+        self._digest.update(part)
+        with asking(self._url):
+            self._file.write(part)
+        self._size_bytes += part.nbytes
+        return part.nbytes
+
+    def finish(self) -> None:
+        with asking(self._url):
+            self._file.close()
+        md5 = self._digest.hexdigest()
+        if md5 not in self._store.md5s(self._url):
+            _warn_of_no_report(self._store.bucket)
+            _require_same(self._store, self._url, parts=[(self._size_bytes, md5)])
+
+    def give_up(self) -> None:
+        """Discards the file; else fsspec would send the rest on collection, and make an object of a part."""
+        with suppress(OSError), asking(self._url):
+            self._file.discard()
+        if hasattr(self._file, "blocksize"):  # fsspec's own file, which sends nothing once closed
+            self._file.closed = True
+
+
+def _md5(data: memoryview) -> str:
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+def _is_received(answer: Mapping[str, Any], data: memoryview, *, md5: str) -> bool:
+    """Returns whether S3's answer to `data` proves that it arrived. See [Note: confirmed, or read back]."""
+    if str(answer.get("ETag")).strip('"') == md5:
+        return True
+    with_keys = "aws:kms" in str(answer.get("ServerSideEncryption")) or "SSECustomerAlgorithm" in answer
+    crc32 = base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+    return with_keys and answer.get("ChecksumCRC32") == crc32
+
+
+def _require_same(store: Store, url: str, *, parts: Sequence[tuple[int, str]]) -> None:
+    """Reads an object back, given bytes and MD5 of each part. Raises AlteredError if a part differs."""
+    begin = 0
+    for size_bytes, md5 in parts:
+        end, found = begin + size_bytes, hashlib.md5(usedforsecurity=False)
+        for at in range(begin, end, _READ_BYTES):
+            found.update(store.get(url, begin=at, end=min(at + _READ_BYTES, end)))
+        if found.hexdigest() != md5:
+            raise AlteredError(f"bytes {begin} to {end} are others than were sent", place=url)
+        begin = end
+
+
+@functools.cache
+def _warn_of_no_report(bucket: str) -> None:
+    """Warns once per bucket that its objects are read back."""
+    logger.warning(
+        "%s reports no checksum that can be compared with what was sent: each object is read back", bucket
+    )

@@ -65,11 +65,7 @@ class AlteredError(ExplainedError):
 
 @dataclass(frozen=True)
 class Stored:
-    """An object as a listing shows it.
-
-    size_bytes: size of the object
-    changed: last change by the clock of the store, or None if the store does not report it
-    """
+    """Size of an object, and its last change by the store's clock, or None if that is not reported."""
 
     size_bytes: int
     changed: datetime | None
@@ -77,14 +73,14 @@ class Stored:
 
 @dataclass(frozen=True)
 class Listing:
-    """Content directly below a prefix.
-
-    objects: objects, by name
-    prefixes: prefixes that contain more
-    """
+    """Content directly below a prefix: objects, by name, and the prefixes that contain more."""
 
     objects: Mapping[str, Stored]
     prefixes: tuple[str, ...]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {name: one.size_bytes for name, one in self.objects.items()}
 
 
 @dataclass(frozen=True)
@@ -92,17 +88,17 @@ class Store:
     """Requests to the store that a URL names. Every method may raise OSError.
 
     url: prefix in the bucket
-    answer_seconds: deadline of a request, over all its tries; one that carries bytes gets a second more per
-        MiB. See [Note: an answer in time].
+    answer_seconds: deadline of a request and all its tries, and a second more per MiB that it carries
     """
 
     url: str
     answer_seconds: float = ANSWER_SECONDS
 
     def require(self) -> None:
-        """Raises MissingExtraError if the backend's package is not installed, and CheckpointError for an
-        unusable URL.
-        """
+        """Raises MissingExtraError for a missing package, CheckpointError for an unusable URL."""
+        protocol, _, rest = self.url.partition("://")
+        if not rest.strip("/") or (protocol in _BUCKETED and rest.startswith("/")):
+            raise CheckpointError(f"{self.url} names no bucket.", fix=f"{protocol}://bucket/run")
         assert self._system is not None, "fsspec gives a file system, or raises"
 
     def listing(self, url: str) -> Listing:
@@ -132,9 +128,8 @@ class Store:
     def put_new(self, url: str, *, data: bytes) -> None:
         """Creates a small object in one request, then reads it back.
 
-        Raises FileExistsError if the object exists. The store checks this itself if it supports
-        if-none-match; otherwise its existence is checked first. Raises AlteredError if the object differs
-        from `data`; the object is not removed.
+        Raises FileExistsError if the object exists; a store without if-none-match is asked before. Raises
+        AlteredError if the object differs from `data`; the object is not removed.
         """
         options = {"mode": "create"}
         self.ask(url, "pipe_file", self._path(url), data, options=options, moved_bytes=len(data))
@@ -142,15 +137,12 @@ class Store:
             raise AlteredError("it is other than was sent", place=url)
 
     def opened(self, url: str, *, part_bytes: int) -> Any:
-        """Opens a file of fsspec's for writing an object; `object_upload` finishes or discards it."""
+        """Opens a file of fsspec's for writing an object; `object_files` finishes or discards it."""
         with asking(url):
             return self._system.open(self._path(url), "wb", block_size=part_bytes)
 
     def md5s(self, url: str) -> set[str]:
-        """Returns a set that includes the MD5 of an object in hexadecimal digits, if the store reports it.
-
-        Other entries may be anything else that the store reports. For stores other than S3.
-        """
+        """Returns what the store, other than S3, reports as digests: an MD5 in hexadecimal digits, if any."""
         entry: Mapping[str, Any] = self.ask(url, "info", self._path(url), options={"refresh": True})
         reported = {str(entry.get(key)).strip('"').lower() for key in ("etag", "ETag")}
         with suppress(ValueError):  # no base64
@@ -217,13 +209,6 @@ class Store:
         return str(self._system._strip_protocol(url))
 
 
-def require_bucket(url: str) -> None:
-    """Raises CheckpointError for a URL that names a kind of store but no bucket."""
-    protocol, _, rest = url.partition("://")
-    if not rest.strip("/") or (protocol in _BUCKETED and rest.startswith("/")):
-        raise CheckpointError(f"{url} names no bucket.", fix=f"{protocol}://bucket/run")
-
-
 class RangeReader:
     """An object read by ranges. A small range is fetched with the bytes that follow, for the next read."""
 
@@ -242,7 +227,7 @@ class RangeReader:
         return self._position
 
     def readinto(self, target: memoryview) -> int:
-        """Returns the number of bytes read: 0 only at the end; it may be fewer than `target` has room for."""
+        """Returns the number of bytes read, which may be fewer than asked for; 0 only at the end."""
         wanted = max(0, min(target.nbytes, self._size - self._position))
         at = self._position - self._begin
         if wanted and not 0 <= at < self._held.nbytes:
@@ -257,10 +242,9 @@ class RangeReader:
 
 @functools.lru_cache(maxsize=8)
 def _system(url: str, process: int) -> Any:  # fsspec has no types
-    """Returns fsspec's file system for a bucket, one per process.
+    """Returns fsspec's file system for a bucket: one per process, since a forked one needs its own.
 
-    All threads share it, because fsspec itself would create one per thread and keep them all. A forked
-    process needs its own.
+    All threads share it; fsspec itself would create one per thread and keep them all.
     """
     try:
         core = importlib.import_module("fsspec.core")
@@ -279,11 +263,7 @@ def _system(url: str, process: int) -> Any:  # fsspec has no types
 
 
 def _leave_verifying_to_us(config: dict[str, str]) -> None:
-    """Stops botocore from checking the bytes it reads against the store's checksum.
-
-    It would raise an error that does not indicate damage. All bytes read are covered by fullshard's own
-    digests.
-    """
+    """Stops botocore from verifying what it reads: its error would not indicate damage, as ours does."""
     own = "response_checksum_validation"
     if own in importlib.import_module("botocore.config").Config.OPTION_DEFAULTS:  # botocore 1.36
         config.setdefault(own, "when_required")

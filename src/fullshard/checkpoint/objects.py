@@ -5,11 +5,10 @@
                                   bad-1f0c9a2b44d0e713-….json   a manifest that was set aside
 
 [Note: one put commits] Every attempt to save a step writes below its own prefix, so that two attempts never
-mix and none overwrites another. All attempts share the name of the manifest. It is put on the condition that
-no manifest exists (if-none-match), after the store has listed every file with its size. So of two writers one
-commits, and a save believed dead cannot replace a later one. This also makes a lease unnecessary: a lease
-would have to be renewed while shards are written, and a writer that was stopped for longer than its lease
-would continue regardless. A lease could only spare the second writer its work.
+mix. All share the name of the manifest, which is put on the condition that none exists (if-none-match), after
+the store has listed every file with its size. So of two writers one commits, and a save believed dead cannot
+replace a later one. A lease would have to be renewed while shards are written, and a writer that was stopped
+for longer than its lease would continue regardless.
 """
 
 import logging
@@ -18,15 +17,16 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import ClassVar
 
 from pydantic import ValidationError
 
 from fullshard.checkpoint.digests import KeyFile
-from fullshard.checkpoint.files import MANIFEST, Files, write_file
-from fullshard.checkpoint.leftovers import WRITER, WriterProcess
-from fullshard.checkpoint.manifest import Manifest, read_manifest, step_name
+from fullshard.checkpoint.files import MANIFEST, WRITER, DiskGroup, Files, WriterProcess, write_file
+from fullshard.checkpoint.manifest import Manifest, read_manifest, step_name, step_of
 from fullshard.checkpoint.object_files import PART_BYTES, ObjectFiles, attempt_of
 from fullshard.checkpoint.object_store import ANSWER_SECONDS, TRIES, AlteredError, Listing, Store, Stored
+from fullshard.distributed.agreement import Group
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.spec.small_files import parse_json
 
@@ -47,6 +47,8 @@ class ObjectLocation:
     key: signs the checkpoints
     """
 
+    is_local: ClassVar[bool] = False
+
     url: str
     part_bytes: int = PART_BYTES
     answer_seconds: float = ANSWER_SECONDS
@@ -55,27 +57,26 @@ class ObjectLocation:
     def __str__(self) -> str:
         return self.url
 
-    def require_backend(self) -> None:
-        """Raises MissingExtraError if the package that accesses the store is not installed."""
-        self._store.require()
+    def join(self, *, group: Group = None) -> DiskGroup:
+        return DiskGroup()
 
     def exists(self) -> bool:
-        found = self._store.listing(self.url)
+        found = self.as_checkpoint().store.listing(self.url)
         return bool(found.objects or found.prefixes)
 
-    def as_checkpoint(self) -> Files:
+    def as_checkpoint(self) -> ObjectFiles:
         return ObjectFiles(self.url, None, self.part_bytes, self.answer_seconds, self.key)
 
     def steps(self) -> list[tuple[int, Files]]:
         """Returns the steps that have a manifest: an uncommitted attempt does not look like a checkpoint."""
-        found = _listings(self._store)
+        found = _listings(self.as_checkpoint().store)
         return [(step, self._at(step)) for step, below in found.items() if MANIFEST in below.objects]
 
     def unfinished(self) -> list[str]:
-        return [str(draft) for draft in _uncommitted(self._store)]
+        return [str(draft) for draft in _uncommitted(self.as_checkpoint().store)]
 
     def quarantined(self) -> list[str]:
-        found = _listings(self._store)
+        found = _listings(self.as_checkpoint().store)
         return [f"{step_name(step)}/{name}" for step, below in found.items() for name in _rejects(below)]
 
     @contextmanager
@@ -86,7 +87,7 @@ class ObjectLocation:
     def begin(self, step: int, *, needed_bytes: int) -> Files:
         draft = self._at(step, attempt=secrets.token_hex(8))
         writer = WriterProcess.this().model_dump_json().encode()
-        store = self._store
+        store = self.as_checkpoint().store
         write_file(draft, WRITER, data=writer)
         try:
             store.put_new(f"{draft}/{WRITER}", data=writer)
@@ -101,10 +102,11 @@ class ObjectLocation:
         _collect_leftovers(store, own=draft)
         return draft
 
+    def prepare(self, draft: Files, manifest: Manifest) -> None:
+        """Does nothing: putting the manifest is the commit."""
+
     def commit(self, draft: Files, manifest: Manifest) -> Files:
-        """Puts the manifest. Raises CheckpointError if another attempt has saved the step. See
-        [Note: one put commits].
-        """
+        """Puts the manifest. Raises CheckpointError if another attempt has saved the step."""
         draft = _own(draft)
         _require_stored(draft, manifest)
         signed = manifest.model_copy(update={"attempt": draft.attempt}).encoded(draft.key)
@@ -112,9 +114,7 @@ class ObjectLocation:
         return self._at(manifest.step)
 
     def discard(self, draft: Files) -> None:
-        """Removes a draft, unless its manifest is there. It may be there even if the answer to its put was
-        lost.
-        """
+        """Removes a draft, unless its manifest is there, though the answer to its put was lost."""
         draft = _own(draft)
         try:
             if _committed(draft) != draft.attempt:
@@ -124,7 +124,7 @@ class ObjectLocation:
 
     def set_aside(self, checkpoint: Files) -> str:
         """Renames the manifest only; the files stay in place."""
-        store, url = self._store, _own(checkpoint).url
+        store, url = self.as_checkpoint().store, _own(checkpoint).url
         text = store.get(f"{url}/{MANIFEST}")
         aside = f"{url}/{_REJECT}{attempt_of(text)}-{secrets.token_hex(4)}.json"
         with suppress(FileExistsError):
@@ -135,7 +135,7 @@ class ObjectLocation:
     def remove(self, checkpoint: Files) -> None:
         """Removes the manifest first, so that an interrupted removal looks like an unfinished save."""
         files = _own(checkpoint)
-        store, url = self._store, files.url
+        store, url = self.as_checkpoint().store, files.url
         attempt, below = _committed(files), store.listing(url)
         store.remove([f"{url}/{MANIFEST}"])
         if attempt in below.prefixes:
@@ -147,10 +147,6 @@ class ObjectLocation:
         url = f"{self.url}/{step_name(step)}"
         return ObjectFiles(url, attempt, self.part_bytes, self.answer_seconds, self.key)
 
-    @property
-    def _store(self) -> Store:
-        return Store(self.url, self.answer_seconds)
-
 
 def _own(files: Files) -> ObjectFiles:
     assert isinstance(files, ObjectFiles), f"{files} lies elsewhere"
@@ -159,13 +155,8 @@ def _own(files: Files) -> ObjectFiles:
 
 def _listings(store: Store) -> dict[int, Listing]:
     """Returns the listing of every step, highest step first."""
-    steps = sorted(int(n.removeprefix("step-")) for n in store.listing(store.url).prefixes if _is_step(n))
-    return {step: store.listing(f"{store.url}/{step_name(step)}") for step in reversed(steps)}
-
-
-def _is_step(name: str) -> bool:
-    digits = name.removeprefix("step-")
-    return digits.isdecimal() and name == step_name(int(digits))
+    steps = [step for name in store.listing(store.url).prefixes if (step := step_of(name)) is not None]
+    return {step: store.listing(f"{store.url}/{step_name(step)}") for step in sorted(steps, reverse=True)}
 
 
 def _rejects(below: Listing) -> list[str]:
@@ -252,11 +243,7 @@ def _remove_attempt(draft: ObjectFiles) -> None:
 
 
 def _collect_leftovers(store: Store, *, own: ObjectFiles) -> None:
-    """Removes attempts whose process is dead or that are older than any save takes, but none that a manifest
-    names.
-
-    A failure is only logged as a warning.
-    """
+    """Removes attempts whose process is dead or that are older than any save; only logs a failure."""
     try:
         now = store.listing(str(own)).objects[WRITER]
         for draft in _uncommitted(store):

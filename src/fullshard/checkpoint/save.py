@@ -1,13 +1,9 @@
-"""Saving: a checkpoint becomes visible complete or not at all.
-
-See `manifest` for the files on the disk, and `location` for how a checkpoint becomes visible.
-"""
+"""Saving: a checkpoint, whose files `manifest` lists, becomes visible complete or not at all."""
 
 import hashlib
 import json
 import logging
 import math
-import secrets
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,27 +17,24 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint import per_node, per_rank_layout, storage
+from fullshard.checkpoint import storage
 from fullshard.checkpoint.checkpointable import Checkpointable
-from fullshard.checkpoint.files import Files, LocalFiles
-from fullshard.checkpoint.leftovers import WRITER
+from fullshard.checkpoint.files import WRITER, DiskGroup, Files, write_file
 from fullshard.checkpoint.location import CheckpointLocation, location, location_of, prune
 from fullshard.checkpoint.manifest import (
+    MANIFEST,
     MODEL_PREFIX,
     SHARDS,
     Manifest,
     SavedFile,
     SavedTensor,
     describe_small,
-    read_manifest,
-    step_name,
     verify,
 )
-from fullshard.checkpoint.per_node import NodeLocalDirectory
-from fullshard.checkpoint.read_back import require_manifest, require_written
-from fullshard.checkpoint.shard_file import local_shard
 from fullshard.checkpoint.snapshot_reader import FrozenShards, ShardReader
-from fullshard.distributed.agreement import Group, gathered, on_all_ranks, on_rank_zero, rank, world_size
+from fullshard.checkpoint.verify import require_manifest, require_written
+from fullshard.distributed.agreement import Group, agreed, gathered, on_rank_zero, rank, world_size
+from fullshard.distributed.tensors import local_shard
 from fullshard.errors import CheckpointError, DamagedCheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan
@@ -61,7 +54,7 @@ logger = logging.getLogger("fullshard")
 
 def save(
     state: Checkpointable,
-    directory: str | Path | CheckpointLocation | NodeLocalDirectory,
+    directory: str | Path | CheckpointLocation,
     *,
     keep: int = 0,
     keep_every: int = 0,
@@ -73,15 +66,13 @@ def save(
 
     Every rank writes its own shards, and the digests of their bytes, into a temporary directory beside the
     final one. The manifest is written last, everything is flushed to the disk, and only then is the directory
-    renamed. If any rank fails, all ranks raise a CheckpointError that names the first failed rank. The
-    temporary directory is then removed, and older checkpoints are untouched.
+    renamed. If any rank fails, all ranks raise a CheckpointError that names the first failed rank, the
+    temporary directory is removed, and older checkpoints are untouched.
 
-    If the step already exists, complete and of the same model, it is not written again. If it holds another
-    model, the save is refused. If it is broken, it is renamed to `.bad-…`. While one process saves to a
-    directory, other processes are refused.
+    A step that exists, complete and of the same model, is not written again; one of another model is refused;
+    a broken one is renamed to `.bad-…`. While one process saves to a directory, other processes are refused.
 
-    directory: location of the checkpoints; `NodeLocalDirectory(path)` for disks that nodes do not share, see
-        `per_node`
+    directory: location of the checkpoints; `NodeLocalDirectory(path)` for disks that nodes do not share
     keep: number of newest complete checkpoints to keep after the save; 0 keeps all
     keep_every: steps that it divides are kept in addition; 0 for none
     layout: see `Manifest`
@@ -89,19 +80,16 @@ def save(
     read_back: whether each rank reads its bytes again and verifies them before the save is acknowledged; a
         damaged save fails
     """
-    place = directory if isinstance(directory, NodeLocalDirectory) else location_of(directory)
+    place = location_of(directory)
     saving = Saver(place, keep=keep, keep_every=keep_every, layout=layout, plan=plan, read_back=read_back)
-    snapshot = on_all_ranks(lambda: take_snapshot(state), doing="taking the state to save")
+    with agreed("taking the state to save"):
+        snapshot = take_snapshot(state)
     return saving.run(snapshot)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state to save, as this rank holds it.
-
-    Its tensors must not change until they are written, unless `held` handles the change: all reads go through
-    it.
-    """
+    """A state to save, as this rank holds it; `held` handles tensors that change before they are written."""
 
     step: int
     values: dict[str, JsonValue]
@@ -113,7 +101,7 @@ class Snapshot:
 class Saver:
     """Destination and settings of saves. See `save` for the fields."""
 
-    place: CheckpointLocation | NodeLocalDirectory
+    place: CheckpointLocation
     keep: int = 0
     keep_every: int = 0
     layout: Layout = "sharded"
@@ -128,156 +116,136 @@ class Saver:
                 )
 
     def run(self, mine: Snapshot, *, group: Group = None) -> Path | str:
-        """Writes and commits a snapshot. Collective over `group`, by default the default one. Raises as
-        `save`.
-        """
-        doing = f"saving step {mine.step} to {self.place}"
-        on_all_ranks(lambda: _require_numbers(mine), doing=doing, group=group)
-        needed_bytes = _agreed_bytes(mine, group)
-        if isinstance(self.place, NodeLocalDirectory):
-            return self._run_on_nodes(self.place, mine, doing=doing, group=group)
-        place = self.place
+        """Writes and commits a snapshot. Collective over `group`, by default all ranks. Raises as `save`."""
+        doing = self._doing(mine)
+        with agreed(doing, group=group):
+            _require_numbers(mine)
+        disk = self.place.join(group=group)
+        needed_bytes = _agreed_bytes(mine, disk, group=group)
         with ExitStack() as held:
-            draft = on_rank_zero(
-                lambda: self._begin(held, mine, place=place, needed_bytes=needed_bytes),
+            draft = disk.on_leader(
+                lambda: self._begin(held, mine, disk=disk, needed_bytes=needed_bytes),
                 doing=doing,
                 group=group,
             )
             if isinstance(draft, Path | str):
                 return draft
             try:
-                files, tensors = self._write(mine, draft, doing=doing, group=group)
-                target = on_rank_zero(
-                    lambda: self._commit(mine, draft, files=files, tensors=tensors), doing=doing, group=group
-                )
+                files, tensors = self._write(mine, draft, disk=disk, group=group)
+                target = self._commit(mine, draft, disk=disk, files=files, tensors=tensors, group=group)
             except CheckpointError:
-                if rank() == 0:
-                    place.discard(draft)
+                if disk.is_leader:
+                    self.place.discard(draft)
                 raise
-            on_rank_zero(lambda: self._prune(place, mine.step), doing="removing old checkpoints", group=group)
+            with agreed("removing old checkpoints", group=group):
+                if disk.is_leader:
+                    prune(self.place, keep=self.keep, keep_every=self.keep_every, step=mine.step)
         return target
 
-    def _run_on_nodes(self, disks: NodeLocalDirectory, mine: Snapshot, *, doing: str, group: Group) -> Path:
-        seat = per_node.find_seat(disks.path, group=group)
-        target = LocalFiles(disks.path / step_name(mine.step), disks.key)
-        if any(step == mine.step for step, _ in per_node.finish_commits(disks, seat, group=group)):
-            on_all_ranks(
-                lambda: _require_same_model(target, read_manifest(target), mine=mine),
-                doing=doing,
-                group=group,
-            )
-            return target.path
-        own_bytes = sum(_written_bytes(local_shard(one)) for one in mine.tensors.values())
-        needed = sum(b for node, b in gathered((seat.node, own_bytes), group=group) if node == seat.node)
-        with ExitStack() as held:
-            draft = per_node.begin(disks, seat, step=mine.step, needed_bytes=needed, held=held, group=group)
-            try:
-                files, tensors = self._write(mine, draft, doing=doing, group=group, node=seat.node)
-                manifest = on_rank_zero(
-                    lambda: self._manifest(mine, files=files, tensors=tensors, nodes=seat.nodes),
-                    doing=doing,
-                    group=group,
-                )
-                index = on_rank_zero(
-                    lambda: draft.read(SHARDS) if SHARDS in files else None, doing=doing, group=group
-                )
-                per_node.commit(
-                    draft, seat, manifest=manifest, index=index, read_back=self.read_back, group=group
-                )
-            except CheckpointError:
-                per_node.discard(draft, seat)
-                raise
-            if seat.is_leader:
-                self._prune(disks.own, mine.step)
-        return target.path
+    def _doing(self, mine: Snapshot) -> str:
+        return f"saving step {mine.step} to {self.place}"
 
     def _begin(
-        self, held: ExitStack, mine: Snapshot, *, place: CheckpointLocation, needed_bytes: int
+        self, held: ExitStack, mine: Snapshot, *, disk: DiskGroup, needed_bytes: int
     ) -> Files | Path | str:
-        """Returns, on rank 0, an empty draft, or the path of the step if it is already saved.
+        """Returns, on a leader, an empty draft, or the path of the step if it is already saved.
 
         `place.writing()` stays open until `held` closes.
         """
-        held.enter_context(place.writing())
-        there = next((files for step, files in place.steps() if step == mine.step), None)
-        if there is not None and self._is_whole(there, mine, place=place):
+        held.enter_context(self.place.writing())
+        there = next((files for step, files in self.place.steps() if step == mine.step), None)
+        # A step that is not on all disks was never acknowledged, and `begin` renames it.
+        is_acknowledged = disk.complete_steps is None or mine.step in disk.complete_steps
+        if there is not None and is_acknowledged and self._is_whole(there, mine, disk=disk):
             return location(there)
-        return place.begin(mine.step, needed_bytes=needed_bytes)
+        return self.place.begin(mine.step, needed_bytes=needed_bytes)
 
-    def _is_whole(self, there: Files, mine: Snapshot, *, place: CheckpointLocation) -> bool:
-        """Returns whether `there` is complete. Renames a broken one; raises CheckpointError for another
-        model.
-        """
+    def _is_whole(self, there: Files, mine: Snapshot, *, disk: DiskGroup) -> bool:
+        """Renames `there` and returns False if it is broken. Raises CheckpointError for another model."""
         try:
             manifest = verify(there)
         except DamagedCheckpointError as error:
-            aside = place.set_aside(there)
+            if disk.node is not None:
+                raise  # it was whole when its disk was joined, and the other disks have it
+            aside = self.place.set_aside(there)
             logger.warning("%s is not whole (%s); renamed to %s", there, error.got, aside)
             return False
         _require_same_model(there, manifest, mine=mine)
         return True
 
     def _write(
-        self, mine: Snapshot, draft: Files, *, doing: str, group: Group, node: int | None = None
+        self, mine: Snapshot, draft: Files, *, disk: DiskGroup, group: Group
     ) -> tuple[dict[str, SavedFile], dict[str, SavedTensor]]:
-        """Writes the shards of every rank; returns the files and tensors of all ranks.
-
-        node: index of this rank's disk if there are several, else None
-        """
-        on_all_ranks(lambda: _check_shared_directory(draft), doing=doing, group=group)
+        """Writes the shards of every rank; returns the files and tensors of all ranks. Collective."""
+        doing = self._doing(mine)
+        with agreed(doing, group=group):
+            _check_shared_directory(draft)
         metadata: Metadata | None = None
-        if self.layout == "ranks":
-            own = on_all_ranks(
-                lambda: per_rank_layout.write(mine.tensors, draft, held=mine.held), doing=doing, group=group
-            )
-        else:
-            every_copy = node is not None
-            own, metadata = on_all_ranks(
-                lambda: storage.write(
+        with agreed(doing, group=group):
+            if self.layout == "ranks":
+                own = storage.write_own(mine.tensors, draft, held=mine.held)
+            else:
+                every_copy = disk.node is not None
+                own, metadata = storage.write(
                     mine.tensors, draft, held=mine.held, every_copy=every_copy, group=group
-                ),
-                doing=doing,
-                group=group,
-            )
+                )
         mine.held.finish()
         if self.read_back:
-            on_all_ranks(
-                lambda: require_written(draft, self._manifest(mine, files=own, tensors={})),
-                doing=f"reading back step {mine.step}",
-                group=group,
-            )
-        own = {n: one if n == SHARDS else one.model_copy(update={"node": node}) for n, one in own.items()}
+            with agreed(f"reading back step {mine.step}", group=group):
+                require_written(draft, self._manifest(mine, disk, files=own, tensors={}))
+        own = {
+            n: one if n == SHARDS else one.model_copy(update={"node": disk.node}) for n, one in own.items()
+        }
         files = {name: file for part in gathered(own, group=group) for name, file in part.items()}
         if self.layout == "ranks":
             return files, _all_names(mine, group)
         return files, on_rank_zero(lambda: _written_tensors(metadata, files), doing=doing, group=group)
 
     def _commit(
-        self, mine: Snapshot, draft: Files, *, files: dict[str, SavedFile], tensors: dict[str, SavedTensor]
+        self,
+        mine: Snapshot,
+        draft: Files,
+        *,
+        disk: DiskGroup,
+        files: dict[str, SavedFile],
+        tensors: dict[str, SavedTensor],
+        group: Group,
     ) -> Path | str:
-        """Writes the manifest and commits the checkpoint. Runs on rank 0."""
-        assert not isinstance(self.place, NodeLocalDirectory), "they commit together"
-        writer = draft.read(WRITER)
-        files[WRITER] = describe_small(draft, writer)
-        target = self.place.commit(draft, self._manifest(mine, files=files, tensors=tensors))
-        if self.read_back:
-            self._require_manifest(target)
-        else:
-            verify(target)  # a save is not acknowledged unless the next load would find it
-        logger.info("saved %s (%s)", target, format_bytes(sum(file.size_bytes for file in files.values())))
-        return location(target)
+        """Prepares the checkpoint on every disk, then commits it. See [Note: prepared, then committed]."""
+        doing, index = self._doing(mine), None
+        manifests: list[Manifest] = []  # a leader's: too large to be sent to all ranks
+        if disk.nodes > 1 and SHARDS in files:
+            index = on_rank_zero(lambda: draft.read(SHARDS), doing=doing, group=group)
 
-    def _require_manifest(self, target: Files) -> None:
-        assert not isinstance(self.place, NodeLocalDirectory), "they read it before they commit"
-        try:
-            require_manifest(target)
-        except CheckpointError as error:
-            aside = self.place.set_aside(target)
-            logger.warning("%s is not whole (%s); renamed to %s", target, error.got, aside)
-            raise
+        def prepare() -> None:
+            # Disks of nodes have different writers, so their manifest names none.
+            writer = {WRITER: describe_small(draft, draft.read(WRITER))} if disk.node is None else {}
+            manifests.append(self._manifest(mine, disk, files=files | writer, tensors=tensors))
+            self._prepare(draft, manifests[0], index=index)
+
+        def commit() -> Path | str:
+            target = self.place.commit(draft, manifests[0])
+            verify(target)  # a save is not acknowledged unless the next load would find it
+            logger.info("saved %s (%s)", target, format_bytes(manifests[0].size_bytes))
+            return location(target)
+
+        disk.on_leader(prepare, doing=doing, group=group)
+        return disk.on_leader(commit, doing=doing, group=group)
+
+    def _prepare(self, draft: Files, manifest: Manifest, *, index: bytes | None) -> None:
+        """Writes what a draft lacks on this leader's disk: the `index` of the shards, and the manifest."""
+        if index is not None and SHARDS not in draft.sizes():
+            write_file(draft, SHARDS, data=index)
+            if self.read_back:
+                require_written(
+                    draft, manifest.model_copy(update={"files": {SHARDS: manifest.files[SHARDS]}})
+                )
+        self.place.prepare(draft, manifest)
+        if self.read_back and MANIFEST in draft.sizes():
+            require_manifest(draft)
 
     def _manifest(
-        self, mine: Snapshot, *, files: dict[str, SavedFile], tensors: dict[str, SavedTensor], nodes: int = 1
+        self, mine: Snapshot, disk: DiskGroup, *, files: dict[str, SavedFile], tensors: dict[str, SavedTensor]
     ) -> Manifest:
         return Manifest(
             step=mine.step,
@@ -289,12 +257,10 @@ class Saver:
             torch_version=torch.__version__,
             fullshard_version=_own_version(),
             plan=None if self.plan is None else self.plan.model_dump(mode="json"),
-            nodes=nodes,
-            attempt=secrets.token_hex(4) if isinstance(self.place, NodeLocalDirectory) else None,
+            nodes=disk.nodes,
+            node=disk.node or 0,
+            attempt=disk.attempt,
         )
-
-    def _prune(self, place: CheckpointLocation, step: int) -> None:
-        prune(place, keep=self.keep, keep_every=self.keep_every, step=step)
 
 
 def take_snapshot(state: Checkpointable) -> Snapshot:
@@ -357,15 +323,14 @@ def _unsavable(tensor: object) -> str | None:
     return None
 
 
-def _agreed_bytes(mine: Snapshot, group: Group) -> int:
-    """Returns the approximate number of bytes that all ranks write.
-
-    Raises CheckpointError if ranks hold different states.
-    """
+def _agreed_bytes(mine: Snapshot, disk: DiskGroup, *, group: Group) -> int:
+    """Returns the bytes, at most, that go to this rank's disk. Raises CheckpointError if states differ."""
     text = json.dumps(mine.values, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    facts = gathered((mine.step, digest, sum(map(_share_bytes, mine.tensors.values()))), group=group)
-    for other, (step, values, _) in enumerate(facts):
+    # Disks of nodes get every copy of a shard: [Note: every copy].
+    share = sum(_share_bytes(one, every_copy=disk.node is not None) for one in mine.tensors.values())
+    facts = gathered((mine.step, digest, share, disk.node), group=group)
+    for other, (step, values, *_) in enumerate(facts):
         if step != facts[0][0]:
             raise CheckpointError(
                 "the ranks are not at the same step.", got=f"rank 0 at {facts[0][0]}, rank {other} at {step}"
@@ -376,13 +341,13 @@ def _agreed_bytes(mine: Snapshot, group: Group) -> int:
                 got=f"rank {other} differs from rank 0",
                 why="values are saved once for all ranks; what differs goes into a tensor named by rank",
             )
-    return math.ceil(sum(share for _, _, share in facts))
+    return math.ceil(sum(share for _, _, share, node in facts if node == disk.node))
 
 
-def _share_bytes(tensor: Tensor) -> float:
-    """Returns this rank's share of the bytes to write: 1/n of a tensor with n copies. Plain tensors are
-    copies.
-    """
+def _share_bytes(tensor: Tensor, *, every_copy: bool) -> float:
+    """Returns this rank's share of the bytes to write: 1/n of a tensor with n copies, unless `every_copy`."""
+    if every_copy:
+        return _written_bytes(local_shard(tensor))
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         copies = math.prod(mesh.size(i) for i, one in enumerate(tensor.placements) if one.is_replicate())
@@ -452,7 +417,6 @@ def _written_tensors(metadata: Metadata | None, files: Mapping[str, SavedFile]) 
 
 
 def _own_version() -> str:
-    """Returns the installed version, or `unknown` if the package is used from its sources."""
     try:
         return version("fullshard")
     except PackageNotFoundError:

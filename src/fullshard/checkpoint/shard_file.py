@@ -4,8 +4,8 @@
     __0_0.distcp.pieces    which piece lies where, and a digest of every block of it (JSON)
 
 The elements of a large shard begin at a page of the file (4096 bytes), or have the same offset within a page
-as in memory, so that they can be written in place. The required number of zeros precedes their piece. See
-[Note: past the page cache].
+as in memory, so that they can be written in place; zeros precede their piece. See [Note: past the page
+cache].
 
 A digest (see `digests`) covers the bytes as they are *meant*, on their way to the disk. Blocks are cut from
 the start of each piece, so that a part of a large piece can be verified without reading all of it.
@@ -14,7 +14,7 @@ the start of each piece, so that a part of a large piece can be verified without
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, BinaryIO, Self, cast
+from typing import Annotated, BinaryIO, Self, TypeVar, cast
 
 import torch
 from pydantic import Field, ValidationError, model_validator
@@ -22,18 +22,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fullshard.checkpoint.digests import hash_like, new_hash
+from fullshard.checkpoint.digests import is_strong, new_hash
 from fullshard.errors import DamagedCheckpointError
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES, address
 
+M = TypeVar("M", bound=FrozenModel)
+
 BLOCK_BYTES = 16 << 20
 SUFFIX = ".pieces"
-
-
-def local_shard(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a DTensor, and any other tensor as it is, detached."""
-    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def shard_begin(tensor: Tensor) -> tuple[int, ...]:
@@ -42,6 +39,14 @@ def shard_begin(tensor: Tensor) -> tuple[int, ...]:
         return (0,) * tensor.ndim
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offsets)
+
+
+def decode_json(kind: type[M], data: bytes, *, source: str) -> M:
+    """Returns the value of `kind` that `data` encodes. Raises DamagedCheckpointError if there is none."""
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        raise DamagedCheckpointError(f"{source} is damaged.", got=error.errors()[0]["msg"]) from error
 
 
 class ShardRecord(FrozenModel):
@@ -53,8 +58,7 @@ class ShardRecord(FrozenModel):
     dtype: name as torch spells it
     offset: byte of the file at which the piece begins
     length: bytes of the piece
-    data_offset: byte of the piece at which the elements begin, row-major and without gaps; torch.save's own
-        bytes surround them
+    data_offset: byte of the piece at which its row-major elements begin, amid bytes of torch.save's
     digests: digest of each block of the piece
     """
 
@@ -86,14 +90,6 @@ class ShardFileTable(FrozenModel):
             end = piece.offset + piece.length
         return self
 
-    @classmethod
-    def decoded(cls, data: bytes, *, source: str) -> Self:
-        """Returns the table that `data` encodes. Raises DamagedCheckpointError if it is not one."""
-        try:
-            return cls.model_validate_json(data)
-        except ValidationError as error:
-            raise DamagedCheckpointError(f"{source} is damaged.", got=error.errors()[0]["msg"]) from error
-
     @property
     def size_bytes(self) -> int:
         return self.pieces[-1].offset + self.pieces[-1].length if self.pieces else 0
@@ -109,7 +105,6 @@ def _itemsize(dtype: str) -> int:
 class ShardFileWriter:
     """Writes tensors to a data file, and records their positions and digests.
 
-    file: the file to write to
     in_step: whether the elements of a large shard keep their offset within a memory page, so that they can be
         written in place; else they begin at a page of the file, as staging memory does
     strong: kind of digest; see `digests`
@@ -196,7 +191,7 @@ class ShardFileWriter:
 
 
 def _own_storage(tensor: Tensor) -> Tensor:
-    """Returns the same elements as a tensor that fills its storage, without a copy if they are contiguous."""
+    """Returns the elements as a tensor that fills its storage, without a copy if they are contiguous."""
     if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     if tensor.is_contiguous() and tensor.nbytes >= LARGE_BYTES:
@@ -245,10 +240,7 @@ def verify_piece(file: BinaryIO, piece: ShardRecord, *, block_bytes: int, scratc
 
 
 def verify_padding(file: BinaryIO, piece: ShardRecord, *, begin: int) -> None:
-    """Checks that the bytes from `begin`, the end of the previous piece, to `piece` are zeros.
-
-    Raises DamagedCheckpointError if they are not.
-    """
+    """Raises DamagedCheckpointError unless the bytes from `begin` to `piece` are zeros."""
     padding = bytearray(max(0, piece.offset - begin))
     file.seek(begin)
     if _read_into(file, memoryview(padding)) < len(padding) or any(padding):
@@ -268,8 +260,7 @@ def read_part(
     block_bytes: int,
     scratch: memoryview,
 ) -> None:
-    """Fills `target` with the part of `piece` that begins at `offsets` within the shard and has the target's
-    shape.
+    """Fills `target` with its part of `piece`, which begins at `offsets` within the shard.
 
     Reads and verifies the blocks of the rows (dim 0) that hold it. Raises as `verify_piece` does; the content
     of the target is then undefined.
@@ -281,7 +272,11 @@ def read_part(
     begin = piece.data_offset + row * row_bytes
     whole_rows = tuple(target.shape[1:]) == piece.shape[1:]
     in_place = whole_rows and target.device.type == "cpu" and target.is_contiguous()
-    elements = target if in_place else torch.empty(_rows(piece, rows), dtype=target.dtype)
+    elements = (
+        target
+        if in_place
+        else torch.empty((rows, *piece.shape[1:]) if piece.shape else (), dtype=target.dtype)
+    )
     data = memoryview(cast(bytearray, elements.reshape(-1).view(torch.uint8).numpy()))
     stop = begin + rows * row_bytes
     numbers = range(begin // block_bytes, (stop - 1) // block_bytes + 1)
@@ -301,7 +296,7 @@ def read_part(
 def _read_block(file: BinaryIO, piece: ShardRecord, *, number: int, parts: Sequence[memoryview]) -> None:
     """Reads the block `number` of `piece` from the file's position into `parts`, and checks its digest."""
     expected = piece.digests[number] if number < len(piece.digests) else ""
-    found = hash_like(expected)
+    found = new_hash(strong=is_strong(expected))
     for part in parts:
         got = _read_into(file, part)
         if got < part.nbytes:
@@ -317,12 +312,8 @@ def _read_block(file: BinaryIO, piece: ShardRecord, *, number: int, parts: Seque
         )
 
 
-def _rows(piece: ShardRecord, rows: int) -> tuple[int, ...]:
-    return (rows, *piece.shape[1:]) if piece.shape else ()
-
-
 def _read_into(file: BinaryIO, target: memoryview) -> int:
-    """Reads until `target` is full or the file ends. Returns the number of bytes; one read may give fewer."""
+    """Reads until `target` is full or the file ends. Returns the number of bytes."""
     done = 0
     while done < target.nbytes:
         count: int | None = file.readinto(target[done:])  # pyright: ignore[reportAttributeAccessIssue]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 
 import torch
-from pydantic import NonNegativeInt, ValidationError
+from pydantic import NonNegativeInt
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -43,11 +43,7 @@ class Shard(NamedTuple):
 
 
 class ShardIndex(FrozenModel):
-    """All shards of a checkpoint, by the name of their tensor. A replicated shard is listed once.
-
-    files: names of the data files
-    shards: shards of each tensor, by name
-    """
+    """Names of the data files, and all shards of each tensor by name. A replicated shard is listed once."""
 
     files: tuple[str, ...]
     shards: dict[str, tuple[Shard, ...]]
@@ -67,9 +63,7 @@ class ShardIndex(FrozenModel):
 
     @classmethod
     def of_tables(cls, tables: Mapping[str, ShardFileTable]) -> Self:
-        """Returns the index of a checkpoint that was saved without one, from the tables of all its data
-        files.
-        """
+        """Returns the index of a checkpoint that was saved without one, from all its tables."""
         pieces = [(file, piece) for file, table in tables.items() for piece in table.pieces]
         return cls._of([(one.name, file, one.offset, one.index, one.shape) for file, one in pieces])
 
@@ -81,14 +75,6 @@ class ShardIndex(FrozenModel):
         for name, file, offset, start, shape in places:
             shards[name].append(Shard(numbers[file], offset, start, shape))
         return cls(files=tuple(files), shards={name: tuple(many) for name, many in shards.items()})
-
-    @classmethod
-    def decoded(cls, data: bytes, *, source: str) -> Self:
-        """Returns the index that `data` encodes as JSON. Raises DamagedCheckpointError if it is not one."""
-        try:
-            return cls.model_validate_json(data)
-        except ValidationError as error:
-            raise DamagedCheckpointError(f"{source} is damaged.", got=error.errors()[0]["msg"]) from error
 
     def metadata(self, manifest: Manifest, *, source: str) -> Metadata:
         """Returns DCP's description of the same shards; `storage_data` holds (file name, offset) of each.

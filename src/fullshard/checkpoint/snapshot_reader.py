@@ -1,55 +1,35 @@
 """Readers of a state's shards while it is saved.
 
 [Note: copied before they change] Shards in host memory are written from where they lie: forward and backward
-do not change them. Before an update changes them, `copy_unwritten` copies those that are not yet written. It
-waits for the shard that is being written at that moment. So the written bytes of every shard are of one
-moment, and the copies take at most as much memory as the shards.
+do not change them. Before an update does, `copy_unwritten` copies those that are not yet written, after it
+has waited for the one that is being written. So the written bytes of every shard are of one moment.
 """
 
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import TypeAlias
 
 from torch import Tensor
 
 from fullshard.errors import CheckpointError
 
 
-class ShardReader(Protocol):
-    """Source from which a snapshot's shards are read.
-
-    in_step: see `shard_file.ShardFileWriter`
-    """
-
-    in_step: bool
-
-    def read(self, name: str, shard: Tensor, *, last: bool) -> AbstractContextManager[Tensor]:
-        """Yields the elements of `shard`, unchanged while the context is open.
-
-        name: the tensor that this rank's `shard` belongs to
-        last: whether this is its last read
-        """
-        ...
-
-    def finish(self) -> None:
-        """Ends all reading."""
-        ...
-
-
 class FrozenShards:
     """Shards that nothing changes while they are saved.
 
-    They lie in malloc's small pages, from which they are written faster through aligned blocks of large pages
-    than in place (docs/log.md).
+    They lie in malloc's small pages, from which writing is faster through aligned blocks of large pages
+    (docs/log.md).
     """
 
-    in_step = False
+    in_step = False  # see `shard_file.ShardFileWriter`
 
     def read(self, name: str, shard: Tensor, *, last: bool) -> AbstractContextManager[Tensor]:
+        """Yields the elements of `shard`, unchanged while the context is open; the `last` read frees them."""
         return nullcontext(shard)
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """Ends all reading."""
 
 
 class LiveShards:
@@ -97,10 +77,7 @@ class LiveShards:
             self._copies.clear()
 
     def copy_unwritten(self) -> None:
-        """Copies the unwritten shards; after it returns, they may change.
-
-        It begins with the last one, because the first ones are being written.
-        """
+        """Copies the unwritten shards, from the last one on; after it returns, they may change."""
         for name in reversed(list(self._live)):
             with self._changed:
                 self._changed.wait_for(lambda name=name: name not in self._held)
@@ -125,6 +102,9 @@ class LiveShards:
     def _release(self, name: str) -> None:
         self._held.discard(name)
         self._changed.notify_all()
+
+
+ShardReader: TypeAlias = FrozenShards | LiveShards
 
 
 def _not_copied(name: str, error: Exception) -> CheckpointError:

@@ -1,8 +1,8 @@
 """DCP's storage interface: shards are written with their digests, and verified as they are read.
 
 [Note: no pickle is read] A checkpoint may come from somebody else, and reading a pickle can run code. So the
-metadata that DCP needs is made from plain data: see `shard_index`. `.metadata`, DCP's own pickle, is only
-ever written.
+metadata that DCP needs is made from plain data (`shard_index`). `.metadata`, DCP's own pickle, is only
+written.
 
 DCP sends a rank's exception to the coordinator by pickling it, and hangs if that fails. So a failure to write
 or to read is kept in `attempt`, and raised by its `finish`. See [Note: failures are agreed on].
@@ -11,7 +11,7 @@ or to read is kept in `attempt`, and raised by its `finish`. See [Note: failures
 import itertools
 import pickle
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import BinaryIO, TypeVar, cast
 
@@ -40,16 +40,24 @@ from fullshard.checkpoint.shard_file import (
     ShardFileTable,
     ShardFileWriter,
     ShardRecord,
-    local_shard,
+    decode_json,
     read_part,
     shard_begin,
 )
 from fullshard.checkpoint.shard_index import ShardIndex
 from fullshard.checkpoint.snapshot_reader import FrozenShards, ShardReader
-from fullshard.distributed.agreement import ErrorCapture, Group, distributed, locally, rank
+from fullshard.distributed.agreement import ErrorCapture, Group, distributed, locally, rank, world_size
+from fullshard.distributed.tensors import local_shard
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 T = TypeVar("T")
+
+GATHER = "fullshard ckpt gather <directory of each node>... --to OUT, then load OUT"
+
+
+def own_file(rank: int) -> str:
+    """Returns the name of a rank's file in the layout `ranks`."""
+    return f"rank-{rank}.shards"
 
 
 def data_file(rank: int) -> str:
@@ -60,30 +68,21 @@ def data_file(rank: int) -> str:
 class Writer(StorageWriter):
     """Writes this rank's shards into one data file of a draft, and their table beside it.
 
-    draft: files of the checkpoint being written
-    held: see `write_shards`
     besides: tensors of which this rank writes its shards even if DCP assigns them to other ranks
     attempt: failure of this rank, if any
     written: both files as the manifest lists them; on rank 0 also `.metadata` and the index
     metadata: DCP's metadata, on rank 0
     """
 
-    def __init__(
-        self, draft: Files, *, held: ShardReader | None = None, besides: Mapping[str, Tensor] | None = None
-    ) -> None:
-        self.draft, self.held, self.besides = draft, held, besides or {}
+    def __init__(self, draft: Files, *, held: ShardReader, besides: Mapping[str, Tensor]) -> None:
+        self.draft, self.held, self.besides = draft, held, besides
         self.attempt = ErrorCapture()
         self.written: dict[str, SavedFile] = {}
         self.metadata: Metadata | None = None
 
     def reset(self, checkpoint_id: object = None) -> None: ...
 
-    def set_up_storage_writer(
-        self,
-        is_coordinator: bool,
-        *args: object,
-        **kwargs: object,  # signature: DCP's StorageWriter
-    ) -> None: ...
+    def set_up_storage_writer(self, *args: object, **kwargs: object) -> None: ...  # signature: DCP's
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -96,12 +95,14 @@ class Writer(StorageWriter):
         with self.attempt:
             name = data_file(rank())
             # One at a time: a shard on a GPU is on the host only while it is written.
-            planned = [(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items]
-            shards = (
-                (*place, planner.resolve_data(item)) for place, item in zip(planned, plan.items, strict=True)
+            planned = {(one.index.fqn, tuple(one.index.offset or ())): one for one in plan.items}
+            shards = ((*place, cast(Tensor, planner.resolve_data(one))) for place, one in planned.items())
+            copies = (
+                (tensor_name, shard_begin(tensor), local_shard(tensor))
+                for tensor_name, tensor in self.besides.items()
+                if (tensor_name, shard_begin(tensor)) not in planned
             )
-            copies = ((*place, shard) for place, shard in _places(self.besides) if place not in planned)
-            every = cast(Placed, itertools.chain(shards, copies))
+            every = itertools.chain(shards, copies)
             pieces, self.written = write_shards(self.draft, name, shards=every, held=self.held)
             for item, piece in zip(plan.items, pieces, strict=False):
                 info = filesystem._StorageInfo(name, piece.offset, piece.length)  # pyright: ignore[reportPrivateUsage]
@@ -126,12 +127,6 @@ class Writer(StorageWriter):
 
 
 Placed = Iterable[tuple[str, Sequence[int], Tensor]]
-
-
-def _places(tensors: Mapping[str, Tensor]) -> Iterator[tuple[tuple[str, tuple[int, ...]], Tensor]]:
-    """Yields ((name, position of this rank's shard in the whole tensor), shard) of each tensor."""
-    for name, tensor in tensors.items():
-        yield (name, shard_begin(tensor)), local_shard(tensor)
 
 
 def write_shards(
@@ -175,16 +170,12 @@ class Reader(StorageReader):
     def reset(self, checkpoint_id: object = None) -> None: ...
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:  # signature: DCP's StorageReader
-        """Returns DCP's description of the shards. See [Note: no pickle is read].
-
-        Raises CheckpointError or DamagedCheckpointError.
-        """
+        """Returns DCP's description of the shards. See [Note: no pickle is read]. Raises CheckpointError."""
         if self._metadata is None:
             source = f"{self.files}/{SHARDS}"
             if SHARDS in self.manifest.files:
-                index = ShardIndex.decoded(
-                    read_verified(self.files, self.manifest, name=SHARDS), source=source
-                )
+                data = read_verified(self.files, self.manifest, name=SHARDS)
+                index = decode_json(ShardIndex, data, source=source)
             else:  # saved by a version without an index
                 index = ShardIndex.of_tables(
                     {name: self.table(name) for name in self.manifest.all_data_files}
@@ -192,13 +183,7 @@ class Reader(StorageReader):
             self._metadata = index.metadata(self.manifest, source=source)
         return self._metadata
 
-    def set_up_storage_reader(
-        self,
-        metadata: Metadata,
-        is_coordinator: bool,
-        *args: object,
-        **kwargs: object,  # signature: DCP's
-    ) -> None: ...
+    def set_up_storage_reader(self, *args: object, **kwargs: object) -> None: ...  # signature: DCP's
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -230,10 +215,7 @@ class Reader(StorageReader):
         return True
 
     def _own_copies(self) -> dict[tuple[str, tuple[int, ...]], tuple[str, int]]:
-        """Returns the places of shards on this node's disk.
-
-        The index may name another node's copy: [Note: every copy].
-        """
+        """Returns the places of shards on this node's disk. See [Note: every copy]."""
         if self.manifest.nodes == 1:
             return {}
         tables = {name: self.table(name) for name in self.manifest.data_files}
@@ -246,11 +228,11 @@ class Reader(StorageReader):
                 f"{self.files} does not have all that this rank needs.",
                 got=f"{name} is on the disk of node {self.manifest.files[name].node}",
                 why="it was saved on disks that nodes do not share, by other ranks or on other nodes",
-                fix="fullshard ckpt gather <directory of each node>... --to OUT, then load OUT",
+                fix=GATHER,
             )
         if name not in self._tables:
             data = read_verified(self.files, self.manifest, name=f"{name}{SUFFIX}")
-            self._tables[name] = ShardFileTable.decoded(data, source=f"{self.files}/{name}{SUFFIX}")
+            self._tables[name] = decode_json(ShardFileTable, data, source=f"{self.files}/{name}{SUFFIX}")
             if len(self._buffer) < self._tables[name].block_bytes:
                 self._buffer = memoryview(bytearray(self._tables[name].block_bytes))
         return self._tables[name]
@@ -280,19 +262,17 @@ def write(
     tensors: Mapping[str, Tensor],
     draft: Files,
     *,
-    held: ShardReader | None = None,
-    every_copy: bool = False,
-    group: Group = None,
+    held: ShardReader,
+    every_copy: bool,
+    group: Group,
 ) -> tuple[dict[str, SavedFile], Metadata | None]:
     """Writes this rank's part of `tensors` into `draft`. Collective if there are several ranks.
 
-    held: see `write_shards`
-    every_copy: whether to also write shards that other ranks write, too
+    Returns the files that this rank wrote, and on rank 0 DCP's metadata. May raise on one rank alone.
 
-    Returns the files that this rank wrote, and on rank 0 DCP's metadata. May raise on one rank alone: call it
-    within `on_all_ranks`.
+    every_copy: whether to also write shards that other ranks write, too
     """
-    writer = Writer(draft, held=held, besides=tensors if every_copy else None)
+    writer = Writer(draft, held=held, besides=tensors if every_copy else {})
     with _single_process_is_meant():
         dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=not distributed())
     writer.attempt.finish()
@@ -300,7 +280,7 @@ def write(
 
 
 def opened(files: Files, manifest: Manifest) -> Reader:
-    """Returns a reader of a checkpoint that has read its metadata. Raises as `Reader.read_metadata` does."""
+    """Returns a reader of a checkpoint that has read its metadata. Raises CheckpointError."""
     reader = Reader(files, manifest)
     if manifest.layout == "sharded":
         reader.read_metadata()
@@ -308,14 +288,49 @@ def opened(files: Files, manifest: Manifest) -> Reader:
 
 
 def read(tensors: Mapping[str, Tensor], reader: Reader, *, alone: bool = False) -> None:
-    """Fills this rank's part of `tensors`. Collective if there are several ranks, unless `alone`.
-
-    May raise on one rank alone: call it within `on_all_ranks`.
-    """
+    """Fills this rank's part of `tensors`. Collective, unless `alone`. May raise on one rank alone."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _single_process_is_meant():
         dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=alone or not distributed())
     reader.attempt.finish()
+
+
+def write_own(tensors: Mapping[str, Tensor], draft: Files, *, held: ShardReader) -> dict[str, SavedFile]:
+    """Writes this rank's shards as they lie in memory, without planning: the layout `ranks`."""
+    shards = ((name, (), local_shard(tensor)) for name, tensor in tensors.items())
+    _, written = write_shards(draft, own_file(rank()), shards=shards, held=held)
+    return written
+
+
+def require_same_ranks(files: Files, manifest: Manifest) -> None:
+    """Raises CheckpointError unless as many ranks saved the checkpoint as are loading it."""
+    if manifest.world_size != world_size():
+        raise CheckpointError(
+            f"{files} can only be loaded by the ranks that saved it.",
+            got=f"saved by {manifest.world_size} ranks, loaded by {world_size()}",
+            why='its layout is "ranks": a file for each rank\'s own shards',
+            fix=f'{manifest.world_size} ranks; any number loads what checkpoint.layout = "sharded" saves',
+        )
+
+
+def read_own(receivers: Mapping[str, Tensor], reader: Reader) -> None:
+    """Fills this rank's shards from its own file."""
+    name = own_file(rank())
+    table = reader.table(name)
+    pieces = {piece.name: piece for piece in table.pieces}
+    with reader.opened(name) as file:
+        for tensor_name, receiver in receivers.items():
+            shard, piece = local_shard(receiver), pieces.get(tensor_name)
+            if piece is None:
+                raise DamagedCheckpointError(f"{reader.files} is damaged.", got=f"no {tensor_name} in {name}")
+            if piece.shape != tuple(shard.shape):
+                raise CheckpointError(
+                    f"{reader.files} can only be loaded by ranks that are sharded as those that saved it.",
+                    got=f"{tensor_name} is {list(piece.shape)} there and {list(shard.shape)} here",
+                    why='its layout is "ranks": a file for each rank\'s own shards',
+                    fix="the strategy that it was saved with (its manifest holds the plan)",
+                )
+            reader.read_part(file, piece, offsets=(0,) * shard.ndim, target=shard)
 
 
 def read_whole(name: str, reader: Reader) -> Tensor:
@@ -338,10 +353,7 @@ def _single_process_is_meant() -> Generator[None]:
 
 @contextmanager
 def _without_zip_checksums() -> Generator[None]:
-    """Turns off the CRC-32 of the zip archives that torch.save writes.
-
-    It costs more than fullshard's own digests, and nothing reads it.
-    """
+    """Turns off torch.save's CRC-32, which costs more than fullshard's digests and is never read."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

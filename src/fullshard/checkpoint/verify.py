@@ -1,4 +1,8 @@
-"""Verification of every byte of a checkpoint against its digest, and comparison of two checkpoints."""
+"""Verification of every byte of a checkpoint against its digest, and comparison of two checkpoints.
+
+A save that is read back is verified before it is acknowledged, since a disk may store other bytes. The bytes
+are read from the disk, as far as the system drops them from its page cache on request.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,8 +13,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from fullshard.checkpoint import storage
-from fullshard.checkpoint.files import Files
-from fullshard.checkpoint.leftovers import WRITER
+from fullshard.checkpoint.files import WRITER, Files, LocalFiles
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     SHARDS,
@@ -24,13 +27,13 @@ from fullshard.checkpoint.manifest import (
 from fullshard.checkpoint.shard_file import SUFFIX, verify_padding, verify_piece
 from fullshard.distributed.agreement import locally
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.system import disk
 
 
 @dataclass(frozen=True)
 class Damage:
     """Damage to one file.
 
-    file: name of the file
     what: the difference from the saved file
     tensors: tensors that it affects; all of them if any may be affected
     """
@@ -41,8 +44,7 @@ class Damage:
 
 
 def find_damage(checkpoint: Files | str | Path) -> Iterator[Damage]:
-    """Reads every byte of a checkpoint, and yields each difference from what was saved; nothing if it is
-    intact.
+    """Reads every byte of a checkpoint, and yields each difference from what was saved.
 
     Raises CheckpointError if it cannot be read at all (permissions, another format).
     """
@@ -52,26 +54,15 @@ def find_damage(checkpoint: Files | str | Path) -> Iterator[Damage]:
     except DamagedCheckpointError as error:
         yield Damage(MANIFEST, _said(error, MANIFEST), ())
         return
-    reader, sizes, sound = storage.Reader(files, manifest), files.sizes(), True
-    for damage in damaged_files(files, manifest, sizes=sizes):
-        sound = False
-        yield damage
-    if sound:
+    reader, sizes = storage.Reader(files, manifest), files.sizes()
+    damaged = False
+    for name in manifest.own_files:
+        for damaged in _in_file(reader, name, sizes=sizes):
+            yield damaged
+    if not damaged:
         yield from _in_index(reader)
     for name in sorted(set(sizes) - set(manifest.files) - {MANIFEST, WRITER}):
         yield Damage(name, "not of this checkpoint", ())
-
-
-def damaged_files(files: Files, manifest: Manifest, *, sizes: Mapping[str, int]) -> Iterator[Damage]:
-    """Reads every byte of the files that `manifest` names, and yields each difference from what was saved.
-
-    sizes: sizes of the files in bytes, by name
-
-    Raises as `find_damage` does.
-    """
-    reader = storage.Reader(files, manifest)
-    for name in manifest.own_files:
-        yield from _in_file(reader, name, sizes=sizes)
 
 
 def diff(one: Files | str | Path, other: Files | str | Path) -> Iterator[str]:
@@ -95,6 +86,39 @@ def diff(one: Files | str | Path, other: Files | str | Path) -> Iterator[str]:
                 yield f"{name}: {line}"
 
 
+def require_written(draft: Files, manifest: Manifest) -> None:
+    """Reads every byte of the files that `manifest` names. Raises CheckpointError if one was altered."""
+    reader, sizes = storage.Reader(draft, manifest), draft.sizes()
+    for name in manifest.own_files:
+        _forget(draft, name)
+    for name in manifest.own_files:
+        for damage in _in_file(reader, name, sizes=sizes):
+            raise _altered(draft, name, got=damage.what)
+
+
+def require_manifest(files: Files) -> None:
+    """Reads the manifest of a checkpoint. Raises CheckpointError if it was altered."""
+    _forget(files, MANIFEST)
+    try:
+        read_manifest(files)
+    except DamagedCheckpointError as error:
+        raise _altered(files, MANIFEST, got=str(error.got)) from error
+
+
+def _altered(files: Files, name: str, *, got: str) -> CheckpointError:
+    return CheckpointError(
+        f"{files}/{name} was read back, and is other than was written.",
+        got=got,
+        why="the disk, or something on the way to it, changed it",
+        fix="save again; another disk, if it happens again",
+    )
+
+
+def _forget(files: Files, name: str) -> None:
+    if isinstance(files, LocalFiles):
+        disk.forget(files.path / name)
+
+
 def _reader(files: Files) -> storage.Reader:
     manifest = read_manifest(files)
     if manifest.layout == "ranks":
@@ -107,9 +131,7 @@ def _reader(files: Files) -> storage.Reader:
 
 
 def _between(a: Tensor, b: Tensor) -> str | None:
-    """Returns how two tensors differ, bit by bit: NaN equals NaN, and -0.0 differs from 0.0. None if they are
-    equal.
-    """
+    """Returns how two tensors differ, bit by bit (NaN equals NaN, -0.0 differs from 0.0), or None."""
     if not a.numel():
         return None
     bits = [tensor.reshape(-1, 1).view(torch.uint8) for tensor in (a, b)]
@@ -132,13 +154,10 @@ def _in_file(reader: storage.Reader, name: str, *, sizes: Mapping[str, int]) -> 
     if sizes.get(name) != saved.size_bytes:
         found = f"{sizes[name]} bytes" if name in sizes else why_unlisted(reader.files, name)
         yield Damage(name, f"{found}; {saved.size_bytes} were saved", _touched(reader, name))
-    elif name in reader.manifest.data_files:
+        return
+    if name in reader.manifest.data_files:
         yield from _in_data_file(reader, name)
-    else:
-        yield from _in_small_file(reader, name)
-
-
-def _in_small_file(reader: storage.Reader, name: str) -> Iterator[Damage]:
+        return
     try:
         read_verified(reader.files, reader.manifest, name=name)
     except CheckpointError as error:
@@ -191,10 +210,7 @@ def _said(error: CheckpointError, name: str) -> str:
 
 
 def _touched(reader: storage.Reader, name: str) -> tuple[str, ...]:
-    """Returns the tensors in a data file, or in the one that a table describes.
-
-    Returns all tensors for a file that is needed to read any of them.
-    """
+    """Returns the tensors in a data file or in the one that a table describes; all, for the index."""
     data_file = name.removesuffix(SUFFIX)
     if data_file not in reader.manifest.data_files:
         return tuple(reader.manifest.tensors) if name == SHARDS else ()

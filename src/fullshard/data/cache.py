@@ -10,9 +10,9 @@ was read is not remembered, because a later change could leave the same time.
 """
 
 import errno
-import fcntl
 import hashlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -26,14 +26,13 @@ import xxhash
 
 from fullshard.errors import DataError
 from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_bytes
-from fullshard.system.disk import flush
+from fullshard.system.files import flush, replacing
+from fullshard.system.lock import exclusive_lock
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 _SETTLED_SECONDS = 2.0
-_POLL_SECONDS = 0.2
 _READ_BYTES = 4 << 20
-_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 Heartbeat = Callable[[], None]
 """Called regularly during long work, so that a watchdog sees progress."""
@@ -80,7 +79,7 @@ def get_or_build(
     entry = root / name
     if _is_whole(entry):
         return entry
-    with exclusive(root / f".{name}.lock", alive=alive):
+    with _exclusive(root / f".{name}.lock", alive=alive):
         if _is_whole(entry):
             return entry
         for left in [entry, *root.glob(f".{name}.tmp-*")]:  # left by a crash, or files were removed
@@ -97,21 +96,16 @@ def get_or_build(
 
 
 @contextmanager
-def exclusive(lock: Path, *, alive: Heartbeat = no_heartbeat) -> Generator[None]:
+def _exclusive(lock: Path, *, alive: Heartbeat) -> Generator[None]:
     """Excludes other processes from blocks with the same `lock` while open. Waits until the lock is free.
 
-    The kernel releases the lock when the process ends. On a file system without locks there is no exclusion:
-    both processes write, and the second one finds the entry complete.
+    Without locks both processes write, and the second one finds the entry complete.
     """
     try:
-        file = lock.open("a")
+        with exclusive_lock(lock, patience_seconds=math.inf, waiting=alive, required=False):
+            yield
     except OSError as error:
         raise _not_written(lock.parent, error) from error
-    with file:
-        while not _taken(file.fileno()):
-            alive()
-            time.sleep(_POLL_SECONDS)
-        yield
 
 
 def digests(paths: Iterable[Path], *, root: Path, alive: Heartbeat = no_heartbeat) -> list[str]:
@@ -124,7 +118,7 @@ def digests(paths: Iterable[Path], *, root: Path, alive: Heartbeat = no_heartbea
     if None not in found.values():
         return [digest for digest in found.values() if digest is not None]
     # Of ranks that start together, one reads the files and the others use the remembered digests.
-    with exclusive(memory / ".lock", alive=alive):
+    with _exclusive(memory / ".lock", alive=alive):
         return [
             digest or _remembered(path, memory) or _remember(path, memory, alive=alive)
             for path, digest in found.items()
@@ -157,17 +151,6 @@ def _commit(draft: Path, entry: Path, *, facts: Mapping[str, Any]) -> None:
     flush(entry.parent)
 
 
-def _taken(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-    return True
-
-
 def _remembered(path: Path, memory: Path) -> str | None:
     try:
         said = parse_json(read_bytes(_place(path, memory), most_bytes=VALUE_BYTES))
@@ -183,10 +166,8 @@ def _remember(path: Path, memory: Path, *, alive: Heartbeat) -> str:
     if at - seen.st_mtime < _SETTLED_SECONDS:
         return digest
     place = _place(path, memory)
-    draft = place.with_name(f"{place.name}.tmp-{secrets.token_hex(4)}")
-    with suppress(OSError):  # the file will be read again next time
+    with suppress(OSError), replacing(place) as draft:  # else the file will be read again next time
         draft.write_text(json.dumps({"seen": [seen.st_size, seen.st_mtime_ns], "digest": digest}))
-        draft.replace(place)
     return digest
 
 

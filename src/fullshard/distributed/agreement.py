@@ -5,7 +5,8 @@ second. So anything that can fail on one rank alone runs inside `on_all_ranks` o
 is caught, sent to all ranks as text (an exception need not survive pickling), and then raised on all of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
@@ -21,10 +22,7 @@ Group: TypeAlias = dist.ProcessGroup | None
 
 
 class ErrorCapture:
-    """Context manager that keeps the exception its block raises. See [Note: failures are agreed on].
-
-    error: the exception, or None
-    """
+    """Context manager that keeps the exception its block raises. See [Note: failures are agreed on]."""
 
     def __init__(self) -> None:
         self.error: Exception | CheckpointException | None = None
@@ -60,10 +58,7 @@ def world_size() -> int:
 
 
 def gathered(value: T, *, group: Group = None) -> list[T]:
-    """Returns `value` of every rank, in rank order. Collective.
-
-    group: a group of all ranks; None for the default one
-    """
+    """Returns `value` of every rank of `group`, by default all, in rank order. Collective."""
     if not distributed():
         return [value]
     values: list[Any] = [None] * world_size()
@@ -71,28 +66,30 @@ def gathered(value: T, *, group: Group = None) -> list[T]:
     return values
 
 
-def on_all_ranks(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
-    """Runs `act()` on every rank, and returns this rank's result if no rank failed. Collective.
+@contextmanager
+def agreed(doing: str, *, group: Group = None) -> Generator[None]:
+    """Runs its block on every rank, and raises CheckpointError on all ranks if one failed. Collective.
 
-    Raises CheckpointError on all ranks. It names the first rank that failed, and the reason. It is a
-    DamagedCheckpointError if every rank that failed raised one. Its cause is this rank's own error, or else
-    the OffloadError of the named rank.
+    The error names the first rank that failed. It is a DamagedCheckpointError if every rank that failed
+    raised one. Its cause is this rank's own error, or else the OffloadError of the named rank.
     """
-    attempt, results = ErrorCapture(), list[T]()
+    attempt = ErrorCapture()
     with attempt:
-        results.append(act())
+        yield
     failures = [one for one in gathered(_failure(attempt, doing), group=group) if one is not None]
     if failures:
         named = _first_of(failures)
         raise named.as_error() from attempt.error or named.offload
-    return results[0]
+
+
+def on_all_ranks(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
+    """Runs `act()` on every rank, and returns this rank's result if no rank failed. See `agreed`."""
+    with agreed(doing, group=group):
+        return act()
 
 
 def on_rank_zero(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
-    """Runs `act()` on rank 0 alone, and returns its result on all ranks. Collective.
-
-    Raises CheckpointError on all ranks if rank 0 failed.
-    """
+    """Runs `act()` on rank 0 alone, and returns its result, or raises CheckpointError, on all. Collective."""
     attempt, results = ErrorCapture(), list[T]()
     if rank() == 0:
         with attempt:
@@ -122,22 +119,19 @@ class _Failure:
     """A CheckpointError as text, and the rank on which it occurred."""
 
     rank: int
+    kind: type[CheckpointError]
     what: str
-    got: str | None
-    why: str | None
-    fix: str | None
-    damaged: bool
+    details: dict[str, str | None]
     offload: OffloadError | None = None
 
     def as_error(self) -> CheckpointError:
-        kind = DamagedCheckpointError if self.damaged else CheckpointError
-        return kind(self.what, got=self.got, why=self.why, fix=self.fix)
+        return self.kind(self.what, **self.details)
 
 
 def _first_of(failures: Sequence[_Failure]) -> _Failure:
-    """Returns the failure of the lowest rank; its rank is not named if all ranks failed in the same way."""
+    """Returns the failure of the lowest rank, without the rank if all ranks failed in the same way."""
     # Errors other than damage come first: only damage is cured by another checkpoint.
-    first, *_ = sorted(failures, key=lambda one: (one.damaged, one.rank))
+    first, *_ = sorted(failures, key=lambda one: (one.kind is DamagedCheckpointError, one.rank))
     alike = (replace(one, rank=first.rank, offload=first.offload) == first for one in failures)
     if len(failures) == world_size() and all(alike):
         return first
@@ -154,9 +148,9 @@ def _failure(attempt: ErrorCapture, doing: str) -> _Failure | None:
     offload = error if isinstance(error, OffloadError) else None
     if not isinstance(error, CheckpointError):
         error = _as_checkpoint_error(error, doing)
-    got = None if error.got is None else str(error.got)
-    damaged = isinstance(error, DamagedCheckpointError)
-    return _Failure(failed_rank, error.what, got, error.why, error.fix, damaged, offload)
+    kind = DamagedCheckpointError if isinstance(error, DamagedCheckpointError) else CheckpointError
+    details = {"got": None if error.got is None else str(error.got), "why": error.why, "fix": error.fix}
+    return _Failure(failed_rank, kind, error.what, details, offload)
 
 
 def _as_checkpoint_error(error: BaseException, doing: str) -> CheckpointError:

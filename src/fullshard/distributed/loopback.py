@@ -46,8 +46,7 @@ def all_ranks_are_local(environment: Mapping[str, str] = os.environ) -> bool:
 def local_groups_on_loopback(environment: MutableMapping[str, str] = os.environ) -> Generator[None]:
     """Puts process groups created within the context on the loopback interface, if all ranks are local.
 
-    A variable that the user has set is kept. Does nothing if ranks may be on other machines, or if no
-    loopback interface is found.
+    A variable that the user has set is kept.
     """
     interface = loopback_interface() if all_ranks_are_local(environment) else None
     # NCCL treats a name as a prefix, unless an equals sign precedes it.
@@ -62,10 +61,7 @@ def local_groups_on_loopback(environment: MutableMapping[str, str] = os.environ)
 
 
 def loopback_interface() -> str | None:
-    """Returns the name of the loopback interface that is up.
-
-    Returns None if there is none, and on systems that this function cannot query.
-    """
+    """Returns the name of the loopback interface that is up, or None if none is found."""
     request = _SIOCGIFFLAGS.get(sys.platform)
     if request is None:
         return None
@@ -82,10 +78,7 @@ def loopback_interface() -> str | None:
 
 
 def served_on_loopback(port: int = 0) -> dist.TCPStore:
-    """Returns a store served by this process on a socket bound to 127.0.0.1; port 0 picks a free one.
-
-    Raises OSError if the port is taken.
-    """
+    """Returns a store served at a port of 127.0.0.1 (0: a free one). Raises OSError if it is taken."""
     with socket.socket() as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((LOOPBACK, port))
@@ -99,10 +92,10 @@ def served_on_loopback(port: int = 0) -> dist.TCPStore:
 
 
 def store_on_loopback(port: int, *, rank: int, timeout: timedelta) -> dist.Store:
-    """Returns a connection to the store that rank 0 serves at `port`. Every rank calls it.
+    """Returns a connection to the store that rank 0 serves at `port`, until its process ends. Every rank
+    calls it.
 
-    Rank 0 serves the store until its process ends, so that it outlives the first group and a second one finds
-    it. Raises OSError if the port is taken, and DistError if no process serves a store there.
+    Raises OSError if the port is taken, and DistError if no process serves a store there.
     """
     if rank == 0:
         _kept_on_loopback(port)

@@ -10,6 +10,7 @@ from typing import Literal, Self
 from fullshard.errors import SpecError
 from fullshard.spec.value import FrozenModel
 from fullshard.system.files import write_whole
+from fullshard.system.process import stat_fields
 
 # Names that torchrun gives to a launch without a name.
 _NAMELESS = ("", "none")
@@ -125,8 +126,5 @@ def _agent() -> str:
 
 def _stat(process: int) -> tuple[int, int]:
     """Returns (parent, start in clock ticks since boot), or zeros if /proc is missing. man proc_pid_stat."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0, 0
-    return int(fields[1]), int(fields[19])
+    fields = stat_fields(process)
+    return (int(fields[1]), int(fields[19])) if fields else (0, 0)

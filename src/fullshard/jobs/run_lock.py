@@ -4,50 +4,34 @@ It does not need torch, so the launcher can check it before any rank starts.
 """
 
 import errno
-import fcntl
 import os
-import socket
-import time
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from fullshard.errors import TrainError
-from fullshard.system.files import open_regular
+from fullshard.system.lock import exclusive_lock, lock_holder
 
 _LOCK = ".lock"
-_TURN_SECONDS = 0.2
 
 
-@contextmanager
-def locked(root: Path, *, patience_seconds: float = 0.0) -> Generator[None]:
+def locked(root: Path, *, patience_seconds: float = 0.0) -> AbstractContextManager[None]:
     """Holds `<root>/.lock`.
 
     The kernel releases it when the process ends, so a killed run leaves nothing to clean up.
 
     Raises TrainError if another process holds it for longer than `patience_seconds`; OSError.
     """
-    deadline = time.monotonic() + patience_seconds
-    with open(root / _LOCK, "a+", opener=open_regular) as file:
-        while not _taken(file.fileno(), fcntl.LOCK_EX):
-            if time.monotonic() >= deadline:
-                raise _held(root, file.fileno())
-            time.sleep(_TURN_SECONDS)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        yield
+    held_error = partial(_held_error, root)
+    return exclusive_lock(root / _LOCK, held_error=held_error, patience_seconds=patience_seconds)
 
 
 def require_unlocked(root: Path) -> None:
     """Raises TrainError if another process holds the lock now. Writes nothing."""
-    with explained(root), suppress(FileNotFoundError):
-        descriptor = open_regular(root / _LOCK, os.O_RDONLY)
-        try:
-            if not _taken(descriptor, fcntl.LOCK_SH):
-                raise _held(root, descriptor)
-        finally:
-            os.close(descriptor)
+    with explained(root):
+        if holder := lock_holder(root / _LOCK):
+            raise _held_error(root, holder)
 
 
 def require_writable(root: Path) -> None:
@@ -87,17 +71,9 @@ def explained(root: Path) -> Generator[None]:
         ) from error
 
 
-def _taken(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _held(root: Path, descriptor: int) -> TrainError:
+def _held_error(root: Path, holder: str) -> TrainError:
     return TrainError(
         f"another run is writing {root}.",
-        got=os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "a lock that is held",
+        got=holder,
         fix="wait for it, or --set run.dir=<another directory>",
     )

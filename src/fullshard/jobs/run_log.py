@@ -14,7 +14,7 @@ from fullshard.jobs.progress import Progress, StepMetrics, progress
 from fullshard.jobs.trackers import Tracker, open_trackers, require_trackers
 from fullshard.spec.measurement import MatmulPeak, peak_tokens_per_second
 from fullshard.spec.run import Run
-from fullshard.system.files import open_regular, write_whole
+from fullshard.system.files import open_regular, replacing
 from fullshard.training.loop import Step
 
 FILE_NAME = "metrics.jsonl"
@@ -197,11 +197,18 @@ def _json(value: Any) -> Any:
 
 
 def _keep_until(path: Path, last_step: int) -> None:
-    with open(path, "rb", opener=open_regular) as file:
-        lines = file.readlines()
-    kept = [line for line in lines if (step := _step_of(line)) is not None and step <= last_step]
-    if len(kept) < len(lines):
-        write_whole(path, b"".join(kept).decode())
+    """Replaces the file by its lines of steps up to `last_step`, if there are others."""
+
+    def is_kept(line: bytes) -> bool:
+        step = _step_of(line)
+        return step is not None and step <= last_step
+
+    with open(path, "rb", opener=open_regular) as old:
+        if all(map(is_kept, old)):
+            return
+        old.seek(0)
+        with replacing(path) as draft, draft.open("xb") as new:
+            new.writelines(filter(is_kept, old))
 
 
 def _step_of(line: bytes) -> int | None:

@@ -19,6 +19,7 @@ from fullshard.launch.gc import gc_disabled
 from fullshard.launch.outcome import ProcessOutcome
 from fullshard.launch.request import Request
 from fullshard.launch.scratch import private_directory
+from fullshard.system.process import is_running
 from fullshard.system.signals import NotedSignals, note_signals
 from fullshard.system.terminal import printable
 
@@ -117,7 +118,7 @@ class _Watch:
         if len(pids) < self._ranks:
             return  # ranks are still starting: signals wait until they run
         for rank, pid in pids.items():
-            if rank not in self._gone_at and not _alive(pid):
+            if rank not in self._gone_at and not is_running(pid):
                 self._gone_at[rank] = time.time()
         if self._signals.first is not None and not self._passed_on:
             self._pass_on(self._signals.first)
@@ -141,7 +142,7 @@ class _Watch:
 
     def _kill(self) -> None:
         for rank, pid in self._pids().items():
-            if _alive(pid):
+            if is_running(pid):
                 self._ended_by_us.add(rank)
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)  # a rank leads a session of all its children
@@ -180,14 +181,6 @@ def _say(text: str) -> None:
     """Prints on standard error, below the line that an ended rank was drawing, and restores the cursor."""
     restored = "\r\x1b[?25h" if sys.stderr.isatty() else ""
     print(f"{restored}{printable(text)}", file=sys.stderr, flush=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Self
 
 from fullshard.errors import FullshardError
 from fullshard.spec.small_files import VALUE_BYTES, parse_json, read_text
+from fullshard.system.files import write_whole
 
 TRACEBACK_VARIABLE = "FULLSHARD_TRACEBACK"
 CTRL_C_EXIT_CODE = 130
@@ -91,10 +92,8 @@ class ProcessOutcome:
 
     def save(self, path: Path) -> None:
         """Writes the outcome atomically: another process may read it while this one is killed."""
-        partial = path.with_suffix(".partial")
         failure = asdict(self.failure) if self.failure else None
-        partial.write_text(json.dumps({"exit_code": self.exit_code, "failure": failure}))
-        partial.replace(path)
+        write_whole(path, json.dumps({"exit_code": self.exit_code, "failure": failure}))
 
     @classmethod
     def load(cls, path: Path) -> Self | None:

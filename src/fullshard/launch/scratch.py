@@ -1,6 +1,5 @@
 """The private directory of a launch, which is removed after it, even if the launch was killed."""
 
-import fcntl
 import os
 import shutil
 import socket
@@ -9,6 +8,10 @@ import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from fullshard.system.files import open_regular
+from fullshard.system.lock import try_lock
+from fullshard.system.process import boot_id
 
 _PREFIX = "fullshard-"
 _LOCK, _UNLOCKED = "lock", "unlocked"
@@ -28,7 +31,7 @@ def private_directory() -> Generator[Path]:
             lock.flush()
             # The file gets its final name only once it is locked, so a free lock belongs to a dead process.
             with suppress(OSError):  # no locks on this file system: `remove_abandoned` leaves it
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try_lock(lock.fileno())
                 (directory / _UNLOCKED).rename(directory / _LOCK)
             yield directory
 
@@ -55,22 +58,17 @@ def _is_ours(directory: Path) -> bool:
 def _is_free(lock: Path) -> bool:
     """Returns whether a dead process of this kernel held the lock."""
     try:
-        descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_regular(lock, os.O_RDWR)
     except OSError:
         return False
     try:
-        if os.read(descriptor, 1000) != _kernel().encode():
-            return False
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.read(descriptor, 1000) == _kernel().encode() and try_lock(descriptor)
     except OSError:
         return False
     finally:
         os.close(descriptor)
-    return True
 
 
 def _kernel() -> str:
     """Returns a name that identifies the running kernel."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()
+    return boot_id() or socket.gethostname()

@@ -169,9 +169,8 @@ class StreamingAdamW(torch.optim.Optimizer):
                 for name, new in portion.items():
                     for key, tensor in new.items():
                         one = saved[name].get(key)
-                        local_tensor(tensor).zero_() if one is None else local_tensor(tensor).copy_(
-                            local_tensor(one)
-                        )
+                        target = local_tensor(tensor)
+                        target.zero_() if one is None else target.copy_(local_tensor(one))
 
     def _take_over(self, state_dict: dict[str, Any]) -> None:
         """Loads the state that is not offloaded, in place, into the tensors of any earlier `state_dict`."""

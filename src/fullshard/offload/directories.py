@@ -4,26 +4,22 @@
 """
 
 import errno
-import fcntl
 import os
-import socket
-import time
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from fullshard.errors import OffloadError
 from fullshard.offload.drive import SYSTEM, System, os_error
 from fullshard.quantities import format_bytes
-from fullshard.system.files import open_regular
+from fullshard.system.files import flush, make_directory, replacing
+from fullshard.system.lock import exclusive_lock, lock_holder
 
 IDENTITY = "identity.json"
 LOCK = "lock"
 RANKS, FIRST_RANK = "rank-*", "rank-00000"
-_PATIENCE_SECONDS, _TURN_SECONDS = 1.0, 0.05
-# Children of a killed rank may hold its lock until they notice that their parent is gone.
-_DYING_SECONDS = 10.0
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_PATIENCE_SECONDS = 1.0
 
 
 def rank_directory(path: Path, *, run_id: str, rank: int) -> Path:
@@ -69,28 +65,29 @@ def no_space_error(directory: Path, *, needed_bytes: int, free_bytes: int) -> Of
 @contextmanager
 def exclusive(directory: Path) -> Generator[None]:
     """Makes `directory` and locks it for this process. Raises OffloadError if another process holds it."""
-    try:
-        make_directory(directory)
-        descriptor = _lock(directory)
-    except OSError as error:
-        raise _unusable(directory, error) from error
-    try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    with ExitStack() as stack:
+        try:
+            make_directory(directory)
+            lock = exclusive_lock(
+                directory / LOCK,
+                held_error=partial(_held_error, directory),
+                patience_seconds=_PATIENCE_SECONDS,
+                required=False,
+                mode=0o600,
+            )
+            stack.enter_context(lock)
+        except OSError as error:
+            raise _unusable(directory, error) from error
         yield
-    finally:
-        # Closing is not enough: a forked child may still have the descriptor, and with it the lock.
-        with suppress(OSError):  # file systems without locks
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
 
 
-def make_directory(directory: Path) -> None:
-    """Makes `directory` and its missing parents, and flushes them to the drive."""
-    missing = [one for one in (directory, *directory.parents) if not one.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    for one in missing:
-        flush_directory(one.parent)
+def _held_error(directory: Path, holder: str) -> OffloadError:
+    return OffloadError(
+        f"another process keeps its state in {directory}.",
+        got=holder,
+        why="two would write over each other's",
+        fix="wait for it or end it, or another run.dir or offload.path",
+    )
 
 
 def remove_empty(rank_directory: Path, *, up_to: Path) -> None:
@@ -105,29 +102,18 @@ def remove_empty(rank_directory: Path, *, up_to: Path) -> None:
             one.rmdir()
 
 
-def flush_directory(directory: Path, *, system: System = SYSTEM) -> None:
-    """Makes files created, renamed or removed in the directory survive a crash."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        system.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def remove(path: Path, *, system: System = SYSTEM) -> None:
     """Removes a file, if it exists, and flushes the removal to the drive."""
     path.unlink(missing_ok=True)
     # Flushed even if the file does not exist: an earlier removal may have failed before its flush.
-    flush_directory(path.parent, system=system)
+    flush(path.parent, fsync=system.fsync)
 
 
 def replace(path: Path, data: bytes, *, system: System) -> None:
     """Replaces `path` atomically: whatever happens, it is as it was or holds all of `data`."""
-    draft = path.with_name(f".{path.name}.tmp")
-    draft.unlink(missing_ok=True)
-    overwrite(draft, data, system=system)
-    draft.replace(path)
-    flush_directory(path.parent, system=system)
+    with replacing(path, draft=path.with_name(f".{path.name}.tmp")) as draft:
+        overwrite(draft, data, system=system)
+    flush(path.parent, fsync=system.fsync)
 
 
 def overwrite(path: Path, data: bytes, *, system: System) -> None:
@@ -156,76 +142,11 @@ def _unusable(directory: Path, error: OSError) -> OffloadError:
     return os_error(f"offload.path = {path} is no directory, and cannot be made one.", error, where=str(path))
 
 
-def _lock(directory: Path) -> int:
-    began = time.monotonic()
-    while True:
-        descriptor = open_regular(directory / LOCK, os.O_RDWR | os.O_CREAT, mode=0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace")
-            os.close(descriptor)
-            waited = time.monotonic() - began
-            if waited > (_DYING_SECONDS if _is_dead(holder) else _PATIENCE_SECONDS):
-                raise _held(directory, holder) from None
-            time.sleep(_TURN_SECONDS)
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                return descriptor
-            os.close(descriptor)
-            raise
-        else:
-            if _is_the_one(descriptor, directory / LOCK):
-                return descriptor
-            os.close(descriptor)  # it was removed with its directory after it was opened
-
-
-def _held(directory: Path, holder: str) -> OffloadError:
-    return OffloadError(
-        f"another process keeps its state in {directory}.",
-        got=holder or "a lock that is held",
-        why="two would write over each other's",
-        fix="wait for it or end it, or another run.dir or offload.path",
-    )
-
-
-def _is_dead(holder: str) -> bool:
-    """Returns whether the holder was a process on this machine that has ended, as far as can be seen."""
-    words = holder.split()
-    if len(words) != 4 or not words[1].isdecimal() or words[3] != socket.gethostname():
-        return False
-    try:
-        os.kill(int(words[1]), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
-
-
-def _is_the_one(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 def _is_held(lock: Path) -> bool:
     try:
-        descriptor = open_regular(lock, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True  # not a lock file of fullshard: left alone
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+        return lock_holder(lock) is not None
+    except OSError:  # not a lock file of fullshard, or a file system without locks: left alone
         return True
-    except OSError as error:
-        return error.errno in _NO_LOCKS  # unknown without locks: left alone
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _number(rank: Path) -> int:

@@ -8,14 +8,12 @@ in small transfers, and its pages are released at once.
 """
 
 import errno
-import fcntl
 import logging
 import mmap
 import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,33 +23,18 @@ import numpy as np
 
 from fullshard.errors import DamagedOffloadError, OffloadError
 from fullshard.quantities import format_bytes
+from fullshard.system.direct_io import ALIGNMENT, is_direct, leave_direct, open_direct
+from fullshard.system.disk import reason
+from fullshard.system.files import replacing
 
 logger = logging.getLogger("fullshard")
 
-ALIGNMENT = 4096  # of addresses, offsets and lengths: what every drive's logical block divides
-DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
 _SCRATCH_BYTES = 1 << 20
 _CACHED_BYTES = 256 << 10
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
-_ROOM = "free some space there, or offload.path = a directory on a drive with room"
-_WRITABLE = "offload.path = a directory that can be written"
 CHECK_DRIVE = "another drive for offload.path, and a look at the system's log"
-_REASONS: dict[int, tuple[str, str]] = {
-    errno.ENOSPC: ("the drive is full", _ROOM),
-    errno.EDQUOT: ("the disk quota is used up", _ROOM),
-    errno.EFBIG: ("a file may not grow so large there", "ulimit -f unlimited, or another file system"),
-    errno.EIO: ("the drive reports an error", CHECK_DRIVE),
-    errno.EROFS: ("the file system is read-only", _WRITABLE),
-    errno.EACCES: ("this user may not write there", _WRITABLE),
-    errno.EPERM: ("this user may not write there", _WRITABLE),
-    errno.ENOTDIR: ("a part of the path is a file, not a directory", "another offload.path"),
-    errno.ENODATA: ("the drive cannot read what it was given to keep", CHECK_DRIVE),
-    errno.ENOENT: ("it is not there, and the file system does not make it", _WRITABLE),
-    errno.ELOOP: ("a link in the path leads back to itself", "another offload.path"),
-    errno.ENAMETOOLONG: ("the file system has no names so long", "a shorter offload.path"),
-    errno.ESTALE: ("the network file system lost it", "offload.path = a directory on a local drive"),
-}
+_SETTING = "offload.path = a directory"
 _START_AGAIN = "--resume, which leaves out what is damaged, and resumes from the newest step that is whole"
 _UNREADABLE = (errno.EIO, errno.ENODATA)  # linux/block: errors of a transfer, and of the medium
 
@@ -87,7 +70,10 @@ def os_error(
     what: str, error: OSError, *, where: str = "", kind: type[OffloadError] = OffloadError
 ) -> OffloadError:
     """Returns the OffloadError for an OSError: its message, `where` it happened, the reason, and the fix."""
-    why, fix = _REASONS.get(error.errno or 0, ("the operating system says no more", CHECK_DRIVE))
+    why, fix = reason(error, directory=_SETTING)
+    if error.errno == errno.ENOENT:
+        why, fix = "it is not there, and the file system does not make it", f"{_SETTING} that can be written"
+    why, fix = why or "the operating system says no more", fix or CHECK_DRIVE
     name = errno.errorcode.get(error.errno or 0, "no errno")
     where = where or str(error.filename or "")
     return kind(what, got=f"{error.strerror or error} ({name}){where and f', {where}'}", why=why, fix=fix)
@@ -114,7 +100,7 @@ class DriveFile:
         self.path, self.size_bytes = path, size_bytes
         self._descriptor, self._system = descriptor, system
         self._leaving = threading.Lock()
-        self.direct = _is_direct(descriptor)
+        self.direct = is_direct(descriptor)
         if not self.direct:
             _warn_no_direct_io(path.parent)
 
@@ -139,7 +125,8 @@ class DriveFile:
     def open(cls, path: Path, size_bytes: int, *, system: System = SYSTEM) -> Self:
         """Opens an existing file. Raises DamagedOffloadError if it is missing or of another size."""
         try:
-            descriptor = _opened(path, system=system)
+            flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = open_direct(path, flags, mode=0o600, opener=system.open)
         except FileNotFoundError as error:
             raise DamagedOffloadError(
                 f"{path} is missing.", why="something else removed it", fix=_START_AGAIN
@@ -256,8 +243,7 @@ class DriveFile:
 
     def _leave_direct(self) -> None:
         with self._leaving:
-            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~DIRECT)
+            leave_direct(self._descriptor)
             self.direct = False
         _warn_no_direct_io(self.path.parent)
 
@@ -268,9 +254,7 @@ def allocate(path: Path, size_bytes: int, *, system: System) -> None:
     Raises OSError; then the file does not exist. The file is allocated under a temporary name and renamed at
     the end, so that a crash leaves no partial file.
     """
-    draft = path.with_name(f".{path.name}.tmp")
-    try:
-        draft.unlink(missing_ok=True)  # of a process that was killed
+    with replacing(path, draft=path.with_name(f".{path.name}.tmp")) as draft:
         # Not direct: where the C library allocates by writing single bytes, those are not aligned.
         descriptor = system.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -278,10 +262,6 @@ def allocate(path: Path, size_bytes: int, *, system: System) -> None:
             system.fdatasync(descriptor)
         finally:
             os.close(descriptor)
-        draft.rename(path)
-    finally:
-        with suppress(OSError):  # what went wrong before is the error to show
-            draft.unlink(missing_ok=True)
 
 
 def _fill(descriptor: int, size_bytes: int, *, system: System) -> None:
@@ -297,16 +277,6 @@ def _fill(descriptor: int, size_bytes: int, *, system: System) -> None:
         offset += system.pwritev(descriptor, [zeros[: size_bytes - offset]], offset)
 
 
-def _opened(path: Path, *, system: System) -> int:
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        return system.open(path, flags | DIRECT, 0o600)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    return system.open(path, flags, 0o600)
-
-
 def _require_inside(file: DriveFile, doing: str, *, offset: int, length: int) -> None:
     if offset < 0 or offset + length > file.size_bytes:
         raise OffloadError(
@@ -320,10 +290,6 @@ def _let_go(descriptor: int, offset: int, *, length: int) -> None:
     """Releases the page cache's pages of these bytes, which also starts their writeback (Linux)."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
-
-
-def _is_direct(descriptor: int) -> bool:
-    return bool(DIRECT and fcntl.fcntl(descriptor, fcntl.F_GETFL) & DIRECT)
 
 
 @cache  # once for a directory

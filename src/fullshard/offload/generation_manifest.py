@@ -19,9 +19,10 @@ from pydantic import ValidationError
 
 from fullshard.errors import DamagedOffloadError, ForeignOffloadError
 from fullshard.offload.directories import IDENTITY, replace
-from fullshard.offload.drive import ALIGNMENT, CHECK_DRIVE, System, rounded_up
+from fullshard.offload.drive import CHECK_DRIVE, System, rounded_up
 from fullshard.spec.small_files import read_bytes
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
+from fullshard.system.direct_io import ALIGNMENT
 from fullshard.system.files import open_regular
 
 SLOTS = (0, 1)

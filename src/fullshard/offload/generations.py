@@ -25,7 +25,6 @@ from fullshard.errors import DamagedOffloadError
 from fullshard.offload.directories import (
     LOCK,
     exclusive,
-    flush_directory,
     no_space_error,
     overwrite,
     remove,
@@ -49,6 +48,7 @@ from fullshard.offload.generation_manifest import (
     require_sound,
     sealed,
 )
+from fullshard.system.files import flush
 
 logger = logging.getLogger("fullshard")
 
@@ -311,7 +311,7 @@ def discard(directory: Path) -> None:
             (directory / LOCK).unlink()
             directory.rmdir()
             with suppress(FileNotFoundError):  # another rank removed the parent: see `remove_empty`
-                flush_directory(directory.parent)
+                flush(directory.parent)
         except OSError as error:
             raise os_error(f"{directory} cannot be removed.", error) from error
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.distributed.tensors import as_part_of, local_tensor
+from fullshard.distributed.tensors import local_shard, shard_like
 from fullshard.errors import ShardError
 from fullshard.sharding.precision import TORCH_DTYPE, replace_buffers
 from fullshard.sharding.rank0_values import Rank0Values
@@ -139,7 +139,7 @@ def initialise(model: nn.Module, names: Iterable[str], *, plan: Plan, init: Init
         for own in holders.values():
             for name, whole in filler.initialised(own).items():
                 parameter = filler.parameters[name]
-                local_tensor(parameter.detach()).copy_(local_tensor(_cut(whole, parameter)))
+                local_shard(parameter).copy_(local_shard(_cut(whole, parameter)))
     finally:
         filler.register(filler.parameters)
 
@@ -232,7 +232,7 @@ class _Filler:
             local = torch.empty(shape, dtype=old.dtype, device=self.device)
             if marked:
                 _fill_nan(local)
-            self._put(name, as_part_of(old, local) if isinstance(old, DTensor) else local)
+            self._put(name, shard_like(old, local) if isinstance(old, DTensor) else local)
         return {}
 
     def initialised(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -363,7 +363,7 @@ def _cut(whole: Tensor, parameter: nn.Parameter) -> Tensor:
             chunks, rank = local.chunk(mesh.size(axis)), mesh.get_local_rank(axis)
             local = chunks[rank] if rank < len(chunks) else local[:0]
     # A copy: a view would keep the whole tensor's storage alive.
-    return as_part_of(parameter, local.to(parameter.dtype, copy=True))
+    return shard_like(parameter, local.to(parameter.dtype, copy=True))
 
 
 def device_of(plan: Plan) -> torch.device:

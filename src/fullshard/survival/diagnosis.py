@@ -3,16 +3,15 @@
 It uses the report of each rank, and the process state of the ranks that do not report.
 """
 
-import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from fullshard.errors import TrainError
 from fullshard.survival.fingerprint import named_ranks
 from fullshard.survival.phase import RunPhase
+from fullshard.system.process import pid_namespace, stat_fields
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,7 @@ class UnresponsiveRank:
 
 def this_host() -> str:
     """Returns an identity that processes share if they see each other under /proc: host and pid namespace."""
-    try:
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        namespace = ""
-    return f"{socket.gethostname()} {namespace}".strip()
+    return f"{socket.gethostname()} {pid_namespace()}".strip()
 
 
 def process_state(seen: Heartbeat) -> str | None:
@@ -83,10 +78,7 @@ def process_state(seen: Heartbeat) -> str | None:
     """
     if sys.platform != "linux" or seen.host != this_host():
         return None
-    try:
-        return Path(f"/proc/{seen.process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    return next(iter(stat_fields(seen.process)), "")
 
 
 @dataclass(frozen=True)

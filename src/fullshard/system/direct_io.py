@@ -2,18 +2,18 @@
 
 [Note: past the page cache] Bytes go to the disk directly (O_DIRECT). A large run of whole memory pages that
 align with pages of the file is written in place. Other bytes are copied into aligned blocks, one of which is
-filled while the other is written. The kernel's page cache would copy all bytes once more, into pages that it
-has to allocate, and write them back in threads that compete with training. That cost ten times the processor
-time per gigabyte, and slowed steps during a save by half; bench/results/2026-11-20-checkpoints.md has
-the figures. Bytes that a file system does not accept directly go through its cache. They are written in small
-calls, since large ones took three times as long. Writeback is started early; otherwise the flush at the end
-would wait for all of them.
+filled while the other is written. The kernel's page cache would copy all bytes once more, and write them back
+in threads that compete with training. That cost ten times the processor time per gigabyte, and slowed steps
+during a save by half (bench/results/2026-11-20-checkpoints.md). Bytes that a file system does not accept
+directly go through its cache, in small calls, since large ones took three times as long. Writeback is started
+early; otherwise the flush at the end would wait for all of them.
 """
 
 import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -32,13 +32,13 @@ _BLOCKS = 2  # one is written while the other is filled
 class StreamedFile:
     """Writes bytes in order into a file that must not exist yet. Uses two blocks of memory of 16 MiB.
 
-    `finish` returns once all bytes are on the disk; without it the file is incomplete. Every method may raise
+    Once the context ends without error, all bytes are on the disk. Every method may raise
     OSError, also for bytes of an earlier write.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = _opened(path)
+        self._file = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
         self._blocks: list[mmap.mmap] = []
         self._filled = self._turn = 0
         self._offset = 0  # of the block that is being filled
@@ -48,10 +48,14 @@ class StreamedFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
-        os.close(self._file)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+            os.close(self._file)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Writes all of `data`, which may be changed afterwards. Returns its size in bytes."""
@@ -81,7 +85,7 @@ class StreamedFile:
         return whole
 
     def _before_page(self, data: memoryview) -> int:
-        """Returns the number of bytes to copy before the rest can be written in place, or all if none can."""
+        """Returns the number of bytes to copy before the rest can be written in place; all if none can."""
         end = self._offset + self._filled
         in_step = (address(data) - end) % ALIGNMENT == 0
         if not (in_step and data.nbytes >= LARGE_BYTES + ALIGNMENT and self._is_direct):
@@ -122,16 +126,12 @@ class StreamedFile:
             writing.result()
 
     def _put(self, parts: list[memoryview], offset: int) -> None:
-        """Writes all of `parts`, although one call may write less. All parts except the last consist of
-        aligned blocks.
-
-        See [Note: past the page cache].
-        """
+        """Writes all of `parts`, of which all except the last consist of aligned blocks."""
         begin = offset
         while parts:
             direct = self._is_direct and offset % ALIGNMENT == 0 and parts[0].nbytes >= ALIGNMENT
             if self._is_direct and not direct:  # the end of a file, or a block that a full disk took in part
-                self._leave_direct()
+                leave_direct(self._file)
             given = [part[: _whole(part)] for part in parts] if direct else [parts[0][:_CACHED_WRITE_BYTES]]
             try:
                 count = os.pwritev(self._file, given, offset)
@@ -139,7 +139,7 @@ class StreamedFile:
                 # EFAULT: memory that a device cannot read, such as another device's.
                 if not direct or error.errno not in (errno.EINVAL, errno.EFAULT):
                     raise _named(error, self.path) from error
-                self._leave_direct()
+                leave_direct(self._file)
                 continue
             parts, offset = _behind(parts, count), offset + count
         if not self._is_direct and hasattr(os, "posix_fadvise"):
@@ -148,10 +148,31 @@ class StreamedFile:
 
     @property
     def _is_direct(self) -> bool:
-        return bool(DIRECT and fcntl.fcntl(self._file, fcntl.F_GETFL) & DIRECT)
+        return is_direct(self._file)
 
-    def _leave_direct(self) -> None:
-        fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~DIRECT)
+
+def open_direct(
+    path: Path, flags: int, *, mode: int = 0o666, opener: Callable[[Path, int, int], int] = os.open
+) -> int:
+    """Opens a file past the page cache, or through it if the file system has no direct I/O."""
+    try:
+        return opener(path, flags | DIRECT, mode)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    if flags & os.O_EXCL:  # the file may have been created, by this call: another's would not be EINVAL
+        path.unlink(missing_ok=True)
+    return opener(path, flags, mode)
+
+
+def is_direct(descriptor: int) -> bool:
+    """Returns whether an open file bypasses the page cache."""
+    return bool(DIRECT and fcntl.fcntl(descriptor, fcntl.F_GETFL) & DIRECT)
+
+
+def leave_direct(descriptor: int) -> None:
+    """Makes later reads and writes of an open file use the page cache."""
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~DIRECT)
 
 
 def aligned_memory(size_bytes: int) -> mmap.mmap:
@@ -186,18 +207,6 @@ def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
             left.append(part[count:])
         count = max(0, count - part.nbytes)
     return left
-
-
-def _opened(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        return os.open(path, flags | DIRECT, 0o666)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    # The file system lacks direct I/O but may have created the file; O_EXCL shows that nobody else did.
-    path.unlink(missing_ok=True)
-    return os.open(path, flags, 0o666)
 
 
 def _named(error: OSError, path: Path) -> OSError:

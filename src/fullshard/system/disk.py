@@ -2,33 +2,41 @@
 
 import errno
 import os
-import secrets
 import shutil
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from fullshard.errors import CheckpointError
 from fullshard.quantities import format_bytes
 from fullshard.system.direct_io import StreamedFile
+from fullshard.system.files import flush, replacing
 
 _FULL = "free some space, keep fewer checkpoints, or save elsewhere"
-_REASONS: dict[int, tuple[str, str | None]] = {
-    errno.ENOSPC: ("the disk is full", _FULL),
-    errno.EDQUOT: ("the disk quota is used up", _FULL),
+_ROOM = "free some space there, or {directory} on a disk with room"
+_WRITABLE, _OTHER = "{directory} that can be written", "{directory} elsewhere"
+_CHECK_DISK = "{directory} on another disk, and a look at the system's log"
+# Why a call failed, and what to try, by errno; `{directory}` is a directory, or the setting that names one.
+_REASONS: dict[int, tuple[str, str]] = {
+    errno.ENOSPC: ("the disk is full", _ROOM),
+    errno.EDQUOT: ("the disk quota is used up", _ROOM),
     errno.EFBIG: ("a file may not grow so large there", "ulimit -f unlimited, or another file system"),
-    errno.EROFS: ("the file system is read-only", "a directory that can be written"),
-    errno.EACCES: ("this user may not write there", "a directory that can be written"),
-    errno.EPERM: ("this user may not write there", "a directory that can be written"),
-    errno.ENOTDIR: ("a part of the path is a file, not a directory", "another directory"),
-    errno.EEXIST: ("it is a file, not a directory", "another directory"),
+    errno.EROFS: ("the file system is read-only", _WRITABLE),
+    errno.EACCES: ("this user may not write there", _WRITABLE),
+    errno.EPERM: ("this user may not write there", _WRITABLE),
+    errno.ENOTDIR: ("a part of the path is a file, not a directory", _OTHER),
+    errno.EEXIST: ("it is a file, not a directory", _OTHER),
     errno.ENOTEMPTY: (
         "another process has just saved it, and a checkpoint is never overwritten",
-        "a directory a run",
+        "{directory} of its own for each run",
     ),
-    errno.ENAMETOOLONG: ("the path is too long", "a shorter one"),
-    errno.EIO: ("the disk reports an error", "another disk, and a look at the system's log"),
-    errno.ESTALE: ("the network file system lost it", "the mount, then again"),
+    errno.ENAMETOOLONG: ("the path is too long", "{directory} with a shorter path"),
+    errno.EIO: ("the disk reports an error", _CHECK_DISK),
+    errno.ENODATA: ("the disk cannot read what it was given to keep", _CHECK_DISK),
+    errno.ESTALE: (
+        "the network file system lost it",
+        "the mount, then again, or {directory} on a local disk",
+    ),
 }
 
 
@@ -42,27 +50,20 @@ class ExplainedError(OSError):
         self.why, self.fix = why, fix
 
 
-def reason(error: OSError) -> tuple[str | None, str | None]:
-    """Returns (why, fix) for an error of the operating system."""
+def reason(error: OSError, *, directory: str = "a directory") -> tuple[str | None, str | None]:
+    """Returns (why, fix) for an error of the operating system; `directory` names one in the fix."""
     if isinstance(error, ExplainedError):
         return error.why, error.fix
-    return _REASONS.get(error.errno or 0, (None, None))
+    why, fix = _REASONS.get(error.errno or 0, (None, None))
+    return why, fix and fix.format(directory=directory)
 
 
 def os_error(what: str, error: OSError) -> CheckpointError:
     """Returns the CheckpointError for an OSError."""
     why, fix = reason(error)
+    fix = _FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else fix
     place = f" ({error.filename})" if error.filename else ""
     return CheckpointError(what, got=f"{error.strerror or error}{place}", why=why, fix=fix)
-
-
-def flush(path: Path) -> None:
-    """Calls fsync on a file or a directory. A rename is durable once its directory is flushed."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def forget(path: Path) -> None:
@@ -76,35 +77,11 @@ def forget(path: Path) -> None:
 
 
 @contextmanager
-def create_durable(path: Path) -> Generator[StreamedFile]:
-    """Opens a new file, which must not exist yet, and flushes it to the disk if the block succeeds."""
-    with StreamedFile(path) as file:
-        yield file
-        file.finish()
-
-
-@contextmanager
 def replace_atomically(path: Path) -> Generator[StreamedFile]:
-    """Opens a file that replaces `path` if the block succeeds. Until then, and after a failure, `path` is
-    unchanged.
-    """
-    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
-    try:
-        with create_durable(temporary) as file:
-            yield file
-        temporary.replace(path)
-        flush(path.parent)
-    finally:
-        with suppress(OSError):  # the earlier error is the one to show
-            temporary.unlink(missing_ok=True)
-
-
-def make_directory(path: Path) -> None:
-    """Creates `path` and its missing parents, and flushes them to the disk."""
-    missing = [one for one in (path, *path.parents) if not one.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for one in missing:
-        flush(one.parent)
+    """Opens a file that replaces `path`, flushed to the disk, if the block succeeds."""
+    with replacing(path) as draft, StreamedFile(draft) as file:
+        yield file
+    flush(path.parent)
 
 
 def free_bytes(path: Path) -> int:

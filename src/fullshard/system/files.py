@@ -1,18 +1,18 @@
-"""Safe access to files in directories that others can write: links are not followed, fifos do not block."""
+"""Files that are opened safely where others can write, replaced atomically, and flushed to the disk."""
 
 import errno
 import os
 import secrets
 import stat
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
 def open_regular(path: str | Path, flags: int, *, mode: int = 0o666) -> int:
     """Opens a regular file and nothing else. Can serve as an `opener` of `open`.
 
-    A link may lead out of the directory, and a fifo or a device may never end. Raises OSError, with ELOOP for
-    a link and ENXIO for anything else that is not a regular file.
+    Raises OSError, with ELOOP for a link and ENXIO for anything else that is not a regular file.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
@@ -28,22 +28,49 @@ def open_regular(path: str | Path, flags: int, *, mode: int = 0o666) -> int:
     return descriptor
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replaces `path` by a file that holds `text`, flushed to the disk. A reader finds the old file or the
-    new one.
+@contextmanager
+def replacing(path: Path, *, draft: Path | None = None) -> Generator[Path]:
+    """Yields a new path, whose file replaces `path` if the block succeeds, and is removed otherwise.
 
-    A link is replaced, not followed. Raises OSError.
+    A reader finds the old file or the new one. A link is replaced, not followed. Raises OSError.
+
+    draft: the path to yield, which a killed process may have left; by default a random one
     """
-    part = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+    if draft is None:
+        draft = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+    else:
+        draft.unlink(missing_ok=True)
     try:
-        with part.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        yield draft
+        draft.replace(path)
     finally:
         with suppress(OSError):  # the earlier error is the one to show
-            part.unlink(missing_ok=True)
+            draft.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str | bytes) -> None:
+    """Replaces `path` atomically by a file that holds `text`, flushed to the disk. Raises OSError."""
+    with replacing(path) as draft, draft.open("xb") as file:
+        file.write(text.encode() if isinstance(text, str) else text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def flush(path: Path, *, fsync: Callable[[int], object] = os.fsync) -> None:
+    """Calls fsync on a file or a directory. A rename is durable once its directory is flushed."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_directory(path: Path) -> None:
+    """Creates `path` and its missing parents, and flushes them to the disk."""
+    missing = [one for one in (path, *path.parents) if not one.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for one in missing:
+        flush(one.parent)
 
 
 def _irregular(path: str | Path) -> OSError:

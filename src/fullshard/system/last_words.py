@@ -12,9 +12,7 @@ _RECEIVERS: list[Receiver] = []
 
 @contextmanager
 def on_watchdog_exit(receiver: Receiver) -> Generator[None]:
-    """Registers `receiver` within the context. It is called with the error before a watchdog ends this
-    process.
-    """
+    """Has a watchdog call `receiver` with the error before it ends this process, while open."""
     _RECEIVERS.append(receiver)
     try:
         yield

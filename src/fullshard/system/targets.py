@@ -45,8 +45,8 @@ def require_file(path: Path, *, is_kind: IsKind | None, force: bool, streams: bo
 def require_directory(path: Path, *, is_kind: IsKind, force: bool) -> None:
     """Raises SpecError if a command may not write files into the directory `path`.
 
-    The directory may be absent, empty, or hold only files of the kind that the command writes. In any other,
-    files of the same names are replaced only with `force`.
+    It may be absent, empty, or hold only files of the kind that the command writes; any other only with
+    `force`.
     """
     require_outside(path)
     if not os.path.exists(path):
@@ -88,11 +88,7 @@ def require_outside(path: Path) -> None:
 
 
 def read_by(load: Callable[[Path], object], *, most_bytes: int | None = _LARGEST_BYTES) -> IsKind:
-    """Returns a test of whether `load` can read a file, which is False if `load` raises a FullshardError or
-    an OSError.
-
-    A file of more than `most_bytes` is not tried.
-    """
+    """Returns a test of whether `load` can read a file, without an error and of at most `most_bytes`."""
 
     def is_kind(path: Path) -> bool:
         if most_bytes is not None and path.stat().st_size > most_bytes:

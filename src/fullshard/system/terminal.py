@@ -24,9 +24,7 @@ def printable_line(text: str) -> str:
 
 
 def escape_logs() -> None:
-    """Escapes all messages that fullshard logs in this process. For fullshard's own processes, not for the
-    library.
-    """
+    """Escapes all messages that fullshard logs, in its own processes."""
     logging.getLogger("fullshard").addFilter(_escape)
 
 

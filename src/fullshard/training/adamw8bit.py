@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.distributed.tensors import as_part_of, local_tensor
+from fullshard.distributed.tensors import local_tensor, shard_like
 from fullshard.errors import MissingExtraError
 from fullshard.models.quiet_import import import_quietly
 
@@ -47,7 +47,7 @@ def dequantize(value: Tensor) -> Tensor:
     if not hasattr(local, "dequantize") or not hasattr(local, "codes"):
         return value
     full = cast(Any, local).dequantize()
-    return full if local is value else as_part_of(cast(DTensor, value), full)
+    return full if local is value else shard_like(cast(DTensor, value), full)
 
 
 def quantize_like(

@@ -17,7 +17,7 @@ from fullshard.weights.files import find_weights
 from fullshard.weights.pretrained import LoadReport, load_pretrained
 
 
-def checkpoint_location(directory: str | Path, plan: Plan) -> CheckpointLocation | NodeLocalDirectory:
+def checkpoint_location(directory: str | Path, plan: Plan) -> CheckpointLocation:
     """Returns the location that the plan's run saves to and loads from."""
     section = plan.run.checkpoint
     found = location_of(directory, key_file=section.key_file)
@@ -30,8 +30,7 @@ def checkpoint_location(directory: str | Path, plan: Plan) -> CheckpointLocation
 
 def newest_saved(directory: str | Path, plan: Plan) -> int | None:
     """Returns the step of the newest complete checkpoint that this process sees, or None."""
-    found = checkpoint_location(directory, plan)
-    return newest_step(found.own if isinstance(found, NodeLocalDirectory) else found)
+    return newest_step(checkpoint_location(directory, plan))
 
 
 def pretrained_directory(run: Run) -> Path | None:
@@ -97,9 +96,7 @@ def restore(
     return None if read is None or read.missing else read.describe()
 
 
-def roll_back(
-    state: TrainState, directory: str | Path | CheckpointLocation | NodeLocalDirectory, *, plan: Plan
-) -> bool:
+def roll_back(state: TrainState, directory: str | Path | CheckpointLocation, *, plan: Plan) -> bool:
     """Loads the newest complete checkpoint of `directory`, and moves the data position forward. Collective.
 
     The batches since that checkpoint and the next `survival.skip_batches` are not trained on (as PaLM's

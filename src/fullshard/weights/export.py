@@ -22,6 +22,7 @@ from fullshard.errors import CheckpointError, SpecError
 from fullshard.quantities import format_bytes
 from fullshard.spec.weight_map import Naming, WeightMap, by_name
 from fullshard.system import disk
+from fullshard.system.files import make_directory
 from fullshard.system.targets import require_outside
 from fullshard.weights.files import INDEX, ONE_FILE
 from fullshard.weights.tensor_source import MergedModel, Merging, SavedModel, TensorSource
@@ -207,7 +208,7 @@ def _make_room(
     outgoing: SafetensorsWriter, target: Path, *, is_file: bool, free_bytes: Callable[[Path], int]
 ) -> None:
     directory = target.parent if is_file else target
-    disk.make_directory(directory)
+    make_directory(directory)
     disk.require_space(target, needed_bytes=outgoing.size_bytes, available_bytes=free_bytes(directory))
 
 

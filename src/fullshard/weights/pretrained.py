@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.shard_file import local_shard, shard_begin
+from fullshard.checkpoint.shard_file import shard_begin
 from fullshard.distributed.agreement import on_all_ranks, on_rank_zero, rank, world_size
+from fullshard.distributed.tensors import local_shard
 from fullshard.errors import CheckpointError
 from fullshard.offload.state import offloaded_of, offloaded_parameters, shards_for_loading
 from fullshard.sharding.materialize import Initialise, initialise

@@ -6,7 +6,6 @@ If several ranks of a node read the same bytes, the page cache is used, because 
 the first. It is also used if the file system does not support O_DIRECT.
 """
 
-import errno
 import mmap
 import os
 from collections import deque
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fullshard.errors import DamagedCheckpointError
-from fullshard.system.direct_io import ALIGNMENT, DIRECT
+from fullshard.system.direct_io import ALIGNMENT, is_direct, open_direct
 from fullshard.weights.files import PretrainedFiles
 from fullshard.weights.strided import GAP_BYTES, StridedCopy, split
 
@@ -89,7 +88,7 @@ class _Reader:
 
     def __init__(self, files: PretrainedFiles, *, cached: bool, pinned: bool) -> None:
         self.files = files
-        self.flags = os.O_RDONLY | os.O_CLOEXEC | (0 if cached else DIRECT)
+        self.cached = cached
         self.open: dict[str, int] = {}
         self.buffers = [_buffer(pinned=pinned) for _ in range(_BUFFERS)]
         self.threads = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="read")
@@ -109,7 +108,7 @@ class _Reader:
                 self._empty(waiting.popleft())
             buffer = self.buffers[turn % _BUFFERS]
             descriptor = self._descriptor(read.file)
-            if hasattr(os, "posix_fadvise") and not self.flags & DIRECT:  # not on macOS
+            if hasattr(os, "posix_fadvise") and self.cached:  # not on macOS
                 os.posix_fadvise(descriptor, read.begin, read.end - read.begin, os.POSIX_FADV_WILLNEED)
             waiting.append(
                 (read, buffer, self.threads.submit(self._fill, read, buffer, descriptor=descriptor))
@@ -120,13 +119,9 @@ class _Reader:
     def _descriptor(self, file: str) -> int:
         if file not in self.open:
             path = self.files.directory / file
-            try:
-                self.open[file] = os.open(path, self.flags)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self.flags &= ~DIRECT
-                self.open[file] = os.open(path, self.flags)
+            opener = os.open if self.cached else open_direct
+            self.open[file] = opener(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.cached = self.cached or not is_direct(self.open[file])
         return self.open[file]
 
     def _fill(self, read: _Read, buffer: Tensor, *, descriptor: int) -> None:
@@ -135,7 +130,7 @@ class _Reader:
         into = memoryview(cast(bytearray, buffer.numpy()))[: end - at]
         done = 0
         while at + done < read.end:
-            most = into.nbytes if self.flags & DIRECT else done + _CACHED_BYTES
+            most = done + _CACHED_BYTES if self.cached else into.nbytes
             count = os.preadv(descriptor, [into[done:most]], at + done)
             if not count:
                 raise DamagedCheckpointError(

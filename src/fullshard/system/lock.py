@@ -1,0 +1,109 @@
+"""Locks on files, which the kernel releases when their process ends, however it ends.
+
+The library `filelock` follows links and has no shared locks, so these are fullshard's own.
+"""
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fullshard.system.files import open_regular
+from fullshard.system.process import is_running
+
+_POLL_SECONDS = 0.05
+# Children of a killed process may hold its lock until they notice that their parent is gone.
+_DYING_SECONDS = 10.0
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+@contextmanager
+def exclusive_lock(
+    path: Path,
+    *,
+    held_error: Callable[[str], Exception] = BlockingIOError,
+    patience_seconds: float = 0.0,
+    waiting: Callable[[], object] = lambda: None,
+    required: bool = True,
+    mode: int = 0o666,
+) -> Generator[None]:
+    """Holds the lock file `path`, which is created if it is missing and names its holder.
+
+    held_error: makes the error from the name of a process that does not release the lock
+    patience_seconds: time to wait for another holder; for one that has died, at least ten seconds
+    waiting: called again and again while another process holds the lock
+    required: whether a file system without locks is an error; otherwise nothing is excluded there
+    mode: permissions of a new lock file
+
+    Raises `held_error` if another process holds the lock for longer; OSError.
+    """
+    began = time.monotonic()
+    while (descriptor := _open_locked(path, required=required, mode=mode)) is None:
+        if holder := lock_holder(path):
+            patience = patience_seconds if not _is_dead(holder) else max(patience_seconds, _DYING_SECONDS)
+            if time.monotonic() - began >= patience:
+                raise held_error(holder)
+            waiting()
+            time.sleep(_POLL_SECONDS)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield
+    finally:
+        # Closing is not enough: a forked child may still have the descriptor, and with it the lock.
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def lock_holder(path: Path) -> str | None:
+    """Returns who holds the lock file `path`, or None if it is free or missing. Raises OSError."""
+    try:
+        descriptor = open_regular(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        if try_lock(descriptor, fcntl.LOCK_SH):
+            return None
+        return os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "a lock that is held"
+    finally:
+        os.close(descriptor)
+
+
+def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Locks an open file; returns False if another process holds the lock. Raises OSError."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _open_locked(path: Path, *, required: bool, mode: int) -> int | None:
+    """Returns a locked descriptor of `path`, or None if another process holds or has removed the file."""
+    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, mode=mode)
+    try:
+        if try_lock(descriptor) and os.path.samestat(os.fstat(descriptor), path.stat()):
+            return descriptor
+    except FileNotFoundError:  # removed, with its directory, after it was opened
+        pass
+    except OSError as error:
+        if error.errno in _NO_LOCKS and not required:
+            return descriptor
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def _is_dead(holder: str) -> bool:
+    """Returns whether the holder was a process on this machine that has ended, as far as can be seen."""
+    match holder.split():
+        case ["process", pid, "on", host] if pid.isdecimal() and host == socket.gethostname():
+            return not is_running(int(pid))
+        case _:
+            return False
