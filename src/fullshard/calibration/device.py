@@ -63,8 +63,8 @@ class Meter:
         """Returns the calls per second: the mean over ranks of each rank's second fastest window.
 
         Windows, not single calls: with more ranks than cores, a call that falls between two context switches
-        shows a whole core, a window this rank's share of it. Not their mean, as other load on the machine only
-        slows them down, and not the fastest, which may be such an outlier.
+        shows a whole core, a window this rank's share of it. Not their mean, as other load only slows them
+        down, and not the fastest, which may be such an outlier.
         """
         work()  # the first call of a shape chooses a kernel
         once = mean_over_ranks(self._seconds(work, 2) / 2)
