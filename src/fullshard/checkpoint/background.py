@@ -44,7 +44,6 @@ from fullshard.checkpoint.save import Layout, Saver, Snapshot, take_snapshot
 from fullshard.checkpoint.shard_file import local_shard
 from fullshard.checkpoint.snapshot_reader import FrozenShards, LiveShards
 from fullshard.distributed.agreement import Group, distributed, on_all_ranks
-from fullshard.distributed.tensors import as_part_of
 from fullshard.errors import CheckpointError
 from fullshard.spec.plan import Plan
 from fullshard.system.direct_io import LARGE_BYTES, aligned_memory
@@ -286,8 +285,7 @@ class _StagingBuffers:
         """Copies the shards, and puts the copies into the snapshot."""
         with torch.cuda.stream(self._stream):  # for None it does nothing
             for name, source in self._sources.items():
-                whole = cast(DTensor, mine.tensors[name])
-                mine.tensors[name] = as_part_of(whole, self._copied(name, source))
+                mine.tensors[name] = _as_shard_of(mine.tensors[name], self._copied(name, source))
         self._sources = {}
 
     def _copied(self, name: str, source: Tensor) -> Tensor:
@@ -319,6 +317,19 @@ def _buffer_for(source: Tensor) -> Tensor:
     if source.is_cuda or source.nbytes < LARGE_BYTES:
         return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
     return torch.frombuffer(aligned_memory(source.nbytes), dtype=source.dtype).view(source.shape)
+
+
+def _as_shard_of(tensor: Tensor, buffer: Tensor) -> Tensor:
+    """Returns a DTensor like `tensor` whose local shard is `buffer`."""
+    whole = cast(DTensor, tensor)
+    return DTensor.from_local(
+        buffer,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
 
 
 def _step_back() -> None:

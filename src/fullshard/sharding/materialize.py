@@ -25,7 +25,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.distributed.tensors import as_part_of
 from fullshard.errors import ShardError
 from fullshard.sharding.precision import TORCH_DTYPE, unit_precision
 from fullshard.sharding.rank0_values import Rank0Values
@@ -248,7 +247,7 @@ class _Filler:
         old = self.parameters[name]
         shape = old.to_local().shape if isinstance(old, DTensor) else old.shape
         local = torch.empty(shape, dtype=old.dtype, device=self.device)
-        self._put(name, as_part_of(old, local) if isinstance(old, DTensor) else local)
+        self._put(name, _as_placed(local, old) if isinstance(old, DTensor) else local)
         return self.parameters[name]
 
     def initialised(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -389,7 +388,7 @@ def _cut(whole: Tensor, parameter: nn.Parameter) -> Tensor:
             chunks, rank = local.chunk(mesh.size(axis)), mesh.get_local_rank(axis)
             local = chunks[rank] if rank < len(chunks) else local[:0]
     # A copy: a view would keep the whole tensor's storage alive.
-    return as_part_of(parameter, local.to(parameter.dtype, copy=True))
+    return _as_placed(local.to(parameter.dtype, copy=True), parameter)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -401,6 +400,13 @@ def device_of(plan: Plan) -> torch.device:
     """Returns the device on which this rank of the plan computes."""
     on_cuda = plan.device == "cuda"
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+
+
+def _as_placed(local: Tensor, like: DTensor) -> DTensor:
+    """Makes `local` this rank's part of a DTensor with the shape and placements of `like`."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def _fill_nan(tensor: Tensor) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.distributed.tensors import as_part_of, local_tensor
+from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import MissingExtraError
 from fullshard.models.quiet_import import import_quietly
 
@@ -47,7 +47,7 @@ def dequantize(value: Tensor) -> Tensor:
     if not hasattr(local, "dequantize") or not hasattr(local, "codes"):
         return value
     full = cast(Any, local).dequantize()
-    return full if local is value else as_part_of(cast(DTensor, value), full)
+    return full if local is value else _as_part_of(cast(DTensor, value), full)
 
 
 def quantize_like(
@@ -82,3 +82,14 @@ def _fill(kept: Any, full: Tensor) -> None:
     quantised = importlib.import_module("torchao.optim.quant_utils").quantize_8bit_with_qmap
     kept.codes.copy_(quantised((blocks / scale.unsqueeze(-1)).view(full.shape), kept.qmap))
     kept.scale.copy_(scale)
+
+
+def _as_part_of(whole: DTensor, local: Tensor) -> DTensor:
+    return DTensor.from_local(
+        local,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
