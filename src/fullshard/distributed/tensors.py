@@ -1,4 +1,4 @@
-"""Local parts of DTensors, and the identity of a tensor's storage."""
+"""The local part of a tensor, and the identity of its storage."""
 
 from typing import cast
 

@@ -1,10 +1,10 @@
 """Checkpoints written during a run, synchronously or in the background."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 from fullshard.checkpoint import BackgroundSaver, save
 from fullshard.errors import CheckpointError, OffloadError
@@ -14,7 +14,7 @@ from fullshard.training.resume import checkpoint_location
 from fullshard.training.state import TrainState
 
 
-class Checkpoints:
+class Checkpoints(AbstractContextManager["Checkpoints"]):
     """Saves checkpoints into `directory`, and reports on them through `say`. Collective.
 
     A failed save is reported, and training continues unless `checkpoint.on_failure` is `stop`.
@@ -33,9 +33,6 @@ class Checkpoints:
             self._background = BackgroundSaver(self._directory, plan=plan, **options)
         self.last: Path | str | None = None
         self.failed: CheckpointError | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

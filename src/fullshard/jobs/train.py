@@ -129,7 +129,10 @@ def _start(
     directory = _open_directory(stack, plan, ranks=ranks, resume=resume)
     if directory.previous_attempt is not None and plan.world_size != ranks.world_size:
         plan = _plan(run, ranks)  # nodes have left or joined: same settings, current ranks
-    model, loss = _model(run, data)
+    model = build_model(run)
+    check_positions(model, run)
+    check_vocabulary(run, tokens=data.vocabulary, model=model)
+    loss = loss_of(run, model)
     weights = pretrained_directory(run)
     saved = directory.checkpoints if resume or directory.previous_attempt is not None else None
     left = find_unusable_state(plan, saved=saved, must_resume=resume)
@@ -195,13 +198,6 @@ def _report_start(job: _TrainJob, *, left: SavedRunState | None, read: str | Non
         log.message(directory.previous_attempt.describe(job.ranks.world_size, step=step, steps=steps))
     elif resume:
         log.message(f"resumed at step {step} of {steps}")
-
-
-def _model(run: Run, data: Data) -> tuple[nn.Module, Loss]:
-    model = build_model(run)
-    check_positions(model, run)
-    check_vocabulary(run, tokens=data.vocabulary, model=model)
-    return model, loss_of(run, model)
 
 
 def _open_directory(stack: ExitStack, plan: Plan, *, ranks: Ranks, resume: bool) -> RunDirectory:

@@ -82,10 +82,5 @@ def quiet_logs(environment: MutableMapping[str, str]) -> None:
 def share_cores(environment: MutableMapping[str, str]) -> None:
     """Sets the threads of a rank to its share of the cores, because more threads would compete."""
     ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
-    environment.setdefault("OMP_NUM_THREADS", str(max(_cores() // ranks, 1)))
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    environment.setdefault("OMP_NUM_THREADS", str(max(cores // ranks, 1)))

@@ -82,7 +82,11 @@ class ProcessOutcome:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         if isinstance(error, SystemExit):
-            self.exit_code = _system_exit_code(error)
+            code = error.code
+            if isinstance(code, str):
+                print(code, file=sys.stderr)
+                code = 1
+            self.exit_code = code or 0
         elif isinstance(error, KeyboardInterrupt):
             self.exit_code = CTRL_C_EXIT_CODE
         elif error is not None:
@@ -105,13 +109,6 @@ class ProcessOutcome:
         ending.exit_code = data["exit_code"]
         ending.failure = FailureReport(**data["failure"]) if data["failure"] else None
         return ending
-
-
-def _system_exit_code(error: SystemExit) -> int:
-    if isinstance(error.code, str):
-        print(error.code, file=sys.stderr)
-        return 1
-    return error.code or 0
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -26,7 +26,11 @@ def start(request: Request) -> int:
 def own_ranks(request: Request) -> tuple[int, DeviceType]:
     """Returns the number of ranks to start here, and their device type."""
     run, plan = request.run, request.plan
-    gpus = 0 if run.run.device == "cpu" or (plan and plan.device == "cpu") else _gpus()
+    gpus = 0
+    if run.run.device != "cpu" and not (plan and plan.device == "cpu") and may_have_gpus():
+        import torch  # takes a second, which the check of a CPU run avoids
+
+        gpus = torch.cuda.device_count()
     if run.run.device == "cuda" and not gpus:
         raise LaunchError(
             "this machine has no CUDA device that torch can use.",
@@ -43,11 +47,3 @@ def own_ranks(request: Request) -> tuple[int, DeviceType]:
             fix=f'run.ranks = {gpus}, or run.device = "cpu"',
         )
     return ranks, device
-
-
-def _gpus() -> int:
-    if not may_have_gpus():
-        return 0
-    import torch  # takes a second, which the check of a CPU run avoids
-
-    return torch.cuda.device_count()
