@@ -20,13 +20,13 @@ SHAPES = st.builds(
 
 
 def bound_of(spec: ModelSpec, plan: Plan) -> int:
-    habits = PlanTraits(
+    traits = PlanTraits(
         accumulates=plan.accumulation > 1,
         syncs=plan.sync_each_microbatch,
         keeps=plan.reshard_after_forward is False,
         prefetches=plan.run.prefetch.mode != "none",
     )
-    return least_bytes(activation_bound(spec, plan), mesh_bytes(spec, plan), habits=habits)
+    return least_bytes(activation_bound(spec, plan), mesh_bytes(spec, plan), traits=traits)
 
 
 @settings(max_examples=15)

@@ -147,13 +147,13 @@ def test_skipping_what_repeats_gives_what_walking_gives_with_tiers(data: st.Data
 def test_the_bound_on_memory_holds_with_tiers(data: st.DataObject):
     shape, tier = data.draw(SHAPES), data.draw(st.sampled_from(TIERS[1:]))
     plan, spec = tiered(data.draw(plans(shape)), tier, data.draw(UPDATES)), decoder_spec(shape)
-    habits = PlanTraits(
+    traits = PlanTraits(
         accumulates=plan.accumulation > 1,
         syncs=plan.sync_each_microbatch,
         keeps=plan.reshard_after_forward is False,
         prefetches=plan.run.prefetch.mode != "none",
     )
-    bound = least_bytes(activation_bound(spec, plan), mesh_bytes(spec, plan), habits=habits)
+    bound = least_bytes(activation_bound(spec, plan), mesh_bytes(spec, plan), traits=traits)
     assert bound <= peak_bytes(spec, plan).total
 
 

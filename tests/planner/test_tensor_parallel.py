@@ -125,13 +125,13 @@ def test_bounds_and_skipping_hold(data: st.DataObject):
     assert seconds == StepTimer(whole, hardware, skips=False).seconds(plan)
     inline = plan.run.prefetch.mode == "none"
     assert timer.least_seconds(timer.computing(plan), timer.demand(plan), inline=inline) <= seconds.total
-    habits = PlanTraits(
+    traits = PlanTraits(
         accumulates=plan.accumulation > 1,
         syncs=plan.sync_each_microbatch,
         keeps=plan.reshard_after_forward is False,
         prefetches=not inline,
     )
-    bound = least_bytes(activation_bound(spec, plan), mesh_bytes(spec, plan), habits=habits)
+    bound = least_bytes(activation_bound(spec, plan), mesh_bytes(spec, plan), traits=traits)
     assert bound <= peak_bytes(spec, plan).total
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.sharding.activation_offload import offload_activations
 from fullshard.sharding.apply import shard
-from fullshard.sharding.host_copy import CpuHostCopy, FakeHostCopy, HostCopy, lane_for
+from fullshard.sharding.host_copy import CpuHostCopy, FakeHostCopy, HostCopy, host_copy_for
 from fullshard.sharding.units import find_repeated, find_units
 from fullshard.spec.run import UnitSection
 from tests.fakes.architectures import WIDTH, Block, loss_of, on_meta, tokens_of
@@ -72,9 +72,9 @@ def blocks(count: int = 4, kind: Callable[[], nn.Module] = Block) -> nn.Sequenti
     return nn.Sequential(*(kind() for _ in range(count)))
 
 
-def offloaded(model: nn.Sequential, lane: HostCopy, *, least: float = HALF) -> nn.Sequential:
+def offloaded(model: nn.Sequential, copier: HostCopy, *, least: float = HALF) -> nn.Sequential:
     twin = copy.deepcopy(model)
-    offload_activations(list(twin), least=least, device="cpu", lane=lane)
+    offload_activations(list(twin), least=least, device="cpu", copier=copier)
     return twin
 
 
@@ -94,17 +94,17 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 def told(model: nn.Sequential, *, least: float = HALF) -> list[tuple[str, int]]:
-    """What a forward and backward move. The lane brings nothing back, so gradients are none."""
+    """What a forward and backward move. The copier brings nothing back, so gradients are none."""
     moves: list[tuple[str, int]] = []
     twin = offloaded(model, FakeHostCopy(lambda way, size: moves.append((way, size))), least=least)
     gradients(twin, twin)
     return moves
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("copier", LANES)
 @pytest.mark.parametrize("least", [0.0, HALF])
-def test_gradients_are_bitwise_those_of_what_stays(lane: str, least: float) -> None:
-    model, lanes = blocks(), LANES[lane]()
+def test_gradients_are_bitwise_those_of_what_stays(copier: str, least: float) -> None:
+    model, lanes = blocks(), LANES[copier]()
     twin = offloaded(model, lanes, least=least)
     for _ in range(2):
         assert same(gradients(twin, twin), gradients(model, model))
@@ -137,26 +137,26 @@ def test_a_few_rows_do_not_send_weights_along() -> None:
     model = blocks(2, Flat)
     moves: list[tuple[str, int]] = []
     offload_activations(
-        list(model), least=0.0, device="cpu", lane=FakeHostCopy(lambda *one: moves.append(one))
+        list(model), least=0.0, device="cpu", copier=FakeHostCopy(lambda *one: moves.append(one))
     )
     model(torch.ones(1, 9)).sum().backward()
     assert {size for way, size in moves if way == "out"} == {9 * 4}
 
 
 def test_copies_are_waited_for_a_block_later_and_brought_a_block_before() -> None:
-    lane = LateLane()
-    twin = offloaded(blocks(3), lane)
+    copier = LateLane()
+    twin = offloaded(blocks(3), copier)
     for at, block in enumerate(twin):
-        block.up.register_forward_pre_hook(lambda *_, at=at: lane.log.append(f"forward {at}"))
-        block.register_full_backward_pre_hook(lambda *_, at=at: lane.log.append(f"backward {at}"))
+        block.up.register_forward_pre_hook(lambda *_, at=at: copier.log.append(f"forward {at}"))
+        block.register_full_backward_pre_hook(lambda *_, at=at: copier.log.append(f"backward {at}"))
     result = twin(entering())
     # The first leaves while the second computes, the second while the last does, which keeps what it saves.
     first = ["forward 0", "leave", "forward 1", "wait", "leave", "forward 2", "wait"]
-    assert lane.log == first
-    lane.log.clear()
+    assert copier.log == first
+    copier.log.clear()
     result.sum().backward()
     # As the last one's backward begins the second's is fetched; as that one's does, the first's.
-    assert lane.log == ["backward 2", "fetch", "backward 1", "wait", "fetch", "backward 0", "wait"]
+    assert copier.log == ["backward 2", "fetch", "backward 1", "wait", "fetch", "backward 0", "wait"]
 
 
 class Deaths:
@@ -177,13 +177,13 @@ class Deaths:
 
 
 @pytest.mark.parametrize(
-    ("lane", "during"), [("plain", [False, False, False]), ("late", [False, False, True])]
+    ("copier", "during"), [("plain", [False, False, False]), ("late", [False, False, True])]
 )
 def test_on_the_device_is_at_most_the_block_that_computes_and_the_one_that_leaves(
-    lane: str, during: list[bool]
+    copier: str, during: list[bool]
 ) -> None:
     model = blocks(5)
-    twin = offloaded(model, LANES[lane]())
+    twin = offloaded(model, LANES[copier]())
     deaths, seen = Deaths(twin), list[list[bool]]()
     twin[3].norm.register_forward_hook(lambda *_: seen.append(deaths.there()))
     result = twin(entering())
@@ -196,8 +196,8 @@ def test_on_the_device_is_at_most_the_block_that_computes_and_the_one_that_leave
 
 def test_nothing_that_moved_outlives_the_graph() -> None:
     """Neither what leaves nor what was fetched; where no backward comes, until the next forward is done."""
-    for lane in (CpuHostCopy(), LateLane()):
-        twin = offloaded(blocks(4), lane)
+    for copier in (CpuHostCopy(), LateLane()):
+        twin = offloaded(blocks(4), copier)
         deaths = Deaths(twin)
         result = twin(entering())
         del result
@@ -222,8 +222,8 @@ def test_backward_may_go_twice_over_what_is_retained() -> None:
 def test_backward_may_go_again_after_another_forward() -> None:
     """What had not left yet when it went first is gone by then: here the last that moves."""
     model = blocks(3)
-    lane, found = LateLane(), []
-    for one in (model, offloaded(model, lane)):
+    copier, found = LateLane(), []
+    for one in (model, offloaded(model, copier)):
         one.zero_grad()
         part = one[1](one[0](entering())).square().sum()
         part.backward(retain_graph=True)
@@ -232,13 +232,13 @@ def test_backward_may_go_again_after_another_forward() -> None:
         loss.backward()
         found.append([parameter.grad for parameter in one.parameters()])
     assert same(*found)
-    assert lane.idle
+    assert copier.idle
 
 
-@pytest.mark.parametrize("lane", LANES)
-def test_a_block_may_run_twice_and_two_forwards_go_before_a_backward(lane: str) -> None:
+@pytest.mark.parametrize("copier", LANES)
+def test_a_block_may_run_twice_and_two_forwards_go_before_a_backward(copier: str) -> None:
     model = blocks(3)
-    twin = offloaded(model, LANES[lane]())
+    twin = offloaded(model, LANES[copier]())
 
     def twice(one: nn.Sequential, x: Tensor) -> Tensor:
         once = one[2](one[1](one[0](one[0](one[1](x)))))
@@ -257,10 +257,10 @@ class Sliced(Block):
         return x + self.down(torch.cat([torch.view_as_real(turned).flatten(-2), k * v, q.t().exp().t()], -1))
 
 
-@pytest.mark.parametrize("lane", LANES)
-def test_views_come_back_as_they_were(lane: str) -> None:
+@pytest.mark.parametrize("copier", LANES)
+def test_views_come_back_as_they_were(copier: str) -> None:
     model = blocks(3, Sliced)
-    twin = offloaded(model, LANES[lane](), least=0.0)
+    twin = offloaded(model, LANES[copier](), least=0.0)
     assert same(gradients(twin, twin), gradients(model, model))
     # q, k and v are one storage, of 3 widths: the tanh itself.
     assert [size for way, size in told(model) if way == "out"].count(ROWS * 3 * WIDTH * 4) == 2 * 2
@@ -283,13 +283,13 @@ class Mutating(Block):
         return x + z
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("copier", LANES)
 @pytest.mark.parametrize("least", [0.0, 100.0])
-def test_what_was_saved_must_not_be_changed_in_place(lane: str, least: float) -> None:
+def test_what_was_saved_must_not_be_changed_in_place(copier: str, least: float) -> None:
     """As without hooks, whether it moves or stays."""
     model = blocks(3, Mutating)
     model[0].changes = "own"
-    twin = offloaded(model, LANES[lane](), least=least)
+    twin = offloaded(model, LANES[copier](), least=least)
     for one in (model, twin):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             gradients(one, one)
@@ -319,11 +319,11 @@ class Failing(Block):
         raise ValueError("backward failed")
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("copier", LANES)
 @pytest.mark.parametrize("fails", ["forward", "backward"])
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
-def test_a_step_that_failed_leaves_the_next_one_whole(lane: str, fails: str, at: int) -> None:
-    model, lanes = blocks(4, Failing), LANES[lane]()
+def test_a_step_that_failed_leaves_the_next_one_whole(copier: str, fails: str, at: int) -> None:
+    model, lanes = blocks(4, Failing), LANES[copier]()
     twin = offloaded(model, lanes)
     twin[at].fails = fails
     with pytest.raises(ValueError, match=f"{fails} failed"):
@@ -340,16 +340,16 @@ def test_what_a_compiled_block_saves_moves_too() -> None:
     """Of weights none, though compiled code saves views of them that do not say whose they are."""
     torch._dynamo.reset()
     moves: list[tuple[str, int]] = []
-    lane = LateLane()
+    copier = LateLane()
     model = blocks(3)
-    for twin_lane in (FakeHostCopy(lambda *one: moves.append(one)), lane):
+    for twin_copier in (FakeHostCopy(lambda *one: moves.append(one)), copier):
         twin = copy.deepcopy(model)
         for block in twin:
             block.forward = torch.compile(block.forward)
-        offload_activations(list(twin), least=HALF, device="cpu", lane=twin_lane)
+        offload_activations(list(twin), least=HALF, device="cpu", copier=twin_copier)
         ours = gradients(twin, twin)
     torch.testing.assert_close(ours, gradients(model, model))
-    assert lane.log == ["leave", "wait"] * 2 + ["fetch", "wait"] * 2
+    assert copier.log == ["leave", "wait"] * 2 + ["fetch", "wait"] * 2
     weights = {parameter.nbytes for parameter in model.parameters()}
     out = [size for way, size in moves if way == "out"]
     assert out
@@ -357,19 +357,19 @@ def test_what_a_compiled_block_saves_moves_too() -> None:
 
 
 def test_without_gradients_nothing_moves() -> None:
-    lane = LateLane()
+    copier = LateLane()
     model = blocks()
-    twin = offloaded(model, lane)
+    twin = offloaded(model, copier)
     with torch.no_grad():
         assert torch.equal(twin(entering()), model(entering()))
     with torch.inference_mode():
         twin.eval()(entering())
-    assert lane.log == []
+    assert copier.log == []
 
 
 def test_what_comes_back_is_on_the_lane_of_the_plans_device() -> None:
-    assert isinstance(lane_for("cpu", torch.device("cpu")), CpuHostCopy)
-    assert isinstance(lane_for("cuda", torch.device("cpu")), FakeHostCopy)  # fake tensors, of a dry run
+    assert isinstance(host_copy_for("cpu", torch.device("cpu")), CpuHostCopy)
+    assert isinstance(host_copy_for("cuda", torch.device("cpu")), FakeHostCopy)  # fake tensors, of a dry run
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -37,15 +37,13 @@ def without_parameters(
 ) -> nn.Module:
     """Returns the module that `construct()` builds, with parameters on the meta device and computed buffers.
 
-    Constructors compute buffers (rotary tables, masks, position numbers) that cannot be computed again later
-    and are in no checkpoint. On the meta device they would be lost (transformers#45902). So only
-    `torch.empty`, from which parameters are made, returns tensors without storage. A parameter that the
-    constructor fills with values (ones, a temperature) gets them again when the model is initialised, unless
-    its module has `reset_parameters`. Then `_init_weights` is applied.
+    Constructors compute buffers (rotary tables, masks) that are in no checkpoint, and that the meta device
+    would lose (transformers#45902). So only `torch.empty`, from which parameters are made, returns tensors
+    without storage. Values that the constructor fills in (ones, a temperature) are set again when the model
+    is initialised, unless the module has `reset_parameters`.
 
-    The random seed is fixed here, so that values are the same on every rank. Errors of `construct` are passed
-    on. Raises SpecError for a model with more than `most_parameters`, or with implausibly large tables.
-    Otherwise a wrong number in a config could use up all memory, or run for hours, before an error.
+    The seed is fixed, so that values are the same on every rank. Raises SpecError for more than
+    `most_parameters` or implausibly large tables, before a wrong number in a config uses up all memory.
     """
     with torch.random.fork_rng(devices=[]), _EmptyOnMeta(most_parameters):
         torch.manual_seed(0)

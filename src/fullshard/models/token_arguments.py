@@ -14,10 +14,9 @@ from fullshard.errors import TrainError
 def token_arguments(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """Returns the keyword arguments besides the tokens; empty for a batch of only tokens and labels.
 
-    batch["positions"] and batch["documents"] are int64 (microbatch, sequence). A token attends to earlier
-    tokens of its own document. A transformers model gets `position_ids`, and a mask in the form of its
-    attention implementation. Any other model gets `positions` and `documents`. Raises TrainError if the
-    model's forward does not accept them, since it would attend across documents.
+    batch["positions"] and batch["documents"] are int64 (microbatch, sequence). A transformers model gets
+    `position_ids` and a mask in its attention's form, any other model `positions` and `documents`. Raises
+    TrainError if the forward does not accept them, since it would attend across documents.
     """
     positions, documents = batch.get("positions"), batch.get("documents")
     if positions is None and documents is None:
@@ -83,10 +82,9 @@ def _masks(config: Any, documents: Tensor, *, attention: str) -> Any:
 
 
 def _mask(documents: Tensor, *, attention: str, window: int | None) -> Any:
-    """Returns the attention mask: a token attends to earlier tokens of its document and to itself.
+    """Returns the mask of earlier tokens of the same document, at most `window` of them if that is set.
 
-    With `window`, these are at most `window` tokens. For `flex_attention` the mask is a BlockMask, whose
-    masked blocks are not computed. For `eager` it is added to the scores. Otherwise it is bool (batch, 1,
+    It is a BlockMask for `flex_attention`, added to the scores for `eager`, otherwise bool (batch, 1,
     sequence, sequence).
     """
     if attention == "flex_attention":

@@ -113,15 +113,15 @@ class _Replay:
             tensor=self.plan.tensor_parallel,
         )
         ledger, live, before = self.ledger, LiveBytes(), self.ledger.held()
-        for beat in found.beats:
-            if beat.starts_period:
+        for phase in found.phases:
+            if phase.starts_period:
                 before = ledger.held()
-            ledger.moment = (f"microbatch {number}, {beat.event.replace('_', ' ')}", beat.unit)
-            self._act(beat, live, last=last)
-            ledger.observe(beat.peak)
-            live = beat.end
-            if beat.skipped_periods:
-                ledger.skip(before, beat.skipped_periods)
+            ledger.moment = (f"microbatch {number}, {phase.event.replace('_', ' ')}", phase.unit)
+            self._act(phase, live, last=last)
+            ledger.observe(phase.peak)
+            live = phase.end
+            if phase.skipped_periods:
+                ledger.skip(before, phase.skipped_periods)
 
     def finish(self) -> MemoryTerms:
         """Returns the peak, including the optimizer step."""
@@ -153,21 +153,21 @@ class _Replay:
             stream_pools=pools,
         )
 
-    def _act(self, beat: PhaseBytes, live: LiveBytes, *, last: bool) -> None:
-        """Runs FSDP2's event that opens `beat`. `live`: the model's own bytes until then."""
-        match beat.event:
+    def _act(self, phase: PhaseBytes, live: LiveBytes, *, last: bool) -> None:
+        """Runs FSDP2's event that opens `phase`. `live`: the model's own bytes until then."""
+        match phase.event:
             case "pre_forward":
-                self.gathering.pre_forward(beat.unit, live)
+                self.gathering.pre_forward(phase.unit, live)
             case "post_forward":
-                self.gathering.post_forward(beat.unit, live)
+                self.gathering.post_forward(phase.unit, live)
             case "end_forward":
                 self.gathering.end_forward()
             case "pre_backward":
-                self.gathering.pre_backward(beat.unit, live)
+                self.gathering.pre_backward(phase.unit, live)
             case "post_backward":
                 if last or self.plan.reshard_after_forward is not False:
-                    self.gathering.reshard(beat.unit)
-                self.reducing.post_backward(beat.unit, live, last=last)
+                    self.gathering.reshard(phase.unit)
+                self.reducing.post_backward(phase.unit, live, last=last)
             case "end_backward":
                 self.gathering.end_backward()
                 self.reducing.end_backward()
@@ -190,7 +190,7 @@ class BackwardPeak(NamedTuple):
 class ActivationBound(NamedTuple):
     """Bytes that depend only on the trace and the microbatch."""
 
-    crests: tuple[BackwardPeak, ...]  # peaks in backward, by kinds of neighbouring units
+    peaks: tuple[BackwardPeak, ...]  # peaks in backward, by kinds of neighbouring units
     loss: int  # bytes alive when the loss is computed
     highest: int  # the most bytes alive at any moment
     batch: int  # bytes of the batch
@@ -212,18 +212,18 @@ def activation_bound(spec: ModelSpec, plan: Plan) -> ActivationBound:
     trace = spec.trace(plan.run.recompute, plan.microbatch)
     found = memory_trace(spec, trace, microbatch=plan.microbatch, reach=1, tensor=plan.tensor_parallel)
     kinds = [spec.unit_kinds[unit] if spec.units[unit].parameters else -1 for unit in found.units]
-    beats = [b for b in found.beats if b.event == "pre_backward" and kinds[b.unit] >= 0]
-    crests: dict[tuple[int, int, int], int] = {}
-    for place, beat in enumerate(beats):
-        behind = kinds[beats[place - 1].unit] if place else -1
-        ahead = kinds[beats[place + 1].unit] if place + 1 < len(beats) else -1
-        key = (kinds[beat.unit], behind, ahead)
-        crests[key] = max(crests.get(key, 0), beat.peak.total)
-    ends = [beat.peak.total for beat in found.beats if beat.event == "end_forward"]
+    phases = [b for b in found.phases if b.event == "pre_backward" and kinds[b.unit] >= 0]
+    peaks: dict[tuple[int, int, int], int] = {}
+    for place, phase in enumerate(phases):
+        behind = kinds[phases[place - 1].unit] if place else -1
+        ahead = kinds[phases[place + 1].unit] if place + 1 < len(phases) else -1
+        key = (kinds[phase.unit], behind, ahead)
+        peaks[key] = max(peaks.get(key, 0), phase.peak.total)
+    ends = [phase.peak.total for phase in found.phases if phase.event == "end_forward"]
     return ActivationBound(
-        tuple(BackwardPeak(*key, live) for key, live in crests.items()),
+        tuple(BackwardPeak(*key, live) for key, live in peaks.items()),
         loss=ends[0] if ends else 0,
-        highest=max(beat.peak.total for beat in found.beats),
+        highest=max(phase.peak.total for phase in found.phases),
         batch=round(trace.batch_bytes.at(plan.microbatch)),
     )
 
@@ -259,26 +259,26 @@ class PlanTraits(NamedTuple):
     prefetches: bool  # units are gathered ahead of their use
 
 
-def least_bytes(relief: ActivationBound, held: MeshBytes, *, habits: PlanTraits) -> int:
+def least_bytes(bound: ActivationBound, mesh: MeshBytes, *, traits: PlanTraits) -> int:
     """Returns a lower bound on the peak of a step, in bytes.
 
     It is the maximum of the bytes at the end of backward, when the loss is computed, and in a unit's
     backward, while the unit before it is reduced and the next is gathered.
     """
     kept = 0
-    if habits.accumulates:
-        kept = min(held.gradients, held.chunks) if habits.syncs else held.whole
-    gathered = held.gathered if habits.keeps else 0
-    backward = relief.highest
-    for kind, behind, ahead, live in relief.crests:
-        size = held.sizes[kind]
+    if traits.accumulates:
+        kept = min(mesh.gradients, mesh.chunks) if traits.syncs else mesh.whole
+    gathered = mesh.gathered if traits.keeps else 0
+    backward = bound.highest
+    for kind, behind, ahead, live in bound.peaks:
+        size = mesh.sizes[kind]
         bytes_ = live + size.gathered
         if behind >= 0:
-            bytes_ += held.sizes[behind].reduce_input
-        if habits.prefetches and ahead >= 0:
-            next_one = held.sizes[ahead]
+            bytes_ += mesh.sizes[behind].reduce_input
+        if traits.prefetches and ahead >= 0:
+            next_one = mesh.sizes[ahead]
             bytes_ += next_one.gathered if next_one.reshards and next_one.shard_degree > 1 else 0
         backward = max(backward, bytes_)
-    if habits.accumulates and habits.syncs:
+    if traits.accumulates and traits.syncs:
         backward += kept
-    return held.static + relief.batch + max(backward, relief.loss + gathered + kept, held.gradients)
+    return mesh.static + bound.batch + max(backward, bound.loss + gathered + kept, mesh.gradients)

@@ -352,8 +352,8 @@ class _Search:
         self.predicted = 0
         self._demand: dict[object, Demand] = {}
         self._computing: dict[object, Computing] = {}
-        self._held: dict[object, MeshBytes] = {}
-        self._relief: dict[object, ActivationBound] = {}
+        self._meshes: dict[object, MeshBytes] = {}
+        self._bounds: dict[object, ActivationBound] = {}
         self._peaks: dict[object, MemoryTerms] = {}
 
     def found(self) -> SearchResult:
@@ -463,17 +463,17 @@ class _Search:
     def _least_bytes(self, candidate: Candidate) -> int:
         mesh, apart = (candidate.mesh, candidate.apart), candidate.apart
         own = (candidate.batch.microbatch, candidate.recompute, apart.tensor)
-        if mesh not in self._held:
-            self._held[mesh] = mesh_bytes(self.spec, self._plan(candidate))
-        if own not in self._relief:
-            self._relief[own] = activation_bound(self.spec, self._plan(candidate))
-        habits = PlanTraits(
+        if mesh not in self._meshes:
+            self._meshes[mesh] = mesh_bytes(self.spec, self._plan(candidate))
+        if own not in self._bounds:
+            self._bounds[own] = activation_bound(self.spec, self._plan(candidate))
+        traits = PlanTraits(
             accumulates=candidate.batch.accumulation > 1,
             syncs=candidate.batch.sync == "each",
             keeps=not candidate.mesh.frees,
             prefetches=candidate.prefetch.mode != "none",
         )
-        return least_bytes(self._relief[own], self._held[mesh], habits=habits)
+        return least_bytes(self._bounds[own], self._meshes[mesh], traits=traits)
 
 
 def _by_shortfall(one: tuple[Order, Plan]) -> tuple[int, int, int, Order]:

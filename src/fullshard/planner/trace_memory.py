@@ -43,9 +43,9 @@ class PhaseBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryTrace:
-    """Phases of a trace, in `beats`. `units`: for each unit that they refer to, its index in the spec."""
+    """Phases of a trace, in `phases`. `units`: for each unit that they refer to, its index in the spec."""
 
-    beats: tuple[PhaseBytes, ...]
+    phases: tuple[PhaseBytes, ...]
     units: tuple[int, ...]
 
 
@@ -66,7 +66,9 @@ def memory_trace(
     key = (id(trace), microbatch, reach, accumulating, tensor)
     found = spec.kept.get(key)
     if not isinstance(found, MemoryTrace):
-        found = _score(trace, microbatch, units=len(spec.units), reach=reach, accumulating=accumulating)
+        found = _with_periods_skipped(
+            trace, microbatch, units=len(spec.units), reach=reach, accumulating=accumulating
+        )
         if tensor > 1:
             found = _split(
                 found, spec, degree=tensor, gathered=gathered_bytes(spec, microbatch, degree=tensor)
@@ -77,45 +79,47 @@ def memory_trace(
 
 def _split(found: MemoryTrace, spec: ModelSpec, *, degree: int, gathered: int) -> MemoryTrace:
     """Returns the bytes on one of `degree` ranks: its share, plus `gathered` bytes while a block computes."""
-    beats: list[PhaseBytes] = []
-    for beat in found.beats:
-        computes = beat.event in ("pre_forward", "pre_backward") and beat.unit >= 0
-        whole = gathered if computes and spec.units[found.units[beat.unit]].is_block else 0
-        peak, end = (LiveBytes(*(-(-count // degree) for count in live)) for live in (beat.peak, beat.end))
-        beats.append(beat._replace(peak=peak._replace(backward=peak.backward + whole), end=end))
-    return MemoryTrace(tuple(beats), found.units)
+    phases: list[PhaseBytes] = []
+    for phase in found.phases:
+        computes = phase.event in ("pre_forward", "pre_backward") and phase.unit >= 0
+        whole = gathered if computes and spec.units[found.units[phase.unit]].is_block else 0
+        peak, end = (LiveBytes(*(-(-count // degree) for count in live)) for live in (phase.peak, phase.end))
+        phases.append(phase._replace(peak=peak._replace(backward=peak.backward + whole), end=end))
+    return MemoryTrace(tuple(phases), found.units)
 
 
-def _score(trace: Trace, microbatch: int, *, units: int, reach: int, accumulating: bool) -> MemoryTrace:
-    phases = trace.accumulating if accumulating else trace.phases
+def _with_periods_skipped(
+    trace: Trace, microbatch: int, *, units: int, reach: int, accumulating: bool
+) -> MemoryTrace:
+    traced = trace.accumulating if accumulating else trace.phases
     shown = {repeat: min(repeat.times, 2 * (reach // repeat.units) + 3) for repeat in trace.repeats}
     # One period's part of forward or of backward, by its first phase.
-    periods = {start: (end, repeat) for start, end, repeat in runs_of(phases, trace.repeats) if repeat}
-    beats: list[PhaseBytes] = []
+    periods = {start: (end, repeat) for start, end, repeat in runs_of(traced, trace.repeats) if repeat}
+    phases: list[PhaseBytes] = []
     shift, at, done = LiveBytes(), 0, set[Repeat]()
-    while at < len(phases):
+    while at < len(traced):
         if at not in periods:
-            beat = _beat(phases[at], at, microbatch=microbatch, shift=shift)
-            beats.append(beat._replace(unit=_place(beat.unit, 0, repeats=trace.repeats, shown=shown)))
+            phase = _phase_bytes(traced[at], at, microbatch=microbatch, shift=shift)
+            phases.append(phase._replace(unit=_place(phase.unit, 0, repeats=trace.repeats, shown=shown)))
             at += 1
             continue
         end, repeat = periods[at]
-        growth = _plus(_at(phases[end - 1].end, microbatch), _at(phases[at - 1].end, microbatch), times=-1)
+        growth = _plus(_at(traced[end - 1].end, microbatch), _at(traced[at - 1].end, microbatch), times=-1)
         copies = shown[repeat]
         backward = repeat in done  # from the last period to the first
         done.add(repeat)
         for number in range(copies):
             skips = repeat.times - copies if number == copies // 2 else 0
             for index in range(at, end):
-                beat = _beat(phases[index], index, microbatch=microbatch, shift=shift)
+                phase = _phase_bytes(traced[index], index, microbatch=microbatch, shift=shift)
                 copy = copies - 1 - number if backward else number
-                beat = beat._replace(unit=_place(beat.unit, copy, repeats=trace.repeats, shown=shown))
+                phase = phase._replace(unit=_place(phase.unit, copy, repeats=trace.repeats, shown=shown))
                 if index == end - 1:
-                    beat = beat._replace(skipped_periods=skips, end=_plus(beat.end, growth, times=skips))
-                beats.append(beat._replace(starts_period=index == at and skips > 0))
+                    phase = phase._replace(skipped_periods=skips, end=_plus(phase.end, growth, times=skips))
+                phases.append(phase._replace(starts_period=index == at and skips > 0))
             shift = _plus(shift, growth, times=skips + (number < copies - 1))
         at = end
-    return MemoryTrace(tuple(beats), _spec_units(trace.repeats, shown, units=units))
+    return MemoryTrace(tuple(phases), _spec_units(trace.repeats, shown, units=units))
 
 
 def _place(unit: int, copy: int, *, repeats: Sequence[Repeat], shown: dict[Repeat, int]) -> int:
@@ -144,7 +148,7 @@ def _spec_units(repeats: Sequence[Repeat], shown: dict[Repeat, int], *, units: i
     return (*found, *range(index, units))
 
 
-def _beat(phase: Phase, index: int, *, microbatch: int, shift: LiveBytes) -> PhaseBytes:
+def _phase_bytes(phase: Phase, index: int, *, microbatch: int, shift: LiveBytes) -> PhaseBytes:
     peaks = (_at(moment, microbatch) for moment in phase.peaks)
     peak = max(peaks, key=lambda live: live.total)
     end = _at(phase.end, microbatch)

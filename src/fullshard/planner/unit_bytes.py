@@ -189,11 +189,10 @@ def optimizer_bytes(size: UnitBytes, plan: Plan) -> int:
 def update_temporaries(sizes: Iterable[UnitBytes], plan: Plan) -> int:
     """Returns the bytes of the update's temporaries over the units of `sizes`. Fused AdamW works in place.
 
-    - SGD adds weight decay to a copy of the gradients: of one parameter at a time on the CPU, of all on GPUs.
-    - Stochastic rounding works parameter by parameter, with fp32 copies of value, gradient and both moments,
-      and the denominator (20 bytes per element), random bits (4), and masks (7).
-    - AdamW in 8 bits works parameter by parameter: 53 bytes per element on the CPU, where it is not compiled.
-      Compiled code needs less; how much is not measured.
+    Weight decay of SGD copies gradients: one parameter's on the CPU, all on GPUs. The others work parameter
+    by parameter: stochastic rounding with fp32 copies of value, gradient and moments, and the denominator (20
+    bytes per element), random bits (4) and masks (7); AdamW in 8 bits with 53 bytes per element on the CPU,
+    and less where it is compiled.
     """
     section, units = plan.run.optimizer, list(sizes)
     if plan.run.offload.takes_optimizer:

@@ -40,22 +40,22 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from fullshard.distributed.tensors import storage_key
-from fullshard.sharding.host_copy import HostCopy, lane_for
+from fullshard.sharding.host_copy import HostCopy, host_copy_for
 from fullshard.spec.plan import DeviceType
 
 Forward = Callable[..., Any]
 
 
 def offload_activations(
-    blocks: Sequence[nn.Module], *, least: float, device: DeviceType, lane: HostCopy | None = None
+    blocks: Sequence[nn.Module], *, least: float, device: DeviceType, copier: HostCopy | None = None
 ) -> None:
     """Makes `blocks`, given in order of use, keep saved tensors on the host. See [Note: moving activations].
 
     least: smallest storage to move, as a fraction of the bytes of the block's input
     device: the plan's device
-    lane: copier, in place of the device's own
+    copier: copier, in place of the device's own
     """
-    mover = ActivationOffloader(device, lane=lane)
+    mover = ActivationOffloader(device, copier=copier)
     for block in blocks:
         block.forward = _moved(block, mover, least=least if block is not blocks[-1] else None)
 
@@ -155,13 +155,12 @@ class MovedView(NamedTuple):
 class ActivationOffloader:
     """Copies in progress from and to the host, for all blocks of a model.
 
-    Invariant: a device tensor that the lane reads or writes is held here until computing has waited for the
-        lane.
+    Invariant: a device tensor that is being copied is held here until computing has waited for the copy.
     """
 
-    def __init__(self, device: DeviceType, *, lane: HostCopy | None = None) -> None:
+    def __init__(self, device: DeviceType, *, copier: HostCopy | None = None) -> None:
         self._device: DeviceType = device
-        self._own = lane
+        self._own = copier
         self._storages: weakref.WeakValueDictionary[tuple[int, int], Storage] = weakref.WeakValueDictionary()
         self._last: weakref.ref[BlockForward] | None = None
         self._leaving: list[tuple[Any, list[Storage]]] = []
@@ -194,21 +193,21 @@ class ActivationOffloader:
         """Ends the forward: frees the sources of the previous one, and starts copying those of this one."""
         while self._leaving:
             ticket, storages = self._leaving.pop()
-            self._lane(call).wait(ticket)
+            self._copier(call).wait(ticket)
             for storage in storages:
                 _drop_source(storage)
         for coming in self._coming:  # left by an interrupted backward
-            self._lane(call).wait(coming.ticket)
+            self._copier(call).wait(coming.ticket)
         self._coming.clear()
         leaving = [one for one in _alive(call) if one.source is not None and one.host is None]
-        lane = self._lane(call) if leaving else None
-        if lane is None:
+        copier = self._copier(call) if leaving else None
+        if copier is None:
             return
-        if lane.beside:
-            self._depart(leaving, lane)
+        if copier.beside:
+            self._depart(leaving, copier)
             return
         for storage in leaving:  # one at a time, so that at most one is in memory twice
-            self._depart([storage], lane)
+            self._depart([storage], copier)
 
     def unpack(self, saved: KeptTensor | MovedView) -> Tensor:
         """Returns a saved tensor to backward."""
@@ -230,10 +229,10 @@ class ActivationOffloader:
             raise _overwritten(tensor)
         return tensor
 
-    def _lane(self, call: BlockForward) -> HostCopy:
+    def _copier(self, call: BlockForward) -> HostCopy:
         if self._own is None:
             assert call.device is not None, "nothing moves in a block that no floating-point tensor enters"
-            self._own = lane_for(self._device, call.device)
+            self._own = host_copy_for(self._device, call.device)
         return self._own
 
     def _storage(self, tensor: Tensor) -> Storage:
@@ -246,9 +245,9 @@ class ActivationOffloader:
             found = self._storages[key] = Storage(weakref.ref(storage), tensor._version, flat)
         return found
 
-    def _depart(self, storages: list[Storage], lane: HostCopy) -> None:
+    def _depart(self, storages: list[Storage], copier: HostCopy) -> None:
         flats = [storage.source for storage in storages if storage.source is not None]
-        hosts, ticket = lane.to_host(flats)
+        hosts, ticket = copier.to_host(flats)
         for storage, host in zip(storages, hosts, strict=True):
             storage.host = host
             if ticket is None:
@@ -274,7 +273,7 @@ class ActivationOffloader:
         if not absent:
             return
         assert call.device is not None, "what was moved was on a device"
-        copies, ticket = self._lane(call).to_device([one.host for one in absent], device=call.device)
+        copies, ticket = self._copier(call).to_device([one.host for one in absent], device=call.device)
         coming = PendingFetch(ticket, copies) if ticket is not None else None
         for storage, copy in zip(absent, copies, strict=True):
             storage.copy, storage.host, storage.coming = copy, None, coming

@@ -56,9 +56,8 @@ def around_blocks(
 ) -> list[dict[str, nn.Module]]:
     """Returns runs of modules outside the blocks that hold parameters themselves, in order of registration.
 
-    The first run comes before all blocks, the last after all of them, and each other between two blocks; any
-    may be empty. A module that contains blocks is in no run, and neither is a module that holds a parameter
-    of `left_out` (ids).
+    The first run comes before all blocks, the last after them, each other between two; any may be empty.
+    Modules that contain blocks, or a parameter of `left_out` (ids), are in no run.
     """
     runs: list[dict[str, nn.Module]] = [{}]
     modules = dict(model.named_modules())
@@ -99,10 +98,8 @@ def _repeated_groups(name: str, module: nn.Module) -> Iterator[dict[str, nn.Modu
 
 
 def _repeated(name: str, container: nn.Module) -> dict[str, nn.Module]:
-    """Returns the members that repeat.
-
-    If any member of a ModuleList repeats, all of its members count. Of a Sequential or a dict, the members of
-    a class that occurs twice count.
+    """Returns the members that repeat: all of a ModuleList if any does, else those of a class that occurs
+    twice.
     """
     members = _members(name, container)
     classes = Counter(type(child) for child in members.values())

@@ -9,7 +9,7 @@ from torch import Tensor
 from fullshard.spec.plan import DeviceType
 
 Way = Literal["out", "back", "wait"]
-Tell = Callable[[Way, int], None]  # the act, and the bytes of one storage (0 for a wait)
+Report = Callable[[Way, int], None]  # the act, and the bytes of one storage (0 for a wait)
 
 
 class HostCopy(Protocol):
@@ -87,25 +87,25 @@ class FakeHostCopy:
 
     beside = True
 
-    def __init__(self, tell: Tell = lambda _way, _size: None) -> None:
-        self.tell = tell
+    def __init__(self, report: Report = lambda _way, _size: None) -> None:
+        self.report = report
 
     def to_host(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
         for flat in flats:
-            self.tell("out", flat.nbytes)
+            self.report("out", flat.nbytes)
         return [(flat.numel(), flat.dtype) for flat in flats], self  # nothing is allocated
 
     def to_device(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
         flats = [torch.empty(numel, dtype=dtype, device=device) for numel, dtype in hosts]
         for flat in flats:
-            self.tell("back", flat.nbytes)
+            self.report("back", flat.nbytes)
         return flats, self
 
     def wait(self, ticket: Any) -> None:
-        self.tell("wait", 0)
+        self.report("wait", 0)
 
 
-def lane_for(device: DeviceType, actual: torch.device) -> HostCopy:
+def host_copy_for(device: DeviceType, actual: torch.device) -> HostCopy:
     """Returns the copier of a plan for `device` whose tensors lie on `actual`."""
     if device == "cpu":
         return CpuHostCopy()

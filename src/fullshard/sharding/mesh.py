@@ -146,13 +146,10 @@ def _agent_store(timeout: timedelta) -> dist.Store:
 def agree_on_store_prefix(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """Returns a part of `store` that only the ranks of this attempt use. Every rank calls it.
 
-    torchrun's store survives its restarts. gloo and NCCL use any address that they find in it, also those of
-    a dead attempt (https://github.com/pytorch/pytorch/issues/135712). A restart count does not identify an
-    attempt, since each agent counts its own restarts.
-
-    So rank 0 names the attempt, and answers each rank that asks for the name. A rank asks under a unique
-    name, which no rank of another attempt has. Questions of dead ranks are answered too, and nobody reads
-    these answers.
+    torchrun's store survives its restarts, and gloo and NCCL use any address that they find in it, also those
+    of a dead attempt (https://github.com/pytorch/pytorch/issues/135712). Agents count their own restarts, so
+    a count does not identify an attempt. Instead, rank 0 names it, and answers each rank that asks under a
+    unique name; nobody reads its answers to dead ranks.
 
     Raises LaunchError if the ranks do not all come within `timeout`.
     """

@@ -46,7 +46,7 @@ def apply_recompute(
     *,
     compiled: bool = False,
     device: DeviceType = "cpu",
-    lane: HostCopy | None = None,
+    copier: HostCopy | None = None,
 ) -> None:
     """Makes the blocks recompute or offload the activations that `section` says not to save on the device.
 
@@ -54,13 +54,13 @@ def apply_recompute(
 
     compiled: whether the blocks are going to be compiled; mode `offload` is applied after compilation instead
     device: the device on which the blocks will run
-    lane: copier of mode `offload`, in place of the device's own
+    copier: copier of mode `offload`, in place of the device's own
     """
     if section.mode == "none":
         return
     if section.mode == "offload":
         chosen = blocks[:: section.period]
-        offload_activations(chosen, least=section.offload_min_fraction, device=device, lane=lane)
+        offload_activations(chosen, least=section.offload_min_fraction, device=device, copier=copier)
         return
     recomputed = partial(checkpoint, use_reentrant=False)
     if section.mode == "selective":

@@ -249,14 +249,14 @@ class _Study:
             found = find_units(twin, section, predicate=self.predicate)
             if [unit.name for unit in found] != [u.name for u in given if u.name not in shortened.left_out]:
                 return None, shortened
-        lane = FakeHostCopy() if self.device == "cuda" else CpuHostCopy()
+        copier = FakeHostCopy() if self.device == "cuda" else CpuHostCopy()
         repeated = find_repeated(twin, section, units=found)
-        apply_recompute(repeated, plan.run.recompute, device=self.device, lane=lane)
+        apply_recompute(repeated, plan.run.recompute, device=self.device, copier=copier)
 
         def record(microbatch: int) -> _DescribedModel:
             tracer = Tracer(twin, found, plan=plan, fakes=fakes, transients=self.device == "cuda")
-            if isinstance(lane, FakeHostCopy):
-                lane.tell = lambda way, size: tracer.allocations.copied(way, size)
+            if isinstance(copier, FakeHostCopy):
+                copier.report = lambda way, size: tracer.allocations.copied(way, size)
             batch = _fake_batch(self.batch, plan, microbatch=microbatch, fakes=fakes)
             recording, accumulating = tracer.microbatch(self.loss, batch), list[Recorded]()
             # If gradients are reduced in another dtype, FSDP2 takes them from autograd and accumulates them

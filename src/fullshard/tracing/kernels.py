@@ -105,11 +105,7 @@ def _attention(call: OpCall, *, moved: int) -> KernelLaunch:
 
 
 def grouped_shape(call: OpCall) -> tuple[int, ...]:
-    """Returns the result shape of a grouped matmul (the experts of a mixture).
-
-    A group holds some rows of one operand, or some of the summed dim. The ends of the groups are a tensor,
-    `offs`.
-    """
+    """Returns the result shape of a grouped matmul (the experts of a mixture), whose groups end at `offs`."""
     left, right, ends = (call.named().get(name) for name in ("self", "mat2", "offs"))
     assert left is not None, "a matmul is of two"
     assert right is not None, "a matmul is of two"

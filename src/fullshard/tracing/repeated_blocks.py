@@ -31,10 +31,10 @@ class TruncatedModel:
 def truncate_repeated_blocks(
     model: nn.Module, units: Sequence[Unit], *, blocks: Sequence[nn.Module], plan: Plan
 ) -> TruncatedModel:
-    """Removes blocks from the lists that hold them, in place. Names of the remaining blocks do not change.
+    """Removes blocks that look alike from the lists that hold them, in place; names of the others stay.
 
-    Only blocks that look alike are removed: the same classes, shapes, settings and unit overrides. The caller
-    checks in the trace that they also behave alike.
+    Alike: the same classes, shapes, settings and overrides. The caller checks in the trace that they behave
+    alike too.
     """
     owner = {module: unit for unit in units for module in unit.modules}
     left_out: set[str] = set()
