@@ -25,12 +25,7 @@ _BUFFERS = 2
 
 
 class Slice(NamedTuple):
-    """A piece of a group, on the device.
-
-    group: the piece's part of each segment, as a group of its own
-    state: masters and moments of the piece
-    gradient: laid out as the parts of `state`
-    """
+    """A piece of a group on the device, as a group of its own. The gradient is laid out as the parts."""
 
     group: Group
     state: Parts
@@ -41,11 +36,11 @@ class CopyStream(Protocol):
     """Runs enqueued acts in order, without blocking the host."""
 
     def put(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
-        """Runs `act` after the given results of other lanes' `put`. Returns an event for the end of `act`."""
+        """Runs `act` after these results of other streams' `put`. Returns an event for the end of `act`."""
         ...
 
     def use(self, memory: Tensor) -> None:
-        """Makes `memory`, which was just allocated, safe for use by this lane."""
+        """Makes memory that was just allocated safe for use by this stream."""
         ...
 
     def settle(self) -> None:
@@ -54,7 +49,7 @@ class CopyStream(Protocol):
 
 
 class CopyStreams(NamedTuple):
-    """The lanes for copies in, changes, and copies out."""
+    """The streams for copies in, changes, and copies out."""
 
     into: CopyStream
     change: CopyStream
@@ -62,7 +57,7 @@ class CopyStreams(NamedTuple):
 
 
 class SyncCopy:
-    """Lane without CUDA: an act is done when `put` returns."""
+    """Stream without CUDA: an act is done when `put` returns."""
 
     def put(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
         act()
@@ -73,10 +68,7 @@ class SyncCopy:
 
 
 class AsyncCopy:
-    """A stream of the GPU `device`.
-
-    Any thread may put acts on it: the current device is per thread, and `put` sets it for the act.
-    """
+    """A stream of a GPU, on which any thread may put acts: `put` sets the current device for the act."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -161,10 +153,7 @@ class DeviceUpdate:
 
 
 def pieces(group: Group, elements: int) -> Iterator[tuple[int, Group]]:
-    """Yields each piece of `elements` that contains part of a segment.
-
-    A piece is its begin in the group, and its part of each segment as a group of its own.
-    """
+    """Yields the pieces of `elements` that contain part of a segment: begin in the group, and a group."""
     for begin in range(0, group.numel, elements):
         segments = tuple(
             Segment(one.name, one.begin + first - one.offset, one.begin + last - one.offset, first - begin)

@@ -55,10 +55,7 @@ class DriveCounters:
         return tuple(self._steps)
 
     def median_step(self) -> DriveBytes | None:
-        """Returns the median step, or None before two updates.
-
-        Medians exclude reads by saves if most steps have none.
-        """
+        """Returns the median step, or None before two updates. Reads by a few saves do not change it."""
         if not self._steps:
             return None
         read, written = ([getattr(one, name) for one in self._steps] for name in ("read", "written"))

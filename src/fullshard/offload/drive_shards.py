@@ -22,12 +22,10 @@ from fullshard.spec.groups import UNIT_BUFFERS, part_bytes
 
 @dataclass(eq=False)
 class _Unit:
-    """A unit's region of the file.
+    """A unit's region of the file, the elements that an update publishes, and by parameter:
 
-    offset, size_bytes: the region
-    elements: number of elements that an update publishes
-    parts: slice of the region's bytes, by parameter
-    digests: digest of these bytes, by parameter
+    parts: slice of the region's bytes
+    digests: digest of these bytes
     """
 
     offset: int = 0
@@ -38,11 +36,10 @@ class _Unit:
 
 
 class DriveShards:
-    """`GatherSource` in one file.
+    """`GatherSource` in one file, whose content is not used after the process ends.
 
-    One thread publishes, unit after unit, while another reads. While a unit is gathered, the unit that
-    followed it last time is read ahead: see [Note: units in memory] in `offload.unit_buffers`. The file's
-    content is not used after the process ends: all shards are published anew at a start.
+    While a unit is gathered, the unit that followed it last time is read ahead: see [Note: units in memory]
+    in `offload.unit_buffers`.
 
     units: number of the unit that gathers each parameter, counted from 0
     dtype_of: returns the dtype of a parameter in the file

@@ -203,7 +203,9 @@ class DriveStore:
             if left:
                 group = left.popleft()
                 buffer = self._buffers.take(group)
-                ahead.append((group, buffer, self._reader.submit(self._read, buffer, group, source=source)))
+                before = self._ahead.pop(group.index, None)
+                reading = self._reader.submit(self._fill, buffer, group, source=source, ahead=before)
+                ahead.append((group, buffer, reading))
 
         for _ in range(GROUP_BUFFERS - 1):
             read_next()
@@ -228,16 +230,12 @@ class DriveStore:
                 buffer.group = buffer.reserved_for = None
                 self._buffers.idle.append(buffer)
 
-    def _read(self, buffer: _Buffer, group: Group, *, source: int | None) -> None:
-        """Reads a group. Raises the error of a failed read-ahead.
-
-        A drive that fails once and then succeeds is still reported.
-        """
-        if ahead := self._ahead.pop(group.index, None):
+    def _fill(
+        self, buffer: _Buffer, group: Group, *, source: int | None, ahead: Future[None] | None = None
+    ) -> None:
+        """Reads a group. Raises the error of its read `ahead`, also if the drive can be read by now."""
+        if ahead is not None:
             ahead.result()
-        self._fill(buffer, group, source=source)
-
-    def _fill(self, buffer: _Buffer, group: Group, *, source: int | None) -> None:
         if buffer.writing is not None:
             buffer.writing.result()
         if buffer.group == group.index:

@@ -138,7 +138,7 @@ class ShardCopies(_InMemory):
         return self.tensors[name][: local_shape(self._engine[name]).numel()]
 
 
-class FrozenShards:
+class FrozenParameters:
     """Frozen parameters of one sharded model on one rank, offloaded in their own dtype.
 
     engine: FSDP2's object of each, by name, in the order of use

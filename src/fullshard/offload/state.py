@@ -24,7 +24,7 @@ from fullshard.offload.fsdp_params import (
     shard_dtype,
 )
 from fullshard.offload.gather_source import (
-    FrozenShards,
+    FrozenParameters,
     GatherSource,
     MasterShards,
     SeparateShards,
@@ -56,7 +56,6 @@ class Settings:
     moments: dtype of the moments; None for the master's
     on_drive: makes the drive store of these groups; None for host memory
     shards_on_drive: makes the drive source of shards, if `shards_outside`; None for host memory
-    traffic: counts the bytes that the drive moves
     """
 
     device: torch.device
@@ -79,11 +78,7 @@ class Settings:
     def shards_of(
         self, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool = False
     ) -> SeparateShards:
-        """Makes the source that all-gathers read. See `ShardsOnDrive`.
-
-        engine: FSDP2's objects of the parameters, by name
-        units: number of the unit that gathers each parameter
-        """
+        """Makes the source that all-gathers read, of FSDP2's parameters and their units' numbers, by name."""
         if self.shards_on_drive is not None and engine:
             return self.shards_on_drive(engine, units, frozen=frozen)
         home = torch.device("cpu") if self.shards_outside else self.device
@@ -115,10 +110,7 @@ class OffloadedState:
     # `fullshard.sharding.apply.ShardSink`
 
     def start(self, model: nn.Module, *, unset: bool = False) -> None:
-        """Takes over the model, whose parameters FSDP2 holds without values.
-
-        If `unset`, `put_unit` brings no values either, and a load must set them.
-        """
+        """Takes over the model, whose parameters FSDP2 holds without values; if `unset`, a load sets them."""
         held: list[ShardSize] = []
         frozen: dict[str, Any] = {}
         for unit, name, one in gathered_parameters(model):
@@ -164,10 +156,9 @@ class OffloadedState:
     # For optimizers and checkpoints
 
     def update(self, function: Update, *, release: Callable[[str], None]) -> None:
-        """Runs `function` on the parts of every group, on the update thread.
+        """Runs `function` on every group, on the update thread: see [Note: the next forward need not wait].
 
-        See [Note: the next forward need not wait]. `release` is called in the caller's thread once a
-        parameter is updated, and for all parameters by the next `settle`.
+        `release` is called in the caller's thread once a parameter is updated, at the latest by `settle`.
         """
         self.settle()
         self.settings.traffic.begin_update()
@@ -192,11 +183,7 @@ class OffloadedState:
             self.settle()  # the update would only compete with the caller for the processor
 
     def settle(self, *, to_load: bool = False) -> None:
-        """Waits until no update is running.
-
-        Raises OffloadError for an update that failed, on this call and every later one. Also raises it after
-        an interrupted load, except when called with `to_load` to load again.
-        """
+        """Waits until no update is running. Raises OffloadError as `UpdateThread.settle` does."""
         try:
             self.updates.settle(to_load=to_load)
         finally:
@@ -206,16 +193,14 @@ class OffloadedState:
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Returns `master`, `exp_avg` and `exp_avg_sq` of a parameter, placed like it; not to be changed.
 
-        State on a drive is read each time a tensor is used. The values stay valid until the second update
-        from now.
+        State on a drive is read when a tensor is used, and stays readable until the second update from now.
         """
         return _placed(self.engine[name], self.store.read_parts(name), moments=self.settings.moments)
 
     def live_tensors(self, name: str) -> dict[str, Tensor]:
-        """Returns the tensors of `tensors`, which always show the result of the last update.
+        """Returns `tensors` that show the result of the last update whenever they are used.
 
-        State on a drive is read each time a tensor is used; during `refill` that is the state from before it.
-        Reading raises OffloadError if the state was closed or cannot be read.
+        During `refill` that is the state from before it. Raises OffloadError once the state is closed.
         """
         parts = self.store.read_parts(name)
         if parts is not None and self.settings.on_drive is not None:
@@ -227,10 +212,9 @@ class OffloadedState:
         return _placed(self.engine[name], parts, moments=self.settings.moments)
 
     def refill(self, *, keep: bool = False, frozen: bool = False) -> Generator[dict[str, dict[str, Tensor]]]:
-        """Sets new values of all state, in portions.
+        """Sets new values of all state: yields portions of name -> key -> a tensor to fill.
 
-        Yields name -> key -> a tensor to fill, placed like the parameter. What it holds when the next portion
-        is requested is stored. Every rank gets the same number of portions, with the same names. After an
+        The tensors are stored when the next portion is requested. Every rank gets the same portions. After an
         interrupted refill, the state is unusable until it is filled again.
 
         keep: whether `live_tensors` can be read for the new values
@@ -298,7 +282,7 @@ class OffloadedState:
             stays = settings.is_device or not settings.shards_outside
             others = dict[str, Any]() if stays else frozen
             kept = settings.shards_of(others, self._units, frozen=True)
-            self.frozen = FrozenShards(others, self._units, shards=kept)
+            self.frozen = FrozenParameters(others, self._units, shards=kept)
             closing.callback(self.frozen.shards.closing())
             self.updates = UpdateThread(
                 partial(_settle, self.store, self.shards), hurried=self.shards.hurried
@@ -341,10 +325,7 @@ def offloaded_parameters(offloaded: OffloadedState) -> set[Tensor]:
 
 
 def shards_for_loading(offloaded: OffloadedState) -> Iterator[set[Tensor]]:
-    """Yields sets of parameters to load, trained and frozen, as `OffloadedState.refill` does.
-
-    While a set is yielded, the parameters' local shards are the memory to fill. Moments are set to zero.
-    """
+    """Yields sets of parameters whose local shards are meanwhile the memory to fill. Moments become zero."""
     engine = fsdp_params(offloaded)
     for portion in offloaded.refill(frozen=True):
         own = {name: engine[name].sharded_param for name in portion}

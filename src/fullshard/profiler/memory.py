@@ -63,10 +63,7 @@ class Peak:
 
 
 def live_bytes(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of the storages behind `tensors`, each storage once.
-
-    A DTensor counts its local part.
-    """
+    """Returns the bytes of the storages behind `tensors`, each once; of a DTensor, of its local part."""
     return sum(_storages(tensors).values())
 
 
@@ -74,12 +71,12 @@ def live_bytes(tensors: Iterable[Tensor]) -> int:
 def measure_peak(
     device: torch.device, *, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
 ) -> Generator[Peak]:
-    """Measures the block, which runs one step or a few. Nothing stays installed afterwards.
+    """Measures the block, which runs one step or a few.
 
     model, optimizer: owners of the tensors that form the baseline and the parts
 
-    On the CPU, bytes count from zero without them, and gradients must be cleared when the block starts,
-    because the release of a tensor that is older than the measurement is not recorded.
+    On the CPU, gradients must be cleared when the block starts, because the release of a tensor that is older
+    than the measurement is not recorded.
     """
     peak = Peak()
     holdings = _Holdings(model, optimizer)
@@ -105,12 +102,7 @@ def measure_peak(
 
 @dataclass(frozen=True)
 class _MemoryBlock:
-    """A block of memory.
-
-    size: bytes
-    engine: FSDP2 allocated it
-    birth: index of the event that allocated it; -1 if it existed before
-    """
+    """A block of memory, whether FSDP2 allocated it, and the index of the event that did (-1: older)."""
 
     size: int
     engine: bool
@@ -119,10 +111,9 @@ class _MemoryBlock:
 
 @dataclass(frozen=True)
 class _Timeline:
-    """Allocations and releases in order.
+    """Allocations and releases in order, and the number of them before each of the optimizer's steps.
 
     events: (address, size, whether FSDP2 made it); the size is negative for a release
-    steps: number of events before each of the optimizer's steps
     """
 
     events: list[tuple[int, int, bool]]
@@ -232,10 +223,7 @@ class _Holdings:
             handle.remove()
 
     def parts(self, live: Mapping[int, _MemoryBlock], timeline: _Timeline) -> MemoryParts:
-        """Assigns the blocks alive at the peak to parts.
-
-        Addresses are reused, so the allocation event must match.
-        """
+        """Assigns the blocks alive at the peak to parts, by the events that allocated them."""
         gradients = timeline.births(self.gradients())
         for noted, step in zip(self._noted, timeline.steps, strict=True):
             gradients |= timeline.births(noted, before=step)
@@ -256,10 +244,7 @@ class _Holdings:
         return MemoryParts(*(sum(live[pointer].size for pointer in s) for s in (*sets, engine, rest)))
 
     def sizes(self) -> list[int]:
-        """Returns the bytes of parameters, gradients, state and buffers.
-
-        If the last step cleared its gradients, those recorded at that step count.
-        """
+        """Returns the bytes of parameters, gradients (before the last step), state and buffers."""
         gradients = self.gradients() or (self._noted[-1] if self._noted else {})
         parts = (self.parameters(), gradients, self.optimizer_state(), self.buffers())
         return [sum(storages.values()) for storages in parts]

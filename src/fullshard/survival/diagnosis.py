@@ -57,11 +57,7 @@ class Report:
 
 @dataclass(frozen=True)
 class UnresponsiveRank:
-    """A rank that sent no report.
-
-    last: its last heartbeat, or None if it never sent one
-    state: see `process_state`
-    """
+    """The last heartbeat of a rank that sent no report, if any, and its `process_state`."""
 
     last: Heartbeat | None
     state: str | None
@@ -77,10 +73,7 @@ def this_host() -> str:
 
 
 def process_state(seen: Heartbeat) -> str | None:
-    """Returns the kernel's state letter for a process of this host (man proc_pid_stat).
-
-    Returns "" if the process is gone, and None if its state cannot be known from here.
-    """
+    """Returns a process's state letter (man proc_pid_stat), "" if it is gone, None if it is not known."""
     if sys.platform != "linux" or seen.host != this_host():
         return None
     try:
@@ -91,11 +84,7 @@ def process_state(seen: Heartbeat) -> str | None:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Result of a diagnosis.
-
-    error: why the run ends
-    stacks: stacks of the first few culprits, and of one rank from each of the first few other groups
-    """
+    """Why the run ends, and stacks of a few culprits and of one rank from each of a few other groups."""
 
     error: TrainError
     stacks: str
@@ -106,9 +95,8 @@ def diagnose(
 ) -> Diagnosis:
     """Names the ranks that the others wait for. Every rank is in either `reports` or `silent`.
 
-    The culprits are, in this order: the silent ranks, if any; the ranks that are not in a collective while
-    others are; the ranks that are in another place than most. If two places have equally many ranks, the
-    culprits are those that are further ahead, since they left something out.
+    These are the silent ranks, if any, else those that are not in a collective while others are, else those
+    in another place than most. Of two equal groups, the one that is further ahead has left something out.
     """
     groups = _groups(reports)
     if silent:

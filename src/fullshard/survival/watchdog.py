@@ -150,11 +150,12 @@ class _StatusBoard:
         if self._lost:
             raise RuntimeError("the store has not answered before")
         answer = Future[T]()
-        threading.Thread(
-            target=_answer, args=(answer, partial(act, self._store)), name="fullshard store", daemon=True
-        ).start()
+        asking = partial(_answer, answer, partial(act, self._store))
+        thread = threading.Thread(target=asking, name="fullshard store", daemon=True)
+        thread.start()
+        thread.join(timeout=self._answer_seconds)
         try:
-            return answer.result(timeout=self._answer_seconds)
+            return answer.result(timeout=0)
         except (RuntimeError, TimeoutError) as error:
             self._lost = True
             raise RuntimeError("the store does not answer") from error
@@ -181,7 +182,7 @@ class _Watchdog:
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
 
     def start(self) -> None:
-        """Arms the timer and publishes a first heartbeat before anything can happen, then starts the thread."""
+        """Arms the timer and publishes a first heartbeat before anything can happen; starts the thread."""
         self._set_timer()
         with suppress(RuntimeError):
             self._board.publish(self._seen())
