@@ -103,13 +103,10 @@ class StreamingAdamW(torch.optim.Optimizer):
             else:
                 self._update_here(parameter, job, factor=factor)
 
-        def release(name: str) -> None:
-            jobs.pop(name, None)
-
         update = partial(_update, jobs, factor=factor)
         if self._on_device is not None:
             update = partial(_update_there, jobs, on_device=self._on_device, factor=factor)
-        self.offloaded.update(update, release=release)
+        self.offloaded.update(update, release=lambda name: jobs.pop(name, None))
         return loss
 
     def settle(self) -> None:
@@ -222,15 +219,13 @@ def _update(  # signature: bound arguments, and those of `OffloadedState.update`
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage]
         cut = [[part[one.in_group] for _, one in own] for part in parts]
-        if parts.master.dtype is not torch.float32:
-            for (job, one), g, *state in zip(own, gradients, *cut, strict=True):
-                _rounded(job, g, state=tuple(state), begin=one.begin)
-        elif parts.exp_avg.dtype is not torch.float32:
-            for (job, one), g, *state in zip(own, gradients, *cut, strict=True):
-                _with_rounded_moments(job, g, state=tuple(state), begin=one.begin)
-        else:
+        if parts.master.dtype is parts.exp_avg.dtype is torch.float32:
             steps = [_step(job, parts.master.device) for job, _ in own]
             _fused(cut, gradients, steps=steps, options=options)
+            continue
+        change = _with_rounded_moments if parts.master.dtype is torch.float32 else _rounded
+        for (job, one), g, *state in zip(own, gradients, *cut, strict=True):
+            change(job, g, state=tuple(state), begin=one.begin)
 
 
 def _step(job: _GroupUpdate, device: torch.device) -> Tensor:

@@ -99,11 +99,7 @@ class DriveStore:
         return sum(buffer.memory.nbytes for buffer in self._buffers.all)
 
     def start_from(self, file: int | None, *, committed: bool = True) -> tuple[int | None, bool]:
-        """Sets the generation that the state is read from. Returns the previous arguments.
-
-        file: number of the data file; None for no state
-        committed: whether that is a complete generation
-        """
+        """Sets the data file that has the state, and whether it is committed. Returns the old values."""
         before = self._newest, self._committed
         self._newest, self._committed = file, committed
         self._wait_and_forget()
@@ -166,12 +162,9 @@ class DriveStore:
         return Parts(*(torch.empty(places[-1][1].end, dtype=dtype) for dtype in places[0][0].dtypes))
 
     def commit(self, step: int | None, payload: bytes) -> None:
-        """Makes the last streamed state a complete generation, as the state after `step` steps.
+        """Makes the last streamed state a generation, as the state after `step` steps, beside a `payload`.
 
-        A process that dies leaves it for the next run. If `step` is None, no run resumes from it: it only
-        keeps the files from being overwritten while they are read.
-
-        payload: further data that a resuming run needs
+        If `step` is None, no run resumes from it: it only keeps the files while they are read.
         """
         self.settle()
         if self._committed:

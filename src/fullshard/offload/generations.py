@@ -196,10 +196,7 @@ class Generations:
         self._verify(record, slot, pieces=pieces)
 
     def read_part(self, name: str, target: memoryview, *, slot: int, offset: int) -> None:
-        """Reads bytes of the record `name`, from its `offset` on.
-
-        If `check` is "always", the whole record is verified once after each write.
-        """
+        """Reads bytes of the record `name` from `offset` on. See `Check`: the record is verified once."""
         record = self.records[name]
         assert name in self._digests[slot], f"{name} was not written to slot {slot}"
         assert offset + target.nbytes <= record.length_bytes, "the bytes are the record's"

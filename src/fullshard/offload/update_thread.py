@@ -19,8 +19,6 @@ Lacking = Callable[[], OffloadError]
 class UpdateThread:
     """Runs submitted work in order on one thread, and stops after the first failure.
 
-    An OffloadError is raised with its consequence for the run; other errors are raised unchanged.
-
     settle: waits until all state is stored
     hurried: while open, nothing before a unit is delayed, because a thread waits for it (None: for all units)
     unusable: error for all uses except a load, while there are no values, or those of two states
@@ -64,8 +62,8 @@ class UpdateThread:
     def settle(self, *, to_load: bool = False) -> None:
         """Waits until no work is running.
 
-        Raises OffloadError for work that failed, on this call and every later one. Also raises `unusable` and
-        `base_unusable` if set, unless `to_load`.
+        Raises the error of work that failed, on this call and every later one; unless `to_load`, also
+        `unusable` and `base_unusable`.
         """
         running, self._running = self._running, []
         with self._hurried(None):

@@ -147,10 +147,7 @@ class _Timeline:
         )
 
     def live_at_peak(self, held: Mapping[int, int]) -> dict[int, _MemoryBlock]:
-        """Returns the blocks alive at the first moment of the peak, by address.
-
-        held: address -> bytes of the blocks alive at the start
-        """
+        """Returns the blocks alive at the first moment of the peak, by address; `held` are those before."""
         changes = list(self._changes({}))
         totals = list(itertools.accumulate(changes, initial=0))
         live = {pointer: _MemoryBlock(size, engine=False, birth=-1) for pointer, size in held.items()}
@@ -159,7 +156,7 @@ class _Timeline:
         return live
 
     def _changes(self, live: dict[int, _MemoryBlock]) -> Iterator[int]:
-        """Applies the events one by one to `live`, and yields the change of the total in bytes."""
+        """Applies the events to `live`, and yields the change of the total in bytes by each."""
         for index, (pointer, size, engine) in enumerate(self.events):
             # An address that is allocated again was released before, even if unseen: on another thread.
             old = live.pop(pointer, None)
