@@ -96,6 +96,7 @@ class OffloadedState:
     shards: source of the all-gathers
     frozen: source of the all-gathers of frozen parameters that are not on the device
     updates: thread that runs updates beside training
+    close: waits for running work and releases the drive, as dropping the last reference does
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -105,7 +106,7 @@ class OffloadedState:
         self._units: dict[str, int] = {}
         self.names: tuple[str, ...] = ()
         self.names_of: Mapping[Tensor, str] = {}
-        self._release: Callable[[str], None] = lambda _name: None
+        self._release: Callable[[str], object] = lambda _name: None
 
     # `fullshard.sharding.apply.ShardSink`
 
@@ -120,8 +121,8 @@ class OffloadedState:
                 frozen[name] = one
                 continue
             self.engine[name] = one
-            dtype, most = str(shard_dtype(one)).removeprefix("torch."), padded_shape(one).numel()
-            held.append(ShardSize(name, numel=local_shape(one).numel(), most=most, dtype=dtype))
+            numel, most = local_shape(one).numel(), padded_shape(one).numel()
+            held.append(ShardSize(name, numel=numel, most=most, dtype=_dtype_name(one)))
         self.names = tuple(self.engine)
         self.names_of = {one.sharded_param: name for name, one in self.engine.items()}
         self.groups = group_shards(held, group_parameters=self.settings.group_parameters)
@@ -155,7 +156,7 @@ class OffloadedState:
 
     # For optimizers and checkpoints
 
-    def update(self, function: Update, *, release: Callable[[str], None]) -> None:
+    def update(self, function: Update, *, release: Callable[[str], object]) -> None:
         """Runs `function` on every group, on the update thread: see [Note: the next forward need not wait].
 
         `release` is called in the caller's thread once a parameter is updated, at the latest by `settle`.
@@ -195,7 +196,7 @@ class OffloadedState:
 
         State on a drive is read when a tensor is used, and stays readable until the second update from now.
         """
-        return _placed(self.engine[name], self.store.read_parts(name), moments=self.settings.moments)
+        return self._placed(name, self.store.read_parts(name))
 
     def live_tensors(self, name: str) -> dict[str, Tensor]:
         """Returns `tensors` that show the result of the last update whenever they are used.
@@ -209,7 +210,7 @@ class OffloadedState:
             reads = [partial(_now, me, name, part=part) for part in range(len(parts))]
             pairs = zip(parts, reads, strict=True)
             parts = Parts(*(lazy_tensor(one.shape, one.dtype, read=read) for one, read in pairs))
-        return _placed(self.engine[name], parts, moments=self.settings.moments)
+        return self._placed(name, parts)
 
     def refill(self, *, keep: bool = False, frozen: bool = False) -> Generator[dict[str, dict[str, Tensor]]]:
         """Sets new values of all state: yields portions of name -> key -> a tensor to fill.
@@ -230,8 +231,7 @@ class OffloadedState:
             for portion in portions(self.groups):
                 names = dict.fromkeys(name for group in portion for name in group.names)
                 new = {name: self.store.allocate_parts(name) for name in names}
-                moments = self.settings.moments
-                yield {n: _placed(self.engine[n], parts, moments=moments) for n, parts in new.items()}
+                yield {name: self._placed(name, parts) for name, parts in new.items()}
                 for _ in filter(lambda group: group.segments, portion):
                     group, parts = next(stream)
                     for segment in group.segments:
@@ -255,23 +255,17 @@ class OffloadedState:
                     self._publish(segment, parts)
         self.updates.unusable = None
 
-    def close(self) -> None:
-        """Waits for running work and releases the drive. Otherwise dropping the last reference does so."""
-        self.closing()
-
     def _make(self, frozen: Mapping[str, Any]) -> None:
         settings, engine = self.settings, self.engine
         if settings.on_drive is None:
-            host = HostStore(self._own, moments=settings.moments, pinned=settings.on_gpu)
-            self.store: GroupStore = host
+            self.store: GroupStore = HostStore(self._own, moments=settings.moments, pinned=settings.on_gpu)
         else:
-            host, self.store = None, settings.on_drive(self._own)
+            self.store = settings.on_drive(self._own)
         self.masters: dict[str, Tensor] = {}
-        if host is not None and settings.is_device:
-            for name, one in engine.items():
-                whole = host.read_parts(name)
-                none = torch.empty(0, dtype=one.sharded_param.dtype)
-                self.masters[name] = none if whole is None else whole.master
+        for name, one in engine.items() if settings.is_device else ():
+            parts = self.store.read_parts(name)
+            empty = torch.empty(0, dtype=shard_dtype(one))
+            self.masters[name] = empty if parts is None else parts.master
         with ExitStack() as closing:
             closing.callback(self.store.close)
             if settings.is_device:
@@ -289,7 +283,14 @@ class OffloadedState:
             )
             closing.callback(self.updates.thread.shutdown)
             # The callbacks must not reference the model, which references this: neither would be freed.
-            self.closing = weakref.finalize(self, closing.pop_all().close)
+            self.close = weakref.finalize(self, closing.pop_all().close)
+
+    def _placed(self, name: str, parts: Parts | None) -> dict[str, Tensor]:
+        """Returns the parts as DTensors placed like the parameter. None means this rank has no row of it."""
+        one, moments = self.engine[name], self.settings.moments
+        if parts is None:
+            parts = Parts(*(torch.empty(0, dtype=dtype) for dtype in dtypes_of(_dtype_name(one), moments)))
+        return {key: dtensor_like(one, part) for key, part in parts._asdict().items()}
 
     def _publish(self, segment: Segment, parts: Parts) -> None:
         """Makes the segment's new values those of the next all-gathers."""
@@ -317,11 +318,8 @@ def fsdp_params(offloaded: OffloadedState) -> dict[str, Any]:
 
 def offloaded_parameters(offloaded: OffloadedState) -> set[Tensor]:
     """Returns the parameters whose values are not in the model's own shards."""
-    return (
-        set()
-        if offloaded.settings.is_device
-        else {one.sharded_param for one in fsdp_params(offloaded).values()}
-    )
+    engine = dict[str, Any]() if offloaded.settings.is_device else fsdp_params(offloaded)
+    return {one.sharded_param for one in engine.values()}
 
 
 def shards_for_loading(offloaded: OffloadedState) -> Iterator[set[Tensor]]:
@@ -341,18 +339,10 @@ def shards_for_loading(offloaded: OffloadedState) -> Iterator[set[Tensor]]:
                 own[name]._local_tensor = local
 
 
-def _placed(one: Any, parts: Parts | None, *, moments: torch.dtype | None) -> dict[str, Tensor]:
-    """Returns the parts as DTensors placed like FSDP2's `one`. None means this rank has no row of it."""
-    if parts is None:
-        dtype = str(one.sharded_param.dtype).removeprefix("torch.")
-        parts = Parts(*(torch.empty(0, dtype=own) for own in dtypes_of(dtype, moments)))
-    return {key: dtensor_like(one, part) for key, part in parts._asdict().items()}
-
-
 def _now(of: "weakref.ref[OffloadedState]", name: str, *, part: int) -> Tensor:
     """Reads one part of a parameter's state."""
     state = of()
-    if state is None or not state.closing.alive:
+    if state is None or not state.close.alive:
         raise OffloadError(
             f"the state of {name} is no longer on its drive.",
             why="the model that it was of is let go, and each tensor of a state_dict is read when it is used",
@@ -395,6 +385,10 @@ def _copy(new: Parts | None, parts: Parts, *, segment: Segment) -> None:
         own, into = source[segment.in_shard], target[segment.in_group]
         if own.data_ptr() != into.data_ptr():
             into.copy_(own)
+
+
+def _dtype_name(one: Any) -> str:
+    return str(shard_dtype(one)).removeprefix("torch.")
 
 
 def _flat(parameter: nn.Parameter) -> Tensor:

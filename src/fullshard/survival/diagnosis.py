@@ -120,8 +120,7 @@ def diagnose(
 def store_lost(rank: int, report: Report) -> Diagnosis:
     """Returns the diagnosis of a hanging rank that cannot reach any other rank."""
     error = TrainError(
-        f"rank {rank} hangs and can reach no other: in {_phase(report.seen)} "
-        f"for {report.seen.unmoved_seconds:.0f} s, {report.place}.",
+        f"rank {rank} hangs and can reach no other: {_where(report)}.",
         got="the store in which the ranks meet does not answer",
         why="its host, mostly that of rank 0, has gone, or the link to it is cut",
         fix="what is said on the other hosts; then fullshard train --resume",
@@ -147,21 +146,13 @@ def _by_report(reports: Mapping[int, Report], groups: Sequence[list[int]]) -> tu
     waiting = [rank for rank, one in sorted(reports.items()) if one.waits]
     busy = [rank for rank in sorted(reports) if rank not in waiting]
     if waiting and busy:
-        here = reports[busy[0]]
         does = "does" if len(busy) == 1 else "do"
-        return busy, (
-            f"{named_ranks(busy)} {does} not come to the collective that {_wait(waiting)} in: "
-            f"in {_phase(here.seen)} for {here.seen.unmoved_seconds:.0f} s, {here.place}."
-        )
+        what = f"{named_ranks(busy)} {does} not come to the collective that {_wait(waiting)} in"
+        return busy, f"{what}: {_where(reports[busy[0]])}."
     if not waiting or len(groups) == 1:
-        here = reports[groups[0][0]]
-        what = (
-            "wait in the same collective, which does not end" if waiting else "do not come to any collective"
-        )
-        return [], (
-            f"all ranks {what}: {named_ranks(groups[0])} in {_phase(here.seen)} "
-            f"for {here.seen.unmoved_seconds:.0f} s, {here.place}."
-        )
+        does = "wait in the same collective, which does not end"
+        does = does if waiting else "do not come to any collective"
+        return [], f"all ranks {does}: {named_ranks(groups[0])} {_where(reports[groups[0][0]])}."
     odd = groups[0]
     if len(groups[0]) == len(groups[1]):
         odd = max(groups[:2], key=lambda group: _progress(reports[group[0]].seen))
@@ -190,11 +181,13 @@ def _phase(seen: Heartbeat) -> str:
 _OF_A_STEP = (RunPhase.DATA, RunPhase.FORWARD, RunPhase.BACKWARD, RunPhase.REDUCE, RunPhase.OPTIMIZER)
 
 
+def _where(report: Report, waits: str = "") -> str:
+    return f"in {_phase(report.seen)} for {report.seen.unmoved_seconds:.0f} s{waits}, {report.place}"
+
+
 def _position(report: Report) -> str:
-    seen = report.seen
-    waits = ", waits in a collective" if report.waits else ""
     last = f"; last collective: {report.collective}" if report.collective else ""
-    return f"in {_phase(seen)} for {seen.unmoved_seconds:.0f} s{waits}, {report.place}{last}"
+    return _where(report, ", waits in a collective" if report.waits else "") + last
 
 
 def _silent(silent: Mapping[int, UnresponsiveRank], *, now: float) -> str:

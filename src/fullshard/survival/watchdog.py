@@ -87,10 +87,11 @@ class _StatusBoard:
     def __init__(self, *, answer_seconds: float) -> None:
         store = default_store()
         self.rank, self.world_size = (0, 1) if store is None else (dist.get_rank(), dist.get_world_size())
+        clone: Callable[[], dist.Store] | None = getattr(store, "clone", None)
         if store is None or self.world_size == 1:
             store = dist.HashStore()
-        elif hasattr(store, "clone"):  # a connection of its own: the main thread may hold the other's lock
-            store = store.clone()
+        elif clone is not None:  # a connection of its own: the main thread may hold the other one's lock
+            store = clone()
             store.set_timeout(timedelta(seconds=answer_seconds))
         self._store, self._lost = dist.PrefixStore("fullshard/watchdog", store), False
         self._answer_seconds = answer_seconds
