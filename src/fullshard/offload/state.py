@@ -32,7 +32,12 @@ from fullshard.offload.gather_source import (
 )
 from fullshard.offload.lazy_tensor import lazy_tensor
 from fullshard.offload.store import GroupStore, HostStore, Parts, dtypes_of
-from fullshard.offload.update_thread import UpdateThread, base_half_loaded, half_loaded, not_loaded
+from fullshard.offload.update_thread import (
+    UpdateThread,
+    frozen_half_loaded_error,
+    half_loaded_error,
+    not_loaded_error,
+)
 from fullshard.spec.groups import Group, Segment, ShardSize, group_shards, portions
 
 Update = Callable[[Group, Parts], None]
@@ -130,8 +135,8 @@ class OffloadedState:
         self._make(frozen)
         self._filling: _Filling | None = None
         if unset and not self.settings.is_device:
-            self.updates.unusable = not_loaded
-            self.updates.base_unusable = not_loaded if self.frozen.engine else None
+            self.updates.unusable = not_loaded_error
+            self.updates.frozen_unusable = not_loaded_error if self.frozen.engine else None
         else:
             self._filling = _Filling(self.store.stream(fresh=True), self._publish)
 
@@ -224,7 +229,7 @@ class OffloadedState:
         self.settle(to_load=True)
         if keep:
             self.store.retain_previous()
-        self.updates.unusable = half_loaded
+        self.updates.unusable = half_loaded_error
         self.shards.begin()
         with self.shards.hurried(None):  # no all-gather runs meanwhile
             stream = self.store.stream(fresh=True)
@@ -241,10 +246,10 @@ class OffloadedState:
         self.updates.settle(to_load=True)
         self.updates.unusable = None
         if frozen and self.frozen.engine:
-            self.updates.base_unusable = base_half_loaded
+            self.updates.frozen_unusable = frozen_half_loaded_error
             for new in self.frozen.refill():
                 yield {name: {"master": own} for name, own in new.items()}
-            self.updates.base_unusable = None
+            self.updates.frozen_unusable = None
 
     def publish_all(self, *, verify: bool) -> None:
         """Rewrites the shards from the masters. If `verify`, checks the state against its digests."""
