@@ -95,22 +95,22 @@ class DriveShards:
     def write(self, name: str, begin: int, *, values: Tensor) -> None:
         number = self._unit_of[name]
         unit = self._units[number]
-        buffer, begins = self._buffers.to_make(number, elements=unit.elements)
+        buffer, begins = self._buffers.buffer_to_fill(number, elements=unit.elements)
         if begins:
             buffer.memory[: unit.size_bytes].zero_()  # padding of the shards
         target = self._view(buffer, name).view(-1)[begin : begin + values.numel()]
         target.copy_(values)
         buffer.missing -= values.numel()
         if not buffer.missing:
-            self._buffers.made(buffer, self._start_writing)
+            self._buffers.finish_filling(buffer, self._start_writing)
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         number, following = self._unit_of[name], None
-        if not self._buffers.in_use(number):
+        if not self._buffers.is_in_use(number):
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()  # its copies have ended, so the buffer is free
             following = self._following.after(number)
-        buffer = self._buffers.use(number, self._start_reading)
+        buffer = self._buffers.buffer_to_gather(number, self._start_reading)
         if following is not None:
             self._buffers.read_ahead(following, self._start_reading)
         if buffer.reading is not None:

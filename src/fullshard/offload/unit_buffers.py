@@ -102,7 +102,7 @@ class UnitBuffers:
             with self._changed:
                 self._waited_for.remove(unit)
 
-    def to_make(self, unit: int, *, elements: int) -> tuple[Buffer, bool]:
+    def buffer_to_fill(self, unit: int, *, elements: int) -> tuple[Buffer, bool]:
         """Returns the buffer in which an update makes a unit of `elements`, and whether it is new there."""
         with self._changed:
             while (buffer := self._of(unit) or self._spare(made_too=not self._is_held)) is None or (
@@ -116,7 +116,7 @@ class UnitBuffers:
             buffer.missing = elements
             return buffer, True
 
-    def made(self, buffer: Buffer, write: Transfer) -> None:
+    def finish_filling(self, buffer: Buffer, write: Transfer) -> None:
         """Marks the unit as complete, and starts its write to the drive."""
         with self._changed:
             assert buffer.unit is not None, "it is made"
@@ -124,11 +124,11 @@ class UnitBuffers:
             self._due.discard(buffer.unit)
             self._made.append(buffer.unit)
 
-    def in_use(self, unit: int) -> bool:
+    def is_in_use(self, unit: int) -> bool:
         """Returns whether the unit was requested last."""
         return unit == self._in_use
 
-    def use(self, unit: int, read: Transfer) -> Buffer:
+    def buffer_to_gather(self, unit: int, read: Transfer) -> Buffer:
         """Returns the buffer of a unit that is being gathered. A read into it may still be running."""
         with self._changed:
             if unit in self._made:

@@ -92,10 +92,10 @@ def describe_machine(gpus: Gpus, *, ranks: int, ranks_per_node: int) -> Hardware
         return cpu if nodes > 1 else cpu.model_copy(update={"across": None})
     chip = find_chip(gpus.name, memory_bytes=gpus.memory_bytes)
     entry = find_entry(chip) if chip is not None else None
-    host = {"host_memory_bytes": _host_memory_bytes() // ranks_per_node}
+    host_memory_bytes = _host_memory_bytes() // ranks_per_node
     if entry is not None:
         known = hardware_of(entry).on(nodes=nodes, ranks_per_node=ranks_per_node)
-        return known.model_copy(update=host)
+        return known.model_copy(update={"host_memory_bytes": host_memory_bytes})
     return Hardware(
         name=gpus.name,
         device="cuda",
@@ -113,7 +113,8 @@ def describe_machine(gpus: Gpus, *, ranks: int, ranks_per_node: int) -> Hardware
         within=find_link("pcie4"),
         across=find_link("nic-100"),
         source="not in the catalog",
-    ).model_copy(update=host)
+        host_memory_bytes=host_memory_bytes,
+    )
 
 
 def user_hardware_path(environment: Mapping[str, str] = os.environ) -> Path:
