@@ -14,9 +14,8 @@ from fullshard.errors import CheckpointError
 from fullshard.jobs.leftovers import find_unusable_state, leftover_messages, unusable_message
 from fullshard.jobs.train import run_job
 from fullshard.offload.directories import rank_directory
-from fullshard.offload.generation_manifest import FileRecord, Identity
+from fullshard.offload.generation_manifest import FileRecord, Identity, find_saved_state
 from fullshard.offload.generations import Generations
-from fullshard.offload.saved_state import find_saved_state
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 from fullshard.training.shard import directory_of
@@ -32,7 +31,7 @@ def leave(directory: Path, *, steps: list[int], world_size: int, payload: bytes 
     for rank in range(world_size):
         identity = Identity(run_id=directory.name, rank=rank, world_size=world_size, layout="its own")
         own = rank_directory(directory.parent, run_id=directory.name, rank=rank)
-        with Generations.open(own, RECORDS, identity=identity, payload_bytes=4096) as generations:
+        with Generations(own, RECORDS, identity=identity, payload_bytes=4096) as generations:
             for step in steps:
                 generations.begin()
                 generations.write("0", memoryview(bytes(4096)))

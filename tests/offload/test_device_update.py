@@ -94,7 +94,7 @@ def passing(
 ) -> StreamingAdamW:
     """`streaming`, of which state passes through a device that is late. `order`: of what it does."""
     plain = streaming(parameters, moments=moments, group_parameters=group_parameters)
-    through = DeviceUpdate(plain.offloaded.groups, device=CPU, moments=moments, lanes=late_lanes(order))
+    through = DeviceUpdate(plain.offloaded.groups, device=CPU, moments=moments, streams=late_lanes(order))
     return StreamingAdamW(
         groups_of(parameters),
         plain.offloaded,
@@ -186,7 +186,7 @@ def test_two_buffers_hold_a_piece_each_of_state_and_gradients() -> None:
     for moments, itemsize in ((None, 16), (BF16, 12)):
         device = Device(0)
         lanes = [LateLane(device) for _ in CopyStreams._fields]
-        through = DeviceUpdate(groups, device=CPU, moments=moments, lanes=CopyStreams(*lanes))
+        through = DeviceUpdate(groups, device=CPU, moments=moments, streams=CopyStreams(*lanes))
         assert sum(one.nbytes for one in through.buffers) == 2 * itemsize * piece_elements(groups)
         assert all(lane.memory == through.buffers for lane in lanes)
     assert piece_elements(groups) == 61 * CUT_ELEMENTS
@@ -223,7 +223,7 @@ def test_what_fails_is_raised_when_the_lanes_are_idle() -> None:
     groups = group_shards([ShardSize("a", 8192, 8192, "float32")], group_parameters=8192)
     store = HostStore(groups, moments=None, pinned=False)
     lanes = CopyStreams(LateLane(device), Full(device), LateLane(device))
-    through = DeviceUpdate(groups, device=CPU, moments=None, lanes=lanes)
+    through = DeviceUpdate(groups, device=CPU, moments=None, streams=lanes)
     for group, parts in store.stream():
         with pytest.raises(MemoryError):
             through.update(group, parts, gradients={"a": torch.ones(8192)}, change=lambda _: None)

@@ -51,7 +51,7 @@ def drive_store(
         records.append(FileRecord(name=str(group.index), offset_bytes=end, length_bytes=size))
         end += size
     identity = Identity(run_id="run", rank=0, world_size=1, layout="ab" * 16)
-    generations = Generations.open(
+    generations = Generations(
         directory / "rank", records, identity=identity, check=check, payload_bytes=4096, system=system
     )
     with closing(DriveStore(groups, generations, moments=moments, pinned=False)) as store:

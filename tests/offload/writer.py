@@ -31,7 +31,7 @@ def opened(
     check: Check = "asked",
     system: System = SYSTEM,
 ) -> Generations:
-    return Generations.open(
+    return Generations(
         directory, records, identity=identity, check=check, payload_bytes=PAYLOAD_BYTES, system=system
     )
 

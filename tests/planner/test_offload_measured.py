@@ -80,7 +80,7 @@ def moved(plan: Plan, frozen: str, warm: int, steps: int) -> list[DriveBytes]:
     offloaded = offloaded_of(model)
     assert offloaded is not None, "the plan has a tier"
     offloaded.close()
-    return list(offloaded.settings.traffic.steps())[warm:]
+    return list(offloaded.settings.traffic.steps)[warm:]
 
 
 def planned(plan: Plan, frozen: str = "") -> tuple[MemoryTerms, OffloadTerms]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from fullshard.distributed.agreement import on_rank_zero, rank
 from fullshard.errors import CheckpointError
 from fullshard.offload.directories import leftovers
-from fullshard.offload.saved_state import SavedRunState, find_saved_state
+from fullshard.offload.generation_manifest import SavedRunState, find_saved_state
 from fullshard.quantities import format_bytes
 from fullshard.spec.plan import Plan
 from fullshard.training.resume import newest_saved

@@ -28,7 +28,7 @@ from fullshard.models.build import build_model, flops_per_token
 from fullshard.models.checks import check_positions, check_vocabulary
 from fullshard.models.decoder import DecoderModel
 from fullshard.models.huggingface import is_causal_lm
-from fullshard.offload.saved_state import SavedRunState
+from fullshard.offload.generation_manifest import SavedRunState
 from fullshard.offload.state import host_bytes_of, offloaded_of
 from fullshard.profiler.clock import find_matmul_peak
 from fullshard.profiler.memory import Peak, live_bytes, measure_peak

@@ -1,7 +1,10 @@
 """Offloaded state: kept in host memory or on a drive, crash-safe, and streamed through group by group.
 
-drive                a file of fixed size, read and written in place, bypassing the page cache
-directories          a rank's directory: its lock, and the files that earlier runs left
-generation_manifest  on-disk metadata of such a directory
+adamw                the optimizer; gradients, rounding and device_update are its parts
+state                what one rank has offloaded of a model
+store, drive_store   state of the groups in host memory, or on a drive in `generations`
+update_thread        the thread that updates the groups beside training
+gather_source        shards that FSDP2 gathers, in memory; drive_shards has them on a drive
 generations          a rank's state in two files, one of which is complete at any moment
+directories, drive   a rank's directory with its lock, and files read and written past the page cache
 """

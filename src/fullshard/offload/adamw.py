@@ -26,12 +26,7 @@ _CHUNK = 1 << 20  # bf16 moment elements held in fp32 at once
 
 @dataclass(frozen=True)
 class _GroupUpdate:
-    """Inputs for the update of one parameter.
-
-    gradient: this rank's shard of it, flat
-    step: number of updates including this one, as a scalar tensor
-    seed: seed for stochastic rounding
-    """
+    """Inputs for the update of one parameter: its flat gradient, and its count of updates as a tensor."""
 
     gradient: Tensor
     step: Tensor
@@ -43,11 +38,8 @@ class StreamingAdamW(torch.optim.Optimizer):
     """AdamW with decoupled decay (arXiv:1711.05101), fused; bit for bit equal to `torch.optim.AdamW`.
 
     Parameters that are not offloaded (scalars) are updated in place. `step` may return before the update has
-    finished: each later all-gather waits for its own unit.
-
-    Masters in bf16 are rounded stochastically from `seed`, as `fullshard.training.stochastic_adamw` does, and
-    so are bf16 moments of fp32 masters. The random numbers depend on where groups begin in a parameter, and,
-    with `on_device`, on where their pieces begin.
+    finished: each later all-gather waits for its own unit. bf16 masters and moments are rounded
+    stochastically from `seed`; the random numbers depend on where groups (with `on_device`, pieces) begin.
 
     offloaded: the masters and moments
     gradients: the gradients that `step` applies
@@ -111,13 +103,10 @@ class StreamingAdamW(torch.optim.Optimizer):
             else:
                 self._update_here(parameter, job, factor=factor)
 
-        def release(name: str) -> None:
-            jobs.pop(name, None)
-
         update = partial(_update, jobs, factor=factor)
         if self._on_device is not None:
             update = partial(_update_there, jobs, on_device=self._on_device, factor=factor)
-        self.offloaded.update(update, release=release)
+        self.offloaded.update(update, release=lambda name: jobs.pop(name, None))
         return loss
 
     def settle(self) -> None:
@@ -131,9 +120,8 @@ class StreamingAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as `torch.optim.AdamW` does, with each parameter's master beside its moments.
 
-        As in torch, the tensors are the optimizer's own, so later steps change them. State on a drive is read
-        each time a tensor is used, and reflects the drive's content at that time. A deep copy, or a saved
-        file, holds the present values, all of them in memory.
+        As in torch, later steps change the tensors, which are read from a drive when they are used. A deep
+        copy, or a saved file, holds the present values, all of them in memory.
         """
         self.settle()
         found = super().state_dict()
@@ -144,13 +132,10 @@ class StreamingAdamW(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a `state_dict` of the same parameters on the same ranks.
+        """Loads a `state_dict` of the same parameters on the same ranks; torch.optim.AdamW's lacks masters.
 
-        That of `torch.optim.AdamW` loads too, and leaves the masters as they are. The tensors are copied, one
-        portion of groups at a time.
-
-        Raises SpecError for shards of other shapes, before anything is changed. Raises OffloadError if the
-        drive fails. After an error half-way the state is unusable until a complete one is loaded.
+        Raises SpecError for shards of other shapes, before anything is changed, and OffloadError if the drive
+        fails. After an error half-way the state is unusable until a complete one is loaded.
         """
         self.offloaded.settle(to_load=True)
         index = {self.offloaded.names_of.get(p): i for i, (p, _) in enumerate(self._parameters())}
@@ -233,15 +218,13 @@ def _update(  # signature: bound arguments, and those of `OffloadedState.update`
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage]
         cut = [[part[one.in_group] for _, one in own] for part in parts]
-        if parts.master.dtype is not torch.float32:
-            for (job, one), g, *state in zip(own, gradients, *cut, strict=True):
-                _rounded(job, g, state=tuple(state), begin=one.begin)
-        elif parts.exp_avg.dtype is not torch.float32:
-            for (job, one), g, *state in zip(own, gradients, *cut, strict=True):
-                _with_rounded_moments(job, g, state=tuple(state), begin=one.begin)
-        else:
+        if parts.master.dtype is parts.exp_avg.dtype is torch.float32:
             steps = [_step(job, parts.master.device) for job, _ in own]
             _fused(cut, gradients, steps=steps, options=options)
+            continue
+        change = _with_rounded_moments if parts.master.dtype is torch.float32 else _rounded
+        for (job, one), g, *state in zip(own, gradients, *cut, strict=True):
+            change(job, g, state=tuple(state), begin=one.begin)
 
 
 def _step(job: _GroupUpdate, device: torch.device) -> Tensor:

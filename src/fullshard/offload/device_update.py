@@ -1,17 +1,17 @@
 """Update in the device's memory of state that lives in the host's: it passes through, piece by piece.
 
-[Note: two buffers] Each piece is copied into one of two buffers, changed there, and copied back. Each of
-these three acts has its own lane (on a GPU, a stream), so that one piece is copied in while the previous one
-is changed and copied out. A buffer is filled again only after its last content was copied out. All pieces of
-a group are enqueued at once, and the host waits at the end of the group: its state is then complete in host
-memory, and may be written to the drive.
+[Note: two buffers] Each piece is copied into one of two buffers, changed there, and copied back. On a GPU,
+each of these three acts has its own stream, so that one piece is copied in while the previous one is changed
+and copied out. A buffer is filled again only after its last content was copied out. All pieces of a group are
+enqueued at once, and the host waits at the end of the group: its state is then complete in host memory, and
+may be written to the drive.
 
 Host memory is registered with the GPU; otherwise each copy would block. Pieces need not respect segments. A
 piece begins at a multiple of CUT_ELEMENTS of its group, and segments begin at full vectors, so that on a CPU
 the results equal those of an update of the whole group.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -25,12 +25,7 @@ _BUFFERS = 2
 
 
 class Slice(NamedTuple):
-    """A piece of a group, on the device.
-
-    group: the piece's part of each segment, as a group of its own
-    state: masters and moments of the piece
-    gradient: laid out as the parts of `state`
-    """
+    """A piece of a group on the device, as a group of its own. The gradient is laid out as the parts."""
 
     group: Group
     state: Parts
@@ -41,11 +36,11 @@ class CopyStream(Protocol):
     """Runs enqueued acts in order, without blocking the host."""
 
     def put(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
-        """Runs `act` after the given results of other lanes' `put`. Returns an event for the end of `act`."""
+        """Runs `act` after these results of other streams' `put`. Returns an event for the end of `act`."""
         ...
 
     def use(self, memory: Tensor) -> None:
-        """Makes `memory`, which was just allocated, safe for use by this lane."""
+        """Makes memory that was just allocated safe for use by this stream."""
         ...
 
     def settle(self) -> None:
@@ -54,7 +49,7 @@ class CopyStream(Protocol):
 
 
 class CopyStreams(NamedTuple):
-    """The lanes for copies in, changes, and copies out."""
+    """The streams for copies in, changes, and copies out."""
 
     into: CopyStream
     change: CopyStream
@@ -62,7 +57,7 @@ class CopyStreams(NamedTuple):
 
 
 class SyncCopy:
-    """Lane without CUDA: an act is done when `put` returns."""
+    """Stream without CUDA: an act is done when `put` returns."""
 
     def put(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
         act()
@@ -73,10 +68,7 @@ class SyncCopy:
 
 
 class AsyncCopy:
-    """A stream of the GPU `device`.
-
-    Any thread may put acts on it: the current device is per thread, and `put` sets it for the act.
-    """
+    """A stream of a GPU, on which any thread may put acts: `put` sets the current device for the act."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -102,7 +94,7 @@ class DeviceUpdate:
     """Updates `groups` through buffers on `device`, which are allocated here.
 
     moments: dtype of the moments; None for the masters' dtype
-    lanes: streams to use; by default three streams of a GPU, or else the calling thread
+    streams: the streams to use; by default three streams of a GPU, or else the calling thread
     """
 
     def __init__(
@@ -111,18 +103,19 @@ class DeviceUpdate:
         *,
         device: torch.device,
         moments: torch.dtype | None,
-        lanes: CopyStreams | None = None,
+        streams: CopyStreams | None = None,
     ) -> None:
         self._elements, self._moments = piece_elements(groups), moments
         on_gpu = device.type == "cuda"
-        self._lanes = lanes or CopyStreams(
+        self._streams = streams or CopyStreams(
             *((AsyncCopy(device) if on_gpu else SyncCopy()) for _ in CopyStreams._fields)
         )
-        size = max((_itemsize(_dtypes(group, moments)) for group in groups), default=0) * self._elements
+        sizes = [sum(dtype.itemsize for dtype in _dtypes(group, moments)) for group in groups]
+        size = max(sizes, default=0) * self._elements
         self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(_BUFFERS)]
-        for lane in self._lanes:
+        for stream in self._streams:
             for buffer in self.buffers:
-                lane.use(buffer)
+                stream.use(buffer)
 
     def update(
         self,
@@ -137,21 +130,23 @@ class DeviceUpdate:
         `gradients` are flat, of this rank's shards, in host memory and in the masters' dtype. Segments
         without one are not to be changed.
         """
-        lanes, free = self._lanes, [list[Any]() for _ in self.buffers]
+        streams, free = self._streams, [list[Any]() for _ in self.buffers]
         dtypes = _dtypes(group, self._moments)
         try:
-            for turn, (begin, piece) in enumerate(_with(gradients, pieces(group, self._elements))):
+            every = pieces(group, self._elements)
+            changing = (one for one in every if any(name in gradients for name in one[1].names))
+            for turn, (begin, piece) in enumerate(changing):
                 at = turn % _BUFFERS
                 *state, gradient = self._views(self.buffers[at], dtypes, numel=piece.numel)
                 there = [part[begin : begin + piece.numel] for part in parts]
                 come = partial(_copy_in, there, state, gradients=gradients, piece=piece, into=gradient)
-                arrived = lanes.into.put(come, after=free[at])
+                arrived = streams.into.put(come, after=free[at])
                 whole = Slice(piece, Parts(*state), gradient)
-                changed = lanes.change.put(partial(change, whole), after=[arrived])
-                free[at] = [lanes.out.put(partial(_copy, state, there), after=[changed])]
+                changed = streams.change.put(partial(change, whole), after=[arrived])
+                free[at] = [streams.out.put(partial(_copy, state, there), after=[changed])]
         finally:
-            for lane in lanes:
-                lane.settle()
+            for stream in streams:
+                stream.settle()
 
     def _views(self, buffer: Tensor, dtypes: Sequence[torch.dtype], *, numel: int) -> Iterator[Tensor]:
         begin = 0
@@ -161,10 +156,7 @@ class DeviceUpdate:
 
 
 def pieces(group: Group, elements: int) -> Iterator[tuple[int, Group]]:
-    """Yields each piece of `elements` that contains part of a segment.
-
-    A piece is its begin in the group, and its part of each segment as a group of its own.
-    """
+    """Yields the pieces of `elements` that contain part of a segment: begin in the group, and a group."""
     for begin in range(0, group.numel, elements):
         segments = tuple(
             Segment(one.name, one.begin + first - one.offset, one.begin + last - one.offset, first - begin)
@@ -173,11 +165,6 @@ def pieces(group: Group, elements: int) -> Iterator[tuple[int, Group]]:
         )
         if segments:
             yield begin, Group(group.index, group.dtype, tuple(one.name for one in segments), segments)
-
-
-def _with(gradients: Mapping[str, Tensor], found: Iterable[tuple[int, Group]]) -> Iterator[tuple[int, Group]]:
-    """Yields the pieces that have a gradient."""
-    return ((begin, piece) for begin, piece in found if any(name in gradients for name in piece.names))
 
 
 def _copy_in(
@@ -203,7 +190,3 @@ def _dtypes(group: Group, moments: torch.dtype | None) -> tuple[torch.dtype, ...
     """Returns the dtypes of the three parts of the state, and of the gradients."""
     state = dtypes_of(group.dtype, moments)
     return *state, state[0]
-
-
-def _itemsize(dtypes: Iterable[torch.dtype]) -> int:
-    return sum(dtype.itemsize for dtype in dtypes)

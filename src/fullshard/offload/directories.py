@@ -30,11 +30,9 @@ def rank_directory(path: Path, *, run_id: str, rank: int) -> Path:
 def leftovers(
     path: Path, *, alive_run_id: str | None = None, alive_ranks: int | None = None
 ) -> list[tuple[Path, int]]:
-    """Returns directories of finished runs with their size on the drive in bytes, the largest first.
+    """Returns directories of finished runs in `offload.path` and their bytes on the drive, largest first.
 
-    Searches `path` (`offload.path`), and skips runs with a process that still holds its lock. Of the run
-    `alive_run_id`, only ranks from `alive_ranks` on are included, which it had earlier. Directories that
-    fullshard did not make, or that this user cannot read, are skipped.
+    Of the run `alive_run_id`, only ranks from `alive_ranks` on are included, which it had earlier.
     """
     found: list[tuple[Path, int]] = []
     with suppress(OSError):
@@ -91,10 +89,7 @@ def _held_error(directory: Path, holder: str) -> OffloadError:
 
 
 def remove_empty(rank_directory: Path, *, up_to: Path) -> None:
-    """Removes the empty directories above a rank's, below `up_to`.
-
-    The last rank to leave removes all of them. Directories that cannot be removed stay.
-    """
+    """Removes the directories above a rank's, below `up_to`, once the last rank has left them empty."""
     with suppress(OSError):
         for one in rank_directory.parents:
             if one == up_to or up_to not in one.parents:

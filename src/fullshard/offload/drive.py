@@ -87,12 +87,10 @@ def rounded_up(count: int) -> int:
 class DriveFile:
     """A file of `size_bytes`, a multiple of 4096, which never changes its size.
 
-    `read` and `write` transfer all bytes or raise, and release the GIL. Calls from several threads are safe
-    if they touch different blocks of 4 KiB. Unaligned calls are correct; calls are fast if address, offset
-    and length are multiples of 4096. See [Note: past the page cache].
+    `read` and `write` transfer all bytes or raise, and release the GIL. Threads may touch different blocks of
+    4 KiB. Calls are fast if address, offset and length are multiples of 4096.
 
-    Every error is an OffloadError that names the file and the offset. It is a DamagedOffloadError if the
-    drive has lost what was written.
+    Every error is an OffloadError, and a DamagedOffloadError if the drive has lost what was written.
     """
 
     def __init__(self, path: Path, size_bytes: int, *, descriptor: int, system: System = SYSTEM) -> None:

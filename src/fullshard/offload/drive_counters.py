@@ -1,8 +1,8 @@
 """Counters of the bytes that a rank moves to and from its drive, counted at the system calls."""
 
 import threading
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median_low
 
@@ -10,56 +10,49 @@ from fullshard.offload.drive import System
 from fullshard.spec.measurement import DriveBytes
 
 _STEPS = 1000  # the last steps of a long run are kept
+_Transfer = Callable[[int, Sequence[memoryview], int], int]
 
 
 class DriveCounters:
-    """Counts bytes read and written between updates, in files opened with `wrap(system)`, from any thread."""
+    """Counts bytes read and written between updates, in files opened with `wrap(system)`, from any thread.
+
+    steps: bytes of each step, from its update to the next; at most of the last thousand steps
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._read = self._written = 0
-        self._at: tuple[int, int] | None = None
-        self._steps: deque[DriveBytes] = deque(maxlen=_STEPS)
+        self._moved: Counter[str] | None = None  # None: before the first update
+        self.steps: deque[DriveBytes] = deque(maxlen=_STEPS)
 
     def wrap(self, system: System) -> System:
         """Returns `system` with counting reads and writes."""
 
-        def preadv(  # signature: the system's
-            descriptor: int, buffers: Sequence[memoryview], offset: int
-        ) -> int:
-            count = system.preadv(descriptor, buffers, offset)
-            with self._lock:
-                self._read += count
-            return count
+        def counting(transfer: _Transfer, kind: str) -> _Transfer:
+            def counted(  # signature: the system's
+                descriptor: int, buffers: Sequence[memoryview], offset: int
+            ) -> int:
+                count = transfer(descriptor, buffers, offset)
+                with self._lock:
+                    if self._moved is not None:
+                        self._moved[kind] += count
+                return count
 
-        def pwritev(  # signature: the system's
-            descriptor: int, buffers: Sequence[memoryview], offset: int
-        ) -> int:
-            count = system.pwritev(descriptor, buffers, offset)
-            with self._lock:
-                self._written += count
-            return count
+            return counted
 
-        return replace(system, preadv=preadv, pwritev=pwritev)
+        return replace(
+            system, preadv=counting(system.preadv, "read"), pwritev=counting(system.pwritev, "written")
+        )
 
     def begin_update(self) -> None:
         """Marks the begin of an update. All reads and writes of the previous one must have finished."""
         with self._lock:
-            if self._at is not None:
-                read, written = self._at
-                self._steps.append(DriveBytes(read=self._read - read, written=self._written - written))
-            self._at = self._read, self._written
-
-    def steps(self) -> tuple[DriveBytes, ...]:
-        """Returns the bytes of each step, from its update to the next; at most the last thousand steps."""
-        return tuple(self._steps)
+            if self._moved is not None:
+                self.steps.append(DriveBytes(read=self._moved["read"], written=self._moved["written"]))
+            self._moved = Counter()
 
     def median_step(self) -> DriveBytes | None:
-        """Returns the median step, or None before two updates.
-
-        Medians exclude reads by saves if most steps have none.
-        """
-        if not self._steps:
+        """Returns the median step, or None before two updates. Reads by a few saves do not change it."""
+        if not self.steps:
             return None
-        read, written = ([getattr(one, name) for one in self._steps] for name in ("read", "written"))
-        return DriveBytes(read=median_low(read), written=median_low(written))
+        read, written = (median_low(getattr(one, kind) for one in self.steps) for kind in ("read", "written"))
+        return DriveBytes(read=read, written=written)

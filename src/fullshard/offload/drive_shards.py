@@ -22,12 +22,10 @@ from fullshard.spec.groups import UNIT_BUFFERS, part_bytes
 
 @dataclass(eq=False)
 class _Unit:
-    """A unit's region of the file.
+    """A unit's region of the file, the elements that an update publishes, and by parameter:
 
-    offset, size_bytes: the region
-    elements: number of elements that an update publishes
-    parts: slice of the region's bytes, by parameter
-    digests: digest of these bytes, by parameter
+    parts: slice of the region's bytes
+    digests: digest of these bytes
     """
 
     offset: int = 0
@@ -38,11 +36,10 @@ class _Unit:
 
 
 class DriveShards:
-    """`GatherSource` in one file.
+    """`GatherSource` in one file, whose content is not used after the process ends.
 
-    One thread publishes, unit after unit, while another reads. While a unit is gathered, the unit that
-    followed it last time is read ahead: see [Note: units in memory] in `offload.unit_buffers`. The file's
-    content is not used after the process ends: all shards are published anew at a start.
+    While a unit is gathered, the unit that followed it last time is read ahead: see [Note: units in memory]
+    in `offload.unit_buffers`.
 
     units: number of the unit that gathers each parameter, counted from 0
     dtype_of: returns the dtype of a parameter in the file
@@ -98,22 +95,22 @@ class DriveShards:
     def write(self, name: str, begin: int, *, values: Tensor) -> None:
         number = self._unit_of[name]
         unit = self._units[number]
-        buffer, begins = self._buffers.to_make(number, elements=unit.elements)
+        buffer, begins = self._buffers.buffer_to_fill(number, elements=unit.elements)
         if begins:
             buffer.memory[: unit.size_bytes].zero_()  # padding of the shards
         target = self._view(buffer, name).view(-1)[begin : begin + values.numel()]
         target.copy_(values)
         buffer.missing -= values.numel()
         if not buffer.missing:
-            self._buffers.made(buffer, self._start_writing)
+            self._buffers.finish_filling(buffer, self._start_writing)
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         number, following = self._unit_of[name], None
-        if not self._buffers.in_use(number):
+        if not self._buffers.is_in_use(number):
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()  # its copies have ended, so the buffer is free
             following = self._following.after(number)
-        buffer = self._buffers.use(number, self._start_reading)
+        buffer = self._buffers.buffer_to_gather(number, self._start_reading)
         if following is not None:
             self._buffers.read_ahead(following, self._start_reading)
         if buffer.reading is not None:

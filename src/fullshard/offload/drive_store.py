@@ -99,11 +99,7 @@ class DriveStore:
         return sum(buffer.memory.nbytes for buffer in self._buffers.all)
 
     def start_from(self, file: int | None, *, committed: bool = True) -> tuple[int | None, bool]:
-        """Sets the generation that the state is read from. Returns the previous arguments.
-
-        file: number of the data file; None for no state
-        committed: whether that is a complete generation
-        """
+        """Sets the data file that has the state, and whether it is committed. Returns the old values."""
         before = self._newest, self._committed
         self._newest, self._committed = file, committed
         self._wait_and_forget()
@@ -166,12 +162,9 @@ class DriveStore:
         return Parts(*(torch.empty(places[-1][1].end, dtype=dtype) for dtype in places[0][0].dtypes))
 
     def commit(self, step: int | None, payload: bytes) -> None:
-        """Makes the last streamed state a complete generation, as the state after `step` steps.
+        """Makes the last streamed state a generation, as the state after `step` steps, beside a `payload`.
 
-        A process that dies leaves it for the next run. If `step` is None, no run resumes from it: it only
-        keeps the files from being overwritten while they are read.
-
-        payload: further data that a resuming run needs
+        If `step` is None, no run resumes from it: it only keeps the files while they are read.
         """
         self.settle()
         if self._committed:
@@ -203,7 +196,9 @@ class DriveStore:
             if left:
                 group = left.popleft()
                 buffer = self._buffers.take(group)
-                ahead.append((group, buffer, self._reader.submit(self._read, buffer, group, source=source)))
+                before = self._ahead.pop(group.index, None)
+                reading = self._reader.submit(self._fill, buffer, group, source=source, ahead=before)
+                ahead.append((group, buffer, reading))
 
         for _ in range(GROUP_BUFFERS - 1):
             read_next()
@@ -228,16 +223,12 @@ class DriveStore:
                 buffer.group = buffer.reserved_for = None
                 self._buffers.idle.append(buffer)
 
-    def _read(self, buffer: _Buffer, group: Group, *, source: int | None) -> None:
-        """Reads a group. Raises the error of a failed read-ahead.
-
-        A drive that fails once and then succeeds is still reported.
-        """
-        if ahead := self._ahead.pop(group.index, None):
+    def _fill(
+        self, buffer: _Buffer, group: Group, *, source: int | None, ahead: Future[None] | None = None
+    ) -> None:
+        """Reads a group. Raises the error of its read `ahead`, also if the drive can be read by now."""
+        if ahead is not None:
             ahead.result()
-        self._fill(buffer, group, source=source)
-
-    def _fill(self, buffer: _Buffer, group: Group, *, source: int | None) -> None:
         if buffer.writing is not None:
             buffer.writing.result()
         if buffer.group == group.index:

@@ -46,7 +46,6 @@ def gathered_parameters(model: nn.Module) -> Iterator[tuple[int, str, Any]]:
 
 
 def local_shape(engine_parameter: Any) -> torch.Size:
-    """Returns the shape of this rank's shard, without padding."""
     return engine_parameter.sharded_size
 
 
@@ -56,7 +55,6 @@ def padded_shape(engine_parameter: Any) -> torch.Size:
 
 
 def shard_dtype(engine_parameter: Any) -> torch.dtype:
-    """Returns the dtype of the shard."""
     return engine_parameter.sharded_param.dtype
 
 
@@ -67,12 +65,10 @@ def compute_dtype(engine_parameter: Any) -> torch.dtype:
 
 
 def redirect_all_gather(engine_parameter: Any, source: Source, *, local: Tensor | None) -> None:
-    """Makes FSDP2 gather the result of `source(dtype)` from now on.
+    """Makes FSDP2 gather the result of `source(dtype)` from now on: [Note: a shard that is elsewhere].
 
-    `source` returns this rank's shard, in the shape `padded_shape`, on the device, in that dtype.
-
-    `local` is the master, in the shape `local_shape`, which becomes the parameter's shard; None if it is not
-    on the shard's device. See [Note: a shard that is elsewhere].
+    source: returns this rank's padded shard on the device
+    local: the master, which becomes the parameter's shard; None if it is not on the shard's device
     """
     parameter = cast(DTensor, engine_parameter.sharded_param)
     if local is None:

@@ -88,10 +88,9 @@ class MasterShards(_InMemory):
 
 
 class ShardCopies(_InMemory):
-    """Copies of the shards in the compute dtype (or `dtype_of`).
+    """Copies of the shards on the device, or in (pinned) host memory, from where each gather copies them.
 
-    They are on the device, or in (pinned) host memory, from where each gather copies them to the device. On a
-    GPU, an update writes copies on a stream of its own, and a gather waits for the event of each shard.
+    On a GPU, an update writes copies on a stream of its own, and a gather waits for the event of each shard.
     """
 
     def __init__(
@@ -138,12 +137,10 @@ class ShardCopies(_InMemory):
         return self.tensors[name][: local_shape(self._engine[name]).numel()]
 
 
-class FrozenShards:
+class FrozenParameters:
     """Frozen parameters of one sharded model on one rank, offloaded in their own dtype.
 
     engine: FSDP2's object of each, by name, in the order of use
-    units: number of the unit that gathers each
-    shards: holds the values
     """
 
     def __init__(

@@ -11,6 +11,7 @@ Each JSON file ends with its own digest, so that a flipped bit is always detecte
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,8 +19,8 @@ import xxhash
 from pydantic import ValidationError
 
 from fullshard.errors import DamagedOffloadError, ForeignOffloadError
-from fullshard.offload.directories import IDENTITY, replace
-from fullshard.offload.drive import CHECK_DRIVE, System, rounded_up
+from fullshard.offload.directories import FIRST_RANK, IDENTITY, RANKS, disk_usage, replace
+from fullshard.offload.drive import ALIGNMENT, CHECK_DRIVE, System, rounded_up
 from fullshard.spec.small_files import read_bytes
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 from fullshard.system.direct_io import ALIGNMENT
@@ -71,17 +72,14 @@ class GenerationManifest(FrozenModel):
 
 
 def data_path(directory: Path, slot: int) -> Path:
-    """Returns the path of a slot's records."""
     return directory / f"state-{slot}.data"
 
 
 def payload_path(directory: Path, slot: int) -> Path:
-    """Returns the path of a slot's payload: a few bytes kept beside the records."""
     return directory / f"state-{slot}.payload"
 
 
 def manifest_path(directory: Path, slot: int) -> Path:
-    """Returns the path of a slot's manifest, whose presence makes the generation complete."""
     return directory / f"state-{slot}.json"
 
 
@@ -114,26 +112,24 @@ def sealed(value: FrozenModel) -> bytes:
 
 
 def claim(directory: Path, identity: Identity, *, system: System) -> None:
-    """Writes `identity` into an empty `directory`, or checks that the directory has it.
+    """Writes `identity` into an empty `directory`, or raises ForeignOffloadError if it has another.
 
-    If the identity file is damaged, the manifests are checked instead. Raises ForeignOffloadError if the
-    directory belongs to another identity.
+    If the identity file is damaged, the manifests are checked instead.
     """
     text, path = sealed(identity), directory / IDENTITY
     if not path.exists() and not any(os.path.lexists(data_path(directory, slot)) for slot in SLOTS):
         replace(path, text, system=system)
         return
-    found = read_bytes(path, most_bytes=_MOST_BYTES) if path.exists() else b""
-    if found == text:
-        return
     try:
-        other = Identity.model_validate_json(_unsealed(found, path))
-    except (ValidationError, DamagedOffloadError):
+        other = Identity.model_validate_json(_read_unsealed(path))
+    except (FileNotFoundError, ValidationError, DamagedOffloadError):
         if any(one.identity == identity for one in sound_manifests(directory)):
             replace(path, text, system=system)
             return
         got = f"no {IDENTITY} that can be read"
     else:
+        if other == identity:
+            return
         differ = [name for name in Identity.model_fields if getattr(other, name) != getattr(identity, name)]
         got = ", ".join(
             f"{name} {getattr(other, name)} there, {getattr(identity, name)} here" for name in differ
@@ -148,39 +144,66 @@ def claim(directory: Path, identity: Identity, *, system: System) -> None:
 
 def read_world_size(directory: Path) -> int | None:
     """Returns the number of ranks of the run that wrote these files, or None if it cannot be read."""
-    path = directory / IDENTITY
-    try:
-        return Identity.model_validate_json(
-            _unsealed(read_bytes(path, most_bytes=_MOST_BYTES), path)
-        ).world_size
-    except (OSError, ValidationError, DamagedOffloadError):
-        return None
+    with suppress(OSError, ValidationError, DamagedOffloadError):
+        return Identity.model_validate_json(_read_unsealed(directory / IDENTITY)).world_size
+    return None
 
 
 def sound_manifests(directory: Path) -> list[GenerationManifest]:
     """Returns the readable manifests of a rank's directory, whoever owns them."""
     found: list[GenerationManifest] = []
     for slot in SLOTS:
-        path = manifest_path(directory, slot)
         with suppress(OSError, ValidationError, DamagedOffloadError):
-            text = read_bytes(path, most_bytes=_MOST_BYTES)
-            found.append(GenerationManifest.model_validate_json(_unsealed(text, path)))
+            text = _read_unsealed(manifest_path(directory, slot))
+            found.append(GenerationManifest.model_validate_json(text))
     return found
+
+
+@dataclass(frozen=True)
+class SavedRunState:
+    """State that a run left in its directory on a drive (of one node).
+
+    step: newest step that is complete on all of the run's ranks with files there
+    world_size: number of ranks of the run
+    taken_bytes: size of these ranks' files on the drive
+    """
+
+    directory: Path
+    step: int
+    world_size: int
+    taken_bytes: int
+
+
+def find_saved_state(directory: Path) -> SavedRunState | None:
+    """Finds the state in a run's directory, `<offload.path>/<run id>`, without checking records.
+
+    Returns None if no step is complete that a run can resume from, or if this user cannot read the files.
+    """
+    world_size = read_world_size(directory / FIRST_RANK)
+    if world_size is None:
+        return None
+    with suppress(OSError):
+        # Ranks of another world size are leftovers of an earlier run.
+        own = [one for one in directory.glob(RANKS) if read_world_size(one) == world_size]
+        # A state without a payload is one during a load, from which no run resumes.
+        steps = [{one.step for one in sound_manifests(rank) if one.payload_bytes} for rank in own]
+        if common := set[int].intersection(*steps):
+            return SavedRunState(directory, max(common), world_size, sum(disk_usage(one) for one in own))
+    return None
 
 
 def read_manifest(
     directory: Path, slot: int, *, identity: Identity, records: Sequence[FileRecord]
 ) -> GenerationManifest | None:
-    """Returns the manifest of a slot after verifying its payload, or None if there is none.
+    """Returns the manifest of a slot, if there is one, after verifying its payload.
 
-    Raises DamagedOffloadError if the manifest or the payload is not what was written, and OSError.
+    Raises DamagedOffloadError if either is not what was written, and OSError.
     """
     path = manifest_path(directory, slot)
     if not os.path.lexists(path):
         return None
     try:
-        text = read_bytes(path, most_bytes=_MOST_BYTES)
-        manifest = GenerationManifest.model_validate_json(_unsealed(text, path))
+        manifest = GenerationManifest.model_validate_json(_read_unsealed(path))
     except ValidationError as error:
         raise DamagedOffloadError(f"{path} is damaged.", got=error.errors()[0]["msg"]) from error
     if manifest.identity != identity or manifest.records != tuple(records):
@@ -192,10 +215,7 @@ def read_manifest(
 
 
 def read_payload(directory: Path, slot: int, *, manifest: GenerationManifest) -> bytes:
-    """Returns the payload of a slot.
-
-    Raises DamagedOffloadError if its bytes are not those that `manifest` was written for, and OSError.
-    """
+    """Returns the payload of a slot. Raises DamagedOffloadError if it is not the manifest's; OSError."""
     path = payload_path(directory, slot)
     if not path.exists():
         raise DamagedOffloadError(f"{path} is missing.")
@@ -220,7 +240,9 @@ def other_bytes(path: Path, what: str) -> DamagedOffloadError:
     )
 
 
-def _unsealed(text: bytes, path: Path) -> bytes:
+def _read_unsealed(path: Path) -> bytes:
+    """Reads a file that `sealed` made. Raises DamagedOffloadError if its digest is another, and OSError."""
+    text = read_bytes(path, most_bytes=_MOST_BYTES)
     body, _, stated = text.removesuffix(b"\n").rpartition(b"\n")
     if text != body + b"\n" + digest(body).encode() + b"\n":
         raise DamagedOffloadError(f"{path} is damaged.", got=f"its own digest is another ({stated[:40]!r})")

@@ -81,33 +81,10 @@ class Generations:
         records: Sequence[FileRecord],
         *,
         identity: Identity,
-        check: Check,
-        system: System,
-        files: Sequence[DriveFile],
-        resources: ExitStack,
-    ) -> None:
-        """Takes open files, which are closed with `resources`. Callers use `open` instead."""
-        self.directory, self.identity, self.check = directory, identity, check
-        self.records = {record.name: record for record in records}
-        self._system, self._files, self._resources = system, tuple(files), resources
-        self._whole: dict[int, GenerationManifest] = {}
-        self._digests: tuple[dict[str, str], ...] = ({}, {})  # of each slot's records
-        self._verified: tuple[set[str], ...] = (set(), set())  # records verified since they were written
-        self._begun: int | None = None  # the slot
-        # One for the reading thread and one for the writing thread; each digests while its bytes move.
-        self._hashing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="digest")
-
-    @classmethod
-    def open(
-        cls,
-        directory: Path,
-        records: Sequence[FileRecord],
-        *,
-        identity: Identity,
         check: Check = "asked",
         payload_bytes: int = PAYLOAD_BYTES,
         system: System = SYSTEM,
-    ) -> Self:
+    ) -> None:
         """Locks `directory` for this process, and allocates missing files completely.
 
         Logs a damaged generation, and ignores it. Raises ForeignOffloadError if the files have another
@@ -117,34 +94,32 @@ class Generations:
         payload_bytes: space allocated for a payload
         """
         require_sound(records)
+        self.directory, self.identity, self.check = directory, identity, check
+        self.records = {record.name: record for record in records}
+        self._system = system
+        self._whole: dict[int, GenerationManifest] = {}
+        self._digests: tuple[dict[str, str], ...] = ({}, {})  # of each slot's records
+        self._verified: tuple[set[str], ...] = (set(), set())  # records verified since they were written
+        self._begun: int | None = None  # the slot
         with ExitStack() as stack:
             stack.enter_context(exclusive(directory))
             try:
                 claim(directory, identity, system=system)
-                _make(directory, file_bytes(records), payload_bytes=payload_bytes, system=system)
-                files = [
-                    stack.enter_context(
-                        DriveFile.open(data_path(directory, slot), file_bytes(records), system=system)
-                    )
+                size_bytes = file_bytes(records)
+                _make(directory, size_bytes, payload_bytes=payload_bytes, system=system)
+                self._files = [
+                    stack.enter_context(DriveFile.open(data_path(directory, slot), size_bytes, system=system))
                     for slot in SLOTS
                 ]
-                self = cls(
-                    directory,
-                    records,
-                    identity=identity,
-                    check=check,
-                    system=system,
-                    files=files,
-                    resources=stack,
-                )
-                stack.callback(self._hashing.shutdown)
                 for slot, manifest in _found(directory, records, identity=identity).items():
                     self._whole[slot] = manifest
                     self._digests[slot].update(zip(self.records, manifest.digests, strict=True))
             except OSError as error:
                 raise os_error(f"{directory} cannot be used.", error) from error
+            # One for the reading thread and one for the writing thread; each digests while its bytes move.
+            self._hashing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="digest")
+            stack.callback(self._hashing.shutdown)
             self._resources = stack.pop_all()
-        return self
 
     def __enter__(self) -> Self:
         return self
@@ -221,10 +196,7 @@ class Generations:
         self._verify(record, slot, pieces=pieces)
 
     def read_part(self, name: str, target: memoryview, *, slot: int, offset: int) -> None:
-        """Reads bytes of the record `name`, from its `offset` on.
-
-        If `check` is "always", the whole record is verified once after each write.
-        """
+        """Reads bytes of the record `name` from `offset` on. See `Check`: the record is verified once."""
         record = self.records[name]
         assert name in self._digests[slot], f"{name} was not written to slot {slot}"
         assert offset + target.nbytes <= record.length_bytes, "the bytes are the record's"

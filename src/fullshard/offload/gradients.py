@@ -39,10 +39,9 @@ class DeviceGradients:
 
 
 class HostGradients:
-    """Gradients in host memory, in the dtype of their masters.
+    """Gradients in host memory, in the dtype of their masters, copied there as soon as they are reduced.
 
-    Each gradient is copied there as soon as it is reduced. Gradients of further microbatches are added to it
-    on the device. The memory is allocated once: 4 bytes per parameter with fp32 masters.
+    Gradients of further microbatches are added on the device.
 
     pinned: whether the host memory is registered with a GPU, and copies run on a stream beside FSDP2's
     """

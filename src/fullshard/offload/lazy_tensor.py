@@ -14,11 +14,9 @@ _OF_A_MOVE = {"device", "dtype", "layout", "non_blocking"}
 
 
 class LazyTensor(torch.Tensor):
-    """Shape and dtype of a tensor, and a function that reads it. Operations apply to the tensor that is read.
+    """Shape and dtype of a tensor, and a function that reads all of it on the CPU, whenever it is used.
 
     It cannot be changed in place. Made by `lazy_tensor`.
-
-    read: returns all of the tensor, on the CPU
     """
 
     read: Callable[[], Tensor]
@@ -62,10 +60,7 @@ def _changed(func: Any, args: Sequence[Any], *, kwargs: Mapping[str, Any]) -> li
 
 
 def lazy_tensor(shape: torch.Size, dtype: torch.dtype, *, read: Callable[[], Tensor]) -> LazyTensor:
-    """Returns a tensor of this shape and dtype, whose elements `read` returns on the CPU.
-
-    Its own device is meta, so `.cpu()` reads it.
-    """
+    """Returns a meta tensor whose elements `read` returns, and which `.cpu()` reads."""
     make = cast(Callable[..., LazyTensor], torch.Tensor._make_wrapper_subclass)
     one = make(LazyTensor, shape, dtype=dtype, device="meta", requires_grad=False)
     one.read = read

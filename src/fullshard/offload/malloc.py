@@ -19,11 +19,10 @@ _TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold")
 
 
 def fix_malloc_thresholds(environment: Mapping[str, str] = os.environ) -> bool:
-    """Makes tensors of this process mappings of their own from now on, and returns free memory to the system.
+    """Makes later tensors mappings of their own, and returns free memory to the system: [Note: malloc keeps].
 
     Returns False, and changes nothing, if the C library is not glibc, or if `environment` sets either
-    threshold already (`MALLOC_MMAP_THRESHOLD_`, `MALLOC_TRIM_THRESHOLD_`, `GLIBC_TUNABLES`). Returns False
-    also if glibc rejects a threshold. See [Note: malloc keeps].
+    threshold already. Returns False also if glibc rejects a threshold.
     """
     tunables = environment.get("GLIBC_TUNABLES", "")
     if any(name in environment for name in _OF_THE_USER) or any(name in tunables for name in _TUNABLES):

@@ -24,7 +24,7 @@ from fullshard.offload.fsdp_params import (
     shard_dtype,
 )
 from fullshard.offload.gather_source import (
-    FrozenShards,
+    FrozenParameters,
     GatherSource,
     MasterShards,
     SeparateShards,
@@ -32,7 +32,12 @@ from fullshard.offload.gather_source import (
 )
 from fullshard.offload.lazy_tensor import lazy_tensor
 from fullshard.offload.store import GroupStore, HostStore, Parts, dtypes_of
-from fullshard.offload.update_thread import UpdateThread, base_half_loaded, half_loaded, not_loaded
+from fullshard.offload.update_thread import (
+    UpdateThread,
+    frozen_half_loaded_error,
+    half_loaded_error,
+    not_loaded_error,
+)
 from fullshard.spec.groups import Group, Segment, ShardSize, group_shards, portions
 
 Update = Callable[[Group, Parts], None]
@@ -56,7 +61,6 @@ class Settings:
     moments: dtype of the moments; None for the master's
     on_drive: makes the drive store of these groups; None for host memory
     shards_on_drive: makes the drive source of shards, if `shards_outside`; None for host memory
-    traffic: counts the bytes that the drive moves
     """
 
     device: torch.device
@@ -79,11 +83,7 @@ class Settings:
     def shards_of(
         self, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool = False
     ) -> SeparateShards:
-        """Makes the source that all-gathers read. See `ShardsOnDrive`.
-
-        engine: FSDP2's objects of the parameters, by name
-        units: number of the unit that gathers each parameter
-        """
+        """Makes the source that all-gathers read, of FSDP2's parameters and their units' numbers, by name."""
         if self.shards_on_drive is not None and engine:
             return self.shards_on_drive(engine, units, frozen=frozen)
         home = torch.device("cpu") if self.shards_outside else self.device
@@ -101,6 +101,7 @@ class OffloadedState:
     shards: source of the all-gathers
     frozen: source of the all-gathers of frozen parameters that are not on the device
     updates: thread that runs updates beside training
+    close: waits for running work and releases the drive, as dropping the last reference does
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -110,15 +111,12 @@ class OffloadedState:
         self._units: dict[str, int] = {}
         self.names: tuple[str, ...] = ()
         self.names_of: Mapping[Tensor, str] = {}
-        self._release: Callable[[str], None] = lambda _name: None
+        self._release: Callable[[str], object] = lambda _name: None
 
     # `fullshard.sharding.apply.ShardSink`
 
     def start(self, model: nn.Module, *, unset: bool = False) -> None:
-        """Takes over the model, whose parameters FSDP2 holds without values.
-
-        If `unset`, `put_unit` brings no values either, and a load must set them.
-        """
+        """Takes over the model, whose parameters FSDP2 holds without values; if `unset`, a load sets them."""
         held: list[ShardSize] = []
         frozen: dict[str, Any] = {}
         for unit, name, one in gathered_parameters(model):
@@ -128,8 +126,8 @@ class OffloadedState:
                 frozen[name] = one
                 continue
             self.engine[name] = one
-            dtype, most = str(shard_dtype(one)).removeprefix("torch."), padded_shape(one).numel()
-            held.append(ShardSize(name, numel=local_shape(one).numel(), most=most, dtype=dtype))
+            numel, most = local_shape(one).numel(), padded_shape(one).numel()
+            held.append(ShardSize(name, numel=numel, most=most, dtype=_dtype_name(one)))
         self.names = tuple(self.engine)
         self.names_of = {one.sharded_param: name for name, one in self.engine.items()}
         self.groups = group_shards(held, group_parameters=self.settings.group_parameters)
@@ -137,8 +135,8 @@ class OffloadedState:
         self._make(frozen)
         self._filling: _Filling | None = None
         if unset and not self.settings.is_device:
-            self.updates.unusable = not_loaded
-            self.updates.base_unusable = not_loaded if self.frozen.engine else None
+            self.updates.unusable = not_loaded_error
+            self.updates.frozen_unusable = not_loaded_error if self.frozen.engine else None
         else:
             self._filling = _Filling(self.store.stream(fresh=True), self._publish)
 
@@ -163,11 +161,10 @@ class OffloadedState:
 
     # For optimizers and checkpoints
 
-    def update(self, function: Update, *, release: Callable[[str], None]) -> None:
-        """Runs `function` on the parts of every group, on the update thread.
+    def update(self, function: Update, *, release: Callable[[str], object]) -> None:
+        """Runs `function` on every group, on the update thread: see [Note: the next forward need not wait].
 
-        See [Note: the next forward need not wait]. `release` is called in the caller's thread once a
-        parameter is updated, and for all parameters by the next `settle`.
+        `release` is called in the caller's thread once a parameter is updated, at the latest by `settle`.
         """
         self.settle()
         self.settings.traffic.begin_update()
@@ -192,11 +189,7 @@ class OffloadedState:
             self.settle()  # the update would only compete with the caller for the processor
 
     def settle(self, *, to_load: bool = False) -> None:
-        """Waits until no update is running.
-
-        Raises OffloadError for an update that failed, on this call and every later one. Also raises it after
-        an interrupted load, except when called with `to_load` to load again.
-        """
+        """Waits until no update is running. Raises OffloadError as `UpdateThread.settle` does."""
         try:
             self.updates.settle(to_load=to_load)
         finally:
@@ -206,16 +199,14 @@ class OffloadedState:
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Returns `master`, `exp_avg` and `exp_avg_sq` of a parameter, placed like it; not to be changed.
 
-        State on a drive is read each time a tensor is used. The values stay valid until the second update
-        from now.
+        State on a drive is read when a tensor is used, and stays readable until the second update from now.
         """
-        return _placed(self.engine[name], self.store.read_parts(name), moments=self.settings.moments)
+        return self._placed(name, self.store.read_parts(name))
 
     def live_tensors(self, name: str) -> dict[str, Tensor]:
-        """Returns the tensors of `tensors`, which always show the result of the last update.
+        """Returns `tensors` that show the result of the last update whenever they are used.
 
-        State on a drive is read each time a tensor is used; during `refill` that is the state from before it.
-        Reading raises OffloadError if the state was closed or cannot be read.
+        During `refill` that is the state from before it. Raises OffloadError once the state is closed.
         """
         parts = self.store.read_parts(name)
         if parts is not None and self.settings.on_drive is not None:
@@ -224,13 +215,12 @@ class OffloadedState:
             reads = [partial(_now, me, name, part=part) for part in range(len(parts))]
             pairs = zip(parts, reads, strict=True)
             parts = Parts(*(lazy_tensor(one.shape, one.dtype, read=read) for one, read in pairs))
-        return _placed(self.engine[name], parts, moments=self.settings.moments)
+        return self._placed(name, parts)
 
     def refill(self, *, keep: bool = False, frozen: bool = False) -> Generator[dict[str, dict[str, Tensor]]]:
-        """Sets new values of all state, in portions.
+        """Sets new values of all state: yields portions of name -> key -> a tensor to fill.
 
-        Yields name -> key -> a tensor to fill, placed like the parameter. What it holds when the next portion
-        is requested is stored. Every rank gets the same number of portions, with the same names. After an
+        The tensors are stored when the next portion is requested. Every rank gets the same portions. After an
         interrupted refill, the state is unusable until it is filled again.
 
         keep: whether `live_tensors` can be read for the new values
@@ -239,15 +229,14 @@ class OffloadedState:
         self.settle(to_load=True)
         if keep:
             self.store.retain_previous()
-        self.updates.unusable = half_loaded
+        self.updates.unusable = half_loaded_error
         self.shards.begin()
         with self.shards.hurried(None):  # no all-gather runs meanwhile
             stream = self.store.stream(fresh=True)
             for portion in portions(self.groups):
                 names = dict.fromkeys(name for group in portion for name in group.names)
                 new = {name: self.store.allocate_parts(name) for name in names}
-                moments = self.settings.moments
-                yield {n: _placed(self.engine[n], parts, moments=moments) for n, parts in new.items()}
+                yield {name: self._placed(name, parts) for name, parts in new.items()}
                 for _ in filter(lambda group: group.segments, portion):
                     group, parts = next(stream)
                     for segment in group.segments:
@@ -257,10 +246,10 @@ class OffloadedState:
         self.updates.settle(to_load=True)
         self.updates.unusable = None
         if frozen and self.frozen.engine:
-            self.updates.base_unusable = base_half_loaded
+            self.updates.frozen_unusable = frozen_half_loaded_error
             for new in self.frozen.refill():
                 yield {name: {"master": own} for name, own in new.items()}
-            self.updates.base_unusable = None
+            self.updates.frozen_unusable = None
 
     def publish_all(self, *, verify: bool) -> None:
         """Rewrites the shards from the masters. If `verify`, checks the state against its digests."""
@@ -271,23 +260,17 @@ class OffloadedState:
                     self._publish(segment, parts)
         self.updates.unusable = None
 
-    def close(self) -> None:
-        """Waits for running work and releases the drive. Otherwise dropping the last reference does so."""
-        self.closing()
-
     def _make(self, frozen: Mapping[str, Any]) -> None:
         settings, engine = self.settings, self.engine
         if settings.on_drive is None:
-            host = HostStore(self._own, moments=settings.moments, pinned=settings.on_gpu)
-            self.store: GroupStore = host
+            self.store: GroupStore = HostStore(self._own, moments=settings.moments, pinned=settings.on_gpu)
         else:
-            host, self.store = None, settings.on_drive(self._own)
+            self.store = settings.on_drive(self._own)
         self.masters: dict[str, Tensor] = {}
-        if host is not None and settings.is_device:
-            for name, one in engine.items():
-                whole = host.read_parts(name)
-                none = torch.empty(0, dtype=one.sharded_param.dtype)
-                self.masters[name] = none if whole is None else whole.master
+        for name, one in engine.items() if settings.is_device else ():
+            parts = self.store.read_parts(name)
+            empty = torch.empty(0, dtype=shard_dtype(one))
+            self.masters[name] = empty if parts is None else parts.master
         with ExitStack() as closing:
             closing.callback(self.store.close)
             if settings.is_device:
@@ -298,14 +281,21 @@ class OffloadedState:
             stays = settings.is_device or not settings.shards_outside
             others = dict[str, Any]() if stays else frozen
             kept = settings.shards_of(others, self._units, frozen=True)
-            self.frozen = FrozenShards(others, self._units, shards=kept)
+            self.frozen = FrozenParameters(others, self._units, shards=kept)
             closing.callback(self.frozen.shards.closing())
             self.updates = UpdateThread(
                 partial(_settle, self.store, self.shards), hurried=self.shards.hurried
             )
             closing.callback(self.updates.thread.shutdown)
             # The callbacks must not reference the model, which references this: neither would be freed.
-            self.closing = weakref.finalize(self, closing.pop_all().close)
+            self.close = weakref.finalize(self, closing.pop_all().close)
+
+    def _placed(self, name: str, parts: Parts | None) -> dict[str, Tensor]:
+        """Returns the parts as DTensors placed like the parameter. None means this rank has no row of it."""
+        one, moments = self.engine[name], self.settings.moments
+        if parts is None:
+            parts = Parts(*(torch.empty(0, dtype=dtype) for dtype in dtypes_of(_dtype_name(one), moments)))
+        return {key: dtensor_like(one, part) for key, part in parts._asdict().items()}
 
     def _publish(self, segment: Segment, parts: Parts) -> None:
         """Makes the segment's new values those of the next all-gathers."""
@@ -333,18 +323,12 @@ def fsdp_params(offloaded: OffloadedState) -> dict[str, Any]:
 
 def offloaded_parameters(offloaded: OffloadedState) -> set[Tensor]:
     """Returns the parameters whose values are not in the model's own shards."""
-    return (
-        set()
-        if offloaded.settings.is_device
-        else {one.sharded_param for one in fsdp_params(offloaded).values()}
-    )
+    engine = dict[str, Any]() if offloaded.settings.is_device else fsdp_params(offloaded)
+    return {one.sharded_param for one in engine.values()}
 
 
 def shards_for_loading(offloaded: OffloadedState) -> Iterator[set[Tensor]]:
-    """Yields sets of parameters to load, trained and frozen, as `OffloadedState.refill` does.
-
-    While a set is yielded, the parameters' local shards are the memory to fill. Moments are set to zero.
-    """
+    """Yields sets of parameters whose local shards are meanwhile the memory to fill. Moments become zero."""
     engine = fsdp_params(offloaded)
     for portion in offloaded.refill(frozen=True):
         own = {name: engine[name].sharded_param for name in portion}
@@ -360,18 +344,10 @@ def shards_for_loading(offloaded: OffloadedState) -> Iterator[set[Tensor]]:
                 own[name]._local_tensor = local
 
 
-def _placed(one: Any, parts: Parts | None, *, moments: torch.dtype | None) -> dict[str, Tensor]:
-    """Returns the parts as DTensors placed like FSDP2's `one`. None means this rank has no row of it."""
-    if parts is None:
-        dtype = str(one.sharded_param.dtype).removeprefix("torch.")
-        parts = Parts(*(torch.empty(0, dtype=own) for own in dtypes_of(dtype, moments)))
-    return {key: dtensor_like(one, part) for key, part in parts._asdict().items()}
-
-
 def _now(of: "weakref.ref[OffloadedState]", name: str, *, part: int) -> Tensor:
     """Reads one part of a parameter's state."""
     state = of()
-    if state is None or not state.closing.alive:
+    if state is None or not state.close.alive:
         raise OffloadError(
             f"the state of {name} is no longer on its drive.",
             why="the model that it was of is let go, and each tensor of a state_dict is read when it is used",
@@ -414,6 +390,10 @@ def _copy(new: Parts | None, parts: Parts, *, segment: Segment) -> None:
         own, into = source[segment.in_shard], target[segment.in_group]
         if own.data_ptr() != into.data_ptr():
             into.copy_(own)
+
+
+def _dtype_name(one: Any) -> str:
+    return str(shard_dtype(one)).removeprefix("torch.")
 
 
 def _flat(parameter: nn.Parameter) -> Tensor:

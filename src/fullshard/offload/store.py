@@ -62,8 +62,7 @@ class GroupStore(Protocol):
     def stream(self, *, fresh: bool = False) -> Iterator[tuple[Group, Parts]]:
         """Yields every group; what its parts hold when the next group is requested is the new state.
 
-        If `fresh`, the old state is not read: the parts begin as zeros in a new store, and as anything in
-        another.
+        If `fresh`, the old state is not read: the parts begin as zeros (in a new store), or as anything.
         """
         ...
 
@@ -72,9 +71,7 @@ class GroupStore(Protocol):
         ...
 
     def retain_previous(self) -> None:
-        """Keeps the present state readable, by `read_parts`, during and after the next `stream`, even an
-        aborted one.
-        """
+        """Keeps the present state readable, by `read_parts`, after the next `stream` and an aborted one."""
         ...
 
     def read_stream(self, *, verify: bool = False) -> Iterator[tuple[Group, Parts]]:

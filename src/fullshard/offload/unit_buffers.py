@@ -27,10 +27,7 @@ HELD_SECONDS = 2.0
 
 @dataclass(eq=False)
 class Buffer:
-    """A buffer for one unit's shards.
-
-    missing: number of elements that an update has yet to write
-    """
+    """A buffer for one unit's shards, of which an update has yet to write `missing` elements."""
 
     memory: Tensor
     unit: int | None = None
@@ -55,9 +52,7 @@ Wait = Callable[[threading.Condition, float], bool]
 
 
 class UnitBuffers:
-    """`count` buffers of `size_bytes` each, for one thread that makes shards and one that gathers.
-
-    See [Note: units in memory].
+    """Buffers for one thread that makes shards and one that gathers. See [Note: units in memory].
 
     wait: waits for a condition for at most this many seconds, and returns whether it was notified
     """
@@ -107,11 +102,8 @@ class UnitBuffers:
             with self._changed:
                 self._waited_for.remove(unit)
 
-    def to_make(self, unit: int, *, elements: int) -> tuple[Buffer, bool]:
-        """Returns the buffer in which an update makes the unit, and whether the unit is new there.
-
-        elements: number of elements that the update will write
-        """
+    def buffer_to_fill(self, unit: int, *, elements: int) -> tuple[Buffer, bool]:
+        """Returns the buffer in which an update makes a unit of `elements`, and whether it is new there."""
         with self._changed:
             while (buffer := self._of(unit) or self._spare(made_too=not self._is_held)) is None or (
                 buffer.is_busy
@@ -124,19 +116,19 @@ class UnitBuffers:
             buffer.missing = elements
             return buffer, True
 
-    def made(self, buffer: Buffer, write: Transfer) -> None:
+    def finish_filling(self, buffer: Buffer, write: Transfer) -> None:
         """Marks the unit as complete, and starts its write to the drive."""
         with self._changed:
             assert buffer.unit is not None, "it is made"
-            buffer.writing = _told(self._changed, write(buffer, buffer.unit))
+            buffer.writing = _notify_at_end(self._changed, write(buffer, buffer.unit))
             self._due.discard(buffer.unit)
             self._made.append(buffer.unit)
 
-    def in_use(self, unit: int) -> bool:
+    def is_in_use(self, unit: int) -> bool:
         """Returns whether the unit was requested last."""
         return unit == self._in_use
 
-    def use(self, unit: int, read: Transfer) -> Buffer:
+    def buffer_to_gather(self, unit: int, read: Transfer) -> Buffer:
         """Returns the buffer of a unit that is being gathered. A read into it may still be running."""
         with self._changed:
             if unit in self._made:
@@ -149,21 +141,18 @@ class UnitBuffers:
                 self._changed.wait()
             if buffer.unit != unit:
                 self._give_to(unit, buffer)
-                buffer.reading = _told(self._changed, read(buffer, unit))
+                buffer.reading = _notify_at_end(self._changed, read(buffer, unit))
             self._all.remove(buffer)
             self._all.append(buffer)
             return buffer
 
     def read_ahead(self, unit: int, read: Transfer) -> None:
-        """Reads a unit into an idle buffer.
-
-        Does nothing if no other buffer would remain for an update, or if an update will make the unit.
-        """
+        """Reads a unit into an idle buffer, unless an update will make it or needs the only idle buffer."""
         with self._changed:
             idle = self._idle()
             if self._of(unit) is None and unit not in self._due and len(idle) > 1 and not idle[0].is_busy:
                 self._give_to(unit, idle[0])
-                idle[0].reading = _told(self._changed, read(idle[0], unit))
+                idle[0].reading = _notify_at_end(self._changed, read(idle[0], unit))
 
     @property
     def _is_held(self) -> bool:
@@ -190,7 +179,7 @@ class UnitBuffers:
         buffer.unit, buffer.reading, buffer.writing = unit, None, None
 
 
-def _told(changed: threading.Condition, transfer: "Future[None]") -> "Future[None]":
+def _notify_at_end(changed: threading.Condition, transfer: "Future[None]") -> "Future[None]":
     """Makes the end of the transfer wake all waiting threads, and returns it."""
 
     def tell(_: "Future[None]") -> None:

@@ -19,12 +19,10 @@ Lacking = Callable[[], OffloadError]
 class UpdateThread:
     """Runs submitted work in order on one thread, and stops after the first failure.
 
-    An OffloadError is raised with its consequence for the run; other errors are raised unchanged.
-
     settle: waits until all state is stored
     hurried: while open, nothing before a unit is delayed, because a thread waits for it (None: for all units)
     unusable: error for all uses except a load, while there are no values, or those of two states
-    base_unusable: the same for frozen parameters
+    frozen_unusable: the same for frozen parameters
     """
 
     def __init__(
@@ -32,7 +30,7 @@ class UpdateThread:
     ) -> None:
         self._settle, self._hurried = settle, hurried
         self.unusable: Lacking | None = None
-        self.base_unusable: Lacking | None = None
+        self.frozen_unusable: Lacking | None = None
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-update")
         self._running: list[Future[None]] = []
         self._pending: dict[int, threading.Event] = {}
@@ -64,8 +62,8 @@ class UpdateThread:
     def settle(self, *, to_load: bool = False) -> None:
         """Waits until no work is running.
 
-        Raises OffloadError for work that failed, on this call and every later one. Also raises `unusable` and
-        `base_unusable` if set, unless `to_load`.
+        Raises the error of work that failed, on this call and every later one; unless `to_load`, also
+        `unusable` and `frozen_unusable`.
         """
         running, self._running = self._running, []
         with self._hurried(None):
@@ -87,7 +85,7 @@ class UpdateThread:
 
     def _raise(self, *, to_load: bool = False) -> None:
         error = self._error
-        lacking = None if to_load else self.unusable or self.base_unusable
+        lacking = None if to_load else self.unusable or self.frozen_unusable
         if error is None and lacking is not None:
             raise lacking()
         if error is None:
@@ -104,7 +102,7 @@ class UpdateThread:
         ) from error
 
 
-def half_loaded() -> OffloadError:
+def half_loaded_error() -> OffloadError:
     """Returns the error for a load that was interrupted."""
     return OffloadError(
         "the optimizer's state was loaded in part.",
@@ -113,7 +111,7 @@ def half_loaded() -> OffloadError:
     )
 
 
-def base_half_loaded() -> OffloadError:
+def frozen_half_loaded_error() -> OffloadError:
     """Returns the error for frozen parameters that were only partly loaded."""
     return OffloadError(
         "the frozen parameters were loaded in part.",
@@ -122,7 +120,7 @@ def base_half_loaded() -> OffloadError:
     )
 
 
-def not_loaded() -> OffloadError:
+def not_loaded_error() -> OffloadError:
     """Returns the error for a model that has no values yet."""
     return OffloadError(
         "the model has no values yet.",

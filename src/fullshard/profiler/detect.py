@@ -53,8 +53,8 @@ def detect_hardware(
         that the calibrated file is for, else one
 
     A hardware.toml ($FULLSHARD_HARDWARE, or the file that `fullshard calibrate` wrote) is used if it
-    describes this chip. On the CPU it must also be for the same number of ranks per node, because they share
-    the cores. Otherwise the catalog knows GPUs by name, and CPUs get the figures of a measured core.
+    describes this chip, and on the CPU this number of ranks per node. Otherwise the catalog knows GPUs by
+    name, and CPUs get the figures of a measured core.
 
     Raises SpecError for an invalid file, or a GPU that neither source knows.
     """
@@ -84,20 +84,17 @@ def detect_hardware(
 
 
 def describe_machine(gpus: Gpus, *, ranks: int, ranks_per_node: int) -> Hardware:
-    """Returns this machine as the catalog describes its chip, ignoring any saved file.
-
-    A GPU that is not in the catalog gets placeholders for its rates, which `calibrate` measures.
-    """
+    """Returns this machine by the catalog; a GPU that is not there gets placeholders, to be measured."""
     nodes = max(1, ranks // ranks_per_node)
     if not gpus.number:
         cpu = _cpu(ranks_per_node).on(nodes=nodes, ranks_per_node=ranks_per_node)
         return cpu if nodes > 1 else cpu.model_copy(update={"across": None})
     chip = find_chip(gpus.name, memory_bytes=gpus.memory_bytes)
     entry = find_entry(chip) if chip is not None else None
-    host = {"host_memory_bytes": _host_memory_bytes() // ranks_per_node}
+    host_memory_bytes = _host_memory_bytes() // ranks_per_node
     if entry is not None:
         known = hardware_of(entry).on(nodes=nodes, ranks_per_node=ranks_per_node)
-        return known.model_copy(update=host)
+        return known.model_copy(update={"host_memory_bytes": host_memory_bytes})
     return Hardware(
         name=gpus.name,
         device="cuda",
@@ -115,7 +112,8 @@ def describe_machine(gpus: Gpus, *, ranks: int, ranks_per_node: int) -> Hardware
         within=find_link("pcie4"),
         across=find_link("nic-100"),
         source="not in the catalog",
-    ).model_copy(update=host)
+        host_memory_bytes=host_memory_bytes,
+    )
 
 
 def user_hardware_path(environment: Mapping[str, str] = os.environ) -> Path:

@@ -43,10 +43,7 @@ class Peak:
 
 
 def live_bytes(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of the storages behind `tensors`, each storage once.
-
-    A DTensor counts its local part.
-    """
+    """Returns the bytes of the storages behind `tensors`, each once; of a DTensor, of its local part."""
     return sum(_storages(tensors).values())
 
 
@@ -54,12 +51,12 @@ def live_bytes(tensors: Iterable[Tensor]) -> int:
 def measure_peak(
     device: torch.device, *, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
 ) -> Generator[Peak]:
-    """Measures the block, which runs one step or a few. Nothing stays installed afterwards.
+    """Measures the block, which runs one step or a few.
 
     model, optimizer: owners of the tensors that form the baseline and the parts
 
-    On the CPU, bytes count from zero without them, and gradients must be cleared when the block starts,
-    because the release of a tensor that is older than the measurement is not recorded.
+    On the CPU, gradients must be cleared when the block starts, because the release of a tensor that is older
+    than the measurement is not recorded.
     """
     peak = Peak()
     holdings = _Holdings(model, optimizer)
@@ -85,12 +82,7 @@ def measure_peak(
 
 @dataclass(frozen=True)
 class _MemoryBlock:
-    """A block of memory.
-
-    size: bytes
-    engine: FSDP2 allocated it
-    birth: index of the event that allocated it; -1 if it existed before
-    """
+    """A block of memory, whether FSDP2 allocated it, and the index of the event that did (-1: older)."""
 
     size: int
     engine: bool
@@ -99,10 +91,9 @@ class _MemoryBlock:
 
 @dataclass(frozen=True)
 class _Timeline:
-    """Allocations and releases in order.
+    """Allocations and releases in order, and the number of them before each of the optimizer's steps.
 
     events: (address, size, whether FSDP2 made it); the size is negative for a release
-    steps: number of events before each of the optimizer's steps
     """
 
     events: list[tuple[int, int, bool]]
@@ -136,10 +127,7 @@ class _Timeline:
         )
 
     def live_at_peak(self, held: Mapping[int, int]) -> dict[int, _MemoryBlock]:
-        """Returns the blocks alive at the first moment of the peak, by address.
-
-        held: address -> bytes of the blocks alive at the start
-        """
+        """Returns the blocks alive at the first moment of the peak, by address; `held` are those before."""
         changes = list(self._changes({}))
         totals = list(itertools.accumulate(changes, initial=0))
         live = {pointer: _MemoryBlock(size, engine=False, birth=-1) for pointer, size in held.items()}
@@ -148,7 +136,7 @@ class _Timeline:
         return live
 
     def _changes(self, live: dict[int, _MemoryBlock]) -> Iterator[int]:
-        """Applies the events one by one to `live`, and yields the change of the total in bytes."""
+        """Applies the events to `live`, and yields the change of the total in bytes by each."""
         for index, (pointer, size, engine) in enumerate(self.events):
             # An address that is allocated again was released before, even if unseen: on another thread.
             old = live.pop(pointer, None)
@@ -212,10 +200,7 @@ class _Holdings:
             handle.remove()
 
     def parts(self, live: Mapping[int, _MemoryBlock], timeline: _Timeline) -> MemoryParts:
-        """Assigns the blocks alive at the peak to parts.
-
-        Addresses are reused, so the allocation event must match.
-        """
+        """Assigns the blocks alive at the peak to parts, by the events that allocated them."""
         gradients = timeline.births(self.gradients())
         for noted, step in zip(self._noted, timeline.steps, strict=True):
             gradients |= timeline.births(noted, before=step)
@@ -237,10 +222,7 @@ class _Holdings:
         return MemoryParts(**{name: sum(live[pointer].size for pointer in part) for name, part in parts})
 
     def sizes(self) -> list[int]:
-        """Returns the bytes of parameters, gradients, state and buffers.
-
-        If the last step cleared its gradients, those recorded at that step count.
-        """
+        """Returns the bytes of parameters, gradients (before the last step), state and buffers."""
         gradients = self.gradients() or (self._noted[-1] if self._noted else {})
         parts = (self.parameters(), gradients, self.optimizer_state(), self.buffers())
         return [sum(storages.values()) for storages in parts]

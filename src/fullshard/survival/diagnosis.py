@@ -56,11 +56,7 @@ class Report:
 
 @dataclass(frozen=True)
 class UnresponsiveRank:
-    """A rank that sent no report.
-
-    last: its last heartbeat, or None if it never sent one
-    state: see `process_state`
-    """
+    """The last heartbeat of a rank that sent no report, if any, and its `process_state`."""
 
     last: Heartbeat | None
     state: str | None
@@ -72,10 +68,7 @@ def this_host() -> str:
 
 
 def process_state(seen: Heartbeat) -> str | None:
-    """Returns the kernel's state letter for a process of this host (man proc_pid_stat).
-
-    Returns "" if the process is gone, and None if its state cannot be known from here.
-    """
+    """Returns a process's state letter (man proc_pid_stat), "" if it is gone, None if it is not known."""
     if sys.platform != "linux" or seen.host != this_host():
         return None
     return next(iter(stat_fields(seen.process)), "")
@@ -83,11 +76,7 @@ def process_state(seen: Heartbeat) -> str | None:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Result of a diagnosis.
-
-    error: why the run ends
-    stacks: stacks of the first few culprits, and of one rank from each of the first few other groups
-    """
+    """Why the run ends, and stacks of a few culprits and of one rank from each of a few other groups."""
 
     error: TrainError
     stacks: str
@@ -98,9 +87,8 @@ def diagnose(
 ) -> Diagnosis:
     """Names the ranks that the others wait for. Every rank is in either `reports` or `silent`.
 
-    The culprits are, in this order: the silent ranks, if any; the ranks that are not in a collective while
-    others are; the ranks that are in another place than most. If two places have equally many ranks, the
-    culprits are those that are further ahead, since they left something out.
+    These are the silent ranks, if any, else those that are not in a collective while others are, else those
+    in another place than most. Of two equal groups, the one that is further ahead has left something out.
     """
     groups = _groups(reports)
     if silent:
@@ -124,8 +112,7 @@ def diagnose(
 def store_lost(rank: int, report: Report) -> Diagnosis:
     """Returns the diagnosis of a hanging rank that cannot reach any other rank."""
     error = TrainError(
-        f"rank {rank} hangs and can reach no other: in {_phase(report.seen)} "
-        f"for {report.seen.unmoved_seconds:.0f} s, {report.place}.",
+        f"rank {rank} hangs and can reach no other: {_where(report)}.",
         got="the store in which the ranks meet does not answer",
         why="its host, mostly that of rank 0, has gone, or the link to it is cut",
         fix="what is said on the other hosts; then fullshard train --resume",
@@ -151,21 +138,13 @@ def _by_report(reports: Mapping[int, Report], groups: Sequence[list[int]]) -> tu
     waiting = [rank for rank, one in sorted(reports.items()) if one.waits]
     busy = [rank for rank in sorted(reports) if rank not in waiting]
     if waiting and busy:
-        here = reports[busy[0]]
         does = "does" if len(busy) == 1 else "do"
-        return busy, (
-            f"{named_ranks(busy)} {does} not come to the collective that {_wait(waiting)} in: "
-            f"in {_phase(here.seen)} for {here.seen.unmoved_seconds:.0f} s, {here.place}."
-        )
+        what = f"{named_ranks(busy)} {does} not come to the collective that {_wait(waiting)} in"
+        return busy, f"{what}: {_where(reports[busy[0]])}."
     if not waiting or len(groups) == 1:
-        here = reports[groups[0][0]]
-        what = (
-            "wait in the same collective, which does not end" if waiting else "do not come to any collective"
-        )
-        return [], (
-            f"all ranks {what}: {named_ranks(groups[0])} in {_phase(here.seen)} "
-            f"for {here.seen.unmoved_seconds:.0f} s, {here.place}."
-        )
+        does = "wait in the same collective, which does not end"
+        does = does if waiting else "do not come to any collective"
+        return [], f"all ranks {does}: {named_ranks(groups[0])} {_where(reports[groups[0][0]])}."
     odd = groups[0]
     if len(groups[0]) == len(groups[1]):
         odd = max(groups[:2], key=lambda group: _progress(reports[group[0]].seen))
@@ -194,11 +173,13 @@ def _phase(seen: Heartbeat) -> str:
 _OF_A_STEP = (RunPhase.DATA, RunPhase.FORWARD, RunPhase.BACKWARD, RunPhase.REDUCE, RunPhase.OPTIMIZER)
 
 
+def _where(report: Report, waits: str = "") -> str:
+    return f"in {_phase(report.seen)} for {report.seen.unmoved_seconds:.0f} s{waits}, {report.place}"
+
+
 def _position(report: Report) -> str:
-    seen = report.seen
-    waits = ", waits in a collective" if report.waits else ""
     last = f"; last collective: {report.collective}" if report.collective else ""
-    return f"in {_phase(seen)} for {seen.unmoved_seconds:.0f} s{waits}, {report.place}{last}"
+    return _where(report, ", waits in a collective" if report.waits else "") + last
 
 
 def _silent(silent: Mapping[int, UnresponsiveRank], *, now: float) -> str:

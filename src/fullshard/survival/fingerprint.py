@@ -120,7 +120,7 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 
 def default_store() -> dist.Store | None:
-    """Returns the store of the default group, which only its ranks share, or None if there is none."""
+    """Returns the store of the default group, if there is one."""
     find = getattr(dist.distributed_c10d, "_get_default_store", None)
     return find() if find is not None and dist.is_initialized() else None
 

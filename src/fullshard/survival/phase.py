@@ -26,13 +26,10 @@ SLOW_PHASES = frozenset(
 
 
 class PhaseTracker:
-    """Finished steps of this rank, and its current phase.
+    """Number of finished steps of this rank, and its current phase.
 
-    step: finished steps
-    phase: the phase that the rank is in
     changes: number of phase changes; while it stays the same, nothing has moved
-    has_finished_step: whether this process has finished a step, so that compilation and first allocations are
-        over
+    has_finished_step: whether compilation and first allocations are over
     """
 
     def __init__(self) -> None:

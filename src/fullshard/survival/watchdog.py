@@ -69,9 +69,7 @@ def watching(where: PhaseTracker, section: SurvivalSection) -> Generator[None]:
     if section.watchdog_seconds == 0:
         yield
         return
-    answer_seconds = _within(_STORE * section.watchdog_seconds, _STORE_SECONDS)
-    board = _StatusBoard.of_default_group(answer_seconds=answer_seconds)
-    watchdog = _Watchdog(where, section, board=board)
+    watchdog = _Watchdog(where, section)
     watchdog.start()
     try:
         yield
@@ -86,22 +84,17 @@ class _StatusBoard:
     not answered in time, every request raises RuntimeError: the store's client does not recover.
     """
 
-    def __init__(self, store: dist.Store, *, rank: int, world_size: int, answer_seconds: float) -> None:
-        self.rank, self.world_size = rank, world_size
-        self._store, self._lost = dist.PrefixStore("fullshard/watchdog", store), False
-        self._answer_seconds = answer_seconds
-
-    @classmethod
-    def of_default_group(cls, *, answer_seconds: float) -> "_StatusBoard":
+    def __init__(self, *, answer_seconds: float) -> None:
         store = default_store()
-        if store is None or dist.get_world_size() == 1:
-            return cls(dist.HashStore(), rank=0, world_size=1, answer_seconds=answer_seconds)
+        self.rank, self.world_size = (0, 1) if store is None else (dist.get_rank(), dist.get_world_size())
         clone: Callable[[], dist.Store] | None = getattr(store, "clone", None)
-        if clone is not None:  # a connection of its own: the main thread may hold the other one's lock
+        if store is None or self.world_size == 1:
+            store = dist.HashStore()
+        elif clone is not None:  # a connection of its own: the main thread may hold the other one's lock
             store = clone()
             store.set_timeout(timedelta(seconds=answer_seconds))
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        return cls(store, rank=rank, world_size=world_size, answer_seconds=answer_seconds)
+        self._store, self._lost = dist.PrefixStore("fullshard/watchdog", store), False
+        self._answer_seconds = answer_seconds
 
     def publish(self, seen: Heartbeat) -> None:
         self._do(lambda store: store.set(f"seen/{self.rank}", json.dumps(asdict(seen))))
@@ -150,11 +143,12 @@ class _StatusBoard:
         if self._lost:
             raise RuntimeError("the store has not answered before")
         answer = Future[T]()
-        threading.Thread(
-            target=_answer, args=(answer, partial(act, self._store)), name="fullshard store", daemon=True
-        ).start()
+        asking = partial(_answer, answer, partial(act, self._store))
+        thread = threading.Thread(target=asking, name="fullshard store", daemon=True)
+        thread.start()
+        thread.join(timeout=self._answer_seconds)
         try:
-            return answer.result(timeout=self._answer_seconds)
+            return answer.result(timeout=0)
         except (RuntimeError, TimeoutError) as error:
             self._lost = True
             raise RuntimeError("the store does not answer") from error
@@ -170,8 +164,10 @@ def _answer(answer: Future[T], act: Callable[[], T]) -> None:
 class _Watchdog:
     """Watches the thread that creates it, from a thread of its own. See [Note: how a hang is detected]."""
 
-    def __init__(self, where: PhaseTracker, section: SurvivalSection, *, board: _StatusBoard) -> None:
-        self._where, self._section, self._board = where, section, board
+    def __init__(self, where: PhaseTracker, section: SurvivalSection) -> None:
+        self._where, self._section = where, section
+        answer_seconds = _within(_STORE * section.watchdog_seconds, _STORE_SECONDS)
+        self._board = _StatusBoard(answer_seconds=answer_seconds)
         self._tick = _within(_TICK * section.watchdog_seconds, _TICK_SECONDS)
         self._grace = _within(_GRACE * section.watchdog_seconds, _GRACE_SECONDS)
         self._trainer = threading.get_ident()
@@ -181,7 +177,7 @@ class _Watchdog:
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
 
     def start(self) -> None:
-        """Arms the timer and publishes a first heartbeat before anything can happen, then starts the thread."""
+        """Arms the timer and publishes a first heartbeat before anything can happen; starts the thread."""
         self._set_timer()
         with suppress(RuntimeError):
             self._board.publish(self._seen())

@@ -82,14 +82,3 @@ def _fill(kept: Any, full: Tensor) -> None:
     quantised = importlib.import_module("torchao.optim.quant_utils").quantize_8bit_with_qmap
     kept.codes.copy_(quantised((blocks / scale.unsqueeze(-1)).view(full.shape), kept.qmap))
     kept.scale.copy_(scale)
-
-
-def _as_part_of(whole: DTensor, local: Tensor) -> DTensor:
-    return DTensor.from_local(
-        local,
-        whole.device_mesh,
-        whole.placements,
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
-    )

@@ -189,7 +189,7 @@ def _on_drive(plan: Plan, groups: Sequence[Group], *, system: System) -> DriveSt
 
     def opened() -> Generations:
         try:
-            return Generations.open(directory, records, identity=identity, check=check, system=system)
+            return Generations(directory, records, identity=identity, check=check, system=system)
         except ForeignOffloadError as error:
             if read_world_size(directory) in (None, plan.world_size):
                 raise
@@ -199,7 +199,7 @@ def _on_drive(plan: Plan, groups: Sequence[Group], *, system: System) -> DriveSt
                 "%s: it was kept by another number of ranks, and is removed", error.what.removesuffix(".")
             )
             discard(directory)
-            return Generations.open(directory, records, identity=identity, check=check, system=system)
+            return Generations(directory, records, identity=identity, check=check, system=system)
 
     generations = _open_on_all_ranks(opened, close=Generations.close)
     with ExitStack() as unless_whole:
