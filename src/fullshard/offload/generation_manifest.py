@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from fullshard.errors import DamagedOffloadError, ForeignOffloadError
 from fullshard.offload.directories import FIRST_RANK, IDENTITY, RANKS, disk_usage, replace
-from fullshard.offload.drive import ALIGNMENT, CHECK_DRIVE, System, rounded_up
+from fullshard.offload.drive import CHECK_DRIVE, System, rounded_up
 from fullshard.spec.small_files import read_bytes
 from fullshard.spec.value import FrozenModel, NonNegativeInt, PositiveInt
 from fullshard.system.direct_io import ALIGNMENT
