@@ -60,7 +60,7 @@ SIZES = [
     "sharding.strategy=full_shard",
     "precision.mode=fp32",
     "recompute.mode=none",
-    "offload.group_parameters=8000000",
+    "offload.sub_group_parameters=8000000",
 ]
 
 
@@ -266,7 +266,7 @@ def deepspeed_config(run: Run, asked: argparse.Namespace, *, ranks: int) -> dict
     section, width = run.optimizer, run.decoder.d_model
     zero: dict[str, Any] = {
         "stage": 3,
-        "sub_group_size": run.offload.group_parameters,
+        "sub_group_size": run.offload.sub_group_parameters,
         "reduce_bucket_size": width * width,
         "stage3_prefetch_bucket_size": int(0.9 * width * width),
         "stage3_param_persistence_threshold": 10 * width,

@@ -21,7 +21,7 @@ STRATEGIES = {
     "full_shard": [],
     "hybrid_shard": ["sharding.shard_degree=2"],
     "hybrid_shard_zero2": ["sharding.shard_degree=2"],
-    "hpz": ["sharding.reshard_to=2"],
+    "hpz": ["sharding.reshard_after_forward=2"],
 }
 
 

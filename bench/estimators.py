@@ -61,7 +61,7 @@ def main(path: str, measured: str) -> None:
         plan = Plan.from_run(run, world_size=row["world_size"], device=device)
         with torch.device("meta"):
             model = DecoderModel(run.decoder)
-        ours = peak_bytes(describe(model, plan, loss=next_token_loss, kernels_for=device), plan).total
+        ours = peak_bytes(describe(model, plan, loss=next_token_loss, device_type=device), plan).total
         seen = row["memory"]["bytes"]
         told = (accelerate_bytes(model, plan), deepspeed_bytes(model, plan), ours)
         columns = " | ".join(f"{b / 2**30:.2f} ({100 * (b / seen - 1):+.0f} %)" for b in told[:2])

@@ -88,7 +88,7 @@ def streamed_step(directory: Path, *, count: int, groups: int) -> Callable[[], N
         overrides=[
             f"run.dir={directory}/run",
             "offload.tier=optimizer:nvme",
-            f"offload.group_parameters={groups}",
+            f"offload.sub_group_parameters={groups}",
             "train.global_batch=1",
         ]
     )

@@ -25,7 +25,7 @@ def main() -> None:
     start = time.perf_counter()
     with torch.device("meta"):
         model = DecoderModel(run.decoder)
-    spec = describe(model, run, loss=next_token_loss, kernels_for="cuda")
+    spec = describe(model, run, loss=next_token_loss, device_type="cuda")
     print(f"described {spec.numel / 1e9:.0f}B parameters in {time.perf_counter() - start:.2f} s")
     hardware = hardware_on("2048x8xH100")
     seconds: list[float] = []

@@ -45,7 +45,7 @@ def main(path: str, measured: str, hardware_path: str | None = None) -> None:
         plan = Plan.from_run(run, world_size=row["world_size"], device=device)
         with torch.device("meta"):
             model = DecoderModel(run.decoder)
-        spec = describe(model, plan, loss=next_token_loss, kernels_for=device)
+        spec = describe(model, plan, loss=next_token_loss, device_type=device)
         terms, seen = peak_bytes(spec, plan), row["memory"]
         reserved = ""
         if device == "cuda":

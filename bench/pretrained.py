@@ -112,7 +112,7 @@ def importing(source: Path, plan: Plan, turn: int) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     gc.collect()  # the model of the turn before
     before = memory("VmRSS")
-    model = shard(hf_model(HuggingFaceModel(hf=str(source))), plan, values="unset")
+    model = shard(hf_model(HuggingFaceModel(hf=str(source))), plan, init="none")
     shards = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
     seconds = in_turn(
         {
@@ -136,7 +136,7 @@ def importing(source: Path, plan: Plan, turn: int) -> None:
 
 def saved(directory: Path, plan: Plan) -> None:
     gc.collect()
-    model = shard(hf_model(HuggingFaceModel(hf=str(directory / "in"))), plan, values="unset")
+    model = shard(hf_model(HuggingFaceModel(hf=str(directory / "in"))), plan, init="none")
     load_pretrained(model, directory / "in", plan=plan)
     save(TrainState(model, build_optimizer(model, plan)), directory / "checkpoints", plan=plan)
 

@@ -82,7 +82,7 @@ def plan_of(row: dict[str, Any]) -> Plan:
         f"data.sequence_length={row['sequence_length']}",
         f"train.microbatch={row['microbatch']}",
         f"train.global_batch={row['microbatch'] * row['accumulation'] * ranks}",
-        f"train.accumulate_sync={row.get('accumulate_sync', 'each')}",
+        f"train.gradient_sync={row.get('gradient_sync', 'every_microbatch')}",
         f"sharding.strategy={strategy}",
         f"sharding.tensor_parallel={row.get('tensor_parallel', 1)}",
         *(
@@ -115,7 +115,7 @@ def spec_of(row: dict[str, Any], plan: Plan) -> ModelSpec:
         with torch.device("meta"):
             model: nn.Module = kind(plan.run.decoder)
         loss = mean_loss if spelled else next_token_loss
-        SPECS[key] = describe(model, plan, loss=loss, kernels_for="cuda")
+        SPECS[key] = describe(model, plan, loss=loss, device_type="cuda")
     return SPECS[key]
 
 

@@ -2,7 +2,7 @@
 
     run = fullshard.Run.load("run.toml")
     with fullshard.process_group() as ranks:
-        spec = fullshard.describe(model, run, loss=loss, kernels_for=ranks.device.type)
+        spec = fullshard.describe(model, run, loss=loss, device_type=ranks.device.type)
         plan = fullshard.plan(spec, fullshard.detect_hardware(), run)
         model = fullshard.shard(model, plan)
         state = fullshard.TrainState(model, fullshard.build_optimizer(model, plan), data=data)

@@ -26,4 +26,4 @@ def test_a_url_that_lost_a_slash_is_no_directory(cut: str | Path) -> None:
 
 def test_disks_of_nodes_are_no_urls() -> None:
     with pytest.raises(SpecError, match="needs dir to be a directory"):
-        Run.load(overrides=["checkpoint.disks=node", "checkpoint.dir=s3://bucket/run"])
+        Run.load(overrides=["checkpoint.storage=per_node", "checkpoint.dir=s3://bucket/run"])

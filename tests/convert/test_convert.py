@@ -65,8 +65,8 @@ SETTINGS = {
     "deepspeed_zero2_auto.json": "sharding.strategy=shard_grad_op schedule.kind=constant precision.mode=auto",
     "deepspeed_zero3.json": "sharding.strategy=full_shard precision.mode=bf16 train.global_batch=8 "
     "train.microbatch=2 train.steps=100 optimizer.clip_norm=0.5 schedule.kind=linear "
-    "schedule.final_ratio=0.0",
-    "deepspeed_zeropp_nvme.json": "sharding.reshard_to=2 precision.mode=fp16 optimizer.betas=(0.9,0.999) "
+    "schedule.min_lr_ratio=0.0",
+    "deepspeed_zeropp_nvme.json": "sharding.reshard_after_forward=2 precision.mode=fp16 optimizer.betas=(0.9,0.999) "
     "precision.initial_loss_scale=4096.0 offload.tier=auto offload.path=/local_nvme train.global_batch=4",
     "fsdp1.py.txt": "sharding.strategy=shard_grad_op precision.mode=bf16 precision.buffer_dtype=bf16 "
     "prefetch.mode=explicit sharding.units.policy=block",
@@ -75,9 +75,9 @@ SETTINGS = {
     "fsdp2.py.txt": "sharding.strategy=full_shard precision.mode=bf16",
     "course_wrapper.py.txt": "sharding.strategy=shard_grad_op precision.mode=bf16 recompute.mode=full",
     "fabric.py.txt": "sharding.strategy=hybrid_shard sharding.shard_degree=2 precision.mode=bf16 run.ranks=4 "
-    "survival.collective_seconds=1800.0 checkpoint.export=True",
+    "fault_tolerance.collective_timeout_seconds=1800.0 checkpoint.export=True",
     "torchtitan_llama3_8b.toml": "model.layers=32 recompute.mode=selective recompute.save_matmuls=2 "
-    "optimizer.learning_rate=0.0003 schedule.kind=linear schedule.final_ratio=0.0 data.sequence_length=8192",
+    "optimizer.learning_rate=0.0003 schedule.kind=linear schedule.min_lr_ratio=0.0 data.sequence_length=8192",
     "torchtitan_hybrid.toml": "sharding.strategy=hybrid_shard_zero2 sharding.shard_degree=2 "
     "schedule.kind=wsd recompute.mode=every optimizer.betas=(0.9,0.999) checkpoint.mode=async "
     "train.global_batch=16",
@@ -305,7 +305,10 @@ def train_two_steps(text: str, overrides: list[str], ranks: int) -> list[float]:
 )
 def test_the_run_trains(path, ranks):
     hybrid = converted(path).run.sharding
-    wide = hybrid.reshard_to or hybrid.strategy in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
+    wide = hybrid.reshard_after_forward or hybrid.strategy in (
+        Strategy.HYBRID_SHARD,
+        Strategy.HYBRID_SHARD_ZERO2,
+    )
     count = 4 if wide else 2
     text = converted(path, ranks=count).run_toml()
     losses = ranks(count).run(train_two_steps, text, TINY, count)

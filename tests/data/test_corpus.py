@@ -108,7 +108,7 @@ def test_tokens_are_made_again_only_when_something_they_follow_from_changes(tmp_
     again = store_of(tmp_path, **{**settings, "paths": (f"{tmp_path}/b.jsonl",)})
     assert (again.key, Path(again.tokens.filename).stat().st_mtime_ns) == (before.key, made)
     other = [store_of(tmp_path, **{**settings, "paths": (texts_file(tmp_path / "c.jsonl", 8),)})]
-    other.append(store_of(tmp_path, **{**settings, "paths": (f"{tmp_path}/b.jsonl",), "end_token": "a"}))
+    other.append(store_of(tmp_path, **{**settings, "paths": (f"{tmp_path}/b.jsonl",), "eos_token": "a"}))
     config = Path(tokenizer, "tokenizer_config.json")
     config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token": "t"}))
     other.append(store_of(tmp_path, **{**settings, "paths": (f"{tmp_path}/b.jsonl",)}))

@@ -38,7 +38,7 @@ def test_arrays_and_raw_files_are_cut_at_the_token_that_ends_a_document(tmp_path
     np.save(tmp_path / "a.npy", array)
     array.tofile(tmp_path / "b.bin")
     for pattern, fields in (("a.npy", {}), ("b.bin", {"dtype": dtype})):
-        (store,) = stores(tmp_path, pattern, document_end=1, **fields)
+        (store,) = stores(tmp_path, pattern, eod_token=1, **fields)
         assert documents(store) == DOCUMENTS
         assert store.vocabulary == 13
         assert isinstance(store.tokens, np.memmap)
@@ -67,7 +67,7 @@ def test_several_files_are_several_stores(tmp_path: Path):
 def test_the_key_follows_what_is_in_the_file(tmp_path: Path):
     np.save(tmp_path / "a.npy", np.arange(5))
     before = stores(tmp_path, "a.npy")[0].key
-    assert stores(tmp_path, "a.npy", document_end=3)[0].key != before
+    assert stores(tmp_path, "a.npy", eod_token=3)[0].key != before
     np.save(tmp_path / "a.npy", np.arange(6))
     assert stores(tmp_path, "a.npy")[0].key != before
 

@@ -56,7 +56,7 @@ def data_of(
 ) -> PackedData:
     """One source of 40 documents; or one a weight, whose tokens begin at 1000, 2000, …"""
     sources = [
-        {"source": "memmap", "paths": (tokens_in(sizes_of(40, i), 1000 * (i + 1)),), "document_end": 0}
+        {"source": "memmap", "paths": (tokens_in(sizes_of(40, i), 1000 * (i + 1)),), "eod_token": 0}
         for i in range(max(len(weights), 1))
     ]
     if weights:

@@ -38,7 +38,7 @@ def test_what_the_tokenizer_puts_around_a_text_stands_around_a_document(tmp_path
     )
     tokenizer.save(str(path))
     assert (open_tokenizer(str(path)).before, open_tokenizer(str(path)).after) == ((begin,), (end,))
-    assert open_tokenizer(str(path), end_token="<s>").after == (end, begin)
+    assert open_tokenizer(str(path), eos_token="<s>").after == (end, begin)
 
 
 def test_bytes_are_their_own_tokens():
@@ -74,8 +74,8 @@ def test_absent_and_broken_tokenizers_are_refused(tmp_path: Path):
 
 def test_a_token_that_ends_documents_must_be_known(tmp_path: Path):
     path = Path(save_tokenizer(tmp_path / "tok"))
-    with pytest.raises(DataError, match=r"(?s)ends a document.*no <end>.*data\.end_token"):
-        open_tokenizer(str(path), end_token="<end>")
+    with pytest.raises(DataError, match=r"(?s)ends a document.*no <end>.*data\.eos_token"):
+        open_tokenizer(str(path), eos_token="<end>")
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "a"}}))
     assert open_tokenizer(str(path)).decode(open_tokenizer(str(path)).after) == "a"
     (path / "tokenizer_config.json").unlink()

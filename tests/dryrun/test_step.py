@@ -38,7 +38,7 @@ def of_two() -> DryRun:
         pytest.param(
             4,
             1,
-            ["sharding.strategy=full_shard", "sharding.reshard_to=2", "precision.mode=bf16_pure"],
+            ["sharding.strategy=full_shard", "sharding.reshard_after_forward=2", "precision.mode=bf16_pure"],
             marks=pytest.mark.long,
         ),
         (2, 1, ["recompute.mode=offload"]),
@@ -81,7 +81,7 @@ def test_shards_are_the_first_chunk_of_dim_0(n):
         ),
         pytest.param(
             "cpu",
-            ["recompute.mode=full", "sharding.reshard_to=8", "sharding.strategy=full_shard"],
+            ["recompute.mode=full", "sharding.reshard_after_forward=8", "sharding.strategy=full_shard"],
             marks=pytest.mark.long,
         ),
         pytest.param("cuda", [*HYBRID, "precision.mode=bf16"], marks=pytest.mark.long),
@@ -112,7 +112,8 @@ def test_on_cuda_the_allocator_holds_at_least_what_tensors_take(of_two: DryRun):
 def test_more_microbatches_hold_no_more_where_each_is_reduced():
     """From the second on, the gradient shards of those before are there: more than that would be a leak."""
     two, three = (
-        dry(plan_of(2, "train.accumulate_sync=each", accumulation=accumulation)) for accumulation in (2, 3)
+        dry(plan_of(2, "train.gradient_sync=every_microbatch", accumulation=accumulation))
+        for accumulation in (2, 3)
     )
     assert two.peak_bytes == three.peak_bytes
 

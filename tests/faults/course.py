@@ -43,7 +43,7 @@ STEPS = 100_000  # never reached: a fault or `until` ends it
 FEW = 40  # an attempt's steps are mostly fewer: what nothing befalls is trained once for many tests
 # By (ranks, whether it is the model of a tier): the losses by step, which are the same each time.
 _UNDISTURBED: dict[tuple[int, bool], dict[int, float]] = {}
-GROUPS = "offload.group_parameters=1"  # of 1,024 elements: more of them than are in memory at once
+GROUPS = "offload.sub_group_parameters=1"  # of 1,024 elements: more of them than are in memory at once
 
 
 class Wide(nn.Module):

@@ -21,7 +21,7 @@ SETTINGS = (
     "checkpoint.every=5",
     "optimizer.name=tests.faults.paced.PacedAdamW",
     "train.steps=100000",
-    f"survival.watchdog_seconds={WATCHDOG_SECONDS}",
+    f"fault_tolerance.watchdog_timeout_seconds={WATCHDOG_SECONDS}",
 )
 
 

@@ -71,7 +71,7 @@ def test_a_drive_that_fails_is_told_and_the_next_start_goes_on(ranks, tmp_path: 
     record, checkpoints = tmp_path / "record", tmp_path / "checkpoints"
     record.mkdir()
     drive = partial(turning_bad, fault.call, fault.number, file=fault.file, after=AFTER, times=fault.times)
-    settings = ("offload.paranoid=true",) if fault.number is None else ()
+    settings = ("offload.verify_reads=true",) if fault.number is None else ()
     course = Course(checkpoints, record, every=EVERY, tier=fault.tier, settings=settings)
     with pytest.raises(OffloadError) as caught:
         ranks(2).run(go_on, replace(course, drive=drive, until=30))

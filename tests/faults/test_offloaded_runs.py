@@ -27,7 +27,7 @@ SETTINGS = (
     "sharding.strategy=full_shard",  # the command plans what is left to it; the ranks of a pool do not
     "schedule.kind=constant",
     "checkpoint.every=5",
-    "offload.group_parameters=1",
+    "offload.sub_group_parameters=1",
 )
 PATIENCE_SECONDS = 150.0
 
@@ -114,7 +114,7 @@ def test_state_that_is_changed_under_a_run_is_not_trained_on_and_a_restart_mends
     tmp_path: Path, curve: Any
 ) -> None:
     run = tmp_path / "run"
-    hit = Command(run, "offload.tier=optimizer:nvme", "offload.paranoid=true", "run.restarts=1")
+    hit = Command(run, "offload.tier=optimizer:nvme", "offload.verify_reads=true", "run.restarts=1")
     hit.until(lambda: len(losses(run)) >= 7)
     while "DamagedOffloadError" not in hit.said:  # until it is read: what is changed may be written over
         known = len(losses(run))

@@ -97,8 +97,8 @@ strategy = "full_shard"
 [checkpoint]
 every = 2
 dir = "checkpoints"
-[survival]
-watchdog_seconds = 300.0
+[fault_tolerance]
+watchdog_timeout_seconds = 300.0
 [run]
 ranks = 2
 seed = 1

@@ -21,7 +21,7 @@ TINY = (
     "train.global_batch=8",
     "train.validate_every=0",
     "train.validate_sequences=4",
-    "train.warmup_steps_untimed=2",
+    "train.untimed_warmup_steps=2",
     "log.sample_tokens=0",
 )
 
@@ -66,7 +66,7 @@ def test_a_run_that_goes_back_and_over_batches_leaves_one_curve(ranks, tmp_path:
         12,
         "checkpoint.every=2",
         "log.profile_steps=0",
-        *(f"survival.{setting}" for setting in settings),
+        *(f"fault_tolerance.{setting}" for setting in settings),
     )
     made = Measurement.load(tmp_path / "run" / "measurement.json")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -99,7 +99,7 @@ def test_described_counts_are_those_of_the_model_itself(name: str) -> None:
 def test_a_causal_model_is_described_with_the_kernel_that_it_runs() -> None:
     """Traced as transformers would by itself, it would make a mask, and leave the causal kernel."""
     model, run = built("llama", "recompute.mode=none", f"data.sequence_length={LENGTH}")
-    spec = describe(model, run, loss=loss_of(run, model), kernels_for="cpu")
+    spec = describe(model, run, loss=loss_of(run, model), device_type="cpu")
     attention = [kernel for kernel in spec.kernels if kernel.kind == "attention"]
     assert attention
     assert all(kernel.causal for kernel in attention)

@@ -29,14 +29,14 @@ class InMemory:
     """What the optimizer asks of `OffloadedState`, of parameters that are whole and of no model."""
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], *, moments: torch.dtype | None, group_parameters: int
+        self, parameters: Mapping[str, Tensor], *, moments: torch.dtype | None, sub_group_parameters: int
     ) -> None:
         self.names_of = {parameter: name for name, parameter in parameters.items()}
         held = [
             ShardSize(n, p.numel(), p.numel(), str(p.dtype).removeprefix("torch."))
             for n, p in parameters.items()
         ]
-        self.groups = group_shards(held, group_parameters=group_parameters)
+        self.groups = group_shards(held, sub_group_parameters=sub_group_parameters)
         self.store = HostStore(self.groups, moments=moments, pinned=False)
         self.names = tuple(parameters)
         for name, parameter in parameters.items():
@@ -83,13 +83,15 @@ def streaming(
     parameters: Mapping[str, nn.Parameter],
     *,
     moments: torch.dtype | None = None,
-    group_parameters: int = 1,
+    sub_group_parameters: int = 1,
     options: AdamOptions = OPTIONS,
     seed: int = 0,
 ) -> StreamingAdamW:
     return StreamingAdamW(
         groups_of(parameters) if options is OPTIONS else parameters.values(),
-        cast(OffloadedState, InMemory(parameters, moments=moments, group_parameters=group_parameters)),
+        cast(
+            OffloadedState, InMemory(parameters, moments=moments, sub_group_parameters=sub_group_parameters)
+        ),
         gradients=DeviceGradients(parameters),
         defaults=options,
         seed=seed,
@@ -135,11 +137,11 @@ def parameters_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 # The same bits
 
 
-@pytest.mark.parametrize("group_parameters", [1, 2048, 10**6])
-def test_it_is_torchs_own_bit_for_bit(group_parameters: int) -> None:
+@pytest.mark.parametrize("sub_group_parameters", [1, 2048, 10**6])
+def test_it_is_torchs_own_bit_for_bit(sub_group_parameters: int) -> None:
     """With groups of other options, a schedule, a closure, and parameters without a gradient."""
     ours, theirs = parameters_of(0), parameters_of(0)
-    streamed, other = streaming(ours, group_parameters=group_parameters), reference(theirs)
+    streamed, other = streaming(ours, sub_group_parameters=sub_group_parameters), reference(theirs)
     schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: 0.9**step) for one in (streamed, other)]
     for step in range(12):
         for parameters, optimizer in ((ours, streamed), (theirs, other)):
@@ -155,7 +157,7 @@ def test_it_is_torchs_own_bit_for_bit(group_parameters: int) -> None:
 def test_bf16_masters_are_rounded_as_without_a_tier() -> None:
     """Where none is cut."""
     ours, theirs = parameters_of(0, BF16), parameters_of(0, BF16)
-    streamed = streaming(ours, group_parameters=4096, seed=5)
+    streamed = streaming(ours, sub_group_parameters=4096, seed=5)
     lr, *betas, eps, decay = OPTIONS
     other = StochasticAdamW(
         groups_of(theirs), lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=decay, seed=5
@@ -235,7 +237,7 @@ def one_step(
     options = AdamOptions(lr=1.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
     parameter = nn.Parameter(torch.zeros(gradient.shape))
     optimizer = streaming(
-        {"a": parameter}, moments=moments, group_parameters=10**6, options=options, seed=seed
+        {"a": parameter}, moments=moments, sub_group_parameters=10**6, options=options, seed=seed
     )
     state = optimizer.offloaded.tensors("a")
     state["exp_avg"].copy_(first)
@@ -313,7 +315,7 @@ def test_a_second_moment_in_bf16_decays() -> None:
     """By a thousandth a step, which to nearest it would never do."""
     options = AdamOptions(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
     parameter = nn.Parameter(torch.zeros(4096))
-    optimizer = streaming({"a": parameter}, moments=BF16, group_parameters=10**6, options=options)
+    optimizer = streaming({"a": parameter}, moments=BF16, sub_group_parameters=10**6, options=options)
     optimizer.offloaded.tensors("a")["exp_avg_sq"].fill_(1.0)
     for _ in range(300):
         parameter.grad = torch.zeros(4096)
@@ -325,7 +327,7 @@ def test_a_second_moment_in_bf16_decays() -> None:
 def test_what_is_drawn_depends_on_seed_step_and_parameter() -> None:
     def kept(*, seed: int, steps: int = 1) -> list[Tensor]:
         parameters = {name: nn.Parameter(torch.zeros(500)) for name in ("a", "b")}
-        optimizer = streaming(parameters, moments=BF16, group_parameters=10**6, seed=seed)
+        optimizer = streaming(parameters, moments=BF16, sub_group_parameters=10**6, seed=seed)
         for _ in range(steps):
             for one in parameters.values():
                 one.grad = torch.linspace(0.1, 1, 500)

@@ -87,13 +87,13 @@ def late_lanes(seed: int) -> CopyStreams:
 def passing(
     parameters: dict[str, nn.Parameter],
     *,
-    group_parameters: int,
+    sub_group_parameters: int,
     moments: torch.dtype | None = None,
     seed: int = 0,
     order: int = 0,
 ) -> StreamingAdamW:
     """`streaming`, of which state passes through a device that is late. `order`: of what it does."""
-    plain = streaming(parameters, moments=moments, group_parameters=group_parameters)
+    plain = streaming(parameters, moments=moments, sub_group_parameters=sub_group_parameters)
     through = DeviceUpdate(plain.offloaded.groups, device=CPU, moments=moments, streams=late_lanes(order))
     return StreamingAdamW(
         groups_of(parameters),
@@ -105,12 +105,12 @@ def passing(
     )
 
 
-@pytest.mark.parametrize("group_parameters", [1, 2048, 10**6])
+@pytest.mark.parametrize("sub_group_parameters", [1, 2048, 10**6])
 @pytest.mark.parametrize("order", range(3))
-def test_it_is_torchs_own_bit_for_bit(group_parameters: int, order: int) -> None:
+def test_it_is_torchs_own_bit_for_bit(sub_group_parameters: int, order: int) -> None:
     """With groups of other options, gradients that are scaled, and parameters without a gradient."""
     ours, theirs = parameters_of(0), parameters_of(0)
-    streamed = passing(ours, group_parameters=group_parameters, order=order)
+    streamed = passing(ours, sub_group_parameters=sub_group_parameters, order=order)
     other = reference(theirs)
     for step in range(6):
         give_gradients(ours, step)
@@ -130,8 +130,8 @@ def test_what_is_rounded_at_random_is_as_on_the_host_where_no_piece_is_cut(maste
     """Groups of one piece each, which begin where the host's do."""
     ours, others = parameters_of(0, masters), parameters_of(0, masters)
     streams = [
-        streaming(ours, moments=BF16, group_parameters=1, seed=7),
-        passing(others, moments=BF16, group_parameters=1, seed=7),
+        streaming(ours, moments=BF16, sub_group_parameters=1, seed=7),
+        passing(others, moments=BF16, sub_group_parameters=1, seed=7),
     ]
     for step in range(4):
         for parameters, optimizer in zip((ours, others), streams, strict=True):
@@ -145,7 +145,7 @@ def test_what_is_rounded_at_random_is_as_on_the_host_where_no_piece_is_cut(maste
 def test_pieces_of_a_parameter_are_rounded_by_bits_of_their_own() -> None:
     """Of elements that are alike in all but their place."""
     parameter = nn.Parameter(torch.zeros(3 * CUT_ELEMENTS))
-    optimizer = passing({"a": parameter}, moments=BF16, group_parameters=10**6)
+    optimizer = passing({"a": parameter}, moments=BF16, sub_group_parameters=10**6)
     parameter.grad = torch.full((3 * CUT_ELEMENTS,), 0.1)
     optimizer.step()
     first, second, third = optimizer.offloaded.tensors("a")["exp_avg_sq"].view(3, -1)
@@ -162,10 +162,10 @@ HELD = st.lists(st.integers(1, 6000), min_size=1, max_size=6)
 @given(HELD, st.sampled_from([1, 4096, 20_000]), st.sampled_from([1024, 2048]))
 @settings(max_examples=60)
 def test_pieces_have_every_element_once_at_its_place(
-    sizes: list[int], group_parameters: int, elements: int
+    sizes: list[int], sub_group_parameters: int, elements: int
 ) -> None:
     held = [ShardSize(str(i), size, size, "float32") for i, size in enumerate(sizes)]
-    for group in group_shards(held, group_parameters=group_parameters):
+    for group in group_shards(held, sub_group_parameters=sub_group_parameters):
         found = {one.name: list[tuple[int, int]]() for one in group.segments}
         offsets = {one.name: one.offset - one.begin for one in group.segments}
         for begin, piece in pieces(group, elements):
@@ -182,7 +182,7 @@ def test_pieces_have_every_element_once_at_its_place(
 
 def test_two_buffers_hold_a_piece_each_of_state_and_gradients() -> None:
     """16 bytes an element of fp32, 12 with moments in bf16; every lane knows of both."""
-    groups = group_shards([ShardSize("a", 10**6, 10**6, "float32")], group_parameters=10**6)
+    groups = group_shards([ShardSize("a", 10**6, 10**6, "float32")], sub_group_parameters=10**6)
     for moments, itemsize in ((None, 16), (BF16, 12)):
         device = Device(0)
         lanes = [LateLane(device) for _ in CopyStreams._fields]
@@ -193,7 +193,9 @@ def test_two_buffers_hold_a_piece_each_of_state_and_gradients() -> None:
 
 
 def test_a_piece_of_what_has_no_gradient_does_not_pass() -> None:
-    groups = group_shards([ShardSize(name, 2048, 2048, "float32") for name in "ab"], group_parameters=4096)
+    groups = group_shards(
+        [ShardSize(name, 2048, 2048, "float32") for name in "ab"], sub_group_parameters=4096
+    )
     store, seen = HostStore(groups, moments=None, pinned=False), list[str]()
     through = DeviceUpdate(groups, device=CPU, moments=None)
 
@@ -220,7 +222,7 @@ class Full(LateLane):
 def test_what_fails_is_raised_when_the_lanes_are_idle() -> None:
     """Or copies would go on in memory that is somebody else's by then."""
     device = Device(0)
-    groups = group_shards([ShardSize("a", 8192, 8192, "float32")], group_parameters=8192)
+    groups = group_shards([ShardSize("a", 8192, 8192, "float32")], sub_group_parameters=8192)
     store = HostStore(groups, moments=None, pinned=False)
     lanes = CopyStreams(LateLane(device), Full(device), LateLane(device))
     through = DeviceUpdate(groups, device=CPU, moments=None, streams=lanes)

@@ -30,7 +30,9 @@ from fullshard.spec.plan import Plan
 from fullshard.spec.run import Run
 
 SIZES = [("a", 2500), ("b", 700), ("c", 1), ("d", 3100), ("e", 64), ("f", 1024), ("g", 900)]
-GROUPS = group_shards([ShardSize(name, size, size, "float32") for name, size in SIZES], group_parameters=1)
+GROUPS = group_shards(
+    [ShardSize(name, size, size, "float32") for name, size in SIZES], sub_group_parameters=1
+)
 FEW = {n: GROUPS[:n] for n in (0, 1, 2, 3)}
 BF16 = torch.bfloat16
 

@@ -76,7 +76,7 @@ def plans(draw: st.DrawFn) -> Plan:
         f"sharding.strategy={draw(st.sampled_from(['full_shard', 'shard_grad_op', 'no_shard']))}",
         f"train.global_batch={8 * accumulation}",
         "train.microbatch=1",
-        f"train.accumulate_sync={draw(st.sampled_from(['each', 'last']))}",
+        f"train.gradient_sync={draw(st.sampled_from(['every_microbatch', 'last_microbatch']))}",
         f"prefetch.mode={draw(st.sampled_from(['none', 'implicit', 'explicit']))}",
         "recompute.mode=offload",
     )

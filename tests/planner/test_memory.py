@@ -20,7 +20,7 @@ STRATEGIES = {
     "full_shard": ["sharding.strategy=full_shard"],
     "hybrid_shard": ["sharding.strategy=hybrid_shard", "sharding.shard_degree=2"],
     "hybrid_shard_zero2": ["sharding.strategy=hybrid_shard_zero2", "sharding.shard_degree=2"],
-    "hpz": ["sharding.strategy=full_shard", "sharding.reshard_to=2"],
+    "hpz": ["sharding.strategy=full_shard", "sharding.reshard_after_forward=2"],
 }
 MIXED_UNITS = (
     'sharding.units.overrides=[{match="blocks.0", strategy="no_shard"}, '
@@ -102,7 +102,7 @@ def test_peak_under_accumulation(ranks, strategy, sync, precision):
     plan = plan_of(
         2,
         *STRATEGIES[strategy],
-        f"train.accumulate_sync={sync}",
+        f"train.gradient_sync={sync}",
         f"precision.mode={precision}",
         "recompute.mode=full",
         accumulation=3,
@@ -248,7 +248,7 @@ def test_peak_over_the_cross_of_settings(ranks, strategy, n):
             *STRATEGIES[strategy],
             f"precision.mode={precision}",
             f"recompute.mode={recompute}",
-            f"train.accumulate_sync={sync}",
+            f"train.gradient_sync={sync}",
             accumulation=accumulation,
         )
         check(plan, ranks(n).run(measured, plan))

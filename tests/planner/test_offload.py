@@ -25,7 +25,7 @@ from tests.planner.test_search import prediction_of
 SMALL = Shape(layers=5, d_model=512, d_ff=1024, vocabulary=4096, sequence=256)
 STRATEGIES = (
     ("sharding.strategy=full_shard",),
-    ("sharding.strategy=full_shard", "sharding.reshard_to=2"),
+    ("sharding.strategy=full_shard", "sharding.reshard_after_forward=2"),
     ("sharding.strategy=shard_grad_op",),
     ("sharding.strategy=no_shard",),
     ("sharding.strategy=hybrid_shard", "sharding.shard_degree=4"),
@@ -63,7 +63,7 @@ def plans(draw: st.DrawFn, shape: Shape, *, world: int = 8) -> Plan:
         *draw(st.sampled_from(STRATEGIES)),
         f"train.global_batch={world * accumulation}",
         "train.microbatch=1",
-        f"train.accumulate_sync={draw(st.sampled_from(['auto', 'each', 'last']))}",
+        f"train.gradient_sync={draw(st.sampled_from(['auto', 'every_microbatch', 'last_microbatch']))}",
         f"prefetch.mode={draw(st.sampled_from(['none', 'implicit', 'explicit']))}",
         f"recompute.mode={draw(st.sampled_from(['none', 'full']))}",
     )
@@ -174,7 +174,7 @@ def test_bytes_of_each_tier_are_those_of_its_formula():
         ("optimizer:nvme", 4 * p + sent + 12 * p, 24 * p + beside),
         ("params+optimizer:nvme", 4 * p + 12 * p + 3 * 2 * largest, 24 * p + beside + 2 * p),
     ):
-        plan = plan_8b(tier, f"offload.group_parameters={spec.numel}")
+        plan = plan_8b(tier, f"offload.sub_group_parameters={spec.numel}")
         terms = offload_of(plan, hardware, LLAMA_8B)
         assert terms.host_bytes == pytest.approx(host, rel=1e-3)
         assert terms.disk_bytes == pytest.approx(disk, rel=1e-3)
@@ -363,13 +363,13 @@ def test_what_the_host_has_no_room_for_says_what_would_have_some():
     """What it names fits; one byte less of the host, and groups of twice the size, do not."""
     hardware, spec = with_host(hardware_of(1, 8)), decoder_spec(LLAMA_8B)
     batch = ("train.global_batch=8", "train.microbatch=1", "recompute.mode=full")
-    settings = (*batch, "offload.tier=optimizer:nvme", "offload.group_parameters=256_000_000")
+    settings = (*batch, "offload.tier=optimizer:nvme", "offload.sub_group_parameters=256_000_000")
     with pytest.raises(PlanError, match="of host memory per rank") as error:
         plan_best(spec, hardware, run_for(LLAMA_8B, *settings, "offload.host_bytes=7_000_000_000"))
     fix = error.value.fix or ""
     least, size = (
         int(fix.partition(f"{key} = ")[2].split()[0].strip(";"))
-        for key in ("offload.host_bytes", "offload.group_parameters")
+        for key in ("offload.host_bytes", "offload.sub_group_parameters")
     )
     for host_bytes, group, fits in (
         (least, 256_000_000, True),
@@ -377,8 +377,8 @@ def test_what_the_host_has_no_room_for_says_what_would_have_some():
         (7_000_000_000, size, True),
         (7_000_000_000, 2 * size, False),
     ):
-        own = (*settings, f"offload.host_bytes={host_bytes}", f"offload.group_parameters={group}")
+        own = (*settings, f"offload.host_bytes={host_bytes}", f"offload.sub_group_parameters={group}")
         assert (search(spec, hardware, run_for(LLAMA_8B, *own)).best is not None) == fits
     with pytest.raises(PlanError) as error:  # gradients alone are more
         plan_best(spec, hardware, run_for(LLAMA_8B, *settings, "offload.host_bytes=1000"))
-    assert "group_parameters" not in (error.value.fix or "")
+    assert "sub_group_parameters" not in (error.value.fix or "")

@@ -46,7 +46,7 @@ def test_bytes_of_a_tier_are_as_planned(  # signature: pytest's
         f"precision.mode={precision}",
         f"offload.tier={tier}",
         f"offload.update={update}",
-        "offload.group_parameters=100000",
+        "offload.sub_group_parameters=100000",
         f"run.dir={tmp_path}",
     )
     check_bytes(ranks, plan)
@@ -57,7 +57,7 @@ def test_bytes_of_a_tier_are_as_planned(  # signature: pytest's
 )
 def test_bytes_of_a_tier_beside_a_frozen_base_are_as_planned(ranks, tier: str, tmp_path: Path):
     """Which is in fp32, and computed in bf16."""
-    shards = ("sharding.strategy=full_shard", "precision.mode=bf16", "offload.group_parameters=100000")
+    shards = ("sharding.strategy=full_shard", "precision.mode=bf16", "offload.sub_group_parameters=100000")
     check_bytes(ranks, plan_of(2, *shards, f"offload.tier={tier}", f"run.dir={tmp_path}"), frozen=BASE)
 
 
@@ -93,17 +93,22 @@ def planned(plan: Plan, frozen: str = "") -> tuple[MemoryTerms, OffloadTerms]:
 
 SETTINGS: dict[str, tuple[int, int, str, tuple[str, ...]]] = {
     "full_shard": (2, 1, "", ("sharding.strategy=full_shard",)),
-    "one group": (1, 1, "", ("sharding.strategy=full_shard", "offload.group_parameters=64000000")),
+    "one group": (1, 1, "", ("sharding.strategy=full_shard", "offload.sub_group_parameters=64000000")),
     "accumulated": (2, 3, "", ("sharding.strategy=full_shard", "recompute.mode=full")),
     "kept": (1, 2, "", ("sharding.strategy=shard_grad_op",)),
-    "kept over fewer": (4, 2, "", ("sharding.strategy=full_shard", "sharding.reshard_to=2")),
+    "kept over fewer": (4, 2, "", ("sharding.strategy=full_shard", "sharding.reshard_after_forward=2")),
     "replicas": (4, 2, "", ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2")),
     "explicit": (2, 2, "", ("sharding.strategy=full_shard", "prefetch.mode=explicit", "prefetch.backward=2")),
     "not prefetched": (2, 2, "", ("sharding.strategy=full_shard", "prefetch.mode=none")),
     "frozen": (2, 2, "*.feed_forward.*", ("sharding.strategy=full_shard",)),
     "frozen base": (2, 1, BASE, ("sharding.strategy=full_shard", "precision.mode=bf16")),
     "frozen, kept": (2, 2, BASE, ("sharding.strategy=shard_grad_op",)),
-    "frozen, kept over fewer": (4, 2, "*[nd].*", ("sharding.strategy=full_shard", "sharding.reshard_to=2")),
+    "frozen, kept over fewer": (
+        4,
+        2,
+        "*[nd].*",
+        ("sharding.strategy=full_shard", "sharding.reshard_after_forward=2"),
+    ),
     "frozen, explicit": (1, 2, BASE, ("sharding.strategy=full_shard", "prefetch.mode=explicit")),
     "frozen, not prefetched": (3, 1, BASE, ("sharding.strategy=full_shard", "prefetch.mode=none")),
     "frozen, recomputed": (2, 1, BASE, ("sharding.strategy=full_shard", "recompute.mode=full")),
@@ -124,7 +129,7 @@ def test_a_drive_moves_what_is_planned(ranks, setting: str, tmp_path: Path):
         count,
         "offload.tier=params+optimizer:nvme",
         "model.layers=6",
-        "offload.group_parameters=300000",
+        "offload.sub_group_parameters=300000",
         *overrides,
         f"run.dir={tmp_path}",
         accumulation=accumulation,

@@ -21,12 +21,12 @@ PINS: tuple[tuple[str, ...], ...] = (
     (),
     ("run.compile=auto",),
     ("sharding.strategy=hybrid_shard",),
-    ("sharding.strategy=shard_grad_op", "train.accumulate_sync=last"),
+    ("sharding.strategy=shard_grad_op", "train.gradient_sync=last_microbatch"),
     ("sharding.strategy=zero1", "train.microbatch=1"),
     ("sharding.shard_degree=2",),
-    ("sharding.reshard_to=2",),
+    ("sharding.reshard_after_forward=2",),
     ("recompute.mode=full", "prefetch.mode=none"),
-    ("train.accumulate_sync=each", "recompute.mode=selective"),
+    ("train.gradient_sync=every_microbatch", "recompute.mode=selective"),
 )
 
 
@@ -68,7 +68,9 @@ def assert_the_search_equals_brute_force(data: st.DataObject) -> None:
     hardware = hardware_of(nodes, ranks, scale=scale) if device == "cuda" else cpu_of(nodes * ranks)
     spec = decoder_spec(SMALL)
     run = run_for(SMALL, f"train.global_batch={4 * nodes * ranks}", *pins)
-    if hardware.world_size == 1 and {"sharding.shard_degree=2", "sharding.reshard_to=2"} & set(pins):
+    if hardware.world_size == 1 and {"sharding.shard_degree=2", "sharding.reshard_after_forward=2"} & set(
+        pins
+    ):
         return
     everything = brute_force(spec, hardware, run)
     needs = sorted(prediction_of(one).needed_bytes for one, *_ in everything)
@@ -135,8 +137,8 @@ def test_the_best_plan_is_complete_and_fits():
         ("sharding.strategy=zero1", "strategy", Strategy.ZERO1),
         ("train.microbatch=2", "microbatch", 2),
         ("sharding.shard_degree=4", "shard_degree", 4),
-        ("sharding.reshard_to=4", "reshard_after_forward", 4),
-        ("train.accumulate_sync=last", "sync_each_microbatch", False),
+        ("sharding.reshard_after_forward=4", "reshard_after_forward", 4),
+        ("train.gradient_sync=last_microbatch", "sync_each_microbatch", False),
     ],
 )
 def test_what_is_pinned_is_taken_as_it_is(pin: str, field: str, value: object):

@@ -15,12 +15,12 @@ from tests.fakes.specs import LLAMA_8B, Shape, decoder_spec, plan_for
 
 STRATEGIES = (
     ("sharding.strategy=full_shard",),
-    ("sharding.strategy=full_shard", "sharding.reshard_to=2"),
+    ("sharding.strategy=full_shard", "sharding.reshard_after_forward=2"),
     ("sharding.strategy=shard_grad_op",),
     ("sharding.strategy=zero1",),
     ("sharding.strategy=no_shard",),
     ("sharding.strategy=hybrid_shard", "sharding.shard_degree=4"),
-    ("sharding.strategy=hybrid_shard", "sharding.shard_degree=4", "sharding.reshard_to=2"),
+    ("sharding.strategy=hybrid_shard", "sharding.shard_degree=4", "sharding.reshard_after_forward=2"),
     ("sharding.strategy=hybrid_shard_zero2", "sharding.shard_degree=2"),
 )
 PREFETCHES = ("none", "implicit", "explicit")
@@ -44,7 +44,7 @@ def plans(draw: st.DrawFn, shape: Shape, *, world: int = 16) -> Plan:
         *draw(st.sampled_from(STRATEGIES)),
         f"train.global_batch={world * accumulation}",
         "train.microbatch=1",
-        f"train.accumulate_sync={draw(st.sampled_from(['auto', 'each', 'last']))}",
+        f"train.gradient_sync={draw(st.sampled_from(['auto', 'every_microbatch', 'last_microbatch']))}",
         f"prefetch.mode={mode}",
         f"prefetch.forward={depth}",
         f"prefetch.backward={depth}",

@@ -44,7 +44,7 @@ def plans(draw: st.DrawFn, shape: Shape, *, degrees: tuple[int, ...] = (2, 4, 8)
         draw(st.sampled_from(["sharding.strategy=full_shard", "sharding.strategy=shard_grad_op"])),
         f"recompute.mode={draw(st.sampled_from(['none', 'full', 'selective']))}",
         f"prefetch.mode={draw(st.sampled_from(['none', 'implicit', 'explicit']))}",
-        f"train.accumulate_sync={draw(st.sampled_from(['each', 'last']))}",
+        f"train.gradient_sync={draw(st.sampled_from(['every_microbatch', 'last_microbatch']))}",
     )
 
 

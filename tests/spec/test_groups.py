@@ -36,14 +36,14 @@ def worlds(draw: st.DrawFn) -> list[list[ShardSize]]:
 LIMITS = st.integers(1, 9000)
 
 
-def limit_of(group_parameters: int) -> int:
-    return max(CUT_ELEMENTS, group_parameters // CUT_ELEMENTS * CUT_ELEMENTS)
+def limit_of(sub_group_parameters: int) -> int:
+    return max(CUT_ELEMENTS, sub_group_parameters // CUT_ELEMENTS * CUT_ELEMENTS)
 
 
 @given(worlds(), LIMITS)
 def test_every_element_is_in_one_group(world: list[list[ShardSize]], limit: int) -> None:
     for held in world:
-        groups = group_shards(held, group_parameters=limit)
+        groups = group_shards(held, sub_group_parameters=limit)
         for one in held:
             own = [s for group in groups for s in group.segments if s.name == one.name]
             ends = [0, *(segment.end for segment in own)]
@@ -57,7 +57,7 @@ def test_no_group_is_larger_than_its_limit_nor_do_its_segments_overlap(
     world: list[list[ShardSize]], limit: int
 ) -> None:
     for held in world:
-        for index, group in enumerate(group_shards(held, group_parameters=limit)):
+        for index, group in enumerate(group_shards(held, sub_group_parameters=limit)):
             assert group.index == index
             assert group.numel <= limit_of(limit)
             assert all(one.numel > 0 and one.offset % VECTOR == 0 for one in group.segments)
@@ -69,7 +69,7 @@ def test_what_fits_stays_whole_and_what_does_not_is_cut_at_multiples(
     world: list[list[ShardSize]], limit: int
 ) -> None:
     for held in world:
-        groups = group_shards(held, group_parameters=limit)
+        groups = group_shards(held, sub_group_parameters=limit)
         for one in held:
             names = [group.names.count(one.name) for group in groups if one.name in group.names]
             assert names == [1] * -(-one.most // limit_of(limit))
@@ -82,7 +82,7 @@ def test_groups_are_the_same_on_all_ranks(world: list[list[ShardSize]], limit: i
     def told(groups: tuple[Group, ...]) -> list[tuple[int, str, tuple[str, ...]]]:
         return [(group.index, group.dtype, group.names) for group in groups]
 
-    first, *others = (group_shards(held, group_parameters=limit) for held in world)
+    first, *others = (group_shards(held, sub_group_parameters=limit) for held in world)
     for groups in (first, *others):
         assert told(groups) == told(first)
         assert all({s.name for s in group.segments} <= set(group.names) for group in groups)
@@ -95,7 +95,7 @@ def test_segments_lie_at_the_same_place_on_all_ranks(world: list[list[ShardSize]
     """A rank that has fewer rows has the first ones: so nothing that is kept beside them moves."""
     places: dict[tuple[str, int], tuple[int, int]] = {}
     for held in world:
-        for group in group_shards(held, group_parameters=limit):
+        for group in group_shards(held, sub_group_parameters=limit):
             for one in group.segments:
                 assert places.setdefault((one.name, one.begin), (group.index, one.offset)) == (
                     group.index,
@@ -107,7 +107,7 @@ def test_segments_lie_at_the_same_place_on_all_ranks(world: list[list[ShardSize]
 def test_portions_hold_their_parameters_whole_and_as_few_as_can_be(
     world: list[list[ShardSize]], limit: int
 ) -> None:
-    groups = group_shards(world[0], group_parameters=limit)
+    groups = group_shards(world[0], sub_group_parameters=limit)
     found = list(portions(groups))
     assert [group for portion in found for group in portion] == list(groups)
     names = [name for portion in found for name in {name for group in portion for name in group.names}]
@@ -119,4 +119,4 @@ def test_portions_hold_their_parameters_whole_and_as_few_as_can_be(
 def test_more_groups_than_an_update_can_go_through_are_refused_before_they_are_made() -> None:
     held = [ShardSize("p", numel=10**18, most=10**18, dtype="float32")]
     with pytest.raises(PlanError, match="too many groups"):
-        group_shards(held, group_parameters=64_000_000)
+        group_shards(held, sub_group_parameters=64_000_000)

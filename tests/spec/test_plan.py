@@ -125,19 +125,20 @@ def test_a_shard_degree_divides_the_ranks_or_is_refused_with_those_that_do(strat
 
 
 @given(SMALL, SMALL)
-def test_reshard_to_divides_properly_or_is_refused_with_those_that_do(world_size, reshard_to):
-    def plan(reshard_to: int) -> Plan:
+def test_reshard_to_divides_properly_or_is_refused_with_those_that_do(world_size, reshard_after_forward):
+    def plan(reshard_after_forward: int) -> Plan:
         run = run_of(
-            sharding={"strategy": "hpz", "reshard_to": reshard_to}, train={"global_batch": world_size}
+            sharding={"strategy": "hpz", "reshard_after_forward": reshard_after_forward},
+            train={"global_batch": world_size},
         )
         return Plan.from_run(run, world_size=world_size)
 
     proper = [good for good in range(2, world_size) if world_size % good == 0]
-    if reshard_to in proper:
-        assert plan(reshard_to).reshard_after_forward == reshard_to
+    if reshard_after_forward in proper:
+        assert plan(reshard_after_forward).reshard_after_forward == reshard_after_forward
         return
     with pytest.raises(PlanError) as raised:
-        plan(reshard_to)
+        plan(reshard_after_forward)
     assert [plan(good).reshard_after_forward for good in suggested(raised.value)] == proper
 
 

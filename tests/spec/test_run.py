@@ -110,7 +110,7 @@ def test_an_unknown_key_is_answered_with_the_nearest_or_its_section(text, messag
         ("[model]\nkv_heads = 3", "model", "must divide heads"),
         ("[model]\nd_model = 4", "model", "even head size"),
         ("[sharding]\nstrategy = 'zero4'", "sharding.strategy", "full_shard"),
-        ("[sharding]\nstrategy = 'hpz'", "sharding", "reshard_to = <ranks>"),
+        ("[sharding]\nstrategy = 'hpz'", "sharding", "reshard_after_forward = <ranks>"),
         ("[sharding]\nstrategy = 'full_shard'\nshard_degree = 2", "sharding", "hybrid"),
         ("[sharding]\nstrategy = 'zero2'\nreshard_to = 2", "sharding", "not shard_grad_op"),
         ("[sharding.units]\npolicy = 'names'", "sharding.units", 'names = ["blocks.*"]'),

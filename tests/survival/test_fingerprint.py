@@ -116,7 +116,7 @@ def test_a_skipped_collective_of_the_same_shape_is_noticed_in_that_step(ranks: A
 
 def collectives_on_one_rank_only(setting: str) -> str:
     """Rank 0 sends something to rank 1, which rank 2 has no part in."""
-    state, plan = sharded(run_of(f"survival.fingerprint={setting}"))
+    state, plan = sharded(run_of(f"fault_tolerance.fingerprint={setting}"))
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         if dist.get_rank() < 2:

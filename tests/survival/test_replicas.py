@@ -50,7 +50,7 @@ def flip(tensor: Tensor) -> None:
 def flipped(strategy: str, what: str, by: tuple[int, ...]) -> tuple[int, str, str] | None:
     """After step 3 the ranks `by` have one bit otherwise; replicas are compared after steps 2 and 4."""
     still = "optimizer.learning_rate=1e-30"  # so that a moment that differs does not reach the parameters
-    run = run_of("train.steps=6", "survival.check_replicas_every=2", still, *STRATEGIES[strategy])
+    run = run_of("train.steps=6", "fault_tolerance.check_replicas_every=2", still, *STRATEGIES[strategy])
     state, plan = sharded(run)
     try:
         for step in train(state, plan, loss=mean_square):
@@ -97,7 +97,7 @@ def test_replicas_that_train_alike_are_the_same(strategy: str, more: str, ranks:
 
 
 def undisturbed(strategy: str, more: str) -> int:
-    state, plan = sharded(run_of("survival.check_replicas_every=1", more, *STRATEGIES[strategy]))
+    state, plan = sharded(run_of("fault_tolerance.check_replicas_every=1", more, *STRATEGIES[strategy]))
     return len(list(train(state, plan, loss=mean_square)))
 
 

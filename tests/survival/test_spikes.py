@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from fullshard.checkpoint import load, save
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
-from fullshard.spec.run import SurvivalSection
+from fullshard.spec.run import FaultToleranceSection
 from fullshard.survival.spikes import RecentSteps
 from fullshard.training.loop import Step, train
 from fullshard.training.resume import roll_back
 from tests.training.runs import Pairs, local_bits, mean_square, run_of, same_bits, sharded
 
-SECTION = SurvivalSection(on_spike="skip", spike_window=8, spike_sigma=3.0)
+SECTION = FaultToleranceSection(on_spike="skip", spike_window=8, spike_sigma=3.0)
 
 
-def recent(*losses: float, norms: float = 1.0, section: SurvivalSection = SECTION) -> RecentSteps:
+def recent(*losses: float, norms: float = 1.0, section: FaultToleranceSection = SECTION) -> RecentSteps:
     steps = RecentSteps()
     for loss in losses:
         steps.add(loss, norms, section=section)
@@ -54,7 +54,7 @@ def test_steps_beyond_the_window_do_not_count(losses: list[float], new: float) -
 
 
 def test_nothing_is_judged_or_kept_unless_asked_for() -> None:
-    off = SurvivalSection()
+    off = FaultToleranceSection()
     assert recent(1.0, 1.0, section=off) == RecentSteps()
     assert not recent(*[1.0] * 8).spikes(100.0, 1.0, section=off)
 
@@ -78,7 +78,7 @@ class SomeSpike(Pairs):
 
 def spiky(kind: str, *bad: int, more: tuple[str, ...] = ()) -> Any:
     return sharded(
-        run_of("train.steps=12", f"survival.on_spike={kind}", "survival.spike_window=8", *more),
+        run_of("train.steps=12", f"fault_tolerance.on_spike={kind}", "fault_tolerance.spike_window=8", *more),
         data=SomeSpike(*bad),
     )
 
@@ -143,7 +143,7 @@ def test_after_a_rollback_no_batch_since_the_checkpoint_is_used_again(ranks: Any
 
 def test_more_batches_are_stepped_over_if_set(ranks: Any, tmp_path: Path) -> None:
     """Also those of a second spike, which had been the next batch but two."""
-    more = ("survival.skip_batches=2",)
+    more = ("fault_tolerance.skip_batches=2",)
     for kept, went_back_to, counts, _ in ranks(2).run(rolling_back, tmp_path, (6, 8, 10), more):
         assert went_back_to == [4, 4]
         assert [kept[step] for step in range(5, 13)] == list(range(13, 21))
@@ -151,7 +151,7 @@ def test_more_batches_are_stepped_over_if_set(ranks: Any, tmp_path: Path) -> Non
 
 
 def test_without_a_checkpoint_the_step_is_left_out(ranks: Any, tmp_path: Path) -> None:
-    more = ("survival.spike_window=4",)
+    more = ("fault_tolerance.spike_window=4",)
     for kept, went_back_to, _, _ in ranks(2).run(rolling_back, tmp_path, (3,), more):
         assert went_back_to == [None]
         assert list(kept.values()) == [0, 1, 2, *range(4, 12)]
@@ -159,7 +159,7 @@ def test_without_a_checkpoint_the_step_is_left_out(ranks: Any, tmp_path: Path) -
 
 def too_often(directory: Path) -> tuple[str, int]:
     with pytest.raises(TrainError) as raised:
-        rolling_back(directory, tuple(range(6, 40)), ("survival.max_rollbacks=2",))
+        rolling_back(directory, tuple(range(6, 40)), ("fault_tolerance.max_rollbacks=2",))
     return raised.value.what, raised.value.exit_code
 
 
@@ -173,7 +173,7 @@ def not_finite(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def asks_for_a_rollback() -> list[tuple[bool, bool]]:
-    run = run_of("train.max_skipped_steps=2", "survival.on_spike=rollback")
+    run = run_of("train.max_skipped_steps=2", "fault_tolerance.on_spike=rollback")
     state, plan = sharded(run)
     steps = train(state, plan, loss=not_finite)
     return [(step.skipped, step.rollback) for step in (next(steps), next(steps))]

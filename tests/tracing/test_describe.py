@@ -134,7 +134,12 @@ def test_odd_models_too(options):
 
 def test_gradients_that_are_added_to_in_place_are_not_there_twice():
     plan = plan_of(
-        *("train.global_batch=4", "train.microbatch=2", "train.accumulate_sync=last", "recompute.mode=full")
+        *(
+            "train.global_batch=4",
+            "train.microbatch=2",
+            "train.gradient_sync=last_microbatch",
+            "recompute.mode=full",
+        )
     )
     trace = only_trace(plan)
     counted = allocated(DecoderModel(plan.run.decoder), plan, vocabulary=256, accumulating=True)
@@ -182,7 +187,7 @@ def on_gpu(*overrides: str, batch: int = 2) -> Trace:
     """How a GPU would run six blocks, each of them shown."""
     settings = ("model.layers=6", f"train.global_batch={batch}", "precision.mode=bf16", *overrides)
     model, plan = distinct_blocks(*settings)
-    spec = describe(model, plan, loss=next_token_loss, kernels_for="cuda")
+    spec = describe(model, plan, loss=next_token_loss, device_type="cuda")
     return spec.trace(plan.run.recompute, plan.microbatch)
 
 
@@ -291,14 +296,14 @@ def test_a_few_blocks_tell_what_all_do(recompute, vocabulary):
 
 
 @pytest.mark.parametrize("microbatch", [pytest.param(1, marks=pytest.mark.long), 5])
-@pytest.mark.parametrize("kernels_for", [pytest.param("cpu", marks=pytest.mark.long), "cuda"])
-def test_two_sizes_of_microbatch_tell_all(microbatch, kernels_for):
+@pytest.mark.parametrize("device_type", [pytest.param("cpu", marks=pytest.mark.long), "cuda"])
+def test_two_sizes_of_microbatch_tell_all(microbatch, device_type):
     plan = plan_of(f"train.global_batch={microbatch}")
     shape = (microbatch, 64)
     batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in ("tokens", "labels")}
     batch["scalar"] = torch.empty(())  # so that the batch cannot grow, and is traced as it is
-    told = describe(decoder(plan), plan, loss=next_token_loss, kernels_for=kernels_for)
-    seen = describe(decoder(plan), plan, loss=next_token_loss, batch=batch, kernels_for=kernels_for)
+    told = describe(decoder(plan), plan, loss=next_token_loss, device_type=device_type)
+    seen = describe(decoder(plan), plan, loss=next_token_loss, batch=batch, device_type=device_type)
     assert seen.traces[0].microbatch == microbatch
     ours, theirs = (spec.trace(plan.run.recompute, microbatch) for spec in (told, seen))
     assert [max(at(moment, microbatch) for moment in phase.peaks) for phase in ours.phases] == [

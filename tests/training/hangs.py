@@ -73,12 +73,18 @@ def run_rank(harm: str, culprit: int, world: tuple[int, int, int], directory: st
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     # The first step takes its time where the machine is busy.
-    limits = f"survival.watchdog_seconds={WATCHDOG_SECONDS}", "survival.watchdog_patience=20"
+    limits = (
+        f"fault_tolerance.watchdog_timeout_seconds={WATCHDOG_SECONDS}",
+        "fault_tolerance.slow_phase_factor=20",
+    )
     state, plan = sharded(run_of(*limits))
     state.data = Hanging(harm, culprit)
     loss = skipping(culprit) if harm == "skips_a_collective" else mean_square
     leave_word = Path(directory, f"last-words-{rank}").write_text
-    with on_watchdog_exit(lambda error: leave_word(str(error))), watching(state.phase, plan.run.survival):
+    with (
+        on_watchdog_exit(lambda error: leave_word(str(error))),
+        watching(state.phase, plan.run.fault_tolerance),
+    ):
         for step in train(state, plan, loss=loss):
             if harm == "saves_for_long" and (rank, step.index) == (culprit, HANGS_AT):
                 state.phase.enter(RunPhase.SAVING)

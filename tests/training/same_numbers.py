@@ -43,7 +43,7 @@ STRATEGIES: dict[str, list[str]] = {
     "full_shard": [],
     "hybrid_shard": ["sharding.shard_degree=2"],
     "hybrid_shard_zero2": ["sharding.shard_degree=2"],
-    "hpz": ["sharding.reshard_to=2"],
+    "hpz": ["sharding.reshard_after_forward=2"],
 }
 
 
@@ -81,7 +81,7 @@ def make_run(
             "data.sequence_length=9",
             "train.global_batch=24",
             f"train.microbatch={24 // ranks // microbatches}",
-            f"train.accumulate_sync={sync}",
+            f"train.gradient_sync={sync}",
             f"train.steps={STEPS}",
             "schedule.warmup_steps=2",
             "optimizer.learning_rate=1e-2",

@@ -30,9 +30,9 @@ TIERS = ("optimizer:cpu", "params+optimizer:cpu", "optimizer:nvme", "params+opti
 STEPS = 20
 VOCABULARY = 31
 # Of 1,024 elements: large shards are cut, and fill none of their groups.
-TINY = "offload.group_parameters=1"
+TINY = "offload.sub_group_parameters=1"
 # Whole, since what is drawn to round a bf16 parameter by depends on where it is cut.
-WHOLE = "offload.group_parameters=4096"
+WHOLE = "offload.sub_group_parameters=4096"
 
 Found = tuple[list[tuple[float, float, bool]], dict[str, Tensor]]
 
@@ -134,15 +134,15 @@ def differences(cases: Sequence[Case], tiers: Sequence[str], directory: str) -> 
 
 
 HYBRID = ("sharding.strategy=hybrid_shard", "sharding.shard_degree=2")
-FEWER = ("sharding.strategy=full_shard", "sharding.reshard_to=2")
-EACH, LAST = "train.accumulate_sync=each", "train.accumulate_sync=last"
+FEWER = ("sharding.strategy=full_shard", "sharding.reshard_after_forward=2")
+EACH, LAST = "train.gradient_sync=every_microbatch", "train.gradient_sync=last_microbatch"
 PURE = "precision.mode=bf16_pure"
 ON_DEVICE = "offload.update=device"
 SAMPLE = {
     1: [Case("odd", ("train.microbatch=6", LAST))],
     2: [
         Case("odd", ("precision.mode=bf16", "sharding.strategy=shard_grad_op", "train.microbatch=3", LAST)),
-        Case("spoilt", ("precision.mode=bf16_reduce", "offload.paranoid=true", ON_DEVICE), WHOLE),
+        Case("spoilt", ("precision.mode=bf16_reduce", "offload.verify_reads=true", ON_DEVICE), WHOLE),
         Case("regression", ("sharding.strategy=no_shard", "recompute.mode=full", ON_DEVICE)),
     ],
     3: [
@@ -174,7 +174,7 @@ STRATEGIES = {
     "no_shard": (1, 2, 3, 4),
     "zero1": (1, 2, 3, 4),
     "hybrid_shard": (4,),
-    "reshard_to": (4,),
+    "reshard_after_forward": (4,),
 }
 WORLDS = [(n, strategy) for strategy, worlds in STRATEGIES.items() for n in worlds]
 HOW = list(
@@ -189,7 +189,9 @@ def cases_of(precision: str, n: int, strategy: str) -> list[Case]:
     """Two models; what else there is to choose comes in turn."""
     turn = PRECISIONS.index(precision) + WORLDS.index((n, strategy))
     syncs, again = HOW[turn % len(HOW)]
-    how = {"hybrid_shard": HYBRID, "reshard_to": FEWER}.get(strategy, (f"sharding.strategy={strategy}",))
+    how = {"hybrid_shard": HYBRID, "reshard_after_forward": FEWER}.get(
+        strategy, (f"sharding.strategy={strategy}",)
+    )
     fixed = (f"precision.mode={precision}", *how, *syncs, again)
     groups = WHOLE if precision == "bf16_pure" else TINY
     return [Case(model, fixed, groups) for model in ("odd", ("regression", "adapters")[turn // 2 % 2])]

@@ -82,7 +82,7 @@ def state_on(
     tier: str, directory: str, *more: str, unset: bool = False, saved: Literal["all", "trained"] = "all"
 ) -> tuple[TrainState, Plan]:
     """`unset`: somebody else brings the values."""
-    tier_of = (f"offload.tier={DRIVE if tier == HOST else tier}", "offload.group_parameters=1")
+    tier_of = (f"offload.tier={DRIVE if tier == HOST else tier}", "offload.sub_group_parameters=1")
     run = run_of(*tier_of, "sharding.strategy=full_shard", f"run.dir={directory}", *more)
     plan = Plan.from_run(run, world_size=dist.get_world_size())
     model = shard_on(tier, meta(Base), plan, unset=unset)
@@ -121,7 +121,7 @@ STRATEGIES = {
     1: "sharding.strategy=full_shard",
     2: "sharding.strategy=shard_grad_op",
     3: "sharding.strategy=full_shard",
-    4: "sharding.reshard_to=2",
+    4: "sharding.reshard_after_forward=2",
 }
 
 
@@ -130,7 +130,9 @@ STRATEGIES = {
     "more",
     [
         ("precision.mode=bf16",),
-        pytest.param(("precision.mode=bf16_pure", "offload.group_parameters=99999"), marks=pytest.mark.long),
+        pytest.param(
+            ("precision.mode=bf16_pure", "offload.sub_group_parameters=99999"), marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_base_outside_of_the_device_is_trained_on_bit_for_bit(
@@ -276,7 +278,7 @@ def test_a_base_that_is_loaded_in_part_is_not_computed_with(
 
 def changed(directory: str) -> tuple[str, str]:
     """What a step and a save say of a base whose bytes have changed on the drive."""
-    state, plan = state_on(DRIVE, directory, "offload.paranoid=true")
+    state, plan = state_on(DRIVE, directory, "offload.verify_reads=true")
     advance(state, plan, to=1)
     (path,) = Path(directory).glob("offload/*/*/frozen.data")
     damage(path)
@@ -303,7 +305,7 @@ def without_values(tier: str, directory: str) -> tuple[int, list[str]]:
 
     run = run_of(f"offload.tier={tier}", f"run.dir={directory}")
     plan = Plan.from_run(run, world_size=dist.get_world_size())
-    model = shard(meta(Base), plan, values="unset", system=replace(SYSTEM, pwritev=pwritev))
+    model = shard(meta(Base), plan, init="none", system=replace(SYSTEM, pwritev=pwritev))
     state, said = TrainState(model, build_optimizer(model, plan)), list[str]()
     for use in (lambda: computed(state), state.optimizer.step, state.tensors):
         with pytest.raises(OffloadError) as info:

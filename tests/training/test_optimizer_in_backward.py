@@ -81,7 +81,11 @@ SAME = [
     pytest.param(3, Mixed, ("precision.mode=bf16", "recompute.mode=full"), marks=pytest.mark.long),
     (3, Mixed, (UNSHARDED, "optimizer.name=torch.optim.NAdam")),
     (2, Twice, ()),
-    (4, Tied, (*HYBRID, "precision.mode=bf16_reduce", "prefetch.mode=explicit", "survival.fingerprint=all")),
+    (
+        4,
+        Tied,
+        (*HYBRID, "precision.mode=bf16_reduce", "prefetch.mode=explicit", "fault_tolerance.fingerprint=all"),
+    ),
 ]
 
 
@@ -300,7 +304,7 @@ def test_a_gradient_that_comes_in_pieces_is_refused_in_the_first_step(ranks: Any
 REFUSED = [
     (("optimizer.clip_norm=1.0",), "clipping needs the norm of all gradients before the first update"),
     (("precision.mode=fp16",), 'precision.mode = "fp16"'),
-    (("survival.on_spike=skip",), 'survival.on_spike = "skip"'),
+    (("fault_tolerance.on_spike=skip",), 'fault_tolerance.on_spike = "skip"'),
     (("offload.tier=optimizer:cpu",), "offload.tier"),
 ]
 

@@ -120,7 +120,7 @@ def test_sharded_run_equals_unsharded_run_in_the_full_cross(
     [
         ("hybrid_shard", "sharding.shard_degree=3"),
         ("hybrid_shard_zero2", "sharding.shard_degree=3"),
-        ("hpz", "sharding.reshard_to=3"),
+        ("hpz", "sharding.reshard_after_forward=3"),
     ],
 )
 def test_sharded_run_equals_unsharded_run_on_two_by_three(

@@ -19,7 +19,7 @@ def rates(section: ScheduleSection, steps: int) -> list[float]:
 
 def section(kind: str, *, warmup: int = 0, final: float = 0.1, decay: float = 0.2) -> ScheduleSection:
     return ScheduleSection.model_validate(
-        {"kind": kind, "warmup_steps": warmup, "final_ratio": final, "decay_fraction": decay}
+        {"kind": kind, "warmup_steps": warmup, "min_lr_ratio": final, "decay_fraction": decay}
     )
 
 
@@ -53,7 +53,7 @@ def test_the_last_step_is_at_the_final_ratio_and_so_are_those_beyond(
     section: ScheduleSection, steps: int
 ) -> None:
     steps += section.warmup_steps
-    end = 1.0 if section.kind == "constant" else section.final_ratio
+    end = 1.0 if section.kind == "constant" else section.min_lr_ratio
     assert rates(section, steps)[-1] == pytest.approx(end)
     assert rate_factor(section, step=steps + 5, steps=steps) == pytest.approx(end)
 
@@ -65,9 +65,9 @@ def test_no_step_falls_more_than_the_steepest_slope(section: ScheduleSection, st
     length = len(after) - 1
     if section.kind == "wsd":
         length = min(length, section.decay_fraction * steps)
-    steepest = (1 - section.final_ratio) * (math.pi / 2 if section.kind == "cosine" else 1) / length
+    steepest = (1 - section.min_lr_ratio) * (math.pi / 2 if section.kind == "cosine" else 1) / length
     for earlier, later in zip(after, after[1:], strict=False):
-        assert earlier - later <= min(steepest, 1 - section.final_ratio) + 1e-9
+        assert earlier - later <= min(steepest, 1 - section.min_lr_ratio) + 1e-9
 
 
 def test_wsd_stays_at_the_peak_until_the_last_fraction_of_all_steps() -> None:

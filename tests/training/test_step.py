@@ -173,7 +173,7 @@ UNSHARDED_LAYER = 'sharding.units.overrides=[{match="layers.1", strategy="no_sha
         (2, MixedOdd, (UNSHARDED_HEAD, "train.microbatch=2")),
         (3, MixedOdd, ("sharding.strategy=no_shard", UNSHARDED_HEAD)),
         (4, MixedOdd, (UNSHARDED_HEAD, "sharding.strategy=hybrid_shard_zero2", "sharding.shard_degree=2")),
-        (4, MixedOdd, (UNSHARDED_HEAD, "sharding.reshard_to=2", "train.microbatch=1")),
+        (4, MixedOdd, (UNSHARDED_HEAD, "sharding.reshard_after_forward=2", "train.microbatch=1")),
     ],
 )
 def test_the_norm_and_what_clipping_does_are_those_of_the_unsharded_model(
@@ -342,7 +342,7 @@ def all_reduces(microbatch: int) -> int:
     state, plan = sharded(
         run_of(
             "sharding.strategy=no_shard",
-            "train.accumulate_sync=each",
+            "train.gradient_sync=every_microbatch",
             "train.steps=1",
             f"train.microbatch={microbatch}",
         )

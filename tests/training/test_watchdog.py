@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.errors import TrainError
-from fullshard.spec.run import SurvivalSection
+from fullshard.spec.run import FaultToleranceSection
 from fullshard.survival.diagnosis import (
     Heartbeat,
     Report,
@@ -76,19 +76,19 @@ def test_a_slow_phase_is_waited_for_on_all_ranks(tmp_path: Path) -> None:
 
 def test_nothing_is_left_of_a_watchdog_that_was_stopped_or_is_off() -> None:
     before = set(threading.enumerate())
-    with watching(PhaseTracker(), SurvivalSection(watchdog_seconds=0)):
+    with watching(PhaseTracker(), FaultToleranceSection(watchdog_timeout_seconds=0)):
         assert set(threading.enumerate()) == before
-    with watching(PhaseTracker(), SurvivalSection(watchdog_seconds=100)):
+    with watching(PhaseTracker(), FaultToleranceSection(watchdog_timeout_seconds=100)):
         names = {thread.name for thread in set(threading.enumerate()) - before}
         assert "fullshard watchdog" in names
     assert set(threading.enumerate()) == before
 
 
 def test_collectives_wait_for_longer_than_the_watchdog() -> None:
-    for settings in ({}, {"watchdog_seconds": 1000.0}, {"watchdog_seconds": 0}):
-        section = SurvivalSection(**settings)
-        assert section.group_timeout_seconds > section.watchdog_seconds * section.watchdog_patience
-        assert section.group_timeout_seconds >= section.collective_seconds
+    for settings in ({}, {"watchdog_timeout_seconds": 1000.0}, {"watchdog_timeout_seconds": 0}):
+        section = FaultToleranceSection(**settings)
+        assert section.group_timeout_seconds > section.watchdog_timeout_seconds * section.slow_phase_factor
+        assert section.group_timeout_seconds >= section.collective_timeout_seconds
 
 
 # Who is to blame

@@ -32,7 +32,7 @@ from tests.weights.hugging_face import hugging_face, outcome, whole
 def saved(directory: Path, name: str, *settings: str) -> dict[str, Tensor]:
     """Imported on these ranks and saved by them; its tensors, whole."""
     plan = plan_of(dist.get_world_size(), f"model.hf={directory / 'in'}", *settings)
-    model = shard(hf_model(HuggingFaceModel(hf=str(directory / "in"))), plan, values="unset")
+    model = shard(hf_model(HuggingFaceModel(hf=str(directory / "in"))), plan, init="none")
     load_pretrained(model, directory / "in", plan=plan)
     save(TrainState(model, build_optimizer(model, plan)), directory / "run" / "checkpoints", plan=plan)
     return {n: whole(t) for n, t in model.state_dict().items()}
@@ -119,7 +119,7 @@ def test_a_directory_that_holds_weights_is_left_alone(ranks, tmp_path):
 def saved_with_adapters(directory: Path, *more: str) -> dict[str, Tensor]:
     settings = ("adapter.rank=3", "adapter.alpha=5", f"model.hf={directory / 'in'}", *more)
     plan = plan_of(dist.get_world_size(), *settings)
-    model = shard(build_model(plan.run), plan, values="unset")
+    model = shard(build_model(plan.run), plan, init="none")
     load_pretrained(model, directory / "in", plan=plan)
     with torch.no_grad():
         for number, (name, parameter) in enumerate(model.named_parameters()):

@@ -28,7 +28,7 @@ from tests.weights.hugging_face import hugging_face, outcome, whole
 
 def imported(directory: Path, name: str, *settings: str) -> tuple[LoadReport, dict[str, Tensor], Tensor]:
     plan = plan_of(dist.get_world_size(), *settings)
-    model = shard(hf_model(HuggingFaceModel(hf=str(directory))), plan, values="unset").eval()
+    model = shard(hf_model(HuggingFaceModel(hf=str(directory))), plan, init="none").eval()
     loaded = load_pretrained(model, directory, plan=plan)
     return loaded, {n: whole(t) for n, t in model.state_dict().items()}, outcome(model, name)
 
@@ -106,7 +106,7 @@ def loaded_partly(directory: Path) -> tuple[LoadReport, dict[str, Tensor]]:
     with torch.device("meta"):
         model = Small()
     model.seen = torch.zeros(2)
-    shard(model, plan, values="unset")
+    shard(model, plan, init="none")
     loaded = load_pretrained(model, directory, plan=plan)
     return loaded, {n: whole(t) for n, t in model.state_dict().items()}
 
@@ -217,7 +217,7 @@ def import_of_large_tensors(directory: Path) -> tuple[int, int, int]:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(8192, 4096, bias=False) for _ in range(2)))
     settings = ("sharding.units.policy=size", "sharding.units.min_parameters=9")
-    shard(model, plan_of(dist.get_world_size(), *settings), values="unset")
+    shard(model, plan_of(dist.get_world_size(), *settings), init="none")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident_bytes("VmRSS")
     loaded = read_pretrained(model, directory)

@@ -209,7 +209,7 @@ def gather_checkpoint(
     *,
     key_file: KeyFile = None,
 ) -> None:
-    """Combine the parts that nodes saved on their own disks (checkpoint.disks = "node")."""
+    """Combine the parts that nodes saved on their own disks (checkpoint.storage = "per_node")."""
     from fullshard.checkpoint.per_node import gather
     from fullshard.system.targets import require_outside
 

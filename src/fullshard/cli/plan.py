@@ -60,9 +60,11 @@ Price = Annotated[
     float | None, typer.Option("--price", metavar="DOLLARS", callback=positive, help="Price of one GPU hour.")
 ]
 Compare = Annotated[bool, typer.Option("--compare", help="Show all strategies side by side.")]
-Exact = Annotated[
+DryRun = Annotated[
     bool,
-    typer.Option("--exact", help="Run the plan's real step without data or devices, and compare its memory."),
+    typer.Option(
+        "--dry-run", help="Run the plan's real step without data or devices, and compare its memory."
+    ),
 ]
 Save = Annotated[
     Path | None, typer.Option("--save", metavar="PLAN.json", help="Save the plan for fullshard train --plan.")
@@ -100,7 +102,7 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     budget: BudgetOption = None,
     price: Price = None,
     compare: Compare = False,
-    exact: Exact = False,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
     save: Save = None,
     save_spec: SaveSpec = None,
@@ -131,7 +133,7 @@ def plan(  # signature: typer's, one parameter an option  # noqa: PLR0913
     if save is not None:
         _write(answer.best, save)
         _note(question.about_saving(save))
-    if exact:
+    if dry_run:
         _note("running the real step dry, which takes a minute or more")
         answer = with_dry_run(answer)
     if as_json:

@@ -57,7 +57,7 @@ def _read_stage(reading: ConfigReader) -> None:
     else:
         reading.set(key, "sharding.strategy", value=strategy)
     if whole(stage) == 3 and isinstance(hpz, int) and hpz > 1:
-        reading.set(f"{_ZERO}.zero_hpz_partition_size", "sharding.reshard_to", value=hpz)
+        reading.set(f"{_ZERO}.zero_hpz_partition_size", "sharding.reshard_after_forward", value=hpz)
 
 
 def _read_offload(reading: ConfigReader) -> None:
@@ -183,9 +183,9 @@ def _read_schedule(reading: ConfigReader) -> None:
         return
     reading.set(key, "schedule.kind", value=kind)
     if kind == "linear":
-        reading.set_default("schedule.final_ratio", 0.0, why="WarmupDecayLR ends at 0")
+        reading.set_default("schedule.min_lr_ratio", 0.0, why="WarmupDecayLR ends at 0")
     if kind == "cosine" and "scheduler.params.cos_min_ratio" not in reading.leaves:
-        reading.set_default("schedule.final_ratio", 1e-4, why="WarmupCosineLR's default")
+        reading.set_default("schedule.min_lr_ratio", 1e-4, why="WarmupCosineLR's default")
     if "scheduler.params.warmup_num_steps" not in reading.leaves:
         reading.set_default("schedule.warmup_steps", 1000, why=f"{reading.get(key)}'s default")
     lowest = reading.get("scheduler.params.warmup_min_lr")

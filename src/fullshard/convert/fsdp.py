@@ -151,7 +151,12 @@ def _read_reshard(reading: ConfigReader, key: str) -> None:
         return
     degree = None if isinstance(value, bool) else positive(value)
     if degree is not None and degree > 1:
-        reading.set(key, "sharding.reshard_to", value=degree, why="and the strategy full_shard (ZeRO++ hpZ)")
+        reading.set(
+            key,
+            "sharding.reshard_after_forward",
+            value=degree,
+            why="and the strategy full_shard (ZeRO++ hpZ)",
+        )
         reading.infer("sharding.strategy", "full_shard", origin=key)
         return
     named = _STRATEGIES.get(last_name(value)) if degree is None else None

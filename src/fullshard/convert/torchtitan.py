@@ -13,7 +13,7 @@ _DEFAULTS = {
     "optimizer.weight_decay": 0.1,
     "schedule.warmup_steps": 200,
     "schedule.kind": "linear",
-    "schedule.final_ratio": 0.0,
+    "schedule.min_lr_ratio": 0.0,
     "data.sequence_length": 2048,
     "train.steps": 10_000,
     "train.microbatch": 8,

@@ -43,7 +43,7 @@ def tokenizer_vocabulary(section: DataSection) -> int | None:
     """
     if section.tokenizer is None and section.kinds & {"memmap", "python"}:
         return None
-    return open_tokenizer(section.tokenizer, end_token=section.end_token).vocabulary
+    return open_tokenizer(section.tokenizer, eos_token=section.eos_token).vocabulary
 
 
 def build_packed_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> PackedData:
@@ -82,7 +82,7 @@ def _open_tokenizer(section: DataSection, stores: Sequence[TokenStore]) -> Token
                 fix="data.tokenizer = the one that the memmaps were made with",
             )
         return None if "memmap" in kinds else ByteTokenizer()
-    tokenizer = open_tokenizer(section.tokenizer, end_token=section.end_token)
+    tokenizer = open_tokenizer(section.tokenizer, eos_token=section.eos_token)
     for store in stores:
         if store.vocabulary > tokenizer.vocabulary:
             raise DataError(

@@ -49,7 +49,7 @@ def _open_store(path: Path, fields: SourceFields, *, root: Path, alive: Heartbea
         raise unreadable(path, error) from error
 
     def build(draft: Path) -> Mapping[str, Any]:
-        largest, found = _scan(tokens, path, document_end=fields.document_end, alive=alive)
+        largest, found = _scan(tokens, path, eod_token=fields.eod_token, alive=alive)
         begins, ends = bounds or (np.append(0, found[:-1]), found)
         kept = ends > begins  # drops empty documents
         np.save(draft / _BEGINS, begins[kept])
@@ -60,7 +60,7 @@ def _open_store(path: Path, fields: SourceFields, *, root: Path, alive: Heartbea
         "kind": "memmap",
         "files": digests([path, index] if indexed else [path], root=root, alive=alive),
         "dtype": str(tokens.dtype),
-        "document_end": fields.document_end,
+        "eod_token": fields.eod_token,
         "rows": bounds is not None,
     }
     entry = get_or_build(root, f"index-{key_of(facts)}", build=build, alive=alive)
@@ -76,9 +76,9 @@ def _open_store(path: Path, fields: SourceFields, *, root: Path, alive: Heartbea
 
 
 def _scan(
-    tokens: Integers, path: Path, *, document_end: int | None, alive: Heartbeat
+    tokens: Integers, path: Path, *, eod_token: int | None, alive: Heartbeat
 ) -> tuple[int, NDArray[np.int64]]:
-    """Returns (largest token, ends of the documents that `document_end` ends, and of the file)."""
+    """Returns (largest token, ends of the documents that `eod_token` ends, and of the file)."""
     largest, ends = -1, [np.array([len(tokens)])]
     for first in range(0, len(tokens), _BLOCK):
         alive()
@@ -86,8 +86,8 @@ def _scan(
         if block.min() < 0:
             raise DataError(f"{path} holds what is no token.", got=f"{block.min()}, below 0")
         largest = max(largest, int(block.max()))
-        if document_end is not None:
-            ends.append(np.flatnonzero(block == document_end) + first + 1)
+        if eod_token is not None:
+            ends.append(np.flatnonzero(block == eod_token) + first + 1)
     return largest, np.unique(np.concatenate(ends)).astype(np.int64)
 
 

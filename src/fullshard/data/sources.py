@@ -63,12 +63,12 @@ def stores_of(
     require_reader(source.source)
     find = _find_dataset if source.source == "datasets" else _find_files
     files = find(source.source, fields, root=root, alive=alive)
-    tokenizer = open_tokenizer(section.tokenizer, end_token=section.end_token)  # before anything is read
+    tokenizer = open_tokenizer(section.tokenizer, eos_token=section.eos_token)  # before anything is read
     largest = tokenizer.vocabulary - 1
     settings = TokenizeSettings(
         fields=fields,
         tokenizer=section.tokenizer,
-        end_token=section.end_token,
+        eos_token=section.eos_token,
         train_on=section.train_on,
         on_error=section.on_error,
         dtype="uint8" if largest < 2**8 else "uint16" if largest < 2**16 else "uint32",
@@ -207,7 +207,7 @@ def _settings_facts(settings: TokenizeSettings) -> Mapping[str, Any]:
         "records": settings.fields.records,
         "train_on": settings.train_on if settings.fields.records != "text" else "all",
         "on_error": settings.on_error,
-        "end_token": settings.end_token,
+        "eos_token": settings.eos_token,
         "tokenizer": None,
     }
     if settings.tokenizer is not None:

@@ -54,7 +54,7 @@ class TokenizeSettings:
 
     fields: SourceFields
     tokenizer: str | None
-    end_token: str | None
+    eos_token: str | None
     train_on: Literal["all", "assistant", "completion"]
     on_error: Literal["stop", "skip"]
     dtype: str
@@ -91,7 +91,7 @@ class TaskTokenizer:
 
     def __init__(self, settings: TokenizeSettings) -> None:
         self.settings = settings
-        self._tokenizer = open_tokenizer(settings.tokenizer, end_token=settings.end_token)
+        self._tokenizer = open_tokenizer(settings.tokenizer, eos_token=settings.eos_token)
         self._chat: ChatTemplate | None = None
         if settings.fields.records == "messages":
             assert settings.tokenizer is not None, "messages without a tokenizer are refused by the spec"

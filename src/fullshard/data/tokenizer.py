@@ -112,11 +112,11 @@ class FileTokenizer:
             return self.backend.decode([t for t in tokens if t < known], skip_special_tokens=False)
 
 
-def open_tokenizer(path: str | None, *, end_token: str | None = None) -> Tokenizer:
+def open_tokenizer(path: str | None, *, eos_token: str | None = None) -> Tokenizer:
     """Opens the tokenizer of a directory or a tokenizer.json; None opens the byte tokenizer.
 
     A document gets the tokens that the tokenizer's own post-processor puts around a text. Behind it follows
-    the end token, unless the post-processor adds it already: `end_token`, else the eos_token of
+    the end token, unless the post-processor adds it already: `eos_token`, else the eos_token of
     tokenizer_config.json, else one with a usual name.
 
     Raises DataError for an absent or broken file, and if no end token is known; MissingExtraError without the
@@ -132,7 +132,7 @@ def open_tokenizer(path: str | None, *, end_token: str | None = None) -> Tokeniz
         full: list[int] = backend.encode("x", add_special_tokens=True).ids
     before = next((i for i, token in enumerate(full) if token in known), 0)
     after = around[before:]
-    end = _end_token(backend, file, named=end_token)
+    end = _end_token(backend, file, named=eos_token)
     return FileTokenizer(
         backend,
         before=tuple(around[:before]),
@@ -208,7 +208,7 @@ def _end_token(backend: "Backend", file: Path, *, named: str | None) -> int:
         "no token is known that ends a document.",
         got=f"{file} has no {' or '.join(candidates)}",
         why="documents are joined, and the model must see where one ends",
-        fix='data.end_token = "<the name of one>"',
+        fix='data.eos_token = "<the name of one>"',
     )
 
 

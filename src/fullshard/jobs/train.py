@@ -96,10 +96,10 @@ def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float
     """
     with ExitStack() as stack:
         ranks = stack.enter_context(
-            process_group(run.run.device, timeout_seconds=run.survival.group_timeout_seconds)
+            process_group(run.run.device, timeout_seconds=run.fault_tolerance.group_timeout_seconds)
         )
         where = PhaseTracker()
-        stack.enter_context(watching(where, run.survival))
+        stack.enter_context(watching(where, run.fault_tolerance))
         plan = plan or _plan(run, ranks)
         job = _start(stack, plan, ranks=ranks, where=where, resume=resume, command_started=command_started)
         # Until everything is saved, because ranks must agree on how to react.
@@ -142,7 +142,7 @@ def _start(
     state = TrainState(
         model,
         build_optimizer(model, plan),
-        data=stack.enter_context(PrefetchingBatches(data, steps=run.data.ahead_steps)),
+        data=stack.enter_context(PrefetchingBatches(data, steps=run.data.prefetch_steps)),
         saved="trained" if run.adapter.saved_alone else "all",
     )
     state.phase = where
@@ -171,7 +171,7 @@ def _start(
         command_started=command_started,
         first_step=state.step + 1,
         checkpoints=stack.enter_context(Checkpoints(directory.checkpoints, plan, say=log.message)),
-        pace=Pace(warmup_steps=run.train.warmup_steps_untimed),
+        pace=Pace(warmup_steps=run.train.untimed_warmup_steps),
         skipped_before=state.skipped,
     )
     _report_start(job, left=left, read=read, resume=resume)

@@ -25,7 +25,7 @@ def allocate_host(size_bytes: int, *, pinned: bool) -> Tensor:
         raise OffloadError(
             f"the host has no {format_bytes(size_bytes)} in one piece.",
             got=str(error),
-            fix="a smaller offload.group_parameters, an nvme tier, or more ranks",
+            fix="a smaller offload.sub_group_parameters, an nvme tier, or more ranks",
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -46,5 +46,5 @@ def _register(tensor: Tensor) -> None:
         raise OffloadError(
             f"CUDA does not register {format_bytes(tensor.nbytes)} of host memory.",
             got=f"cudaHostRegister: error {int(code)}",
-            fix="ulimit -l unlimited, a smaller offload.group_parameters, or an nvme tier",
+            fix="ulimit -l unlimited, a smaller offload.sub_group_parameters, or an nvme tier",
         )

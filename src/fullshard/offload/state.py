@@ -56,7 +56,7 @@ class Settings:
     """Placement and grouping of offloaded state.
 
     device: the device that computes
-    group_parameters: largest number of elements of a group
+    sub_group_parameters: largest number of elements of a group
     shards_outside: whether shards in the compute dtype, and frozen shards, are off the device as well
     moments: dtype of the moments; None for the master's
     on_drive: makes the drive store of these groups; None for host memory
@@ -64,7 +64,7 @@ class Settings:
     """
 
     device: torch.device
-    group_parameters: int
+    sub_group_parameters: int
     shards_outside: bool = False
     moments: torch.dtype | None = None
     on_drive: Callable[[Sequence[Group]], GroupStore] | None = None
@@ -130,7 +130,7 @@ class OffloadedState:
             held.append(ShardSize(name, numel=numel, most=most, dtype=_dtype_name(one)))
         self.names = tuple(self.engine)
         self.names_of = {one.sharded_param: name for name, one in self.engine.items()}
-        self.groups = group_shards(held, group_parameters=self.settings.group_parameters)
+        self.groups = group_shards(held, sub_group_parameters=self.settings.sub_group_parameters)
         self._own = tuple(group for group in self.groups if group.segments)
         self._make(frozen)
         self._filling: _Filling | None = None

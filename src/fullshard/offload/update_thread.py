@@ -124,6 +124,6 @@ def not_loaded_error() -> OffloadError:
     """Returns the error for a model that has no values yet."""
     return OffloadError(
         "the model has no values yet.",
-        why='fullshard.shard(..., values="unset") leaves them to a load',
+        why='fullshard.shard(..., init="none") leaves them to a load',
         fix="fullshard.load_pretrained(model, directory, plan=plan), or a checkpoint, before",
     )

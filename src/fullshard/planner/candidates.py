@@ -32,12 +32,12 @@ class Mesh(NamedTuple):
 
     strategy: Strategy  # the sharding strategy
     shard_degree: int  # number of ranks that share the parameters
-    reshard_to: int | None = None  # ranks that parameters stay sharded over after forward
+    reshard_after_forward: int | None = None  # ranks that parameters stay sharded over after forward
 
     @property
     def kind(self) -> str:
         """Name of the strategy; `hpz` if it reshards to fewer ranks."""
-        if self.reshard_to is None:
+        if self.reshard_after_forward is None:
             return str(self.strategy)
         return "hpz" if self.strategy is Strategy.FULL_SHARD else f"{self.strategy}_hpz"
 
@@ -45,7 +45,7 @@ class Mesh(NamedTuple):
     def frees(self) -> bool:
         """True if unsharded parameters are freed after forward, as in `Plan.from_run`."""
         keeping = (Strategy.ZERO1, Strategy.SHARD_GRAD_OP, Strategy.HYBRID_SHARD_ZERO2)
-        return self.reshard_to is not None or self.strategy not in keeping
+        return self.reshard_after_forward is not None or self.strategy not in keeping
 
 
 class Batch(NamedTuple):
@@ -53,7 +53,9 @@ class Batch(NamedTuple):
 
     microbatch: int  # sequences per microbatch
     accumulation: int  # microbatches per step
-    sync: Literal["each", "last"]  # reduce gradients after each microbatch, or after the last
+    sync: Literal[
+        "every_microbatch", "last_microbatch"
+    ]  # reduce gradients after each microbatch, or after the last
 
 
 class OffloadAndTensorParallel(NamedTuple):
@@ -140,7 +142,7 @@ def with_offload(run: Run, apart: OffloadAndTensorParallel) -> Run:
 def to_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
     """Returns the plan of `run` with all settings of the candidate."""
     mesh, batch = candidate.mesh, candidate.batch
-    train = run.train.model_copy(update={"microbatch": batch.microbatch, "accumulate_sync": batch.sync})
+    train = run.train.model_copy(update={"microbatch": batch.microbatch, "gradient_sync": batch.sync})
     settled = _pinned(with_offload(run, candidate.apart), mesh).model_copy(
         update={
             "train": train,
@@ -166,7 +168,7 @@ def _pinned(run: Run, mesh: Mesh) -> Run:
         update={
             "strategy": mesh.strategy,
             "shard_degree": mesh.shard_degree if mesh.strategy in _HYBRID else None,
-            "reshard_to": mesh.reshard_to,
+            "reshard_after_forward": mesh.reshard_after_forward,
         }
     )
     return run.model_copy(update={"sharding": sharding})
@@ -195,17 +197,17 @@ def _meshes(run: Run, world: int) -> Iterator[Mesh]:
             degrees = proper if proper or section.strategy == "auto" else [world]
             plain += [Mesh(strategy, degree) for degree in degrees]
     freeing = [m for m in plain if m.strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)]
-    if section.reshard_to is not None:
-        k = section.reshard_to
+    if section.reshard_after_forward is not None:
+        k = section.reshard_after_forward
         fitting = [m for m in freeing if m.shard_degree % k == 0 and k not in (1, m.shard_degree)]
-        yield from (mesh._replace(reshard_to=k) for mesh in fitting or freeing[:1])
+        yield from (mesh._replace(reshard_after_forward=k) for mesh in fitting or freeing[:1])
         return
     yield from plain
     if section.strategy != "auto":
         return  # a named strategy is taken literally
     for mesh in freeing:
         inner = [d for d in divisors(mesh.shard_degree) if d not in (1, mesh.shard_degree)]
-        yield from (mesh._replace(reshard_to=degree) for degree in inner)
+        yield from (mesh._replace(reshard_after_forward=degree) for degree in inner)
 
 
 def _batches(run: Run, mesh: Mesh, *, world: int) -> Iterator[Batch]:
@@ -219,14 +221,20 @@ def _batches(run: Run, mesh: Mesh, *, world: int) -> Iterator[Batch]:
             yield Batch(microbatch, accumulation, sync)
 
 
-def _syncs(run: Run, mesh: Mesh, *, accumulation: int) -> tuple[Literal["each", "last"], ...]:
-    pinned = run.train.accumulate_sync
+def _syncs(
+    run: Run, mesh: Mesh, *, accumulation: int
+) -> tuple[Literal["every_microbatch", "last_microbatch"], ...]:
+    pinned = run.train.gradient_sync
     if pinned != "auto":
         return (pinned,)
     if mesh.strategy is Strategy.ZERO1:
-        return ("last",)
+        return ("last_microbatch",)
     # shard_grad_op with one reduction per step is zero1.
-    return ("each",) if accumulation == 1 or mesh.strategy is Strategy.SHARD_GRAD_OP else ("each", "last")
+    return (
+        ("every_microbatch",)
+        if accumulation == 1 or mesh.strategy is Strategy.SHARD_GRAD_OP
+        else ("every_microbatch", "last_microbatch")
+    )
 
 
 def _recomputes(spec: ModelSpec, run: Run, *, microbatch: int, hardware: Hardware) -> list[RecomputeSection]:
@@ -260,7 +268,7 @@ def _is_double(run: Run, mesh: Mesh, *, batch: Batch, world: int) -> bool:
         return False
     same_as_full = world == 1 and mesh.strategy is Strategy.NO_SHARD
     same_as_grad_op = mesh.strategy is Strategy.ZERO1 and (
-        batch.accumulation == 1 or run.train.accumulate_sync == "each"
+        batch.accumulation == 1 or run.train.gradient_sync == "every_microbatch"
     )
-    pinned_last = mesh.strategy is Strategy.ZERO1 and run.train.accumulate_sync == "last"
+    pinned_last = mesh.strategy is Strategy.ZERO1 and run.train.gradient_sync == "last_microbatch"
     return same_as_full or same_as_grad_op or pinned_last

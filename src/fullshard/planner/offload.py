@@ -309,7 +309,7 @@ def _groups_of(spec: ModelSpec, plan: Plan, *, rank: int) -> Iterator[tuple[Grou
                 numel = shard_numel(parameter.shape, degree, rank=rank % degree)
                 most = padded_numel(parameter.shape, degree) // degree
                 held.append(ShardSize(f"{unit.position}.{index}", numel=numel, most=most, dtype=master))
-    for group in group_shards(held, group_parameters=plan.run.offload.group_parameters):
+    for group in group_shards(held, sub_group_parameters=plan.run.offload.sub_group_parameters):
         yield group, itemsizes[group.dtype]
 
 
@@ -349,7 +349,7 @@ def offload_terms(  # signature: what `step_time` knows of an offload target
     each = [size for size, count in units for _ in range(count)] if section.takes_parameters else []
     shards = sum(size.own_shards + size.frozen for size in each)
     on_drive, frozen = [size.on_drive for size in each], [size.frozen_on_drive for size in each]
-    segment = min(section.group_parameters, max((size.largest_trained for size, *_ in units), default=0))
+    segment = min(section.sub_group_parameters, max((size.largest_trained for size, *_ in units), default=0))
     is_untimed = section.on_disk and hardware.disk_bytes_per_second == math.inf
     host, disk, read, written = 0, 0, 0, 0
     if not on_cpu:

@@ -182,7 +182,7 @@ def describe_plan(plan: Plan) -> str:
     if plan.replicate_degree > 1:
         mesh = f"dp_replicate={plan.replicate_degree}, {mesh}"
     reshard = plan.reshard_after_forward
-    kept = f", reshard_to={reshard}" if not isinstance(reshard, bool) else ""
+    kept = f", reshard_after_forward={reshard}" if not isinstance(reshard, bool) else ""
     prefetch = plan.run.prefetch
     depth = f" {prefetch.forward}" if prefetch.mode == "explicit" else ""
     return (
@@ -203,7 +203,7 @@ def _suggest_host_memory_changes(plan: Plan, spec: ModelSpec, *, hardware: Hardw
         ways.append(f"offload.host_bytes = {least} ({format_bytes(least)}), the least that fits")
     if prediction.offload is not None:
         largest = _largest_group(plan, prediction.offload, timer=StepTimer(spec, hardware))
-        ways += [f"offload.group_parameters = {largest}"] if largest is not None else []
+        ways += [f"offload.sub_group_parameters = {largest}"] if largest is not None else []
         ways.append('offload.tier = "none" or another, or more ranks')
     if prediction.activations is not None:
         ways.append('recompute.mode = "full", recompute.every = 2 or more, or a smaller train.microbatch')
@@ -214,9 +214,9 @@ def _largest_group(plan: Plan, terms: OffloadTerms, *, timer: StepTimer) -> int 
     """Halves the group size until the plan fits; None if it never does."""
     section, capacity = plan.run.offload, terms.host_capacity_bytes
     beside = prediction_of(plan).host_bytes - terms.host_bytes
-    size = section.group_parameters // 2
+    size = section.sub_group_parameters // 2
     while section.on_disk and capacity is not None and size >= _SMALLEST_GROUP:
-        smaller = section.model_copy(update={"group_parameters": size})
+        smaller = section.model_copy(update={"sub_group_parameters": size})
         found = timer.offload(
             plan.model_copy(update={"run": plan.run.model_copy(update={"offload": smaller})})
         )
@@ -282,7 +282,7 @@ def _without_pins(run: Run) -> Iterator[tuple[str, Run]]:
         section = run.recompute.model_copy(update={"mode": "auto"})
         yield 'recompute.mode = "auto"', run.model_copy(update={"recompute": section})
     if run.sharding.strategy != "auto" or run.sharding.shard_degree is not None:
-        free = {"strategy": "auto", "shard_degree": None, "reshard_to": None}
+        free = {"strategy": "auto", "shard_degree": None, "reshard_after_forward": None}
         section = run.sharding.model_copy(update=free)
         yield 'sharding.strategy = "auto"', run.model_copy(update={"sharding": section})
 
@@ -469,7 +469,7 @@ class _Search:
             self._bounds[own] = activation_bound(self.spec, self._plan(candidate))
         traits = PlanTraits(
             accumulates=candidate.batch.accumulation > 1,
-            syncs=candidate.batch.sync == "each",
+            syncs=candidate.batch.sync == "every_microbatch",
             keeps=not candidate.mesh.frees,
             prefetches=candidate.prefetch.mode != "none",
         )

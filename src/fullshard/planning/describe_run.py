@@ -35,7 +35,7 @@ def describe_anew(plan: Plan | Run, device: DeviceType, *, model: "Module | None
     run = plan.run if isinstance(plan, Plan) else plan
     model = model or build_model(run)
     batch = _example_batch(plan, model)
-    return describe(model, plan, loss=loss_of(run, model), batch=batch, kernels_for=device)
+    return describe(model, plan, loss=loss_of(run, model), batch=batch, device_type=device)
 
 
 def _example_batch(plan: Plan | Run, model: "Module") -> Any:

@@ -196,7 +196,7 @@ def with_dry_run(answer: PlanResult) -> PlanResult:
     question = answer.question
     if question.subject.spec is not None or not isinstance(question.asked.model, DecoderConfig):
         raise SpecError(
-            "--exact needs the model itself, as the reference decoder.",
+            "--dry-run needs the model itself, as the reference decoder.",
             got=question.subject.name,
             fix="fullshard.dry_run(plan, program) in Python, for a model of your own",
         )

@@ -229,7 +229,7 @@ def replicating_mesh(device: DeviceType, *, replicate_degree: int, shard_degree:
 
 @contextmanager
 def shared_post_forward_mesh() -> Generator[None]:
-    """Makes units that stay sharded over fewer ranks after forward (`reshard_to`) share one mesh.
+    """Makes units that stay sharded over fewer ranks after forward (`reshard_after_forward`) share one mesh.
 
     `fully_shard(reshard_after_forward=<int>)` makes one, with process groups, for every unit, and accepts
     none. So its `DeviceMesh` class is replaced meanwhile. A torch without that name makes groups for each

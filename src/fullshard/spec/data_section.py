@@ -30,7 +30,7 @@ class SourceFields(FrozenModel):
         `prompt_field` and `completion_field`.
     `dtype`: dtype of the tokens of a `memmap` .bin without an .idx. `memmap` reads .npy, .bin with an .idx
         beside it (Megatron-LM), and .bin of `dtype`.
-    `document_end`: token that ends a document in a `memmap` source; unset, each file is one document (each
+    `eod_token`: token that ends a document in a `memmap` source; unset, each file is one document (each
         row of a two-dimensional .npy; an .idx marks its own documents)
     """
 
@@ -44,7 +44,7 @@ class SourceFields(FrozenModel):
     prompt_field: str = "prompt"
     completion_field: str = "completion"
     dtype: TokenDtype | None = None
-    document_end: NonNegativeInt | None = None
+    eod_token: NonNegativeInt | None = None
 
 
 class DataSource(SourceFields):
@@ -68,12 +68,12 @@ class DataSection(SourceFields):
 
     `source`: `stdlib`: the standard library of the running interpreter. `text`: one document per file.
         `python`: any Batches from `factory`. The others: docs/data.md.
-    `sources`: several sources instead of one. The keys from `paths` to `document_end` are explained in
+    `sources`: several sources instead of one. The keys from `paths` to `eod_token` are explained in
         docs/data.md.
     `factory`: `package.module:make`, called with the run; `options` are its options
     `tokenizer`: a directory or a tokenizer.json; unset, the tokens are bytes. Only `messages` load more of a
         tokenizer than its tokenizer.json.
-    `end_token`: appended to each document; unset, the tokenizer's own
+    `eos_token`: appended to each document; unset, the tokenizer's own
     `trust_remote_code`: true runs the Python code that comes with the tokenizer, which has your permissions
         on this machine; false refuses a tokenizer that cannot be loaded without it
     `packing`: `concat` joins the documents and cuts them into full sequences. `best_fit` fills sequences with
@@ -84,7 +84,7 @@ class DataSection(SourceFields):
     `on_error`: a corrupt record ends the run (`stop`), or is left out and counted (`skip`)
     `cache`: directory where tokens are kept
     `processes`: number of processes that tokenize; 0 is one per core
-    `ahead_steps`: number of steps whose microbatches are prepared in the background
+    `prefetch_steps`: number of steps whose microbatches are prepared in the background
     """
 
     source: Literal["stdlib", "text", "jsonl", "parquet", "datasets", "memmap", "python"] = "stdlib"
@@ -92,7 +92,7 @@ class DataSection(SourceFields):
     factory: str | None = None
     options: Options = Field(default_factory=dict[str, Any])
     tokenizer: PathText | None = None
-    end_token: str | None = None
+    eos_token: str | None = None
     trust_remote_code: bool = False
     sequence_length: PositiveCount = 64
     packing: Literal["concat", "best_fit", "none"] = "concat"
@@ -102,7 +102,7 @@ class DataSection(SourceFields):
     validation_fraction: Fraction = 0.05
     cache: PathText = "~/.cache/fullshard/data"
     processes: Processes = 0
-    ahead_steps: Count = 1
+    prefetch_steps: Count = 1
 
     @property
     def kinds(self) -> set[str]:
@@ -135,8 +135,8 @@ class DataSection(SourceFields):
             raise ValueError(f'train_on = "{self.train_on}" needs records = "{needed}"')
         if "messages" in kinds and self.tokenizer is None:
             raise ValueError('records = "messages" needs a tokenizer, whose chat template writes them out')
-        if self.end_token is not None and self.tokenizer is None:
-            raise ValueError("end_token is a token of a tokenizer, and there is none")
+        if self.eos_token is not None and self.tokenizer is None:
+            raise ValueError("eos_token is a token of a tokenizer, and there is none")
         return self
 
 
@@ -152,7 +152,7 @@ def _check_place(source: str, fields: SourceFields) -> None:
     if source in ("text", "jsonl", "parquet", "memmap") and not fields.paths:
         endings = {"text": "txt", "memmap": "bin"}
         raise ValueError(f'source = "{source}" needs paths = ["data/*.{endings.get(source, source)}"]')
-    if source != "memmap" and (fields.dtype is not None or fields.document_end is not None):
-        raise ValueError('dtype and document_end are for source = "memmap"')
+    if source != "memmap" and (fields.dtype is not None or fields.eod_token is not None):
+        raise ValueError('dtype and eod_token are for source = "memmap"')
     if source in ("text", "memmap", "stdlib") and fields.records != "text":
         raise ValueError(f'records = "{fields.records}" is for jsonl, parquet and datasets, not for {source}')

@@ -89,8 +89,8 @@ def part_bytes(numel: int, itemsize: int) -> int:
     return -(-numel * itemsize // PAGE_BYTES) * PAGE_BYTES
 
 
-def group_shards(held: Iterable[ShardSize], *, group_parameters: int) -> tuple[Group, ...]:
-    """Returns groups of at most `group_parameters` elements (at least CUT_ELEMENTS), in the order of `held`.
+def group_shards(held: Iterable[ShardSize], *, sub_group_parameters: int) -> tuple[Group, ...]:
+    """Returns groups of at most `sub_group_parameters` elements (at least CUT_ELEMENTS), in the order of `held`.
 
     Every rank gets the same number of groups, with the same parameters. A parameter that fits into a group is
     not split. Each part of a split parameter except the last fills its group.
@@ -98,14 +98,14 @@ def group_shards(held: Iterable[ShardSize], *, group_parameters: int) -> tuple[G
     Raises PlanError for more groups than an update can process one by one.
     """
     held = tuple(held)
-    limit = max(CUT_ELEMENTS, group_parameters // CUT_ELEMENTS * CUT_ELEMENTS)
+    limit = max(CUT_ELEMENTS, sub_group_parameters // CUT_ELEMENTS * CUT_ELEMENTS)
     count = sum(one.most for one in held) // limit
     if count > _MOST_GROUPS:
         raise PlanError(
             "a rank's state would be in too many groups.",
-            got=f"{count:,} of {limit:,} parameters, offload.group_parameters = {group_parameters:,}",
+            got=f"{count:,} of {limit:,} parameters, offload.sub_group_parameters = {sub_group_parameters:,}",
             why="the update goes through them one by one",
-            fix=f"offload.group_parameters = {count * limit // 1000:,} or more; or more ranks",
+            fix=f"offload.sub_group_parameters = {count * limit // 1000:,} or more; or more ranks",
         )
     groups: list[Group] = []
     names: list[str] = []

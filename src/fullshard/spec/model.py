@@ -179,7 +179,7 @@ class Trace(FrozenModel):
 class ModelSpec(FrozenModel):
     """A model: its units in order of use, its buffers, and the allocations and kernels of a microbatch.
 
-    kernels_for: the device whose kernels the traces contain
+    device_type: the device whose kernels the traces contain
     scalars: number of parameters without a dimension to shard; they are whole on every rank and in no unit
     flops_per_token: see `fullshard.spec.measurement.model_flops_per_token`. It is counted from the traced
         matmuls, so a mixture of experts counts only the experts that a token reaches.
@@ -187,7 +187,7 @@ class ModelSpec(FrozenModel):
     """
 
     name: str
-    kernels_for: DeviceType = "cpu"
+    device_type: DeviceType = "cpu"
     sequence_length: int
     precision: Precision
     units: tuple[UnitSpec, ...]

@@ -72,7 +72,7 @@ class Plan(FrozenModel):
         backward, and an int keeps them sharded over that many ranks in between
     microbatch: sequences per rank in one forward pass
     accumulation: microbatches per step
-    sync_each_microbatch: see `TrainSection.accumulate_sync`
+    sync_each_microbatch: see `TrainSection.gradient_sync`
     """
 
     run: Run
@@ -131,9 +131,13 @@ class Plan(FrozenModel):
         mode = run.precision.mode
         if mode == "auto":
             mode = "bf16" if (device == "cuda" if bf16_hardware is None else bf16_hardware) else "fp32"
-        sync = run.train.accumulate_sync
+        sync = run.train.gradient_sync
         if sync == "auto":
-            sync = "last" if run.sharding.strategy in (Strategy.NO_SHARD, Strategy.ZERO1) else "each"
+            sync = (
+                "last_microbatch"
+                if run.sharding.strategy in (Strategy.NO_SHARD, Strategy.ZERO1)
+                else "every_microbatch"
+            )
         return cls(
             run=run,
             device=device,
@@ -146,7 +150,7 @@ class Plan(FrozenModel):
             precision=Precision.of(mode, run),
             microbatch=microbatch,
             accumulation=accumulation,
-            sync_each_microbatch=sync == "each",
+            sync_each_microbatch=sync == "every_microbatch",
         )
 
     @classmethod
@@ -296,18 +300,20 @@ def _check_in_backward(run: Run, *, microbatch: int, accumulation: int) -> None:
 
 
 def _reshard(run: Run, shard_degree: int) -> bool | int:
-    strategy, reshard_to = run.sharding.strategy, run.sharding.reshard_to
-    if reshard_to is None:
+    strategy, reshard_after_forward = run.sharding.strategy, run.sharding.reshard_after_forward
+    if reshard_after_forward is None:
         return strategy in (Strategy.NO_SHARD, Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
-    if shard_degree % reshard_to or reshard_to in (1, shard_degree):
+    if shard_degree % reshard_after_forward or reshard_after_forward in (1, shard_degree):
         proper = [d for d in _divisors(shard_degree) if d not in (1, shard_degree)]
         raise PlanError(
-            f"parameters sharded over {shard_degree} ranks cannot be kept over {reshard_to} after forward.",
-            got=f"sharding.reshard_to = {reshard_to}",
+            f"parameters sharded over {shard_degree} ranks cannot be kept over {reshard_after_forward} after forward.",
+            got=f"sharding.reshard_after_forward = {reshard_after_forward}",
             why="it must divide the shard degree; 1 would be shard_grad_op, and all of them full_shard",
-            fix=f"sharding.reshard_to = one of {proper}" if proper else "more ranks, or leave reshard_to out",
+            fix=f"sharding.reshard_after_forward = one of {proper}"
+            if proper
+            else "more ranks, or leave reshard_after_forward out",
         )
-    return reshard_to
+    return reshard_after_forward
 
 
 def _divisors(n: int) -> list[int]:

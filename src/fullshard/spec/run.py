@@ -75,7 +75,7 @@ class TrainSection(FrozenModel):
     """Batch sizes, duration, loss and validation. Accumulation follows from the batch sizes and the ranks.
 
     `global_batch`, `microbatch`: sequences per step over all ranks, and per rank in one forward pass
-    `accumulate_sync`: `each` reduces gradients after every microbatch (sharded gradients, least memory);
+    `gradient_sync`: `every_microbatch` reduces gradients after every microbatch (sharded gradients, least memory);
         `last` keeps whole gradients on every rank and reduces once per step (least communication); `auto` is
         `last` for zero1 and no_shard, else `each`
     `loss`: `package.module:function`, called with the model and a microbatch (see `fullshard.training.loss`);
@@ -85,12 +85,12 @@ class TrainSection(FrozenModel):
     steps: PositiveCount = 200
     global_batch: PositiveCount = 24
     microbatch: PositiveCount | None = None
-    accumulate_sync: Literal["auto", "each", "last"] = "auto"
+    gradient_sync: Literal["auto", "every_microbatch", "last_microbatch"] = "auto"
     loss: str | None = None
     validate_every: Count = 100
     validate_sequences: PositiveCount = 240
     max_skipped_steps: PositiveCount = 10
-    warmup_steps_untimed: Count = 5
+    untimed_warmup_steps: Count = 5
 
 
 class OptimizerSection(FrozenModel):
@@ -101,7 +101,7 @@ class OptimizerSection(FrozenModel):
     `clip_norm`: the largest global gradient norm; 0 disables clipping
     `in_backward`: updates each unit as soon as its gradient is reduced and then frees that gradient, so that
         the gradients of all units never exist at once. It needs steps of one microbatch, and excludes
-        settings that depend on the whole gradient: clipping, a loss scale, `survival.on_spike`.
+        settings that depend on the whole gradient: clipping, a loss scale, `fault_tolerance.on_spike`.
     """
 
     name: str = "adamw"
@@ -125,14 +125,14 @@ class OptimizerSection(FrozenModel):
 
 
 class ScheduleSection(FrozenModel):
-    """The learning rate over steps: linear warmup, then `kind` down to `final_ratio` of the peak.
+    """The learning rate over steps: linear warmup, then `kind` down to `min_lr_ratio` of the peak.
 
     `kind`: `wsd` stays at the peak until the last `decay_fraction` of the steps, then decays linearly
     """
 
     kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     warmup_steps: Count = 20
-    final_ratio: Annotated[float, NUMBER, Field(ge=0, le=1)] = 0.1
+    min_lr_ratio: Annotated[float, NUMBER, Field(ge=0, le=1)] = 0.1
     decay_fraction: Annotated[float, NUMBER, Field(gt=0, le=1)] = 0.2
 
 
@@ -177,7 +177,7 @@ class ShardingSection(FrozenModel):
 
     `strategy`: `auto` is the fastest that fits
     `shard_degree`: number of ranks that a hybrid strategy shards over; it replicates over the others
-    `reshard_to`: after forward, keep parameters sharded over this many ranks instead of all (ZeRO++ hpZ)
+    `reshard_after_forward`: after forward, keep parameters sharded over this many ranks instead of all (ZeRO++ hpZ)
     `tensor_parallel`: splits each block's matmuls, and the sequence between them, over this many adjacent
         ranks (Korthikanti et al., arXiv:2205.05198). The other settings apply to the remaining ranks.
         `fullshard plan` predicts its cost; `train` does not run it yet.
@@ -185,7 +185,7 @@ class ShardingSection(FrozenModel):
 
     strategy: Annotated[Strategy | Literal["auto"], BeforeValidator(parse_strategy)] = "auto"
     shard_degree: PositiveCount | None = None
-    reshard_to: PositiveCount | None = None
+    reshard_after_forward: PositiveCount | None = None
     tensor_parallel: PositiveCount = 1
     units: UnitSection = UnitSection()
 
@@ -193,8 +193,8 @@ class ShardingSection(FrozenModel):
     @classmethod
     def _hpz_needs_a_degree(cls, data: Any) -> Any:
         named = str(data.get("strategy", "")).lower() if isinstance(data, Mapping) else ""
-        if named == "hpz" and not data.get("reshard_to"):
-            raise ValueError('strategy = "hpz" needs reshard_to = <ranks>')
+        if named == "hpz" and not data.get("reshard_after_forward"):
+            raise ValueError('strategy = "hpz" needs reshard_after_forward = <ranks>')
         return data
 
     @model_validator(mode="after")
@@ -204,8 +204,13 @@ class ShardingSection(FrozenModel):
         hybrid = self.strategy in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
         if self.shard_degree is not None and not hybrid:
             raise ValueError(f"shard_degree is for hybrid strategies, not for {self.strategy}")
-        if self.reshard_to is not None and self.strategy not in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD):
-            raise ValueError(f"reshard_to needs a strategy that reshards after forward, not {self.strategy}")
+        if self.reshard_after_forward is not None and self.strategy not in (
+            Strategy.FULL_SHARD,
+            Strategy.HYBRID_SHARD,
+        ):
+            raise ValueError(
+                f"reshard_after_forward needs a strategy that reshards after forward, not {self.strategy}"
+            )
         return self
 
 
@@ -265,21 +270,21 @@ class OffloadSection(FrozenModel):
     `tier`: the offload target: AdamW's state with its master weights, or the parameter shards as well.
         `auto`: nothing, unless the planner finds that nothing else fits.
     `path`: the directory on the drive, relative to `run.dir` unless it is absolute
-    `group_parameters`: parameters per group of an update; three groups of a drive are in memory at once
+    `sub_group_parameters`: parameters per group of an update; three groups of a drive are in memory at once
     `host_bytes`: host memory that one rank may use; unset, its share
     `moments`: dtype of AdamW's moments; bf16 is rounded stochastically
     `update`: by the host's processor, or in device memory, through which state and gradients pass. `auto`: on
         GPUs, the faster one by the planner's rates; otherwise, or without planning, `host`.
-    `paranoid`: checks data read from the drive against its digest each time, not only when a run resumes
+    `verify_reads`: checks data read from the drive against its digest each time, not only when a run resumes
     """
 
     tier: Tier | Literal["auto"] = "auto"
     path: PathText = "offload"
-    group_parameters: PositiveInt = 64_000_000
+    sub_group_parameters: PositiveInt = 64_000_000
     host_bytes: PositiveInt | None = None
     moments: Literal["fp32", "bf16"] = "fp32"
     update: Literal["auto", "host", "device"] = "auto"
-    paranoid: bool = False
+    verify_reads: bool = False
 
     @property
     def takes_optimizer(self) -> bool:
@@ -337,12 +342,12 @@ class CheckpointSection(FrozenModel):
         return self
 
 
-class SurvivalSection(FrozenModel):
+class FaultToleranceSection(FrozenModel):
     """Reactions to ranks that hang or diverge, and to loss spikes. See docs/survival.md.
 
-    `watchdog_seconds`: time in one phase (data, forward, …) after which a rank counts as hung; 0 disables it
-    `watchdog_patience`: factor on that time until the first step is done, and while saving and validating
-    `collective_seconds`: a collective that waits this long fails, but never before the watchdog's limit
+    `watchdog_timeout_seconds`: time in one phase (data, forward, …) after which a rank counts as hung; 0 disables it
+    `slow_phase_factor`: factor on that time until the first step is done, and while saving and validating
+    `collective_timeout_seconds`: a collective that waits this long fails, but never before the watchdog's limit
     `fingerprint`: values that ranks compare in every step; `step` leaves out the number of collectives
         issued, for losses that send between some ranks on the CPU
     `on_spike`: reaction to a step whose loss or gradient norm exceeds the mean of the last `spike_window`
@@ -351,9 +356,9 @@ class SurvivalSection(FrozenModel):
     `check_replicas_every`: steps between bitwise comparisons of replicas; 0 disables them
     """
 
-    watchdog_seconds: Seconds = 300.0
-    watchdog_patience: Annotated[float, NUMBER, Field(ge=1, le=100)] = 3.0
-    collective_seconds: Annotated[float, NUMBER, Field(gt=0, le=10**7)] = 600.0
+    watchdog_timeout_seconds: Seconds = 300.0
+    slow_phase_factor: Annotated[float, NUMBER, Field(ge=1, le=100)] = 3.0
+    collective_timeout_seconds: Annotated[float, NUMBER, Field(gt=0, le=10**7)] = 600.0
     fingerprint: Literal["all", "step", "none"] = "all"
     on_spike: Literal["none", "skip", "rollback"] = "none"
     spike_window: Annotated[Count, Field(ge=4)] = 128
@@ -365,7 +370,9 @@ class SurvivalSection(FrozenModel):
     @property
     def group_timeout_seconds(self) -> float:
         """Timeout of the process group: longer than the watchdog's longest wait, whose report says more."""
-        return max(self.collective_seconds, 1.2 * self.watchdog_seconds * self.watchdog_patience)
+        return max(
+            self.collective_timeout_seconds, 1.2 * self.watchdog_timeout_seconds * self.slow_phase_factor
+        )
 
 
 class LogSection(FrozenModel):
@@ -415,7 +422,7 @@ class Run(FrozenModel):
     prefetch: PrefetchSection = PrefetchSection()
     offload: OffloadSection = OffloadSection()
     checkpoint: CheckpointSection = CheckpointSection()
-    survival: SurvivalSection = SurvivalSection()
+    fault_tolerance: FaultToleranceSection = FaultToleranceSection()
     log: LogSection = LogSection()
 
     @classmethod
@@ -450,8 +457,8 @@ class Run(FrozenModel):
                 self.precision.mode == "fp16",
                 "with a loss scale a step is left out after backward",
             ),
-            f'survival.on_spike = "{self.survival.on_spike}"': (
-                self.survival.on_spike != "none",
+            f'fault_tolerance.on_spike = "{self.fault_tolerance.on_spike}"': (
+                self.fault_tolerance.on_spike != "none",
                 "a step is flagged as a spike after backward",
             ),
             f'offload.tier = "{self.offload.tier}"': (

@@ -100,7 +100,7 @@ def diagnose(
     error = TrainError(
         what,
         got="\n       ".join(lines),
-        why="nothing moves, so the watchdog ends the run (survival.watchdog_seconds)",
+        why="nothing moves, so the watchdog ends the run (fault_tolerance.watchdog_timeout_seconds)",
         fix="what is said of that rank; then the same command with --resume, from the newest checkpoint",
     )
     shown = [rank for rank in culprits if rank in reports][:_SHOWN]

@@ -49,16 +49,16 @@ class _Mismatch:
 
 
 class ReplicaCheck:
-    """Compares replicas every `survival.check_replicas_every` steps.
+    """Compares replicas every `fault_tolerance.check_replicas_every` steps.
 
     Warns at construction, on rank 0, if the plan replicates no shards.
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._world_size, self._every = plan.world_size, plan.run.survival.check_replicas_every
+        self._world_size, self._every = plan.world_size, plan.run.fault_tolerance.check_replicas_every
         if self._every and plan.replicate_degree == 1 and plan.world_size > 1 and dist.get_rank() == 0:
             logger.warning(
-                "survival.check_replicas_every: %s holds every shard on one rank alone; "
+                "fault_tolerance.check_replicas_every: %s holds every shard on one rank alone; "
                 "only what is not sharded can be compared",
                 plan.strategy,
             )

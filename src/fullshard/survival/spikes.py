@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
-from fullshard.spec.run import SurvivalSection
+from fullshard.spec.run import FaultToleranceSection
 
 MIN_RELATIVE_STD = 1e-3
 """Least relative deviation assumed for a curve; otherwise any rise on a flat curve would stand out."""
@@ -27,7 +27,7 @@ class RecentSteps:
     losses: list[float] = field(default_factory=list[float])
     norms: list[float] = field(default_factory=list[float])
 
-    def spikes(self, loss: float, norm: float, *, section: SurvivalSection) -> bool:
+    def spikes(self, loss: float, norm: float, *, section: FaultToleranceSection) -> bool:
         """Returns whether a step with this loss or norm stands out from the recent ones."""
         if section.on_spike == "none" or len(self.losses) < section.spike_window // 2:
             return False
@@ -36,7 +36,7 @@ class RecentSteps:
             for new, before in ((loss, self.losses), (norm, self.norms))
         )
 
-    def add(self, loss: float, norm: float, *, section: SurvivalSection) -> None:
+    def add(self, loss: float, norm: float, *, section: FaultToleranceSection) -> None:
         if section.on_spike == "none":
             return
         for values, new in ((self.losses, loss), (self.norms, norm)):

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from fullshard.errors import TrainError
-from fullshard.spec.run import SurvivalSection
+from fullshard.spec.run import FaultToleranceSection
 from fullshard.survival.diagnosis import (
     Diagnosis,
     Heartbeat,
@@ -59,14 +59,14 @@ _LEAVE_SECONDS = 1.0
 
 
 @contextmanager
-def watching(where: PhaseTracker, section: SurvivalSection) -> Generator[None]:
+def watching(where: PhaseTracker, section: FaultToleranceSection) -> Generator[None]:
     """Watches this thread, whose phase `where` holds, and all ranks while the context is open.
 
     If the run hangs, prints the diagnosis to standard error and exits with TrainError's exit code, or with 1
     if native code holds the interpreter. All ranks open the context with the same settings. Does nothing if
-    `survival.watchdog_seconds` is 0.
+    `fault_tolerance.watchdog_timeout_seconds` is 0.
     """
-    if section.watchdog_seconds == 0:
+    if section.watchdog_timeout_seconds == 0:
         yield
         return
     watchdog = _Watchdog(where, section)
@@ -164,12 +164,12 @@ def _answer(answer: Future[T], act: Callable[[], T]) -> None:
 class _Watchdog:
     """Watches the thread that creates it, from a thread of its own. See [Note: how a hang is detected]."""
 
-    def __init__(self, where: PhaseTracker, section: SurvivalSection) -> None:
+    def __init__(self, where: PhaseTracker, section: FaultToleranceSection) -> None:
         self._where, self._section = where, section
-        answer_seconds = _within(_STORE * section.watchdog_seconds, _STORE_SECONDS)
+        answer_seconds = _within(_STORE * section.watchdog_timeout_seconds, _STORE_SECONDS)
         self._board = _StatusBoard(answer_seconds=answer_seconds)
-        self._tick = _within(_TICK * section.watchdog_seconds, _TICK_SECONDS)
-        self._grace = _within(_GRACE * section.watchdog_seconds, _GRACE_SECONDS)
+        self._tick = _within(_TICK * section.watchdog_timeout_seconds, _TICK_SECONDS)
+        self._grace = _within(_GRACE * section.watchdog_timeout_seconds, _GRACE_SECONDS)
         self._trainer = threading.get_ident()
         self._host = this_host()
         self._moves, self._unmoved, self._looked_at = where.changes, 0.0, time.monotonic()
@@ -209,7 +209,7 @@ class _Watchdog:
 
     def _limit(self) -> float:
         slow = self._where.phase in SLOW_PHASES or not self._where.has_finished_step
-        return self._section.watchdog_seconds * (self._section.watchdog_patience if slow else 1.0)
+        return self._section.watchdog_timeout_seconds * (self._section.slow_phase_factor if slow else 1.0)
 
     def _set_timer(self) -> None:
         """Restarts the C timer, which ends the process if this thread stops running."""

@@ -60,7 +60,7 @@ def describe(
     loss: LossFunction,
     batch: Any = None,
     units: Predicate | None = None,
-    kernels_for: DeviceType | None = None,
+    device_type: DeviceType | None = None,
 ) -> ModelSpec:
     """Returns the spec of `model` as `plan` runs it on one rank.
 
@@ -73,12 +73,12 @@ def describe(
     batch: one microbatch, any nest of tensors with the microbatch in dim 0; only shapes and dtypes matter.
         Unset: int64 `tokens` and `labels` of (microbatch, sequence_length).
     units: `units(name, module)` overrides the plan's unit policy, as in `shard`.
-    kernels_for: the device whose kernels compute; unset, the plan's.
+    device_type: the device whose kernels compute; unset, the plan's.
 
     Raises ShardError if the model is already sharded, or if no `batch` was given and the model cannot run on
     tokens and labels.
     """
-    device = kernels_for or _device(plan)
+    device = device_type or _device(plan)
     plan, recomputes = _on_one_rank(plan, device) if isinstance(plan, Run) else (plan, (plan.run.recompute,))
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ShardError(
@@ -98,7 +98,7 @@ def describe(
     flops, active = _per_token(traces[0], study.table.kernels, sequence_length=plan.run.data.sequence_length)
     return ModelSpec(
         name=type(model).__name__,
-        kernels_for=device,
+        device_type=device,
         sequence_length=plan.run.data.sequence_length,
         precision=plan.precision,
         units=tuple(_unit_specs(given, model)),
@@ -158,7 +158,7 @@ def _on_one_rank(run: Run, device: DeviceType) -> tuple[Plan, tuple[RecomputeSec
         update={
             "strategy": Strategy.FULL_SHARD,
             "shard_degree": None,
-            "reshard_to": None,
+            "reshard_after_forward": None,
             "tensor_parallel": 1,
         }
     )

@@ -37,7 +37,7 @@ class Step(StepResult):
     index: number of the step, from 1
     seconds: duration of the whole step
     data_seconds: the part of `seconds` spent waiting for data
-    rollback: `survival.on_spike = "rollback"` asks the caller to call `roll_back` and then `train` again;
+    rollback: `fault_tolerance.on_spike = "rollback"` asks the caller to call `roll_back` and then `train` again;
         without these calls, the step is only skipped
     """
 
@@ -65,11 +65,11 @@ def train(
     from the beginning: only `data.Batches` resumes exactly.
 
     Raises TrainError if there is no data, after `train.max_skipped_steps` skipped steps in a row, if the
-    ranks are not in the same step, and if replicas compared by `survival.check_replicas_every` differ.
+    ranks are not in the same step, and if replicas compared by `fault_tolerance.check_replicas_every` differ.
     """
     source = _microbatches(state, plan)
     _start_loss_scale(state, plan)
-    on_spike, in_a_row = plan.run.survival.on_spike, 0
+    on_spike, in_a_row = plan.run.fault_tolerance.on_spike, 0
     replicas = ReplicaCheck(plan)
     state.model.train()
     state.phase.step = state.step

@@ -99,24 +99,24 @@ def restore(
 def roll_back(state: TrainState, directory: str | Path | CheckpointLocation, *, plan: Plan) -> bool:
     """Loads the newest complete checkpoint of `directory`, and moves the data position forward. Collective.
 
-    The batches since that checkpoint and the next `survival.skip_batches` are not trained on (as PaLM's
+    The batches since that checkpoint and the next `fault_tolerance.skip_batches` are not trained on (as PaLM's
     authors did by hand, arXiv:2204.02311, section 5.1), except with a plain iterable, which has no position.
     Returns False, with nothing changed, if there is no checkpoint yet.
 
-    Raises TrainError after `survival.max_rollbacks`, CheckpointError if no checkpoint is complete.
+    Raises TrainError after `fault_tolerance.max_rollbacks`, CheckpointError if no checkpoint is complete.
     """
-    survival = plan.run.survival
-    if state.rollbacks >= survival.max_rollbacks:
+    fault_tolerance = plan.run.fault_tolerance
+    if state.rollbacks >= fault_tolerance.max_rollbacks:
         raise TrainError(
             f"the run was rolled back {state.rollbacks} times, and spikes again at step {state.step}.",
-            got=f"survival.max_rollbacks = {survival.max_rollbacks}",
+            got=f"fault_tolerance.max_rollbacks = {fault_tolerance.max_rollbacks}",
             why="other batches did not help, so it is not the batches",
             fix="a lower optimizer.learning_rate, longer schedule.warmup_steps, an older checkpoint, or a "
-            "larger survival.spike_sigma if the curve is just rough",
+            "larger fault_tolerance.spike_sigma if the curve is just rough",
         )
     next_batch, rollbacks = state.step + state.data_offset, state.rollbacks
     if not load(state, directory, missing_ok=True):
         return False
     state.rollbacks = rollbacks + 1
-    state.data_offset = next_batch + survival.skip_batches - state.step
+    state.data_offset = next_batch + fault_tolerance.skip_batches - state.step
     return True

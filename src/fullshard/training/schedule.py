@@ -9,7 +9,7 @@ def rate_factor(section: ScheduleSection, *, step: int, steps: int) -> float:
     """Returns the factor of the peak learning rate in step `step` (from 0) of `steps`.
 
     Warmup over w steps: (step + 1) / w. Then, with t from 0 to 1 over the remaining steps and r =
-    `final_ratio`:
+    `min_lr_ratio`:
 
         constant  1
         linear    1 - (1 - r) t
@@ -19,10 +19,10 @@ def rate_factor(section: ScheduleSection, *, step: int, steps: int) -> float:
     warmup, last = section.warmup_steps, steps - 1
     if step < warmup:
         return (step + 1) / warmup
-    span = 1 - section.final_ratio
+    span = 1 - section.min_lr_ratio
     progress = _progress(step, start=warmup, last=last)
     if section.kind == "cosine":
-        return section.final_ratio + span * (1 + math.cos(math.pi * progress)) / 2
+        return section.min_lr_ratio + span * (1 + math.cos(math.pi * progress)) / 2
     if section.kind == "linear":
         return 1 - span * progress
     if section.kind == "wsd":

@@ -140,7 +140,7 @@ def settings_of(plan: Plan, system: System) -> Settings:
     system = traffic.wrap(system)
     return Settings(
         device=device_of(plan),
-        group_parameters=section.group_parameters,
+        sub_group_parameters=section.sub_group_parameters,
         shards_outside=section.takes_parameters,
         moments=_MOMENTS[section.moments],
         on_drive=partial(_on_drive, plan, system=system) if section.on_disk else None,
@@ -162,7 +162,7 @@ def _shards(  # signature: `Settings.shards_on_drive`, after the bound arguments
             path=path,
             device=device_of(plan),
             dtype_of=shard_dtype if frozen else compute_dtype,
-            verify=plan.run.offload.paranoid,
+            verify=plan.run.offload.verify_reads,
             system=system,
         ),
         close=lambda one: one.closing()(),
@@ -185,7 +185,7 @@ def _on_drive(plan: Plan, groups: Sequence[Group], *, system: System) -> DriveSt
         world_size=plan.world_size,
         layout=hashlib.sha256(json.dumps([plan.run.offload.moments, layouts]).encode()).hexdigest()[:32],
     )
-    check = "always" if plan.run.offload.paranoid else "asked"
+    check = "always" if plan.run.offload.verify_reads else "asked"
 
     def opened() -> Generations:
         try:

@@ -86,12 +86,12 @@ def run_step(
     """Trains `state` on exactly `plan.accumulation` microbatches of this rank. Collective.
 
     Nothing is updated on any rank if the loss or norm is not finite on one, if it is a spike while
-    `survival.on_spike` is set, or if no rank has a valid token.
+    `fault_tolerance.on_spike` is set, or if no rank has a valid token.
 
     Raises TrainError for another number of microbatches, an invalid loss (see `loss.Loss`), ranks that are in
     different steps, and with the optimizer in backward, a norm that is not finite.
     """
-    where, survival, device = state.phase, plan.run.survival, next(state.model.parameters()).device
+    where, survival, device = state.phase, plan.run.fault_tolerance, next(state.model.parameters()).device
     in_backward = state.in_backward if plan.run.optimizer.in_backward else None
     issued = collectives_issued(device)
     sums = torch.zeros(4 + WIDTH, dtype=torch.float64, device=device)  # loss, count, squared norm, stop, …
@@ -168,7 +168,7 @@ def _sum_over_ranks(
 
     issued: number of collectives issued before the step; the fingerprint counts those after it
     """
-    totals, kind, own = sums.clone(), plan.run.survival.fingerprint, None
+    totals, kind, own = sums.clone(), plan.run.fault_tolerance.fingerprint, None
     if plan.world_size == 1:
         return cast(list[float], totals.tolist())[:4]
     if kind != "none":

@@ -88,7 +88,7 @@ def load_pretrained(
 ) -> LoadReport:
     """Fills `model` with the weights of `directory` (or of one safetensors file). Collective.
 
-    `model` is sharded (`shard(model, plan, values="unset")`) or plain. Every rank reads the data for its own
+    `model` is sharded (`shard(model, plan, init="none")`) or plain. Every rank reads the data for its own
     shards. Tensors that the files lack are initialised as in `shard`, with `plan.run.run.seed` and `init`,
     and logged once. Without a plan, a plain model keeps its values for them, and a sharded model raises
     CheckpointError.
@@ -221,7 +221,7 @@ def _require_fillable(reading: _Reading) -> None:
             raise CheckpointError(
                 "the model has no memory to read weights into.",
                 got=f"{name} on the meta device",
-                fix='shard(model, plan, values="unset") before; '
+                fix='shard(model, plan, init="none") before; '
                 'or model.to_empty(device="cpu"), for a plain one',
             )
         dtype = reading.source_dtype(name)
