@@ -66,8 +66,9 @@ SETTINGS = {
     "deepspeed_zero3.json": "sharding.strategy=full_shard precision.mode=bf16 train.global_batch=8 "
     "train.microbatch=2 train.steps=100 optimizer.clip_norm=0.5 schedule.kind=linear "
     "schedule.min_lr_ratio=0.0",
-    "deepspeed_zeropp_nvme.json": "sharding.reshard_after_forward=2 precision.mode=fp16 optimizer.betas=(0.9,0.999) "
-    "precision.initial_loss_scale=4096.0 offload.tier=auto offload.path=/local_nvme train.global_batch=4",
+    "deepspeed_zeropp_nvme.json": "sharding.reshard_after_forward=2 precision.mode=fp16 "
+    "optimizer.betas=(0.9,0.999) precision.initial_loss_scale=4096.0 offload.tier=auto "
+    "offload.path=/local_nvme train.global_batch=4",
     "fsdp1.py.txt": "sharding.strategy=shard_grad_op precision.mode=bf16 precision.buffer_dtype=bf16 "
     "prefetch.mode=explicit sharding.units.policy=block",
     "fsdp1_options.py.txt": "sharding.strategy=hybrid_shard sharding.shard_degree=2 prefetch.mode=none "

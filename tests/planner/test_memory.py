@@ -91,10 +91,10 @@ def test_peak_under_recompute(ranks, strategy, precision, recompute):
 @pytest.mark.parametrize(
     ("strategy", "sync", "precision"),
     [
-        pytest.param("full_shard", "each", "fp32", marks=pytest.mark.long),
-        ("full_shard", "last", "bf16"),
-        pytest.param("zero1", "last", "fp32", marks=pytest.mark.long),
-        pytest.param("no_shard", "each", "bf16", marks=pytest.mark.long),
+        pytest.param("full_shard", "every_microbatch", "fp32", marks=pytest.mark.long),
+        ("full_shard", "last_microbatch", "bf16"),
+        pytest.param("zero1", "last_microbatch", "fp32", marks=pytest.mark.long),
+        pytest.param("no_shard", "every_microbatch", "bf16", marks=pytest.mark.long),
     ],
 )
 def test_peak_under_accumulation(ranks, strategy, sync, precision):
@@ -239,9 +239,13 @@ def test_peak_over_the_cross_of_settings(ranks, strategy, n):
     if n != 4 and len(STRATEGIES[strategy]) > 1:
         pytest.skip("groups of 2 need 4 ranks")
     recomputed = itertools.product(
-        ("fp32", "bf16", "bf16_reduce", "bf16_pure"), ("none", "full", "every", "selective"), [(1, "each")]
+        ("fp32", "bf16", "bf16_reduce", "bf16_pure"),
+        ("none", "full", "every", "selective"),
+        [(1, "every_microbatch")],
     )
-    accumulated = itertools.product(("fp32", "bf16"), ("full",), [(3, "each"), (3, "last")])
+    accumulated = itertools.product(
+        ("fp32", "bf16"), ("full",), [(3, "every_microbatch"), (3, "last_microbatch")]
+    )
     for precision, recompute, (accumulation, sync) in [*recomputed, *accumulated]:
         plan = plan_of(
             n,

@@ -427,11 +427,13 @@ def test_gathered_parameters_do_not_move(strategy: str, precision: str, ranks: C
 @pytest.mark.parametrize(
     ("model", "strategy", "accumulation", "extra"),
     [
-        ("decoder", "full_shard", (2, "last"), ("precision.mode=bf16",)),
-        pytest.param("odd_mixture", "shard_grad_op", (2, "each"), (), marks=pytest.mark.long),
-        ("tied_decoder", "no_shard", (1, "each"), ("recompute.every=2",)),
-        pytest.param("odd_tied", "zero1", (2, "last"), (), marks=pytest.mark.long),
-        pytest.param("odd", "full_shard", (1, "each"), ("precision.mode=bf16",), marks=pytest.mark.long),
+        ("decoder", "full_shard", (2, "last_microbatch"), ("precision.mode=bf16",)),
+        pytest.param("odd_mixture", "shard_grad_op", (2, "every_microbatch"), (), marks=pytest.mark.long),
+        ("tied_decoder", "no_shard", (1, "every_microbatch"), ("recompute.every=2",)),
+        pytest.param("odd_tied", "zero1", (2, "last_microbatch"), (), marks=pytest.mark.long),
+        pytest.param(
+            "odd", "full_shard", (1, "every_microbatch"), ("precision.mode=bf16",), marks=pytest.mark.long
+        ),
     ],
 )
 def test_training_is_bitwise_that_of_mode_none(

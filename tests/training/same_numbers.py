@@ -53,7 +53,7 @@ def make_run(
     ranks: int,
     strategy: str,
     recompute: str = "none",
-    accumulation: tuple[int, str] = (1, "each"),
+    accumulation: tuple[int, str] = (1, "every_microbatch"),
     prefetch: str = "implicit",
     units: str = "block",
     extra: Sequence[str] = (),

@@ -39,11 +39,11 @@ Bits = dict[str, Tensor]
 def shard_on(tier: str, model: nn.Module, plan: Plan, *, unset: bool = False) -> nn.Module:
     """With parameters in host memory, CPU ranks have them where they compute. Here they take the way of ranks
     whose device has other memory: copies in the host's memory, and masters elsewhere, here on the drive."""
-    values = "unset" if unset else "initialised"
+    init = "none" if unset else None
     if tier != HOST:
-        return shard(model, plan, values=values)
+        return shard(model, plan, init=init)
     keeper = OffloadedState(replace(settings_of(plan, SYSTEM), shards_on_drive=None))
-    attach(apply.shard(model, plan, values=values, keeper=keeper), keeper)
+    attach(apply.shard(model, plan, init=init, keeper=keeper), keeper)
     return model
 
 

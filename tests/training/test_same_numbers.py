@@ -17,7 +17,7 @@ from tests.training.same_numbers import STRATEGIES, assert_same_numbers, build, 
 
 MODELS = ("decoder", "tied_decoder", "odd", "odd_tied", "odd_mixture")
 RECOMPUTE = ("none", "full", "every", "selective")
-ACCUMULATION = ((1, "each"), (2, "each"), (2, "last"))
+ACCUMULATION = ((1, "every_microbatch"), (2, "every_microbatch"), (2, "last_microbatch"))
 PREFETCH = ("implicit", "none", "explicit")
 UNITS = ("block", "size", "names", "unsharded_head")
 RANKS = (1, 2, 3, 4)

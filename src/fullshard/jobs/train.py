@@ -138,7 +138,7 @@ def _start(
     left = find_unusable_state(plan, saved=saved, must_resume=resume)
     if saved is None:
         discard_offloaded(plan)
-    shard(model, plan, values="initialised" if weights is None else "unset")
+    shard(model, plan, init=None if weights is None else "none")
     state = TrainState(
         model,
         build_optimizer(model, plan),

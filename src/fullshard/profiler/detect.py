@@ -168,7 +168,7 @@ def _cpu(ranks_per_node: int) -> Hardware:
     rates = default_cpu_rates(cores)
     rate = CollectiveRate(
         base_seconds=0.0,
-        hop_seconds=table.collective_timeout_seconds,
+        hop_seconds=table.collective_seconds,
         bytes_per_second=table.collective_bytes_per_second,
     )
     link = Link(

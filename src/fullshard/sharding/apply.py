@@ -52,23 +52,22 @@ def shard(
     plan: Plan,
     *,
     units: Predicate | None = None,
-    init: Initialise | None = None,
+    init: Initialise | Literal["none"] | None = None,
     methods: Sequence[str] = (),
-    values: Literal["initialised", "unset"] = "initialised",
     keeper: ShardSink | None = None,
 ) -> nn.Module:
     """Shards `model` in place as `plan` says, and sets its values. Returns the same module.
 
     A model on the meta device is initialised shard by shard, so that its values depend on `run.seed` and the
-    model only, not on ranks or strategy. The initialiser is `init(module)`, or the modules' own
-    `reset_parameters` and then the model's `_init_weights(module)`. A model that holds its weights, on every
-    rank or on rank 0 only, gets rank 0's. A rank holds at most one whole unit at a time.
+    model only, not on ranks or strategy. A model that holds its weights, on every rank or on rank 0 only,
+    gets rank 0's. A rank holds at most one whole unit at a time.
 
     units: predicate `units(name, module)` that overrides the plan's unit policy
+    init: the initialiser, `init(module)`; unset, the modules' own `reset_parameters`, then the model's
+        `_init_weights(module)`. "none" leaves parameters on the meta device to a load
+        (`load_pretrained`), and their shards are NaN until then.
     methods: names of methods of `model` that compute with its parameters as `forward` does (`generate`), so
         that these are gathered for them too
-    values: "unset" leaves parameters on the meta device to be set by a load (`load_pretrained`); until then
-        their shards are NaN
     keeper: receives the shards if they are offloaded
 
     Raises PlanError if the ranks are not the plan's, and ShardError for a model that cannot be sharded like
@@ -78,15 +77,15 @@ def shard(
     prepared = prepare(model, plan, units=units)
     _refuse_methods(model, methods)
     given = collect_rank0_values(model)
-    if values == "initialised":
+    if init != "none":
         warn_of_missing(model, given, stacklevel=2)
     apply_fully_shard(model, prepared, plan=plan, methods=methods)
     order, keep = prepared.units, None
     if keeper is not None:
         given_some = any(name in given.tensors for name, _ in model.named_parameters())
-        keeper.start(model, unset=values == "unset" and not given_some)
+        keeper.start(model, unset=init == "none" and not given_some)
         order, keep = _in_forward_order(model, order), keeper.put_unit
-    fill_shards(model, order, values=given, plan=plan, init=init, unset=values == "unset", keep=keep)
+    fill_shards(model, order, values=given, plan=plan, init=init, keep=keep)
     if keeper is not None:
         keeper.finish()
     finish_sharding(model, prepared.units, plan=plan)

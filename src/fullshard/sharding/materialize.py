@@ -16,7 +16,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -94,23 +94,23 @@ def fill_shards(
     *,
     values: Rank0Values,
     plan: Plan,
-    init: Initialise | None,
-    unset: bool = False,
+    init: Initialise | Literal["none"] | None,
     keep: Keep | None = None,
 ) -> None:
     """Allocates the shards and sets their values, unit by unit, and then the buffers.
 
-    See [Note: the same values at any rank count]. Parameters that `values` lacks are initialised; if `unset`,
-    they are NaN, for a later load. `keep` gets the parameters of each unit. `values` is emptied as it is
+    See [Note: the same values at any rank count]. Parameters that `values` lacks are initialised; for
+    `init = "none"` they are NaN until a load. `keep` gets the parameters of each unit. `values` is emptied as it is
     used, so that rank 0 frees the values that it has sent. Raises ShardError for parameters and buffers that
     nothing initialises.
     """
-    filler = _Filler(model, device_of(plan), seed=plan.run.run.seed, init=init)
+    own = None if init == "none" else init
+    filler = _Filler(model, device_of(plan), seed=plan.run.run.seed, init=own)
     filler.register(filler.stand_ins)
     try:
         for unit in units:
             missing = [name for name in filler.names_in(unit) if name not in values.tensors]
-            whole = filler.unset(missing) if unset else filler.initialised(missing)
+            whole = filler.unset(missing) if init == "none" else filler.initialised(missing)
             filler.fill_unit(unit, whole, values=values)
             if keep is not None:
                 keep(unit.parameters)

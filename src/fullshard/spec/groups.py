@@ -90,7 +90,7 @@ def part_bytes(numel: int, itemsize: int) -> int:
 
 
 def group_shards(held: Iterable[ShardSize], *, sub_group_parameters: int) -> tuple[Group, ...]:
-    """Returns groups of at most `sub_group_parameters` elements (at least CUT_ELEMENTS), in the order of `held`.
+    """Returns groups of at most `sub_group_parameters` elements (at least CUT_ELEMENTS), in `held`'s order.
 
     Every rank gets the same number of groups, with the same parameters. A parameter that fits into a group is
     not split. Each part of a split parameter except the last fills its group.

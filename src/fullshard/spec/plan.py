@@ -306,7 +306,8 @@ def _reshard(run: Run, shard_degree: int) -> bool | int:
     if shard_degree % reshard_after_forward or reshard_after_forward in (1, shard_degree):
         proper = [d for d in _divisors(shard_degree) if d not in (1, shard_degree)]
         raise PlanError(
-            f"parameters sharded over {shard_degree} ranks cannot be kept over {reshard_after_forward} after forward.",
+            f"parameters sharded over {shard_degree} ranks cannot be kept "
+            f"over {reshard_after_forward} after forward.",
             got=f"sharding.reshard_after_forward = {reshard_after_forward}",
             why="it must divide the shard degree; 1 would be shard_grad_op, and all of them full_shard",
             fix=f"sharding.reshard_after_forward = one of {proper}"

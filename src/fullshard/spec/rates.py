@@ -53,7 +53,7 @@ class _Cpu(_Figures):
     flops_per_second: PositiveFloat
     bytes_per_second: PositiveFloat
     collective_bytes_per_second: PositiveFloat
-    collective_timeout_seconds: NonNegativeFloat
+    collective_seconds: NonNegativeFloat
     launch_seconds: NonNegativeFloat
     unit_seconds: NonNegativeFloat
     source: str

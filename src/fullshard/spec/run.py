@@ -75,12 +75,14 @@ class TrainSection(FrozenModel):
     """Batch sizes, duration, loss and validation. Accumulation follows from the batch sizes and the ranks.
 
     `global_batch`, `microbatch`: sequences per step over all ranks, and per rank in one forward pass
-    `gradient_sync`: `every_microbatch` reduces gradients after every microbatch (sharded gradients, least memory);
-        `last` keeps whole gradients on every rank and reduces once per step (least communication); `auto` is
-        `last` for zero1 and no_shard, else `each`
+    `gradient_sync`: when ranks reduce gradients. `every_microbatch` keeps gradients sharded (least memory).
+        `last_microbatch` keeps whole gradients on every rank and reduces once per step (least communication).
+        `auto` is `last_microbatch` for zero1 and no_shard, else `every_microbatch`.
     `loss`: `package.module:function`, called with the model and a microbatch (see `fullshard.training.loss`);
         unset, next-token loss for models that predict it, else the model's own loss
     """
+
+    renamed = {"accumulate_sync": "gradient_sync", "warmup_steps_untimed": "untimed_warmup_steps"}
 
     steps: PositiveCount = 200
     global_batch: PositiveCount = 24
@@ -130,6 +132,8 @@ class ScheduleSection(FrozenModel):
     `kind`: `wsd` stays at the peak until the last `decay_fraction` of the steps, then decays linearly
     """
 
+    renamed = {"final_ratio": "min_lr_ratio"}
+
     kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     warmup_steps: Count = 20
     min_lr_ratio: Annotated[float, NUMBER, Field(ge=0, le=1)] = 0.1
@@ -177,11 +181,14 @@ class ShardingSection(FrozenModel):
 
     `strategy`: `auto` is the fastest that fits
     `shard_degree`: number of ranks that a hybrid strategy shards over; it replicates over the others
-    `reshard_after_forward`: after forward, keep parameters sharded over this many ranks instead of all (ZeRO++ hpZ)
+    `reshard_after_forward`: number of ranks that parameters stay sharded over between forward and backward,
+        instead of all (ZeRO++ hpZ); it divides the shard degree
     `tensor_parallel`: splits each block's matmuls, and the sequence between them, over this many adjacent
         ranks (Korthikanti et al., arXiv:2205.05198). The other settings apply to the remaining ranks.
         `fullshard plan` predicts its cost; `train` does not run it yet.
     """
+
+    renamed = {"reshard_to": "reshard_after_forward"}
 
     strategy: Annotated[Strategy | Literal["auto"], BeforeValidator(parse_strategy)] = "auto"
     shard_degree: PositiveCount | None = None
@@ -278,6 +285,8 @@ class OffloadSection(FrozenModel):
     `verify_reads`: checks data read from the drive against its digest each time, not only when a run resumes
     """
 
+    renamed = {"paranoid": "verify_reads", "group_parameters": "sub_group_parameters"}
+
     tier: Tier | Literal["auto"] = "auto"
     path: PathText = "offload"
     sub_group_parameters: PositiveInt = 64_000_000
@@ -307,7 +316,7 @@ class CheckpointSection(FrozenModel):
     `keep`: number of newest checkpoints to keep; 0 keeps all
     `keep_every`: also keeps each checkpoint whose step is a multiple of this; 0 keeps none
     `mode`: `async` writes in the background, from a copy in host memory
-    `disks`: `node` if nodes do not share disks; each node then keeps the files that its ranks write
+    `storage`: `per_node` if nodes do not share disks; each node then keeps the files that its ranks write
     `layout`: any ranks can load `sharded`; `ranks` is a file per rank, which only the same ranks can load
     `on_failure`: what a failed save does to the run; if the last one fails, the run ends with an error
     `read_back`: acknowledges a save only after every byte was read again and verified
@@ -316,12 +325,14 @@ class CheckpointSection(FrozenModel):
     `export`: adds safetensors at the end
     """
 
+    renamed = {"disks": "storage"}
+
     dir: PathText | None = None
     every: Count = 0
     keep: Count = 2
     keep_every: Count = 0
     mode: Literal["sync", "async"] = "sync"
-    disks: Literal["shared", "node"] = "shared"
+    storage: Literal["shared", "per_node"] = "shared"
     layout: Literal["sharded", "ranks"] = "sharded"
     on_failure: Literal["continue", "stop"] = "continue"
     read_back: bool = False
@@ -331,8 +342,8 @@ class CheckpointSection(FrozenModel):
 
     @model_validator(mode="after")
     def _nodes_have_directories(self) -> Self:
-        if self.disks == "node" and self.dir is not None and "://" in self.dir:
-            raise ValueError(f'disks = "node" needs dir to be a directory of each node, not {self.dir}')
+        if self.storage == "per_node" and self.dir is not None and "://" in self.dir:
+            raise ValueError(f'storage = "per_node" needs dir to be a directory of each node, not {self.dir}')
         return self
 
     @model_validator(mode="after")
@@ -345,9 +356,11 @@ class CheckpointSection(FrozenModel):
 class FaultToleranceSection(FrozenModel):
     """Reactions to ranks that hang or diverge, and to loss spikes. See docs/survival.md.
 
-    `watchdog_timeout_seconds`: time in one phase (data, forward, …) after which a rank counts as hung; 0 disables it
+    `watchdog_timeout_seconds`: time in one phase (data, forward, …) after which a rank counts as hung; 0
+        disables it
     `slow_phase_factor`: factor on that time until the first step is done, and while saving and validating
-    `collective_timeout_seconds`: a collective that waits this long fails, but never before the watchdog's limit
+    `collective_timeout_seconds`: a collective that waits this long fails, but never before the
+        watchdog's limit
     `fingerprint`: values that ranks compare in every step; `step` leaves out the number of collectives
         issued, for losses that send between some ranks on the CPU
     `on_spike`: reaction to a step whose loss or gradient norm exceeds the mean of the last `spike_window`
@@ -355,6 +368,12 @@ class FaultToleranceSection(FrozenModel):
         newest checkpoint and skips the batches since then, and `skip_batches` more.
     `check_replicas_every`: steps between bitwise comparisons of replicas; 0 disables them
     """
+
+    renamed = {
+        "watchdog_seconds": "watchdog_timeout_seconds",
+        "watchdog_patience": "slow_phase_factor",
+        "collective_seconds": "collective_timeout_seconds",
+    }
 
     watchdog_timeout_seconds: Seconds = 300.0
     slow_phase_factor: Annotated[float, NUMBER, Field(ge=1, le=100)] = 3.0
@@ -408,6 +427,8 @@ class RunSection(FrozenModel):
 
 class Run(FrozenModel):
     """A run's settings: model, data, steps, and every mechanism that the user pins."""
+
+    renamed = {"survival": "fault_tolerance"}
 
     run: RunSection = RunSection()
     model: ModelSection = DecoderConfig()

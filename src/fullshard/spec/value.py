@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import getdoc
 from pathlib import Path
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, ClassVar, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -63,6 +63,8 @@ _QUOTED = re.compile(r"'([^']*)'")
 class FrozenModel(BaseModel):
     """A frozen value. Unknown fields raise an error that names the nearest known field."""
 
+    renamed: ClassVar[Mapping[str, str]] = {}  # earlier names of fields; their errors give the present ones
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
@@ -101,7 +103,7 @@ def field_notes(section: type[BaseModel]) -> dict[str, str]:
 
 
 def _spec_error(
-    cls: type[BaseModel], error: ValidationError, *, source: str, overridden: Sequence[str]
+    cls: type[FrozenModel], error: ValidationError, *, source: str, overridden: Sequence[str]
 ) -> SpecError:
     # An unknown key comes first: it may be a needed one, misspelled.
     errors = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
@@ -152,12 +154,12 @@ def _nearest(text: str, names: Sequence[str]) -> str | None:
     return " or ".join(near or difflib.get_close_matches(key, names, n=3, cutoff=0.5)) or None
 
 
-def _name(cls: type[BaseModel], location: Sequence[str | int]) -> str:
+def _name(cls: type[FrozenModel], location: Sequence[str | int]) -> str:
     """Returns `train.steps` for `("train", "steps", "int")`; pydantic appends the branch of a union."""
     return ".".join(_path(cls, location)[0])
 
 
-def _path(cls: type[BaseModel], location: Sequence[str | int]) -> tuple[list[str], type[BaseModel]]:
+def _path(cls: type[FrozenModel], location: Sequence[str | int]) -> tuple[list[str], type[FrozenModel]]:
     """Returns (keys as in the file, the section that contains the last key).
 
     For a union of sections, pydantic inserts the class name of the chosen one between the keys.
@@ -178,13 +180,15 @@ def _path(cls: type[BaseModel], location: Sequence[str | int]) -> tuple[list[str
     return parts, section
 
 
-def _unknown_key(cls: type[BaseModel], location: Sequence[str], *, source: str, more: str) -> SpecError:
+def _unknown_key(cls: type[FrozenModel], location: Sequence[str], *, source: str, more: str) -> SpecError:
     names, section = _path(cls, location)
     *path, key = names
     known = list(section.model_fields)
     elsewhere = [name for name in _keys(cls) if name.endswith(f".{key}")]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    if elsewhere:
+    if key in section.renamed:
+        fix = ".".join([*path, section.renamed[key]])
+    elif elsewhere:
         fix = " or ".join(elsewhere)
     elif near:
         fix = ".".join([*path, near[0]])
@@ -195,7 +199,7 @@ def _unknown_key(cls: type[BaseModel], location: Sequence[str], *, source: str, 
 
 
 def _of_another_kind(
-    cls: type[BaseModel], locations: Sequence[Sequence[str]], *, source: str
+    cls: type[FrozenModel], locations: Sequence[Sequence[str]], *, source: str
 ) -> SpecError | None:
     """Returns the error for keys of another section type that may replace this one; None if none has them."""
     paths = [_path(cls, location) for location in locations]
@@ -220,7 +224,7 @@ def _of_another_kind(
     )
 
 
-def _keys(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def _keys(cls: type[FrozenModel], prefix: str = "") -> Iterator[str]:
     """Yields the dotted name of every key of a section; for a union of sections, of the first."""
     for name, field in cls.model_fields.items():
         inner = _models_of(field.annotation)
@@ -230,8 +234,8 @@ def _keys(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def _models_of(annotation: Any) -> list[type[BaseModel]]:
+def _models_of(annotation: Any) -> list[type[FrozenModel]]:
     """`Section` and `tuple[Section, ...]` -> [Section]; `A | B` -> [A, B]; without a model -> []."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if isinstance(annotation, type) and issubclass(annotation, FrozenModel):
         return [annotation]
     return [model for inner in get_args(annotation) for model in _models_of(inner)]

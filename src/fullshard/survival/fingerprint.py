@@ -103,7 +103,8 @@ def disagreement(reported: Mapping[int, Fingerprint], *, own: Fingerprint, world
         got="; ".join(f"{named_ranks(ranks)}: {text}" for text, ranks in smallest_first),
         why="a rank skipped or repeated it, and what all ranks have summed since does not belong together",
         fix="look for collectives or steps in code that not every rank runs: `if rank == 0`, an exception "
-        'that is swallowed, data of other lengths; fault_tolerance.fingerprint = "step" does not count collectives',
+        'that is swallowed, data of other lengths; fault_tolerance.fingerprint = "step" does not count '
+        "collectives",
     )
 
 

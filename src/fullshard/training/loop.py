@@ -37,8 +37,8 @@ class Step(StepResult):
     index: number of the step, from 1
     seconds: duration of the whole step
     data_seconds: the part of `seconds` spent waiting for data
-    rollback: `fault_tolerance.on_spike = "rollback"` asks the caller to call `roll_back` and then `train` again;
-        without these calls, the step is only skipped
+    rollback: `fault_tolerance.on_spike = "rollback"` asks the caller to call `roll_back` and then `train`
+        again; without these calls, the step is only skipped
     """
 
     index: int

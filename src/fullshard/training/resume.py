@@ -21,7 +21,7 @@ def checkpoint_location(directory: str | Path, plan: Plan) -> CheckpointLocation
     """Returns the location that the plan's run saves to and loads from."""
     section = plan.run.checkpoint
     found = location_of(directory, key_file=section.key_file)
-    if section.disks == "node":
+    if section.storage == "per_node":
         return NodeLocalDirectory(Path(directory), key=found.key)
     return (
         replace(found, answer_seconds=section.store_seconds) if isinstance(found, ObjectLocation) else found
@@ -99,9 +99,9 @@ def restore(
 def roll_back(state: TrainState, directory: str | Path | CheckpointLocation, *, plan: Plan) -> bool:
     """Loads the newest complete checkpoint of `directory`, and moves the data position forward. Collective.
 
-    The batches since that checkpoint and the next `fault_tolerance.skip_batches` are not trained on (as PaLM's
-    authors did by hand, arXiv:2204.02311, section 5.1), except with a plain iterable, which has no position.
-    Returns False, with nothing changed, if there is no checkpoint yet.
+    The batches since that checkpoint and the next `fault_tolerance.skip_batches` are not trained on (as
+    PaLM's authors did by hand, arXiv:2204.02311, section 5.1), except with a plain iterable, which has
+    no position. Returns False, with nothing changed, if there is no checkpoint yet.
 
     Raises TrainError after `fault_tolerance.max_rollbacks`, CheckpointError if no checkpoint is complete.
     """

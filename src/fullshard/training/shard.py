@@ -46,22 +46,21 @@ def shard(
     plan: Plan,
     *,
     units: Predicate | None = None,
-    init: Initialise | None = None,
+    init: Initialise | Literal["none"] | None = None,
     methods: Sequence[str] = (),
-    values: Literal["initialised", "unset"] = "initialised",
     system: System = SYSTEM,
 ) -> nn.Module:
     """Shards like `fullshard.sharding.apply.shard`, and sets up the state that the plan offloads.
 
     system: the calls that reach the drive of the offload target
 
-    With `values = "unset"`, using the offloaded state raises OffloadError until a load has brought values.
+    With `init = "none"`, using the offloaded state raises OffloadError until a load has brought values.
     Raises OffloadError on all ranks if the drive of any rank has no room, before the model has values.
     """
     if plan.run.offload.on_disk and plan.run.offload.host_bytes and plan.device == "cpu":
         fix_malloc_thresholds()
     keeper = OffloadedState(settings_of(plan, system)) if plan.run.offload.takes_optimizer else None
-    apply.shard(model, plan, units=units, init=init, methods=methods, values=values, keeper=keeper)
+    apply.shard(model, plan, units=units, init=init, methods=methods, keeper=keeper)
     if keeper is not None:
         attach(model, keeper)
     return model
