@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard.errors import PlanError, ShardError
@@ -117,10 +116,6 @@ def check_gradients_of_unreached_experts() -> list[int]:
     return reached
 
 
-@pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
-    reason="this torch reduces only the gradients that a rank has",
-)
 def test_experts_that_a_rank_does_not_reach_have_the_right_gradient(ranks: Callable[..., Any]) -> None:
     reached = ranks(2).run(check_gradients_of_unreached_experts)
     assert [len(one) for one in reached] == [1, 1]

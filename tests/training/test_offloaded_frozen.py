@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fullshard.checkpoint import load, save
 from fullshard.distributed.tensors import local_tensor
-from fullshard.errors import CheckpointError, DamagedOffloadError, OffloadError
+from fullshard.errors import CheckpointError, DamagedOffloadError, OffloadError, ShardError
 from fullshard.offload.drive import SYSTEM
 from fullshard.offload.state import OffloadedState, attach, offloaded_of
 from fullshard.profiler.memory import live_bytes
@@ -453,8 +453,15 @@ def shards_integers() -> bool:
     return True
 
 
+def refusal_of_integers() -> str:
+    with pytest.raises(ShardError) as raised:
+        shard(Tables(), Plan.from_run(run_of(), world_size=1))
+    return str(raised.value)
+
+
 def test_integers_are_frozen_outside_as_well(ranks: Callable[..., Any], tmp_path: Path) -> None:
     if ranks(1).run(shards_integers) == [False]:
+        assert "cannot shard the integer parameters of layers.0" in ranks(1).run(refusal_of_integers)[0]
         pytest.skip("this torch cannot shard parameters of integers")
     expected = ranks(2).run(trained_with_tables, "none", "none")
     for tier in (DRIVE, HOST):

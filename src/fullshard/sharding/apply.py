@@ -216,20 +216,54 @@ def _fully_shard(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[nn.Pa
     settings = unit.settings(plan)
     modules = list(unit.modules)
     engine = cast(Callable[..., Any], fully_shard)  # its type allows a list of modules only in an overload
-    engine(
-        modules if len(modules) > 1 else modules[0],
-        mesh=mesh,
-        reshard_after_forward=settings.reshard_after_forward,
-        mp_policy=engine_policy(settings.precision, is_root=unit.is_root),
-        ignored_params=scalars or None,
-    )
+    try:
+        engine(
+            modules if len(modules) > 1 else modules[0],
+            mesh=mesh,
+            reshard_after_forward=settings.reshard_after_forward,
+            mp_policy=engine_policy(settings.precision, is_root=unit.is_root),
+            ignored_params=scalars or None,
+        )
+    except RuntimeError as error:
+        integers = {one.dtype for m in modules for one in m.parameters() if not one.is_floating_point()}
+        if not integers:
+            raise
+        raise ShardError(
+            f"torch {torch.__version__} cannot shard the integer parameters of {unit.name}.",
+            got=", ".join(map(str, integers)),
+            why=str(error),
+            fix="a newer torch, or register them as buffers",
+        ) from error
     engine_module = cast(FSDPModule, modules[0])
     if plan.device == "cpu":
         use_gloo_collectives(engine_module)
     # Experts that none of a rank's tokens reached have no gradient there, but the rank must still take part
-    # in their reduction. A torch without this setting reduces different parameters on different ranks.
+    # in their reduction.
     if unit.holds_experts and hasattr(engine_module, "set_reduce_scatter_unused_params"):
         engine_module.set_reduce_scatter_unused_params(True, recurse=False)
+    elif unit.holds_experts:
+        _reduce_unused_parameters(engine_module)
+
+
+def _reduce_unused_parameters(module: FSDPModule) -> None:
+    """Does what `set_reduce_scatter_unused_params(True)` does since torch 2.13: parameters without a gradient
+    are reduced as zeros. Without it, ranks would reduce different parameters with each other.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group  # pyright: ignore[reportPrivateUsage]
+    if group is None:
+        return
+    post_backward = group.post_backward
+
+    def with_zeros(*unused: Any) -> None:
+        for parameter in group.fsdp_params:
+            if not group.reduce_grads or not hasattr(parameter, "_unsharded_param"):
+                continue
+            value = parameter.unsharded_param
+            if parameter.unsharded_accumulated_grad is None and value.requires_grad and value.grad is None:
+                value.grad = torch.zeros_like(value)
+        post_backward(*unused)
+
+    group.post_backward = with_zeros
 
 
 def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
