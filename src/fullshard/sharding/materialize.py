@@ -100,9 +100,9 @@ def fill_shards(
     """Allocates the shards and sets their values, unit by unit, and then the buffers.
 
     See [Note: the same values at any rank count]. Parameters that `values` lacks are initialised; for
-    `init = "none"` they are NaN until a load. `keep` gets the parameters of each unit. `values` is emptied as it is
-    used, so that rank 0 frees the values that it has sent. Raises ShardError for parameters and buffers that
-    nothing initialises.
+    `init = "none"` they are NaN until a load. `keep` gets the parameters of each unit. `values` is emptied as
+    it is used, so that rank 0 frees the values that it has sent. Raises ShardError for parameters and buffers
+    that nothing initialises.
     """
     own = None if init == "none" else init
     filler = _Filler(model, device_of(plan), seed=plan.run.run.seed, init=own)
