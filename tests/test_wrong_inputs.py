@@ -153,7 +153,7 @@ BEFORE_ANY_RANK = [
     Wrong("unknown option", 2, ("--resum",), argv=("train", "--resum")),
     Wrong("unknown verb", 2, ("trane",), argv=("trane",)),
     Wrong("export of nothing", 6, ("try:",), argv=("ckpt", "export", "absent", "out.safetensors")),
-    Wrong("list of nothing", 6, ("no directory", "try:"), argv=("ckpt", "list", "absent")),
+    Wrong("list of nothing", 6, ("not a directory", "try:"), argv=("ckpt", "list", "absent")),
     Wrong("init over a file", 2, ("exists already", "try:"), argv=("init", "file"), file="mine"),
 ]
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fullshard.checkpoint import load, save
 from fullshard.errors import TrainError
+from fullshard.spec.fault_tolerance_section import FaultToleranceSection
 from fullshard.spec.plan import Plan
-from fullshard.spec.run import FaultToleranceSection
 from fullshard.survival.spikes import RecentSteps
 from fullshard.training.loop import Step, train
 from fullshard.training.resume import roll_back

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.errors import TrainError
-from fullshard.spec.run import FaultToleranceSection
+from fullshard.spec.fault_tolerance_section import FaultToleranceSection
 from fullshard.survival.diagnosis import (
     Heartbeat,
     Report,

@@ -26,7 +26,7 @@ from typing import Any
 
 from fullshard.errors import CheckpointError, MissingExtraError
 from fullshard.quantities import format_seconds
-from fullshard.spec.run import CheckpointSection
+from fullshard.spec.fault_tolerance_section import CheckpointSection
 from fullshard.system.disk import ExplainedError
 
 ANSWER_SECONDS = CheckpointSection().store_seconds

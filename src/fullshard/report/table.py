@@ -56,4 +56,6 @@ def grid_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable
 def _lines(text: str, columns: int) -> list[str]:
     if len(text) <= columns:
         return [text]
-    return wrap(text, max(columns, 20), subsequent_indent="  ", break_on_hyphens=False)
+    return wrap(
+        text, max(columns, 20), subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )

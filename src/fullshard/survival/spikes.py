@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
-from fullshard.spec.run import FaultToleranceSection
+from fullshard.spec.fault_tolerance_section import FaultToleranceSection
 
 MIN_RELATIVE_STD = 1e-3
 """Least relative deviation assumed for a curve; otherwise any rise on a flat curve would stand out."""

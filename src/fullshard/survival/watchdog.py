@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from fullshard.errors import TrainError
-from fullshard.spec.run import FaultToleranceSection
+from fullshard.spec.fault_tolerance_section import FaultToleranceSection
 from fullshard.survival.diagnosis import (
     Diagnosis,
     Heartbeat,

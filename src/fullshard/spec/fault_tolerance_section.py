@@ -1,0 +1,93 @@
+"""[checkpoint] and [fault_tolerance]: what a run saves, and how it reacts to faults."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from fullshard.spec.value import NUMBER, Count, FrozenModel, PathText, PositiveScalar, Seconds
+
+
+class CheckpointSection(FrozenModel):
+    """Checkpoints: where, when and how they are saved.
+
+    `dir`: a directory, or the URL of an object store (s3://bucket/run); unset, in `run.dir`
+    `every`: steps between saves; 0 saves only at the end and when interrupted
+    `keep`: number of newest checkpoints to keep; 0 keeps all
+    `keep_every`: also keeps each checkpoint whose step is a multiple of this; 0 keeps none
+    `mode`: `async` writes in the background, from a copy in host memory
+    `storage`: `per_node` if nodes do not share disks; each node then keeps the files that its ranks write
+    `layout`: any ranks can load `sharded`; `ranks` is a file per rank, which only the same ranks can load
+    `on_failure`: what a failed save does to the run; if the last one fails, the run ends with an error
+    `read_back`: acknowledges a save only after every byte was read again and verified
+    `store_seconds`: limit on a request to an object store with its retries; 1 s more per MiB it carries
+    `key_file`: path of a secret key that signs checkpoints; only signed ones are loaded (docs/security.md)
+    `export`: adds safetensors at the end
+    """
+
+    renamed = {"disks": "storage"}
+
+    dir: PathText | None = None
+    every: Count = 0
+    keep: Count = 2
+    keep_every: Count = 0
+    mode: Literal["sync", "async"] = "sync"
+    storage: Literal["shared", "per_node"] = "shared"
+    layout: Literal["sharded", "ranks"] = "sharded"
+    on_failure: Literal["continue", "stop"] = "continue"
+    read_back: bool = False
+    store_seconds: Annotated[float, NUMBER, Field(gt=0, le=86400)] = 60.0
+    key_file: PathText | None = None
+    export: bool = False
+
+    @model_validator(mode="after")
+    def _nodes_have_directories(self) -> Self:
+        if self.storage == "per_node" and self.dir is not None and "://" in self.dir:
+            raise ValueError(f'storage = "per_node" needs dir to be a directory of each node, not {self.dir}')
+        return self
+
+    @model_validator(mode="after")
+    def _export_needs_whole_tensors(self) -> Self:
+        if self.export and self.layout == "ranks":
+            raise ValueError('export = true needs layout = "sharded"')
+        return self
+
+
+class FaultToleranceSection(FrozenModel):
+    """Reactions to ranks that hang or diverge, and to loss spikes. See docs/survival.md.
+
+    `watchdog_timeout_seconds`: time in one phase (data, forward, …) after which a rank counts as hung; 0
+        disables it
+    `slow_phase_factor`: factor on that time until the first step is done, and while saving and validating
+    `collective_timeout_seconds`: a collective that waits this long fails, but never before the
+        watchdog's limit
+    `fingerprint`: values that ranks compare in every step; `step` leaves out the number of collectives
+        issued, for losses that send between some ranks on the CPU
+    `on_spike`: reaction to a step whose loss or gradient norm exceeds the mean of the last `spike_window`
+        steps by more than `spike_sigma` standard deviations. `skip` skips the step. `rollback` returns to the
+        newest checkpoint and skips the batches since then, and `skip_batches` more.
+    `check_replicas_every`: steps between bitwise comparisons of replicas; 0 disables them
+    """
+
+    renamed = {
+        "watchdog_seconds": "watchdog_timeout_seconds",
+        "watchdog_patience": "slow_phase_factor",
+        "collective_seconds": "collective_timeout_seconds",
+    }
+
+    watchdog_timeout_seconds: Seconds = 300.0
+    slow_phase_factor: Annotated[float, NUMBER, Field(ge=1, le=100)] = 3.0
+    collective_timeout_seconds: Annotated[float, NUMBER, Field(gt=0, le=10**7)] = 600.0
+    fingerprint: Literal["all", "step", "none"] = "all"
+    on_spike: Literal["none", "skip", "rollback"] = "none"
+    spike_window: Annotated[Count, Field(ge=4)] = 128
+    spike_sigma: PositiveScalar = 6.0
+    skip_batches: Count = 0
+    max_rollbacks: Count = 3
+    check_replicas_every: Count = 0
+
+    @property
+    def group_timeout_seconds(self) -> float:
+        """Timeout of the process group: longer than the watchdog's longest wait, whose report says more."""
+        return max(
+            self.collective_timeout_seconds, 1.2 * self.watchdog_timeout_seconds * self.slow_phase_factor
+        )
