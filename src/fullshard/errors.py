@@ -24,14 +24,12 @@ INTERRUPTED_EXIT_CODE = 75
 
 
 class FullshardError(Exception):
-    """An error with its reason and a fix.
+    """Base of all errors of fullshard. `str(error)` shows each part that is present on a line of its own.
 
-    what: what went wrong
+    what: the failure
     got: the offending value
     why: the reason
-    fix: what to try
-
-    `str(error)` is the whole message, one labelled line each; lines without content are left out.
+    fix: a change to try
     """
 
     exit_code: ClassVar[int] = 1
@@ -56,11 +54,7 @@ class SpecError(FullshardError):
 
 
 class MissingExtraError(FullshardError):
-    """An optional dependency that is not installed.
-
-    extra: its name in `pip install "fullshard[extra]"`
-    package: the package that could not be imported
-    """
+    """Raised if `package`, an optional dependency of the extra `extra`, is not installed."""
 
     exit_code = 2
 
@@ -90,7 +84,7 @@ class CheckpointError(FullshardError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint whose files are missing, truncated, unreadable, or do not match their digests."""
+    """Raised for a checkpoint with files that are missing, truncated, unreadable or of another digest."""
 
 
 class LaunchError(FullshardError):
@@ -106,11 +100,11 @@ class OffloadError(FullshardError):
 
 
 class DamagedOffloadError(OffloadError):
-    """A file that is missing, truncated, unreadable, or does not hold the bytes that were written.
+    """Raised for a file that is missing, truncated, unreadable, or lacks the bytes that were written to it.
 
-    It is the only OffloadError after which another attempt helps: the next start discards the damaged file.
+    A restart may succeed after this error, unlike after other OffloadErrors: it discards the damaged file.
     """
 
 
 class ForeignOffloadError(OffloadError):
-    """Files of another run, world size or layout: they are never read, and never silently replaced."""
+    """Raised for files of another run, world size or layout, which are never read or silently replaced."""

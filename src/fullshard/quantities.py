@@ -1,4 +1,4 @@
-"""Bytes, FLOP, seconds and tokens in human-readable form."""
+"""Parsing and formatting of bytes, counts and seconds as text for people."""
 
 import re
 
@@ -29,7 +29,7 @@ def parse_bytes(text: str) -> int:
         raise SpecError(
             "not a number of bytes.", got=repr(text), fix=f"a number and one of {', '.join(_BYTE_FACTORS)}"
         )
-    return int(_bounded(_finite(match[1], text) * factors[match[2].lower()], text))
+    return int(_scaled(match[1], factors[match[2].lower()], text=text))
 
 
 def format_count(count: float) -> str:
@@ -45,17 +45,17 @@ def format_count(count: float) -> str:
 
 
 def parse_count(text: str) -> int:
-    """Returns the count of `"15T"`, `"4M"`, `"1.5B"` (a billion) or `"65_536"`. Raises SpecError for other
-    text.
-    """
+    """Returns the count of `"15T"`, `"4M"`, `"1.5B"` (billion) or `"65_536"`. Raises SpecError."""
     match = _COUNT.fullmatch(text.replace("_", "").replace(",", ""))
     factors = {unit.lower(): 1000**i for i, unit in enumerate(_DECIMAL)} | {"b": 1000**3}
     if match is None or match[2].lower() not in factors:
         raise SpecError("not a count.", got=repr(text), fix="a number, with k, M, B, T or P behind it or not")
-    return round(_bounded(_finite(match[1], text) * factors[match[2].lower()], text))
+    return round(_scaled(match[1], factors[match[2].lower()], text=text))
 
 
-def _bounded(count: float, text: str) -> float:
+def _scaled(digits: str, factor: int, *, text: str) -> float:
+    """Returns the number in `digits` times `factor`. Raises SpecError, with `text`, from 2**63 on."""
+    count = float(digits) * factor
     if count >= 2**63:
         raise SpecError("a number is too large.", got=repr(text[:60]), why="it has more than 64 bits")
     return count
@@ -72,11 +72,3 @@ def format_seconds(seconds: float) -> str:
         return f"{minutes} min {rest:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min"
-
-
-def _finite(digits: str, text: str) -> float:
-    """Returns the number. Raises SpecError if it is larger than any quantity can be."""
-    number = float(digits)
-    if number > 1e30:
-        raise SpecError("the number is too large.", got=f"{text[:40]}…" if len(text) > 40 else text)
-    return number

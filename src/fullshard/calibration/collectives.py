@@ -1,4 +1,4 @@
-"""Collectives over one mesh axis, as FSDP2 calls them, and FSDP2's own time in a unit's hooks."""
+"""Measures collectives over one mesh axis, as FSDP2 calls them, and FSDP2's own time in a unit's hooks."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ Collective = Callable[[Tensor], object]
 
 
 def measure_link(mesh: DeviceMesh, *, name: str, seconds: float) -> tuple[Link, dict[str, float]]:
-    """Returns the link between the ranks of `mesh` (one axis), and the error of the fit for each collective.
+    """Returns the link between the ranks of `mesh` (one axis), and the relative error of each fitted rate.
 
     On CPU meshes these are fullshard's own collectives; on CUDA, NCCL's.
     """
@@ -88,10 +88,11 @@ def _collectives(mesh: DeviceMesh) -> dict[str, Collective]:
 
 
 def seconds_of(work: Callable[[], object], *, mesh: DeviceMesh, seconds: float) -> float:
-    """Returns the seconds of one call of `work`: the mean over all ranks of the fastest of a few windows.
+    """Returns the seconds of one call of `work`, measured in about `seconds`. Collective.
 
-    The fastest, because one late rank delays all, which would multiply any other load on the machine. Every
-    rank makes as many calls as the slowest has time for; otherwise some would wait for calls that never come.
+    This is the mean over ranks of each rank's fastest window of calls: one late rank delays all, so slower
+    windows contain other load on the machine. Every rank makes as many calls as the slowest has time for;
+    otherwise some would wait for calls that never come.
     """
     work()
     slowest = torch.tensor(_window(work, 2, mesh=mesh), dtype=torch.float64)
@@ -115,7 +116,7 @@ def _window(work: Callable[[], object], calls: int, *, mesh: DeviceMesh) -> floa
 def measure_unit(mesh: DeviceMesh, *, seconds: float) -> float:
     """Returns the host seconds of one FSDP2 action on a unit: unshard in forward or backward, or reduction.
 
-    Compares a chain of tiny linear layers, sharded and not. FSDP2 does all its work except the collectives.
+    A chain of tiny linear layers is timed with FSDP2, whose collectives are removed, and without it.
     """
     plain = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_UNITS)))
     plain.to(mesh.device_type)
@@ -128,13 +129,13 @@ def measure_unit(mesh: DeviceMesh, *, seconds: float) -> float:
     def step(model: nn.Module) -> None:
         model(x).sum().backward()
 
-    with_engine = seconds_of(lambda: step(sharded), mesh=mesh, seconds=seconds / 2)
+    with_fsdp = seconds_of(lambda: step(sharded), mesh=mesh, seconds=seconds / 2)
     without = seconds_of(lambda: step(plain), mesh=mesh, seconds=seconds / 2)
-    return max(with_engine - without, 0.0) / _UNITS / _ACTS
+    return max(with_fsdp - without, 0.0) / _UNITS / _ACTS
 
 
 def silence(unit: FSDPModule) -> None:
-    """Removes the collectives from a unit's hooks, to time the rest. Its results are then meaningless."""
+    """Removes the collectives from a unit's hooks, to time the rest. The unit's results are then wrong."""
     unit.set_custom_all_gather(cast(Any, _SilentAllGather()))
     unit.set_custom_reduce_scatter(cast(Any, _SilentReduceScatter()))
 
@@ -164,7 +165,7 @@ class _SilentReduceScatter:
 
 
 def measure_contention(mesh: DeviceMesh, *, seconds: float) -> float:
-    """Returns the slowdown of a large matmul on CUDA while all-gathers run, as a fraction of its time."""
+    """Returns the slowdown of a large matmul on CUDA while all-gathers run: 0.1 if it takes 10 % longer."""
     a = torch.randn(4096, 4096, device=mesh.device_type, dtype=torch.bfloat16)
     whole, side = torch.ones(2**24, device=mesh.device_type), torch.cuda.Stream()
     gather = _collectives(mesh)["all_gather"]
@@ -185,14 +186,10 @@ def measure_contention(mesh: DeviceMesh, *, seconds: float) -> float:
 
 
 class Sample(NamedTuple):
-    """One measured collective.
+    """One measured collective."""
 
-    whole_bytes: unsharded size
-    seconds: duration
-    """
-
-    whole_bytes: int
-    seconds: float
+    whole_bytes: int  # of the unsharded tensor
+    seconds: float  # of one call
 
 
 def fit_collective(samples: Sequence[Sample], *, ranks: int) -> tuple[CollectiveRate, float]:
@@ -203,8 +200,8 @@ def fit_collective(samples: Sequence[Sample], *, ranks: int) -> tuple[Collective
         minimise  sum ((a + b x) / t - 1)^2,   a >= 0, b > 0
 
     A single number of ranks cannot separate the latency of a collective from that of its hops. All of it
-    counts as hops, so that the time of more ranks is never underestimated. The samples themselves are kept as
-    the curve, each at most as long as the larger ones, because other load on the machine only adds time.
+    counts as hops, so that the time of more ranks is never underestimated. The curve contains the samples
+    themselves, none slower than a larger one, because other load on the machine only adds time.
     """
     assert samples, "nothing was measured"
     assert ranks > 1, "one rank has no collective"

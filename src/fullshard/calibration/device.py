@@ -47,7 +47,7 @@ class Task(NamedTuple):
 
 
 class Meter:
-    """Times tasks on one device, on all ranks at once. Every rank gets the mean of all."""
+    """Times tasks on one device, on all ranks at once. Every rank gets the mean over all ranks."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -55,15 +55,15 @@ class Meter:
         self._generator = torch.Generator(device).manual_seed(0)
 
     def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns normally distributed numbers: on GPUs, constant data takes less power, and so less time."""
+        """Returns a tensor of normally distributed numbers. (GPUs compute faster on constant data.)"""
         return torch.randn(*shape, generator=self._generator, device=self.device).to(dtype)
 
     def calls_per_second(self, work: Callable[[], object], *, seconds: float) -> float:
-        """Returns the calls per second: the mean over ranks of each rank's second fastest window.
+        """Returns the calls of `work` per second: the mean over ranks of each rank's second fastest window.
 
-        Windows, not single calls: with more ranks than cores, a call that falls between two context switches
-        shows a whole core, a window this rank's share of it. Not their mean, as other load on the machine
-        only slows them down, and not the fastest, which may be such an outlier.
+        A window is several calls. With more ranks than cores, a single call between two context switches
+        would have a whole core to itself. The mean of the windows would contain other load on the machine,
+        and the fastest may be an outlier.
         """
         work()  # the first call of a shape chooses a kernel
         once = mean_over_ranks(self._seconds(work, 2) / 2)
@@ -79,7 +79,7 @@ class Meter:
         return max(time_calls(work, calls, device=self.device), 1e-9)
 
     def curve(self, make: Callable[[int], Task], sizes: Sequence[int], *, seconds: float) -> Curve:
-        """Returns the rate of the task of each size, measured in about `seconds` in total.
+        """Returns the rate of the task `make(size)` for each size, measured in about `seconds` in total.
 
         Sizes increase. The larger ones are skipped once a call takes more than its share of the time.
         """
@@ -94,7 +94,7 @@ class Meter:
 
 
 def mean_over_ranks(value: float) -> float:
-    """Returns the mean over ranks, by a CPU tensor: every group has a CPU backend. Collective."""
+    """Returns the mean of `value` over ranks, sent as a CPU tensor on any device. Collective."""
     if world_size() == 1:
         return value
     total = torch.tensor(value, dtype=torch.float64)
@@ -128,10 +128,10 @@ def measure_matmul(meter: Meter, dtype: ComputeDtype, *, seconds: float) -> Curv
 
 
 def measure_attention(meter: Meter, dtype: ComputeDtype, *, seconds: float) -> tuple[Curve, Curve]:
-    """Returns the FLOP/s of causal attention, forward and backward.
+    """Returns the FLOP/s of causal attention by size, for forward and for backward.
 
-    Only the pairs of positions that are computed count, S (S + 1) / 2 per head: two matmuls in forward (4 ·
-    head size FLOP per pair), five in backward.
+    Only the computed pairs of positions count, S (S + 1) / 2 per head: two matmuls in forward (4 · head size
+    FLOP per pair), five in backward.
     """
     heads, size = _HEADS[meter.kind], _HEAD_DIM[meter.kind]
 
@@ -165,9 +165,9 @@ def measure_attention(meter: Meter, dtype: ComputeDtype, *, seconds: float) -> t
 
 
 def measure_memory(meter: Meter, *, seconds: float) -> Curve:
-    """Returns the bytes/s, read and written, of elementwise work into new memory, as in a model.
+    """Returns the bytes/s, read plus written, of a product (12 bytes per element) and a SiLU (8) by size.
 
-    This is a product (12 bytes per element) and a SiLU (8).
+    Both write into new memory, as in a model.
     """
 
     def task(n: int) -> Task:
@@ -195,10 +195,10 @@ def measure_optimizer(meter: Meter, *, seconds: float) -> Curve:
 
 
 def measure_launch(meter: Meter, *, seconds: float) -> float:
-    """Returns the host seconds of one operation, averaged over forward and backward.
+    """Returns the host seconds that torch and autograd take per operation, over forward and backward.
 
-    Measured on a chain of small products through autograd, with 2 operations per link. On the CPU, the time
-    of the operation itself is subtracted.
+    A chain of small products is timed, each with 2 operations. On the CPU, the time of the products
+    themselves is subtracted.
     """
     start, factor = meter.random(64).requires_grad_(), meter.random(64)
 
@@ -234,7 +234,7 @@ def measure_host_copies(meter: Meter, *, seconds: float) -> float | None:
 
 
 def measure_host_adam(*, seconds: float) -> float:
-    """Returns the parameters that the host's fused AdamW updates per second for one rank, while all ranks do.
+    """Returns the parameters per second that fused AdamW updates on the host, per rank while all ranks do.
 
     With less than a second, fewer parameters are updated, which may then fit in a cache.
     """
@@ -251,7 +251,7 @@ def measure_host_adam(*, seconds: float) -> float:
 
 
 def measure_context(device: torch.device) -> int:
-    """Returns the bytes that this process takes besides torch's allocator, of device or host memory.
+    """Returns the bytes of device memory (on the CPU, of resident memory) outside torch's allocator.
 
     On CUDA this is all memory in use outside the allocator, so no other process should run on the device.
     """

@@ -1,4 +1,4 @@
-"""Speed of a drive as offload uses it: simultaneous reads and writes past the page cache, by all ranks."""
+"""Measures a drive as offload uses it: all ranks read and write at the same time, past the page cache."""
 
 import tempfile
 import time
@@ -17,11 +17,10 @@ _PIECE_BYTES = 16 << 20
 
 
 def measure_drive(directory: Path, *, pieces: int = 16) -> float | None:
-    """Returns the bytes/s, read plus written, of one rank while all work, or None if any cannot write there.
+    """Returns the bytes/s, read plus written, per rank while all ranks work. Collective.
 
-    pieces: size of each of the two files per rank, in pieces of 16 MiB
-
-    Each file is read while the other is written and flushed. Collective.
+    Each rank has two files in `directory`, of `pieces` × 16 MiB each. One is read while the other is written
+    and flushed. The result is None on all ranks if any of them cannot write there.
     """
     rate = 0.0
     with ExitStack() as open_files:
@@ -39,7 +38,7 @@ def measure_drive(directory: Path, *, pieces: int = 16) -> float | None:
 
 
 def filled_files(directory: Path, open_files: ExitStack, *, pieces: int) -> tuple[DriveFile, DriveFile]:
-    """Returns two open, unlinked files of random numbers: zeros may be faster, and holes are not read."""
+    """Returns two open, unlinked files of random numbers. (Zeros may be faster, and holes are not read.)"""
     with tempfile.TemporaryDirectory(prefix="fullshard-calibrate-", dir=directory) as name:
         one, other = (
             open_files.enter_context(DriveFile.create(Path(name, own), pieces * _PIECE_BYTES))

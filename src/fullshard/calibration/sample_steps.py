@@ -1,6 +1,5 @@
-"""Steps of small decoders: whole ones, which check the rates measured in isolation, and a step's overhead.
-
-See `planner.calibration_fit`.
+"""Measures steps of small decoders: whole steps, which check the rates measured in isolation
+(`planner.calibration_fit`), and the overhead of a step.
 """
 
 import gc
@@ -75,8 +74,8 @@ _LEAST_SECONDS = 1.0  # per sample
 def measure_steps(ranks: Ranks, *, seconds: float) -> tuple[MeasuredStep, ...]:
     """Returns the median seconds of a few steps of each sample, measured in about `seconds`. Collective.
 
-    Two rounds, so that a temporary slowdown of the machine affects only part of each sample; in less time,
-    there are fewer samples and one round.
+    There are two rounds, so that a temporary slowdown of the machine affects only part of each sample. If
+    `seconds` are few, there are fewer samples and one round.
     """
     kind: Literal["cpu", "cuda"] = "cuda" if ranks.device.type == "cuda" else "cpu"
     count = max(1, min(len(_SAMPLES), int(seconds / _LEAST_SECONDS)))
@@ -110,7 +109,7 @@ def _plan(kind: Literal["cpu", "cuda"], at: int, *, world_size: int) -> Plan:
 
 
 def _timed(plan: Plan, ranks: Ranks, *, seconds: float) -> Sequence[float]:
-    """Returns the seconds of each step (at least two) that fits in `seconds`, as the mean over ranks."""
+    """Returns the seconds of each of 2 to 12 steps, as many as fit in `seconds`, as the mean over ranks."""
     state = _new_state(plan)
     shape = (plan.microbatch, plan.run.data.sequence_length)
     tokens = torch.randint(0, plan.run.decoder.vocabulary, shape, device=ranks.device)
@@ -136,9 +135,9 @@ def _timed(plan: Plan, ranks: Ranks, *, seconds: float) -> Sequence[float]:
 
 
 def measure_step(mesh: DeviceMesh, *, seconds: float) -> float:
-    """Returns the seconds of a step of `train` minus its forward and backward, on a tiny model. Collective.
+    """Returns the seconds of a step of `train` besides forward and backward, on a tiny model. Collective.
 
-    This includes the collectives of the norm and of the loss, and the update of a few parameters.
+    They include the collectives of the norm and of the loss, and the update of a few parameters.
     """
     run = Run.load(overrides=[*_TINY, f"train.global_batch={mesh.size()}"])
     plan = Plan.from_run(run, world_size=mesh.size(), device="cuda" if mesh.device_type == "cuda" else "cpu")

@@ -1,22 +1,21 @@
 """Saving during training: a thread writes the state, or a copy of it.
 
 [Note: staged before the update] Forward and backward change no parameter and no optimizer state, so these are
-copied while they run. An update before the copy is done would silently tear the snapshot. So the optimizer
-itself calls a hook before each step, and the hook waits for the copy.
+copied while they run. If an update changed them before the copy is done, the snapshot would mix two steps. So
+the optimizer calls a hook before each step, and the hook waits for the copy.
 
 [Note: written from where it lies] A copy costs as much processor time as the rest of the save, and training
-misses that time. If the previous save was written before the next update came, this one is expected to be,
-too. Shards in host memory are then not copied, unless the update comes first
-([Note: copied before they change]). This applies to file systems only: with an object store, the update would
-have to wait for the network.
+misses that time. If the previous save ended before the next update came, this save is expected to do so, too.
+Shards in host memory are then not copied, unless the update comes first ([Note: copied before they change]).
+This applies to file systems only: with an object store, the update would have to wait for the network.
 
 [Note: not copied at all] State on a drive is read as it is written to the checkpoint
-(`fullshard.offload.lazy_tensor`): a copy would take the memory that the drive saves. The next update leaves
-this state as it is, because it writes another generation. The update after that would overwrite it, and waits
-for the save.
+(`fullshard.offload.lazy_tensor`): a copy would take the memory that the drive saves. The next update does not
+change this state, because it writes another generation. The second update would overwrite it, and waits for
+the save.
 
-[Note: a group of its own] The thread's collectives run concurrently with training's, in no order among them.
-On one group they would be mistaken for each other, so the thread has its own gloo group.
+[Note: a group of its own] The thread's collectives run concurrently with training's, in any order. In one
+process group they would be mistaken for each other, so the thread has its own gloo group.
 """
 
 import logging
@@ -30,7 +29,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, cast
+from typing import Protocol, Self, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -48,17 +47,17 @@ from fullshard.spec.plan import Plan
 from fullshard.system.direct_io import LARGE_BYTES, aligned_memory
 
 _NICENESS = 10  # of the writing thread; see `_step_back`
-_MARGIN = 1.25  # how much longer than a save an update must have been away, to be expected after it
+_MARGIN = 1.25  # a save is expected to end first if the last update came this many times later than its save
 
 logger = logging.getLogger("fullshard")
 
 
+@runtime_checkable
 class Updated(Protocol):
-    """A state, such as `TrainState`, that can report when it is about to change."""
+    """A state, such as `TrainState`, that calls hooks before it changes."""
 
     def before_update(self, act: Callable[[], None]) -> None:
-        """Calls `act` once, before the next update of parameters or optimizer state."""
-        ...
+        """Registers `act`, to be called once, before the next update of parameters or optimizer state."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +81,9 @@ class SaveResult:
 class BackgroundSaver:
     """Saves in the background, one checkpoint at a time. Leaving the context waits for the last save.
 
-    Collective: every rank creates one, with the arguments of `fullshard.save`, and calls `save` alike. A copy
-    of this rank's shards is kept in host memory, pinned if they are on a GPU, and reused by later saves. Call
-    `wait` before changing parameters or optimizer state other than by the optimizer's step and `load`.
+    Collective: every rank creates one, with the arguments of `fullshard.save`, and calls `save` at the same
+    steps. A copy of this rank's shards stays in host memory, pinned if they are on a GPU, for reuse by later
+    saves. Call `wait` before you change parameters or optimizer state, except by the optimizer and `load`.
 
         with BackgroundSaver("checkpoints", keep=2) as saver:
             for step in train(state, plan):
@@ -123,7 +122,7 @@ class BackgroundSaver:
 
     @property
     def staged_bytes(self) -> int:
-        """Host memory that the copies take, in bytes."""
+        """Host memory of this rank's copies of shards, in bytes."""
         return self._staging.bytes
 
     @property
@@ -132,18 +131,17 @@ class BackgroundSaver:
         return self._running is None or self._running.done()
 
     def save(self, state: Checkpointable) -> None:
-        """Starts to save `state`, after waiting for a save that is still running.
+        """Waits for a save that is still running, then starts to save `state`.
 
-        If `state` cannot report when it will change, also waits for the copy. See [Note: staged before the
-        update]. Raises CheckpointError if the state cannot be saved at all; later failures are in `outcomes`.
+        Also waits for the copy, unless `state` is `Updated`. See [Note: staged before the update]. Raises
+        CheckpointError if the state cannot be saved at all; later failures are in `outcomes`.
         """
         started = time.perf_counter()
         self.wait()
         with agreed("taking the state to save"):
             mine = take_snapshot(state)
         self._pace.begin()
-        can_tell = hasattr(state, "before_update")
-        live = can_tell and self._saving.place.is_local and self._pace.is_ahead
+        live = isinstance(state, Updated) and self._saving.place.is_local and self._pace.is_ahead
         staged = self._staging.begin(mine, live=live)
         settled = threading.Event()
         # A thread for each save: one that has stepped back cannot come forward again to copy.
@@ -151,31 +149,27 @@ class BackgroundSaver:
         self._running = thread.submit(self._run, staged, settled, started=started)
         thread.shutdown(wait=False)
         self._stalled = time.perf_counter() - started
-        if can_tell:
-            updated, pace = cast(Updated, state), self._pace
-            updated.before_update(pace.update_came)
-            updated.before_update(lambda: self._settle(settled))
+        if isinstance(state, Updated):
+            state.before_update(self._pace.update_came)
+            state.before_update(lambda: self._settle(settled))
             if self._staging.leaves_some:
                 running = self._running
-                updated.before_update(lambda: updated.before_update(lambda: self._await(running)))
+                state.before_update(lambda: state.before_update(lambda: self._await(running)))
         else:
             self._settle(settled)
 
     def outcomes(self) -> list[SaveResult]:
         """Returns the results of the saves that finished since the last call."""
-        if self._running is not None and self.done:
-            self._take(self._running)
+        if self.done:
+            self.wait()
         ended, self._outcomes = self._outcomes, []
         return ended
 
     def wait(self) -> None:
         """Waits until no save is running."""
         if self._running is not None:
-            self._take(self._running)
-
-    def _take(self, running: "Future[SaveResult]") -> None:
-        self._outcomes.append(replace(running.result(), stalled_seconds=self._stalled))
-        self._running = None
+            self._outcomes.append(replace(self._running.result(), stalled_seconds=self._stalled))
+            self._running = None
 
     def _await(self, running: "Future[SaveResult]") -> None:
         started = time.perf_counter()
@@ -214,7 +208,10 @@ class BackgroundSaver:
 
 
 class _SaveTiming:
-    """Predicts, from the last completed measurement, whether a save ends before the next update."""
+    """Times of the running save, and of the update after it; predicts which of the two comes first.
+
+    is_ahead: whether the save is expected to end before the next update
+    """
 
     def __init__(self) -> None:
         self.is_ahead = False
@@ -223,7 +220,7 @@ class _SaveTiming:
         self._end: float | None = None
 
     def begin(self) -> None:
-        """Starts timing a save, and draws the conclusion from the save before."""
+        """Starts timing a save, and sets `is_ahead` by the last save, if both of its times are known."""
         if self._update is not None and self._end is not None:
             self.is_ahead = self._update > _MARGIN * self._end
         self._began, self._update, self._end = time.perf_counter(), None, None
@@ -251,22 +248,22 @@ class _StagingBuffers:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def begin(self, mine: Snapshot, *, live: bool) -> Snapshot:
-        """Returns the snapshot to save, whose shards are still to be copied.
+        """Returns the snapshot to save, whose shards are not copied yet.
 
-        Small plain tensors (buffers, random states), which forward changes, are copied now. If `live`, and
-        all shards are in host memory, `settle` copies those that are not written by then; else `fill` copies
-        all.
+        Plain tensors (buffers, random states), which forward changes, are copied now. If `live`, and all
+        shards are in host memory, `settle` copies the shards that are not written by then; else `fill` copies
+        all shards.
         """
         shards = {n: local_shard(t) for n, t in mine.tensors.items() if isinstance(t, DTensor)}
         self._sources = {name: shard for name, shard in shards.items() if not shard.is_meta}
         self.leaves_some = len(self._sources) < len(shards)
         self._live = None
-        if live and not any(source.is_cuda for source in self._sources.values()):
-            self._live = LiveShards(self._sources, copied=self._copied)
-            self._sources = {}
         if any(source.is_cuda for source in self._sources.values()):
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
+        elif live:
+            self._live = LiveShards(self._sources, copied=self._copied)
+            self._sources = {}
         tensors = {
             name: tensor if name in shards else tensor.detach().to("cpu", copy=True)
             for name, tensor in mine.tensors.items()
@@ -274,7 +271,7 @@ class _StagingBuffers:
         return replace(mine, tensors=tensors, held=self._live or FrozenShards())
 
     def fill(self, mine: Snapshot) -> None:
-        """Copies the shards, and puts the copies into the snapshot."""
+        """Copies the shards into buffers, and puts the copies into the snapshot `mine`."""
         with torch.cuda.stream(self._stream):  # for None it does nothing
             for name, source in self._sources.items():
                 whole = cast(DTensor, mine.tensors[name])
@@ -288,23 +285,23 @@ class _StagingBuffers:
         return buffer.copy_(source, non_blocking=source.is_cuda)
 
     def settle(self) -> None:
-        """Makes later work on the device wait for the copies, and copies unwritten live shards."""
+        """Copies live shards that are not written yet; makes later work on the GPU wait for the copies."""
         if self._live is not None:
             self._live.copy_unwritten()
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def arrived(self) -> None:
-        """Waits until the copies are on the host."""
+        """Waits until the copies from the GPU are in host memory."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 def _buffer_for(source: Tensor) -> Tensor:
-    """Returns host memory for a copy, which begins at a page: [Note: past the page cache].
+    """Returns a host tensor for a copy of `source`: pinned for a GPU, else page-aligned if it is large.
 
-    `malloc` would keep large memory for the thread that asked: after a few saves, gigabytes that no other
-    thread can use.
+    `malloc` would keep large memory for the thread that allocated it: after a few saves, gigabytes that no
+    other thread can use.
     """
     if source.is_cuda or source.nbytes < LARGE_BYTES:
         return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
@@ -312,6 +309,6 @@ def _buffer_for(source: Tensor) -> Tensor:
 
 
 def _step_back() -> None:
-    """Lowers the priority of this thread, so that threads that compute come first."""
+    """Lowers the priority of this thread below that of threads that compute (Linux only)."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

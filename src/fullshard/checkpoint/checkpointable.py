@@ -1,7 +1,7 @@
 """Protocols of a state that can be saved and loaded."""
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from pydantic import JsonValue
 from torch import Tensor
@@ -17,7 +17,7 @@ class Checkpointable(Protocol):
 
     @property
     def step(self) -> int:
-        """Number of finished steps, equal on all ranks, which names the checkpoint."""
+        """Number of finished steps, equal on all ranks; the checkpoint is named by it."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
@@ -33,21 +33,23 @@ class Checkpointable(Protocol):
         ...
 
     def load_targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Returns the tensors to fill from a checkpoint that holds `saved`, equal to it in name, shape and
-        dtype.
+        """Returns the tensors to fill from a checkpoint of the tensors `saved`, with their shapes and dtypes.
 
         Raises CheckpointError that names the differences (see `compare_names`).
         """
         ...
 
     def load_values(self, values: Mapping[str, JsonValue], received: Mapping[str, Tensor]) -> None:
-        """Receives the values, once the load targets are filled."""
-        ...
+        """Takes over the saved values, and `received`, the load targets, which are filled now."""
 
 
+@runtime_checkable
 class PartitionedState(Protocol):
-    """A state with a part too large for memory, which is filled after the load targets."""
+    """A state with tensors too large for memory, which are loaded in portions after the load targets."""
 
     def partitions(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
-        """Yields further tensors to fill, alike on all ranks, each time after the last ones are filled."""
+        """Yields portions of further tensors to fill, the same portions on all ranks.
+
+        The caller fills a portion before it takes the next one.
+        """
         ...

@@ -1,8 +1,7 @@
 """Digests of a checkpoint's bytes, against accidental damage and, with a key, against tampering.
 
-A digest of 32 hexadecimal digits is XXH3 of 128 bits (https://xxhash.com): fast, but other bytes with the
-same digest can be constructed. A digest of 64 digits, used if there is a key, is BLAKE2b of 256 bits (RFC
-7693).
+Without a key, digests are XXH3 of 128 bits (https://xxhash.com), 32 hexadecimal digits: fast, but an attacker
+can construct other bytes with the same digest. With a key, they are BLAKE2b of 256 bits (RFC 7693).
 
 [Note: one signature] With a key the manifest carries an HMAC-SHA256 (RFC 2104) of itself. The manifest holds
 the digests of all small files, among them the tables that hold the digests of all other bytes. So bytes that
@@ -31,17 +30,16 @@ _BY_OTHERS = stat.S_IRGRP | stat.S_IWGRP | stat.S_IROTH
 
 logger = logging.getLogger("fullshard")
 
-
 Hash = hashlib.blake2b | xxhash.xxh3_128
 
 
 def new_hash(*, strong: bool = False) -> Hash:
-    """Returns an empty digest: BLAKE2b if `strong`, else XXH3."""
+    """Returns a hash object without data: BLAKE2b if `strong`, else XXH3."""
     return hashlib.blake2b(digest_size=32) if strong else xxhash.xxh3_128()
 
 
 def is_strong(digest: str) -> bool:
-    """Returns whether `digest` is a BLAKE2b digest, by its length."""
+    """Returns whether the length of `digest` is that of BLAKE2b, not of XXH3."""
     return len(digest) != _XXH3_DIGITS
 
 
@@ -57,27 +55,28 @@ class KeyFile:
     """A file with a secret key that signs checkpoints. See [Note: one signature].
 
     The key is the file's bytes without trailing white space: 16 to 4096 bytes. The file is read whenever the
-    key is needed, so that no key stays in memory, except that of a pipe, which can be read only once.
+    key is needed, so that the key does not stay in memory. A pipe can be read only once, so its key does.
     """
 
     path: Path
 
     def signature(self, data: bytes) -> str:
-        """Returns the signature of `data` as 64 hexadecimal digits. Raises CheckpointError."""
+        """Returns the HMAC-SHA256 of `data` as 64 hexadecimal digits. Raises as `require` does."""
         return hmac.new(self._key(), data, "sha256").hexdigest()
 
     def require(self) -> None:
-        """Raises CheckpointError if the file cannot serve as a key, or if every user may write it."""
+        """Raises CheckpointError if the file is unreadable, too short or long, or writable by every user."""
         self._key()
 
     def warn_of_readers(self) -> None:
-        """Logs a warning if other users may read the key: once per process, and on rank 0 alone."""
+        """Logs a warning if other users may read the key; on rank 0 only, and once per process."""
         if os.environ.get("RANK", "0") == "0" and (mode := _mode(self.path)) & _BY_OTHERS:
             _warn_once(f"{self.path}: other users may read the key (mode {mode:04o}); chmod 600 {self.path}")
 
     def _key(self) -> bytes:
         try:
-            key = _read(self.path)
+            is_pipe = stat.S_ISFIFO(self.path.stat().st_mode)
+            key = (_read_once if is_pipe else _read_again)(self.path)
         except OSError as error:
             raise CheckpointError(
                 f"the key file {self.path} cannot be read.",
@@ -102,12 +101,8 @@ class KeyFile:
         return key
 
 
-def _read(path: Path) -> bytes:
-    return _read_once(path) if stat.S_ISFIFO(path.stat().st_mode) else _read_again(path)
-
-
 def _read_again(path: Path) -> bytes:
-    """Returns the bytes of a key file. Waits for the writer of a fifo; a fifo without a writer is empty."""
+    """Returns the bytes of a key file or pipe. Waits for a pipe's writer; without a writer, it is empty."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         mode = os.fstat(file.fileno()).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):

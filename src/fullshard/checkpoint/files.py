@@ -32,17 +32,17 @@ _READ_BYTES, _AHEAD_BYTES = 1 << 20, 16 << 20
 class Files(Protocol):
     """Files of one checkpoint, complete or being written. Every method may raise OSError.
 
-    A picklable value, which is sent to other ranks; its `str()` is a form that users can pass back.
+    The value is pickled and sent to other ranks. `str()` gives a path or URL that users can pass back.
     """
 
     @property
     def name(self) -> str:
-        """Last part of the path."""
+        """Last part of the checkpoint's path or URL."""
         ...
 
     @property
     def key(self) -> KeyFile | None:
-        """Key that the checkpoint is or must be signed with, or None."""
+        """Key that signs a saved manifest and must have signed a loaded one, or None for no signatures."""
         ...
 
     def sizes(self) -> dict[str, int]:
@@ -50,7 +50,7 @@ class Files(Protocol):
         ...
 
     def read(self, name: str) -> bytes:
-        """Returns the bytes of a small file."""
+        """Returns all bytes of a small file."""
         ...
 
     def open(self, name: str) -> AbstractContextManager[BinaryIO]:
@@ -58,12 +58,12 @@ class Files(Protocol):
         ...
 
     def create(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """Opens a new file, which must not exist yet; it is on the disk once the block ends without error."""
+        """Opens a new file for writing. It is on the disk once the context ends without error."""
         ...
 
 
 class _ReadAhead(FileIO):
-    """A file read sequentially in large parts, without a buffer, while the disk fetches the next ones."""
+    """A file read sequentially and unbuffered, in large parts, while the disk fetches the following ones."""
 
     def readinto(self, buffer: memoryview) -> int | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if hasattr(os, "posix_fadvise"):  # not on macOS
@@ -73,9 +73,9 @@ class _ReadAhead(FileIO):
 
 
 class WriterProcess(FrozenModel):
-    """Identity of the process that writes a checkpoint, by which its machine can check whether it still runs.
+    """Identity of the process that writes a checkpoint, for checking later if it still runs.
 
-    A pid is valid only under one kernel (`boot`) and in one pid namespace.
+    A pid is valid only until the machine is booted again (`boot`), and in one pid namespace.
     """
 
     host: str
@@ -88,7 +88,7 @@ class WriterProcess(FrozenModel):
         return cls(host=socket.gethostname(), boot=boot_id(), pid_namespace=pid_namespace(), pid=os.getpid())
 
     def is_dead(self) -> bool:
-        """Returns True if the process is certainly dead; False also if that cannot be known from here."""
+        """Returns True if the process is certainly dead; False if it runs, or if this machine cannot know."""
         here = self == WriterProcess.this().model_copy(update={"pid": self.pid})
         return here and not is_running(self.pid)
 
@@ -97,10 +97,10 @@ class WriterProcess(FrozenModel):
 class DiskGroup:
     """The ranks that save to the same disk or store as this rank; by default all ranks.
 
-    leader: the rank that does the work that is done once per disk
+    leader: rank that does what is done once per disk
     node: index of the disk; None for a location that all ranks share
     nodes: number of disks
-    attempt: name of a save that begins now, if several disks commit it together
+    attempt: id for the next save, which several disks commit together; None for a shared location
     complete_steps: steps that are on all disks; None for a location that all ranks share
     """
 
@@ -115,9 +115,9 @@ class DiskGroup:
         return self.leader == rank()
 
     def on_leader(self, act: Callable[[], T], *, doing: str, group: Group = None) -> T:
-        """Runs `act()` on the leader of every disk; returns its small result on the disk's ranks. Collective.
+        """Runs `act()` on the leader of every disk, and returns the leader's result on each rank of the disk.
 
-        Raises CheckpointError on all ranks if a leader failed.
+        Collective. The result is pickled. Raises CheckpointError on all ranks if a leader failed.
         """
         if self.nodes == 1:
             return on_rank_zero(act, doing=doing, group=group)
@@ -167,18 +167,19 @@ class LocalFiles:
 
 
 def write_file(files: Files, name: str, *, data: bytes) -> None:
-    """Writes a new file, flushed to the disk."""
+    """Writes a new file, and flushes it to the disk."""
     with files.create(name) as file:
         file.write(data)
 
 
 def is_remote(directory: str) -> bool:
-    """Returns whether `directory` is a URL of something other than the local file system."""
+    """Returns whether `directory` is a URL, except a `file://` URL."""
     return "://" in directory and not directory.startswith("file://")
 
 
 def is_lost(error: OSError) -> bool:
-    """Returns whether an error means that bytes are gone for good, or that something else, such as a link, is
-    in their place. A missing file is not lost: other ranks may find it.
+    """Returns whether an error shows that a file's bytes are lost, or that it is a link, directory or device.
+
+    A missing file does not count: other ranks may find it.
     """
     return error.errno in (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.ELOOP, errno.EISDIR, errno.ENXIO)

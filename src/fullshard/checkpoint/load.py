@@ -1,18 +1,15 @@
-"""Loading of the newest complete checkpoint, at any number of ranks and in any strategy, verified as it is
-read.
+"""Loading and verifying the newest complete checkpoint, with any number of ranks and any strategy.
 
-[Note: a reader beside a writer] A run that keeps few checkpoints may remove one that another process, such as
-an evaluation, is reading, after it has committed a newer one. So when a read fails and the checkpoint no
-longer exists, the reader looks again and takes the newest.
+[Note: a reader beside a writer] A run may commit a checkpoint and remove an old one while another process,
+such as an evaluation, reads the old one. So if a read fails and the checkpoint no longer exists, the reader
+starts again with the newest checkpoint.
 """
 
 import itertools
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar, cast
-
-from torch import Tensor
+from typing import TypeVar
 
 from fullshard.checkpoint import storage
 from fullshard.checkpoint.checkpointable import Checkpointable, PartitionedState
@@ -33,7 +30,7 @@ from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 T = TypeVar("T")
 
-_TRIES = 10  # attempts to read a checkpoint before it is removed
+_TRIES = 10  # attempts to read a checkpoint faster than it is removed
 
 logger = logging.getLogger("fullshard")
 
@@ -44,16 +41,16 @@ def load(
     *,
     missing_ok: bool = False,
 ) -> bool:
-    """Loads the newest complete checkpoint of `directory` into `state`, and returns True if there was one.
+    """Loads the newest complete checkpoint of `directory` into `state`, and returns True.
 
-    Collective: every rank calls it, and rank 0 chooses for all. `directory` may also be one checkpoint. Every
-    rank reads only the bytes that its own shards need, whichever ranks and sharding saved them, and checks
-    every block against its digest. A damaged checkpoint is renamed to `.bad-…` with a warning, and the next
-    older one is taken.
+    Collective: every rank calls it, and rank 0 chooses the checkpoint. `directory` may also be a checkpoint.
+    The ranks and the sharding may be others than at the save. Every rank reads only the bytes that its shards
+    need, and checks every block against its digest. A damaged checkpoint is renamed to `.bad-…`, with a
+    warning, and the next older one is loaded.
 
-    Raises CheckpointError if there is no checkpoint, unless `missing_ok` (then returns False); if none of the
-    checkpoints is complete; and if the checkpoint is of another model. After an error the content of `state`
-    is undefined.
+    If there is no checkpoint, returns False if `missing_ok`, else raises CheckpointError. Also raises
+    CheckpointError if none of the checkpoints is complete, or if the checkpoint is of another model. After an
+    error the content of `state` is undefined.
     """
     place = location_of(directory)
     refused: dict[str, str] = {}
@@ -104,9 +101,12 @@ def _require_tries_left(attempt: int, place: CheckpointLocation) -> None:
 
 
 def _is_gone(place: CheckpointLocation, files: Files, *, manifest: Manifest) -> bool:
-    """Returns whether a checkpoint that was found in `place` has been removed or replaced since."""
+    """Returns whether a checkpoint that was found in `place` was removed or replaced since.
+
+    A checkpoint that is `place` itself never counts as removed.
+    """
     if files.name == place.as_checkpoint().name:
-        return False  # this one was requested by name
+        return False
     try:
         return not is_listed(place, files) or read_manifest(files) != manifest
     except CheckpointError:
@@ -114,14 +114,17 @@ def _is_gone(place: CheckpointLocation, files: Files, *, manifest: Manifest) -> 
 
 
 def find(directory: str | Path | CheckpointLocation) -> tuple[Files, Manifest]:
-    """Returns `directory` itself if it is a checkpoint, else its newest complete one."""
+    """Returns the checkpoint `directory`, or the newest complete one in it, or raises CheckpointError."""
     found = _find(location_of(directory), DiskGroup(), missing_ok=False, refused={})
     assert found is not None, "missing_ok is False"
     return found
 
 
 def with_newest(directory: str | Path | CheckpointLocation, act: Callable[[Files, Manifest], T]) -> T:
-    """Calls `act` with the checkpoint that `find` returns. See [Note: a reader beside a writer]."""
+    """Returns `act(files, manifest)` of the checkpoint that `find` returns.
+
+    Repeats this if the checkpoint is removed meanwhile. See [Note: a reader beside a writer].
+    """
     place = location_of(directory)
     for attempt in itertools.count(1):
         files, manifest = find(place)
@@ -139,14 +142,18 @@ def _load(state: Checkpointable, files: Files, *, manifest: Manifest) -> None:
     with agreed(doing):
         if manifest.layout == "ranks":
             storage.require_same_ranks(files, manifest)
-        receivers = _receivers(state, manifest)
+        receivers = state.load_targets(manifest.tensors)
+        # DCP would silently fill tensors of another dtype.
+        compare_names(
+            receivers, {name: manifest.tensors[name] for name in receivers if name in manifest.tensors}
+        )
     with agreed(doing):
         reader = storage.opened(files, manifest)
     read = storage.read_own if manifest.layout == "ranks" else storage.read
     with agreed(doing):
         read(receivers, reader)
-    if hasattr(state, "partitions"):
-        portions = cast(PartitionedState, state).partitions(manifest.tensors)
+    if isinstance(state, PartitionedState):
+        portions = state.partitions(manifest.tensors)
         while (portion := on_all_ranks(lambda: next(portions, None), doing=doing)) is not None:
             with agreed(doing):
                 read(portion, reader)
@@ -165,7 +172,7 @@ def _find(
     place: CheckpointLocation, disk: DiskGroup, *, missing_ok: bool, refused: Mapping[str, str]
 ) -> tuple[Files, Manifest] | None:
     complete, newest = disk.complete_steps, None
-    # A directory that holds steps is not a checkpoint itself, whatever other files it holds.
+    # A directory that contains steps is not a checkpoint itself, whatever other files it contains.
     if complete is None and place.exists() and not place.steps():
         files = place.as_checkpoint()
         manifest = _lone_manifest(files, strays_ok=missing_ok)
@@ -197,10 +204,10 @@ def _find(
 
 
 def _lone_manifest(files: Files, *, strays_ok: bool) -> Manifest | None:
-    """Returns the manifest if `files` are those of one checkpoint; raises CheckpointError if it is damaged.
+    """Returns the manifest if `files` are those of one checkpoint, else None.
 
-    strays_ok: whether damaged files under a checkpoint's names, without any shard beside them, may be taken
-        for unrelated files
+    Raises CheckpointError if the checkpoint is damaged. If `strays_ok`, and there are no shards, a damaged
+    manifest counts as an unrelated file of the same name.
     """
     names = files.sizes()
     if MANIFEST not in names and METADATA not in names:
@@ -213,10 +220,3 @@ def _lone_manifest(files: Files, *, strays_ok: bool) -> Manifest | None:
         raise
     require_files(files, manifest)
     return manifest
-
-
-def _receivers(state: Checkpointable, manifest: Manifest) -> dict[str, Tensor]:
-    receivers = state.load_targets(manifest.tensors)
-    # DCP would silently fill tensors of another dtype.
-    compare_names(receivers, {name: manifest.tensors[name] for name in receivers if name in manifest.tensors})
-    return receivers

@@ -1,4 +1,4 @@
-"""Locations of a run's checkpoints, where each one becomes visible atomically or not at all."""
+"""Locations of a run's checkpoints, where each checkpoint becomes visible complete or not at all."""
 
 import logging
 import os
@@ -39,22 +39,22 @@ logger = logging.getLogger("fullshard")
 class CheckpointLocation(Protocol):
     """A directory of checkpoints. Any method may raise OSError.
 
-    Except for `join`, only the leader of a DiskGroup calls methods that change something.
+    Every rank calls `join`; only the leader of a DiskGroup calls other methods that change something.
 
-    is_local: whether saves are as fast as a disk, so that an update may wait for one
+    is_local: whether a save is as fast as a disk, so that an update may wait for it
     """
 
     is_local: ClassVar[bool]
 
     @property
     def key(self) -> KeyFile | None:
-        """Key that its checkpoints are signed with, or None."""
+        """Key that signs the checkpoints of this location, or None."""
         ...
 
     def __str__(self) -> str: ...
 
     def join(self, *, group: Group = None) -> DiskGroup:
-        """Finishes interrupted commits, and returns the ranks that share this rank's disk. Collective."""
+        """Completes interrupted commits, and returns the ranks that share this rank's disk. Collective."""
         ...
 
     def exists(self) -> bool:
@@ -70,40 +70,37 @@ class CheckpointLocation(Protocol):
         ...
 
     def unfinished(self) -> list[str]:
-        """Returns the names of drafts left by saves that were interrupted or are still running."""
+        """Returns the names of the drafts of saves that were interrupted or are still running."""
         ...
 
     def quarantined(self) -> list[str]:
-        """Returns the names of broken checkpoints that `set_aside` renamed."""
+        """Returns the names of the damaged checkpoints that `set_aside` renamed."""
         ...
 
     def writing(self) -> AbstractContextManager[None]:
-        """Excludes other writers while open. Raises CheckpointError if there is one."""
+        """Locks the location against other writers. Raises CheckpointError if another process writes."""
         ...
 
     def begin(self, step: int, *, needed_bytes: int) -> Files:
-        """Returns a draft for the files of a step. Raises CheckpointError if space is short."""
+        """Creates a draft for the files of a step. Raises CheckpointError if `needed_bytes` are not free."""
         ...
 
     def prepare(self, draft: Files, manifest: Manifest) -> None:
-        """Writes the manifest into a draft, unless that would commit it."""
-        ...
+        """Writes the manifest into a draft. Does nothing if writing the manifest is the commit."""
 
     def commit(self, draft: Files, manifest: Manifest) -> Files:
-        """Permanently makes a prepared draft the checkpoint of its step."""
+        """Makes a prepared draft the checkpoint of its step, and returns the checkpoint's files."""
         ...
 
     def discard(self, draft: Files) -> None:
-        """Removes a draft that `begin` returned, as far as possible."""
-        ...
+        """Removes a draft that `begin` created, as far as possible."""
 
     def set_aside(self, checkpoint: Files) -> str:
-        """Renames a broken checkpoint, which is then neither loaded nor removed; returns the new name."""
+        """Renames a damaged checkpoint, which is then neither loaded nor removed. Returns the new name."""
         ...
 
     def remove(self, checkpoint: Files) -> None:
-        """Removes a checkpoint; no remaining part is ever taken for a complete one."""
-        ...
+        """Removes a checkpoint. If the removal is interrupted, the rest does not look like a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -204,10 +201,9 @@ class LocalLocation:
 def location_of(
     directory: str | Path | CheckpointLocation, *, key_file: str | Path | None = None
 ) -> CheckpointLocation:
-    """Returns the location that a path or a URL names.
+    """Returns the location that a path or a URL names; returns a location unchanged.
 
-    key_file: signs the checkpoints that are saved there, and restricts loading to signed ones; see
-        `digests.KeyFile`
+    key_file: file of a key (`KeyFile`) that signs the checkpoints; with a key, only signed ones are loaded
 
     Raises MissingExtraError for a URL whose package is not installed. Raises CheckpointError for an unusable
     URL, for a path that was a URL before `Path` removed one of its slashes, and for an unusable key file.
@@ -236,10 +232,10 @@ def location_of(
 
 
 def valid_checkpoints(place: CheckpointLocation) -> Iterator[tuple[Files, Manifest]]:
-    """Yields the complete checkpoints of `place`, highest step first, and checks each as it is reached.
+    """Yields files and manifest of each complete checkpoint (judged by file sizes), highest step first.
 
-    Skips broken checkpoints and interrupted saves, with a warning. Raises CheckpointError for one that may be
-    complete but cannot be read: an older one is no substitute for it.
+    Skips damaged checkpoints and interrupted saves, with a warning. Raises CheckpointError for a checkpoint
+    that may be complete but cannot be read, since an older one is no substitute for it.
     """
     if not place.exists():
         return
@@ -263,12 +259,12 @@ def valid_checkpoints(place: CheckpointLocation) -> Iterator[tuple[Files, Manife
 
 
 def is_listed(place: CheckpointLocation, files: Files) -> bool:
-    """Returns whether `files` is among the steps of `place` now."""
+    """Returns whether the checkpoint `files` is still in `place`."""
     return any(one.name == files.name for _, one in place.steps())
 
 
 def latest_checkpoint(directory: str | Path | CheckpointLocation) -> Path | str | None:
-    """Returns the complete checkpoint of the highest step, or None."""
+    """Returns the path or URL of the complete checkpoint of the highest step, or None."""
     return next((location(files) for files, _ in valid_checkpoints(location_of(directory))), None)
 
 
@@ -278,15 +274,15 @@ def newest_step(directory: str | Path | CheckpointLocation) -> int | None:
 
 
 def location(files: Files) -> Path | str:
-    """Returns the path or URL by which a caller can find a checkpoint again."""
+    """Returns the path of a checkpoint on a file system, or the URL of another."""
     return files.path if isinstance(files, LocalFiles) else str(files)
 
 
 def prune(place: CheckpointLocation, *, keep: int, keep_every: int, step: int) -> None:
-    """Removes complete checkpoints older than `step`, so that `keep` remain, including the one of `step`.
+    """Removes the oldest complete checkpoints, so that `keep` remain up to and including that of `step`.
 
     keep: number of checkpoints to keep; 0 keeps all
-    keep_every: steps that it divides are kept in addition; 0 for none
+    keep_every: also keeps the steps that are multiples of it; 0 for none
 
     A failure is only logged, because the new checkpoint is committed.
     """
@@ -315,17 +311,17 @@ def _path(files: Files) -> Path:
 
 
 def _remove_directory(path: Path) -> None:
-    """Removes a directory of fullshard's as far as possible, and warns if some of it remains."""
+    """Removes a directory, and logs a warning if a part of it remains."""
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
         logger.warning("%s could not be removed", path)
 
 
 def _collect_leftovers(directory: Path) -> None:
-    """Removes the leftovers of saves whose process is dead, and of interrupted removals.
+    """Removes what interrupted removals left (`.del-`), and drafts whose process is dead (`.tmp-`).
 
-    A `.tmp-` directory whose process may still run is kept, with a warning. The location must be locked, so
-    that a directory in which nothing was written yet belongs to no running save.
+    Keeps a draft whose process may still run, with a warning. The location must be locked, so that a draft
+    without any shard cannot belong to a running save.
     """
     for path in directories(directory, ".del-*"):
         _remove_directory(path)
@@ -337,7 +333,8 @@ def _collect_leftovers(directory: Path) -> None:
         if writer is not None and writer.is_dead():
             logger.info("removing %s: its process %d is dead", path, writer.pid)
             _remove_directory(path)
-        elif writer is None and _is_bare(path):
+        elif writer is None and {one.name for one in path.iterdir()} <= {WRITER}:
+            # Its process died before it recorded its identity, and so before it wrote any shard.
             logger.info("removing %s: nothing was written there", path)
             _remove_directory(path)
         else:
@@ -346,10 +343,5 @@ def _collect_leftovers(directory: Path) -> None:
 
 
 def directories(directory: Path, pattern: str) -> list[Path]:
-    """Returns the directories that match `pattern`, except links, which are not fullshard's."""
+    """Returns the subdirectories whose name matches `pattern`, except links, which are not fullshard's."""
     return [path for path in sorted(directory.glob(pattern)) if path.is_dir() and not path.is_symlink()]
-
-
-def _is_bare(path: Path) -> bool:
-    """Returns whether the writer died before it recorded its identity, and so before it wrote any shard."""
-    return {one.name for one in path.iterdir()} <= {WRITER}

@@ -1,4 +1,4 @@
-"""The manifest: the content of a checkpoint, by which it is known to be complete. Written last, read first.
+"""The manifest: the list of a checkpoint's content. It is written last and read first.
 
     checkpoints/step-00000300/    __0_0.distcp  __1_0.distcp … .metadata    as DCP writes them
                                   shards.json                              where each shard is: `shard_index`
@@ -6,9 +6,9 @@
                                   writer.json                              which process made it
                                   manifest.json                            the Manifest below
 
-A directory is a checkpoint if its manifest exists and is undamaged, and every file has the size that the
-manifest gives. Its bytes are verified by their digests: the manifest has those of small files, tables have
-those of data files. There is no `latest` file: the newest checkpoint is the complete one of the highest step.
+A directory is a complete checkpoint if its manifest is undamaged, and every file has the size that the
+manifest states. The manifest also has the digests of small files, and tables have those of data files. There
+is no `latest` file: the newest checkpoint is the complete one of the highest step.
 """
 
 import hmac
@@ -94,7 +94,7 @@ class Manifest(FrozenModel):
     """Content of a checkpoint.
 
     format: version of this format
-    step: finished steps
+    step: number of finished steps
     values: small values of the state
     layout: `sharded` (DCP's, for any ranks) or `ranks` (a file per rank, for the same ranks only)
     tensors: saved tensors, by name
@@ -103,7 +103,7 @@ class Manifest(FrozenModel):
     torch_version: version of torch that saved it
     fullshard_version: version of fullshard that saved it
     plan: the Plan of the training (and in it the Run) as JSON, or None if none was given
-    attempt: the save that wrote the files: a prefix in an object store, or an id that nodes share; else None
+    attempt: id of the save, if it is a prefix in an object store or shared by nodes; else None
     nodes: number of disks that hold the checkpoint
     node: index of the disk that holds this manifest
     signature: signature by a KeyFile, with zeros in place of itself and the digest; None without a key
@@ -141,17 +141,17 @@ class Manifest(FrozenModel):
 
     @property
     def own_files(self) -> dict[str, SavedFile]:
-        """Files that lie beside this manifest: all of them, unless nodes have their own disks."""
+        """Files on the same disk as this manifest: all files, unless nodes have disks of their own."""
         return {name: file for name, file in self.files.items() if file.node in (None, self.node)}
 
     @property
     def data_files(self) -> list[str]:
-        """Data files among `own_files`: those with a table of pieces."""
+        """Names of the data files on the same disk as this manifest; each has a table of pieces."""
         return [name for name in self.all_data_files if name in self.own_files]
 
     @property
     def all_data_files(self) -> list[str]:
-        """Data files on all disks: those with a table of pieces."""
+        """Names of the data files on all disks; each has a table of pieces."""
         return [name for name in self.files if f"{name}{SUFFIX}" in self.files]
 
     @property
@@ -160,7 +160,7 @@ class Manifest(FrozenModel):
 
     @property
     def run(self) -> Run | None:
-        """The Run that saved it, or None if none was recorded. Raises CheckpointError if it is unreadable."""
+        """Settings of the run that saved the checkpoint, or None. Raises CheckpointError if unreadable."""
         if self.plan is None:
             return None
         try:
@@ -173,7 +173,7 @@ class Manifest(FrozenModel):
             ) from error
 
     def encoded(self, key: KeyFile | None = None) -> bytes:
-        """Returns the bytes of the manifest's file, with its own digest, and signed if there is a key."""
+        """Returns the bytes of `manifest.json`, with their own digest and, given a `key`, its signature."""
         unsigned = {"digest": _NO_DIGEST, "signature": None if key is None else _NO_SIGNATURE}
         text = self.model_copy(update=unsigned).model_dump_json(indent=1).encode() + b"\n"
         if key is not None:
@@ -182,10 +182,10 @@ class Manifest(FrozenModel):
 
 
 def read_manifest(checkpoint: Files | str | Path) -> Manifest:
-    """Returns the manifest of a checkpoint, after checking its own digest; `verify` also checks the files.
+    """Returns the manifest of a checkpoint, after checking its digest; `verify` also checks the files.
 
-    Raises DamagedCheckpointError if the manifest is missing, damaged, or of another step than the directory's
-    name says; CheckpointError if it has another format, or is not signed with the key of `checkpoint`.
+    Raises DamagedCheckpointError if the manifest is missing, damaged, or of another step than that in the
+    directory's name. Raises CheckpointError if it has another format, or lacks the signature by `Files.key`.
     """
     files = files_of(checkpoint)
     try:
@@ -223,9 +223,9 @@ def read_manifest(checkpoint: Files | str | Path) -> Manifest:
 
 
 def verify(checkpoint: Files | str | Path) -> Manifest:
-    """Returns the manifest of a checkpoint, after checking the sizes of its files but reading no data.
+    """Returns the manifest of a checkpoint, after checking that all its files exist with the right size.
 
-    Raises DamagedCheckpointError that names the first missing file or wrong size.
+    Reads only the manifest. Raises as `read_manifest` and `require_files` do.
     """
     files = files_of(checkpoint)
     manifest = read_manifest(files)
@@ -234,7 +234,7 @@ def verify(checkpoint: Files | str | Path) -> Manifest:
 
 
 def require_files(files: Files, manifest: Manifest) -> None:
-    """Raises DamagedCheckpointError unless every file that `manifest` names is there in its size."""
+    """Raises DamagedCheckpointError unless every file of `manifest` on this disk exists with its size."""
     try:
         sizes = files.sizes()
     except OSError as error:
@@ -250,7 +250,7 @@ def require_files(files: Files, manifest: Manifest) -> None:
 
 
 def why_unlisted(files: Files, name: str) -> str:
-    """Returns why `name` is not among the regular files of a checkpoint: absent, a link, a directory."""
+    """Returns the reason why `name` is not a regular file of a checkpoint: missing, a link, a directory."""
     try:
         with files.open(name):
             return "no such file"
@@ -261,7 +261,7 @@ def why_unlisted(files: Files, name: str) -> str:
 
 
 def read_verified(files: Files, manifest: Manifest, *, name: str) -> bytes:
-    """Returns a small file of a checkpoint. Raises DamagedCheckpointError if its bytes were changed."""
+    """Returns the bytes of a small file. Raises DamagedCheckpointError if they differ from its digest."""
     try:
         data = files.read(name)
     except OSError as error:
@@ -281,18 +281,18 @@ def write_small(draft: Files, name: str, *, data: bytes) -> SavedFile:
 
 
 def describe_small(draft: Files, data: bytes) -> SavedFile:
-    """Returns the manifest's entry for a small file of `draft`."""
+    """Returns the manifest's entry (size and digest) for a small file of `draft` with the content `data`."""
     return SavedFile(size_bytes=len(data), digest=digest(data, strong=draft.key is not None))
 
 
 def lost_or_denied(error: OSError, what: str, *, name: str) -> CheckpointError:
-    """Returns a DamagedCheckpointError if bytes are lost, so that an older checkpoint may do."""
+    """Returns a DamagedCheckpointError if the bytes of `name` are lost, else a CheckpointError."""
     kind = DamagedCheckpointError if is_lost(error) else CheckpointError
     return kind(what, got=f"{name}: {error.strerror or error}")
 
 
 def files_of(checkpoint: Files | str | Path) -> Files:
-    """Returns the files of a checkpoint, given its path or URL."""
+    """Returns the files of the checkpoint at a path or URL; returns `Files` unchanged."""
     if isinstance(checkpoint, str) and is_remote(checkpoint):
         from fullshard.checkpoint.object_files import ObjectFiles
 
@@ -308,13 +308,13 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Returns the step whose checkpoint is called `name`, or None for any other name."""
+    """Returns the step in a checkpoint's name, such as 300 for `step-00000300`; None for any other name."""
     digits = name.removeprefix("step-")
     return int(digits) if digits.isdecimal() and name == step_name(int(digits)) else None
 
 
 def _undamaged_json(text: bytes, where: str) -> dict[str, Any]:
-    """Returns the JSON object of a manifest, after checking the digest of its bytes."""
+    """Returns the JSON object in the bytes of a manifest, after checking its digest. Errors name `where`."""
     try:
         data: Any = parse_json(text)
     except ValueError as error:
@@ -322,9 +322,8 @@ def _undamaged_json(text: bytes, where: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise DamagedCheckpointError(f"{where} is damaged.", got="no JSON object")
     stated = str(cast(dict[str, Any], data).get("digest"))
-    if (
-        data.get("format") != 1 and digest(_exchanged(text, before=stated, after=_NO_DIGEST)) != stated
-    ):  # 1 had none
+    has_digest = data.get("format") != 1
+    if has_digest and digest(_exchanged(text, before=stated, after=_NO_DIGEST)) != stated:
         raise DamagedCheckpointError(f"{where} is damaged.", got="its own digest is another")
     return cast(dict[str, Any], data)
 
@@ -332,7 +331,7 @@ def _undamaged_json(text: bytes, where: str) -> dict[str, Any]:
 def _require_signature(text: bytes, data: Mapping[str, Any], *, key: KeyFile, where: str) -> None:
     """Raises CheckpointError if the manifest is not signed with `key`.
 
-    No older checkpoint is taken instead: the user has to know that an unsigned one is there.
+    A DamagedCheckpointError would be wrong: `load` would then use an older checkpoint without asking.
     """
     stated = str(data.get("signature"))
     unsigned = _exchanged(text, before=str(data.get("digest")), after=_NO_DIGEST)
@@ -349,7 +348,7 @@ def _require_signature(text: bytes, data: Mapping[str, Any], *, key: KeyFile, wh
 
 
 def _exchanged(text: bytes, *, before: str, after: str) -> bytes:
-    """Returns `text` with the last JSON string that equals `before` replaced by `after`."""
+    """Returns `text` with the last JSON string `before` in it replaced by `after`."""
     head, found, tail = text.rpartition(f'"{before}"'.encode())
     return head + f'"{after}"'.encode() + tail if found else text
 

@@ -1,15 +1,14 @@
 """Files of one checkpoint on object storage (see `objects` for the layout), and their upload in parts.
 
 [Note: confirmed, or read back] A bit may flip between our memory and the store's disk, and a store that does
-not check acknowledges it. So every part's MD5 is compared with the store's report of the bytes that it
-received. S3 answers each part with an ETag, which is their MD5. The ETag is different if the store encrypts
-with keys (SSE-KMS, SSE-C): then the store has to echo the CRC-32, which S3 does only after comparing it. A
-part whose report differs is sent again. For stores other than S3, the MD5 is that of the whole object, from
-their listing (`md5Hash` of Google's, an ETag).
+not check the bytes acknowledges them. So the MD5 of every part is compared with that which the store reports
+for the bytes it received. S3 reports it as the ETag of each part. If S3 encrypts with keys (SSE-KMS, SSE-C),
+the ETag is not an MD5: then its answer has to repeat the CRC-32, which S3 does only after comparing it. A
+part whose report differs is sent again. Other stores report the MD5 of the whole object in their listing
+(`md5Hash` of Google's, an ETag).
 
 A report that differs every time, or is missing, does not count as damage, since some stores compute ETags in
-their own way. Such an object is read back, and its bytes decide. That doubles the traffic, but only for such
-stores.
+their own way. Such an object is read back and compared, which doubles the traffic for these stores only.
 """
 
 import base64
@@ -47,11 +46,11 @@ logger = logging.getLogger("fullshard")
 
 @dataclass(frozen=True)
 class ObjectFiles:
-    """Files of a checkpoint below the prefix `url`, or of one attempt to save it.
+    """Files of a checkpoint in an object store, or of one attempt to save it.
 
     url: prefix of the step
-    attempt: name of the attempt; None for the committed checkpoint
-    part_bytes: bytes sent per request; one such part is in memory while a file is written
+    attempt: id of the attempt; None for the committed checkpoint
+    part_bytes: bytes sent per request; one part is in memory while a file is written
     answer_seconds: see `Store`
     key: see `Files`
     """
@@ -97,16 +96,16 @@ class ObjectFiles:
 
     @cached_property
     def _prefix(self) -> str:
-        """Prefix of the attempt's files, or `url` itself if they were copied there from a file system."""
+        """URL of the prefix of the attempt's files: `url` itself if they were copied from a file system."""
         attempt = self.attempt or attempt_of(self.read(MANIFEST))
         below = self.attempt is not None or attempt in self.store.listing(self.url).prefixes
         return f"{self.url}/{attempt}" if below else self.url
 
 
 def attempt_of(manifest: bytes) -> str | None:
-    """Returns the attempt that a manifest names, or None if the files lie beside it.
+    """Returns the attempt id in the bytes of a manifest, or None if the files are beside the manifest.
 
-    Returns "unknown", which no attempt is called, for a damaged manifest: reading it reports the damage.
+    Returns "unknown", which is not the id of any attempt, for a damaged manifest.
     """
     try:
         data: Any = parse_json(manifest)
@@ -118,10 +117,9 @@ def attempt_of(manifest: bytes) -> str | None:
 
 @contextmanager
 def upload(store: Store, url: str, *, part_bytes: int) -> Generator[BinaryIO]:
-    """Opens an object for writing, which exists only after the block ends without error.
+    """Opens an object for writing. The object exists only after the context ends without error.
 
-    Holds one part in memory. The last part is sent at the end of the block, which can therefore raise like a
-    write.
+    Keeps one part in memory. The last part is sent when the context ends, which can therefore raise OSError.
     """
     sending = (_ToS3 if store.is_s3 else _ToAny)(store, url, part_bytes=part_bytes)
     ended = False
@@ -136,7 +134,7 @@ def upload(store: Store, url: str, *, part_bytes: int) -> Generator[BinaryIO]:
 
 
 class _ToS3:
-    """Uploads through S3's own requests; an object smaller than a part takes only one."""
+    """Uploads an object with S3's own requests: one request if it is smaller than a part, else in parts."""
 
     def __init__(self, store: Store, url: str, *, part_bytes: int) -> None:
         self._store, self._url, self._part_bytes = store, url, part_bytes
@@ -185,13 +183,13 @@ class _ToS3:
         self._parts.append({"PartNumber": number, **known})
 
     def _send(self, request: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Sends the held bytes, again while the store reports other bytes. Returns the last answer."""
+        """Sends the bytes in memory, up to TRIES times, until S3 confirms them. Returns S3's last answer."""
         body, self._held = self._held, io.BytesIO()
         data = body.getbuffer()
         answer: Mapping[str, Any] | None = None
         refused: AlteredError | None = None
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="md5") as thread:
-            digested = thread.submit(_md5, data)
+            digested = thread.submit(lambda: hashlib.md5(data, usedforsecurity=False).hexdigest())
             for _ in range(TRIES):
                 body.seek(0)
                 try:
@@ -219,7 +217,7 @@ class _ToS3:
 
 
 class _ToAny:
-    """Uploads through a file of fsspec's."""
+    """Uploads an object to a store other than S3, by writing a file object of fsspec."""
 
     def __init__(self, store: Store, url: str, *, part_bytes: int) -> None:
         self._store, self._url = store, url
@@ -244,19 +242,18 @@ class _ToAny:
             _require_same(self._store, self._url, parts=[(self._size_bytes, md5)])
 
     def give_up(self) -> None:
-        """Discards the file; else fsspec would send the rest on collection, and make an object of a part."""
+        """Discards the file object; else fsspec would finish the upload when the file object is deleted."""
         with suppress(OSError), asking(self._url):
             self._file.discard()
         if hasattr(self._file, "blocksize"):  # fsspec's own file, which sends nothing once closed
             self._file.closed = True
 
 
-def _md5(data: memoryview) -> str:
-    return hashlib.md5(data, usedforsecurity=False).hexdigest()
-
-
 def _is_received(answer: Mapping[str, Any], data: memoryview, *, md5: str) -> bool:
-    """Returns whether S3's answer to `data` proves that it arrived. See [Note: confirmed, or read back]."""
+    """Returns whether S3's answer proves that it received `data`. See [Note: confirmed, or read back].
+
+    md5: MD5 of `data` in hexadecimal digits
+    """
     if str(answer.get("ETag")).strip('"') == md5:
         return True
     with_keys = "aws:kms" in str(answer.get("ServerSideEncryption")) or "SSECustomerAlgorithm" in answer
@@ -265,7 +262,7 @@ def _is_received(answer: Mapping[str, Any], data: memoryview, *, md5: str) -> bo
 
 
 def _require_same(store: Store, url: str, *, parts: Sequence[tuple[int, str]]) -> None:
-    """Reads an object back, given bytes and MD5 of each part. Raises AlteredError if a part differs."""
+    """Reads an object back. Raises AlteredError if a part differs from its (size in bytes, MD5)."""
     begin = 0
     for size_bytes, md5 in parts:
         end, found = begin + size_bytes, hashlib.md5(usedforsecurity=False)
@@ -278,7 +275,7 @@ def _require_same(store: Store, url: str, *, parts: Sequence[tuple[int, str]]) -
 
 @functools.cache
 def _warn_of_no_report(bucket: str) -> None:
-    """Warns once per bucket that its objects are read back."""
+    """Logs a warning, once per bucket, that the store reports no checksum and objects are read back."""
     logger.warning(
         "%s reports no checksum that can be compared with what was sent: each object is read back", bucket
     )

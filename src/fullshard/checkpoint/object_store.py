@@ -1,15 +1,14 @@
-"""Requests to an object store, through fsspec, with errors as those of the operating system.
+"""Requests to an object store through fsspec. Failures are raised as OSError.
 
     s3://bucket/run        pip install "fullshard[s3]"
     gs://…, abfs://…       whatever fsspec knows, once its package is installed
 
-Credentials and endpoint are the backend's own; for S3 those of the AWS command line (`AWS_PROFILE`,
-`AWS_ENDPOINT_URL`, …). A request whose connection breaks is tried up to five times.
+Each backend reads its own settings of credentials and endpoint; S3 those of the AWS command line
+(`AWS_PROFILE`, `AWS_ENDPOINT_URL`, …). A request whose connection breaks is tried up to five times.
 
-[Note: an answer in time] A store may accept a connection and never answer, or never read what it is sent. A
-backend's timeouts do not bound that: s3fs and botocore repeat each other's tries, 25 of 15 s for every
-request, and sending a body that nobody reads has no timeout at all. So every request has a deadline here,
-which covers all its tries.
+[Note: an answer in time] A store may accept a connection and never answer, or never read a request's body.
+Backends do not limit the wait: s3fs repeats botocore's tries, which makes 25 tries of 15 s per request, and
+sending a body has no timeout at all. So every request has a deadline here, which covers all its tries.
 """
 
 import base64
@@ -30,11 +29,11 @@ from fullshard.spec.fault_tolerance_section import CheckpointSection
 from fullshard.system.disk import ExplainedError
 
 ANSWER_SECONDS = CheckpointSection().store_seconds
-TRIES = 3  # of what was altered on its way
+TRIES = 3  # how often bytes are sent that arrive altered
 _BYTES_PER_SECOND = 1 << 20  # a slower network than this is taken for one that does not answer
 
 _REMOTE = getattr(errno, "EREMOTEIO", errno.EPROTO)
-# What a backend raises besides OSError, where it is loaded at all.
+# Exceptions of backends that are not OSErrors, by module; only loaded modules are looked at.
 _FOREIGN = (
     ("botocore.exceptions", "BotoCoreError"),
     ("botocore.exceptions", "ClientError"),
@@ -51,7 +50,7 @@ _CHANGED_AT = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 
 class AlteredError(ExplainedError):
-    """Raised if the store holds or has received other bytes than were sent."""
+    """Raised if the store received or stored other bytes than those that were sent."""
 
     def __init__(self, said: str, *, place: str) -> None:
         super().__init__(
@@ -65,7 +64,7 @@ class AlteredError(ExplainedError):
 
 @dataclass(frozen=True)
 class Stored:
-    """Size of an object, and its last change by the store's clock, or None if that is not reported."""
+    """An object in a listing: its size, and the time of its last change by the store's clock, if reported."""
 
     size_bytes: int
     changed: datetime | None
@@ -73,7 +72,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Listing:
-    """Content directly below a prefix: objects, by name, and the prefixes that contain more."""
+    """Content directly below a prefix: objects by name, and the names of further prefixes."""
 
     objects: Mapping[str, Stored]
     prefixes: tuple[str, ...]
@@ -85,24 +84,24 @@ class Listing:
 
 @dataclass(frozen=True)
 class Store:
-    """Requests to the store that a URL names. Every method may raise OSError.
+    """Requests to one object store. Every method may raise OSError.
 
-    url: prefix in the bucket
-    answer_seconds: deadline of a request and all its tries, and a second more per MiB that it carries
+    url: a prefix in the bucket
+    answer_seconds: deadline of a request with all its tries; a request gets one second more per MiB
     """
 
     url: str
     answer_seconds: float = ANSWER_SECONDS
 
     def require(self) -> None:
-        """Raises MissingExtraError for a missing package, CheckpointError for an unusable URL."""
+        """Raises MissingExtraError if the store's package is missing, CheckpointError for an unusable URL."""
         protocol, _, rest = self.url.partition("://")
         if not rest.strip("/") or (protocol in _BUCKETED and rest.startswith("/")):
             raise CheckpointError(f"{self.url} names no bucket.", fix=f"{protocol}://bucket/run")
         assert self._system is not None, "fsspec gives a file system, or raises"
 
     def listing(self, url: str) -> Listing:
-        """Returns the listing of a prefix, never from a cache; it is empty if nothing is there."""
+        """Returns the current listing of a prefix, without a cache. A missing prefix has an empty listing."""
         path = self._path(url)
         try:
             entries = self.ask(url, "ls", path, options={"detail": True, "refresh": True})
@@ -117,7 +116,7 @@ class Store:
         return Listing(objects, tuple(name for name in sorted(below) if name not in objects))
 
     def get(self, url: str, *, begin: int | None = None, end: int | None = None) -> bytes:
-        """Returns an object, or its bytes from `begin` to `end`."""
+        """Returns the bytes of an object, or those from `begin` to `end`."""
         moved_bytes = (end or 0) - (begin or 0)
         options = {"start": begin, "end": end}
         return self.ask(url, "cat_file", self._path(url), options=options, moved_bytes=moved_bytes)
@@ -128,8 +127,8 @@ class Store:
     def put_new(self, url: str, *, data: bytes) -> None:
         """Creates a small object in one request, then reads it back.
 
-        Raises FileExistsError if the object exists; a store without if-none-match is asked before. Raises
-        AlteredError if the object differs from `data`; the object is not removed.
+        Raises FileExistsError if the object exists (fsspec checks this beforehand for a store without
+        if-none-match). Raises AlteredError, and leaves the object, if it differs from `data`.
         """
         options = {"mode": "create"}
         self.ask(url, "pipe_file", self._path(url), data, options=options, moved_bytes=len(data))
@@ -137,12 +136,12 @@ class Store:
             raise AlteredError("it is other than was sent", place=url)
 
     def opened(self, url: str, *, part_bytes: int) -> Any:
-        """Opens a file of fsspec's for writing an object; `object_files` finishes or discards it."""
+        """Returns fsspec's file object for writing an object. The caller closes or discards it."""
         with asking(url):
             return self._system.open(self._path(url), "wb", block_size=part_bytes)
 
     def md5s(self, url: str) -> set[str]:
-        """Returns what the store, other than S3, reports as digests: an MD5 in hexadecimal digits, if any."""
+        """Returns the digests that a store other than S3 reports; one may be the object's MD5, in hex."""
         entry: Mapping[str, Any] = self.ask(url, "info", self._path(url), options={"refresh": True})
         reported = {str(entry.get(key)).strip('"').lower() for key in ("etag", "ETag")}
         with suppress(ValueError):  # no base64
@@ -154,7 +153,7 @@ class Store:
             self.ask(self.url, "rm", [self._path(url) for url in urls])
 
     def abort_uploads(self, url: str) -> None:
-        """Drops interrupted uploads below `url`: S3 keeps their parts invisibly, and charges for them."""
+        """Removes interrupted uploads below `url`, whose invisible parts S3 keeps and charges for."""
         if not self.is_s3:
             return
         bucket, prefix = self.bucket_and_key(url)
@@ -170,10 +169,10 @@ class Store:
         options: Mapping[str, Any] | None = None,
         moved_bytes: int = 0,
     ) -> Any:
-        """Calls the method `act` of fsspec's file system. See [Note: an answer in time].
+        """Calls the method `act` of fsspec's file system with a deadline. See [Note: an answer in time].
 
-        url: the object that errors name
-        moved_bytes: bytes that the request sends or receives
+        url: object that errors name
+        moved_bytes: bytes that the request sends or receives, for which the deadline is later
         """
         system, asyn = self._system, importlib.import_module("fsspec.asyn")
         seconds = self.answer_seconds + max(0, moved_bytes) / _BYTES_PER_SECOND
@@ -210,7 +209,7 @@ class Store:
 
 
 class RangeReader:
-    """An object read by ranges. A small range is fetched with the bytes that follow, for the next read."""
+    """A file object for reading an object by ranges. A small read also fetches the following bytes."""
 
     _AHEAD_BYTES = 1 << 20
 
@@ -227,7 +226,7 @@ class RangeReader:
         return self._position
 
     def readinto(self, target: memoryview) -> int:
-        """Returns the number of bytes read, which may be fewer than asked for; 0 only at the end."""
+        """Reads into `target`. Returns the number of bytes, which may be less than its size; 0 at the end."""
         wanted = max(0, min(target.nbytes, self._size - self._position))
         at = self._position - self._begin
         if wanted and not 0 <= at < self._held.nbytes:
@@ -242,15 +241,18 @@ class RangeReader:
 
 @functools.lru_cache(maxsize=8)
 def _system(url: str, process: int) -> Any:  # fsspec has no types
-    """Returns fsspec's file system for a bucket: one per process, since a forked one needs its own.
+    """Returns fsspec's file system for a bucket.
 
-    All threads share it; fsspec itself would create one per thread and keep them all.
+    All threads of a process share it (fsspec would create one per thread); a forked process gets its own.
     """
     try:
         core = importlib.import_module("fsspec.core")
         system = core.url_to_fs(url, use_listings_cache=False)[0]
         if hasattr(system, "config_kwargs"):
-            _leave_verifying_to_us(system.config_kwargs)
+            # botocore's own verification would raise an error that does not count as damage.
+            verifying = "response_checksum_validation"
+            if verifying in importlib.import_module("botocore.config").Config.OPTION_DEFAULTS:  # 1.36
+                system.config_kwargs.setdefault(verifying, "when_required")
         return system
     except ImportError as error:
         if url.startswith(("s3://", "s3a://")):
@@ -262,16 +264,9 @@ def _system(url: str, process: int) -> Any:  # fsspec has no types
         raise CheckpointError(f"{url} cannot be used.", got=str(error), fix="s3://bucket/run") from error
 
 
-def _leave_verifying_to_us(config: dict[str, str]) -> None:
-    """Stops botocore from verifying what it reads: its error would not indicate damage, as ours does."""
-    own = "response_checksum_validation"
-    if own in importlib.import_module("botocore.config").Config.OPTION_DEFAULTS:  # botocore 1.36
-        config.setdefault(own, "when_required")
-
-
 @contextmanager
 def asking(url: str) -> Generator[None]:
-    """Converts any exception of the backend to an OSError that names the problem and the object."""
+    """Converts exceptions of the backend to OSErrors that name the problem and the object `url`."""
     try:
         yield
     except ExplainedError:
@@ -325,7 +320,7 @@ def _silence(said: str, url: str) -> ExplainedError:
 
 
 def _code(error: BaseException | None) -> str | None:
-    """Returns the code that an S3 server gave the error, or None."""
+    """Returns S3's code of an error, such as `NoSuchBucket`, or None."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):

@@ -1,14 +1,14 @@
-"""Checkpoints on object storage, where nothing can be renamed: putting the manifest, last, is the commit.
+"""Checkpoints on object storage, where nothing can be renamed: putting the manifest is the commit.
 
     s3://bucket/run/step-00000300/manifest.json              the commit record, which names one attempt
                                   1f0c9a2b44d0e713/…         an attempt's files, as on a file system
-                                  bad-1f0c9a2b44d0e713-….json   a manifest that was set aside
+                                  bad-1f0c9a2b44d0e713-….json   a damaged manifest, renamed
 
 [Note: one put commits] Every attempt to save a step writes below its own prefix, so that two attempts never
-mix. All share the name of the manifest, which is put on the condition that none exists (if-none-match), after
-the store has listed every file with its size. So of two writers one commits, and a save believed dead cannot
-replace a later one. A lease would have to be renewed while shards are written, and a writer that was stopped
-for longer than its lease would continue regardless.
+mix. The manifest is put under a name that all attempts share, after the store has listed every file with its
+size, and only if no manifest exists (if-none-match). So of two writers one commits, and a save believed dead
+cannot replace a later one. A lease would not do: it has to be renewed while shards are written, and a writer
+that was stopped for longer than its lease would continue regardless.
 """
 
 import logging
@@ -39,12 +39,12 @@ logger = logging.getLogger("fullshard")
 
 @dataclass(frozen=True)
 class ObjectLocation:
-    """Checkpoints below the prefix `url`. See [Note: one put commits].
+    """Checkpoints below a prefix of an object store. See [Note: one put commits].
 
     url: prefix of the steps
     part_bytes: bytes sent per request while a file is written; S3 requires 5 MiB or more
     answer_seconds: see `Store`
-    key: signs the checkpoints
+    key: key that signs the checkpoints
     """
 
     is_local: ClassVar[bool] = False
@@ -68,7 +68,7 @@ class ObjectLocation:
         return ObjectFiles(self.url, None, self.part_bytes, self.answer_seconds, self.key)
 
     def steps(self) -> list[tuple[int, Files]]:
-        """Returns the steps that have a manifest: an uncommitted attempt does not look like a checkpoint."""
+        """Returns (step, files) of every step that has a manifest, which uncommitted attempts do not have."""
         found = _listings(self.as_checkpoint().store)
         return [(step, self._at(step)) for step, below in found.items() if MANIFEST in below.objects]
 
@@ -106,7 +106,7 @@ class ObjectLocation:
         """Does nothing: putting the manifest is the commit."""
 
     def commit(self, draft: Files, manifest: Manifest) -> Files:
-        """Puts the manifest. Raises CheckpointError if another attempt has saved the step."""
+        """Puts the manifest. Raises CheckpointError if a file is missing or another job saved the step."""
         draft = _own(draft)
         _require_stored(draft, manifest)
         signed = manifest.model_copy(update={"attempt": draft.attempt}).encoded(draft.key)
@@ -114,7 +114,7 @@ class ObjectLocation:
         return self._at(manifest.step)
 
     def discard(self, draft: Files) -> None:
-        """Removes a draft, unless its manifest is there, though the answer to its put was lost."""
+        """Removes a draft, unless its manifest exists: its put succeeded, and only the answer was lost."""
         draft = _own(draft)
         try:
             if _committed(draft) != draft.attempt:
@@ -123,7 +123,7 @@ class ObjectLocation:
             logger.warning("%s could not be removed: %s", draft, error)
 
     def set_aside(self, checkpoint: Files) -> str:
-        """Renames the manifest only; the files stay in place."""
+        """Renames only the manifest, and returns its new URL; the files stay in place."""
         store, url = self.as_checkpoint().store, _own(checkpoint).url
         text = store.get(f"{url}/{MANIFEST}")
         aside = f"{url}/{_REJECT}{attempt_of(text)}-{secrets.token_hex(4)}.json"
@@ -133,7 +133,7 @@ class ObjectLocation:
         return aside
 
     def remove(self, checkpoint: Files) -> None:
-        """Removes the manifest first, so that an interrupted removal looks like an unfinished save."""
+        """Removes the manifest first, so that an interrupted removal leaves only an uncommitted attempt."""
         files = _own(checkpoint)
         store, url = self.as_checkpoint().store, files.url
         attempt, below = _committed(files), store.listing(url)
@@ -154,7 +154,7 @@ def _own(files: Files) -> ObjectFiles:
 
 
 def _listings(store: Store) -> dict[int, Listing]:
-    """Returns the listing of every step, highest step first."""
+    """Returns the listing of every step's prefix by step, highest step first."""
     steps = [step for name in store.listing(store.url).prefixes if (step := step_of(name)) is not None]
     return {step: store.listing(f"{store.url}/{step_name(step)}") for step in sorted(steps, reverse=True)}
 
@@ -164,21 +164,21 @@ def _rejects(below: Listing) -> list[str]:
 
 
 def _uncommitted(store: Store) -> list[ObjectFiles]:
-    """Returns the attempts that no manifest names, neither the current one nor one that was set aside."""
+    """Returns the attempts that no manifest names, neither a current one nor a damaged one."""
     found: list[ObjectFiles] = []
     for step, below in _listings(store).items():
         at = ObjectFiles(f"{store.url}/{step_name(step)}", answer_seconds=store.answer_seconds)
         named: set[str | None] = {name.split("-")[1] for name in _rejects(below)}
         if below.prefixes and MANIFEST in below.objects:
             named.add(_committed(at))
-        # If a manifest names an unknown attempt, it may be damaged, and any of these may be its files.
+        # If a manifest names an unknown attempt, it may be damaged, and any of the attempts may be its files.
         if named <= set(below.prefixes):
             found += [replace(at, attempt=attempt) for attempt in below.prefixes if attempt not in named]
     return found
 
 
 def _committed(files: ObjectFiles) -> str | None:
-    """Returns the attempt that the manifest of a step names, or None if there is no manifest."""
+    """Returns the attempt in the manifest of a step, or None if there is no manifest or no attempt in it."""
     try:
         return attempt_of(files.store.get(f"{files.url}/{MANIFEST}"))
     except FileNotFoundError:
@@ -225,7 +225,6 @@ def _put_manifest(draft: ObjectFiles, *, data: bytes) -> None:
 
 
 def _is_damaged(draft: ObjectFiles) -> bool:
-    """Returns whether the manifest of a step is damaged."""
     try:
         read_manifest(replace(draft, attempt=None))
     except DamagedCheckpointError:
@@ -234,7 +233,7 @@ def _is_damaged(draft: ObjectFiles) -> bool:
 
 
 def _remove_attempt(draft: ObjectFiles) -> None:
-    """Removes an attempt; the file that identifies its writer goes last."""
+    """Removes the files of an attempt, last of all the file that identifies its writer."""
     store = draft.store
     store.abort_uploads(str(draft))
     names = set(store.listing(str(draft)).objects)
@@ -243,7 +242,7 @@ def _remove_attempt(draft: ObjectFiles) -> None:
 
 
 def _collect_leftovers(store: Store, *, own: ObjectFiles) -> None:
-    """Removes attempts whose process is dead or that are older than any save; only logs a failure."""
+    """Removes uncommitted attempts that no process writes any more, except `own`. Only logs a failure."""
     try:
         now = store.listing(str(own)).objects[WRITER]
         for draft in _uncommitted(store):
@@ -260,9 +259,9 @@ def _collect_leftovers(store: Store, *, own: ObjectFiles) -> None:
 
 
 def is_abandoned(draft: ObjectFiles, now: Stored) -> bool:
-    """Returns whether certainly no process writes the attempt any more.
+    """Returns whether no process writes an attempt: its process is dead, or it got no object for a day.
 
-    now: an object that was just put, which gives the current time by the clock of the store
+    now: an object that was just put, which has the current time by the store's clock
     """
     times = [one.changed for one in draft.store.listing(str(draft)).objects.values()]
     known = [time for time in times if time is not None]

@@ -1,14 +1,13 @@
-"""Checkpoints on disks that nodes do not share: each disk holds what its node's ranks write, and all commit
-together.
+"""Checkpoints on disks that nodes do not share: each disk holds the files of its node's ranks.
 
 [Note: prepared, then committed] Every node writes its files and its manifest into a draft and flushes them.
-Only when all have done so does any of them rename its draft. So if one node has the step, every node has it,
+Only after all nodes have done so does each rename its draft. So if one node has the step, every node has it,
 committed or prepared, and the next start renames the remaining drafts. A step that is not on all its nodes
 was never acknowledged.
 
 [Note: every copy] DCP writes a replicated shard only once. With a disk per node, a rank could then not read
-its own state back. So here each rank writes all of its shards, and reads its own copies first. The same nodes
-load a step in place, each rank from its own disk. For other nodes it is gathered first (`gather`).
+its own state back. So here each rank writes all of its shards, and prefers its own copies when it reads. The
+same nodes load a step in place, each rank from its own disk. For other nodes, `gather` copies it to one disk.
 """
 
 import logging
@@ -44,9 +43,10 @@ class NodeLocalDirectory(LocalLocation):
         return f"{self.path} of each node"
 
     def join(self, *, group: Group = None) -> DiskGroup:
-        """Finds out which ranks share a disk, by the files that each sees of the others; the lowest leads.
+        """Finds the ranks that share a disk: each writes a file, and sees those of ranks on the same disk.
 
-        Then commits on every disk the steps that all nodes prepared. See [Note: prepared, then committed].
+        The lowest rank of a disk leads. Then commits, on every disk, the drafts of steps that all nodes
+        prepared. See [Note: prepared, then committed].
         """
         token = on_rank_zero(lambda: secrets.token_hex(4), doing="choosing a token", group=group)
         doing, sign = f"looking who shares {self.path}", self.path / f".seat-{token}-{rank()}"
@@ -73,7 +73,7 @@ class NodeLocalDirectory(LocalLocation):
 
 @dataclass(frozen=True)
 class NodeCheckpoint:
-    """A step on one disk, as its manifest describes it: committed, or prepared in a draft.
+    """One disk's part of a step, committed or prepared in a draft, as its manifest describes it.
 
     name: name of its directory
     """
@@ -86,7 +86,7 @@ class NodeCheckpoint:
 
 
 def held_steps(own: LocalLocation) -> list[NodeCheckpoint]:
-    """Returns the steps, committed or not, that have a manifest on this disk and complete files."""
+    """Returns the checkpoints and prepared drafts on this disk that have a manifest and complete files."""
     found: list[NodeCheckpoint] = []
     path = own.path
     for directory in directories(path, "step-*") + directories(path, ".tmp-*"):
@@ -105,7 +105,7 @@ def held_steps(own: LocalLocation) -> list[NodeCheckpoint]:
 
 
 def complete(held: Sequence[NodeCheckpoint]) -> list[tuple[int, str]]:
-    """Returns (step, attempt) of each step that is on all its disks, highest step first."""
+    """Returns (step, attempt) of each step that is in `held` for every one of its disks, highest first."""
     where: dict[tuple[int, str, int], set[int]] = {}
     for one in held:
         where.setdefault((one.step, one.attempt, one.nodes), set()).add(one.node)
@@ -113,9 +113,9 @@ def complete(held: Sequence[NodeCheckpoint]) -> list[tuple[int, str]]:
 
 
 def gather(sources: Sequence[Path], target: Path, *, key_file: Path | None = None) -> Path:
-    """Copies the newest step that is on all its nodes into `target`, as a checkpoint on one disk.
+    """Copies the newest step that all its nodes have into `target`, as one complete checkpoint.
 
-    sources: the nodes' directories of checkpoints, in any order
+    sources: directory of checkpoints of each node, in any order
     key_file: see `location_of`
 
     Returns the path of the copy. Raises CheckpointError if no step is complete, or if a byte is damaged.

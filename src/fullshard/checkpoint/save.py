@@ -1,4 +1,4 @@
-"""Saving: a checkpoint, whose files `manifest` lists, becomes visible complete or not at all."""
+"""Saving a state as a checkpoint, which becomes visible complete or not at all."""
 
 import hashlib
 import json
@@ -42,7 +42,7 @@ from fullshard.system.direct_io import ALIGNMENT, LARGE_BYTES
 
 Layout: TypeAlias = Literal["sharded", "ranks"]
 
-# Upper bound of the overhead per shard: a zip archive (1.1 KiB to 1.9 KiB on torch 2.13) and its table.
+# Upper bound of the overhead per shard: zip archive (1.1 KiB to 1.9 KiB on torch 2.13) and its record.
 _ENVELOPE_BYTES = 2560
 
 _SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # torch cannot sum fp8
@@ -69,16 +69,16 @@ def save(
     renamed. If any rank fails, all ranks raise a CheckpointError that names the first failed rank, the
     temporary directory is removed, and older checkpoints are untouched.
 
-    A step that exists, complete and of the same model, is not written again; one of another model is refused;
-    a broken one is renamed to `.bad-…`. While one process saves to a directory, other processes are refused.
+    If a complete checkpoint of the same step and model exists, nothing is written. Raises CheckpointError if
+    the step exists with another model. A damaged one is renamed to `.bad-…`. Only one run at a time can save
+    to a directory; others get a CheckpointError.
 
     directory: location of the checkpoints; `NodeLocalDirectory(path)` for disks that nodes do not share
     keep: number of newest complete checkpoints to keep after the save; 0 keeps all
-    keep_every: steps that it divides are kept in addition; 0 for none
+    keep_every: also keeps the steps that are multiples of it; 0 for none
     layout: see `Manifest`
     plan: recorded in the manifest
-    read_back: whether each rank reads its bytes again and verifies them before the save is acknowledged; a
-        damaged save fails
+    read_back: each rank reads its files again before the commit; raises CheckpointError if bytes differ
     """
     place = location_of(directory)
     saving = Saver(place, keep=keep, keep_every=keep_every, layout=layout, plan=plan, read_back=read_back)
@@ -89,7 +89,7 @@ def save(
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state to save, as this rank holds it; `held` handles tensors that change before they are written."""
+    """This rank's part of a state to save. `held` reads the shards, which training may change meanwhile."""
 
     step: int
     values: dict[str, JsonValue]
@@ -99,7 +99,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Saver:
-    """Destination and settings of saves. See `save` for the fields."""
+    """Location and settings of saves. See `save` for the fields."""
 
     place: CheckpointLocation
     keep: int = 0
@@ -148,9 +148,9 @@ class Saver:
     def _begin(
         self, held: ExitStack, mine: Snapshot, *, disk: DiskGroup, needed_bytes: int
     ) -> Files | Path | str:
-        """Returns, on a leader, an empty draft, or the path of the step if it is already saved.
+        """Returns a new draft, or the path of the step if it is already saved. Called on leaders.
 
-        `place.writing()` stays open until `held` closes.
+        The lock of `place.writing()` is held until `held` closes.
         """
         held.enter_context(self.place.writing())
         there = next((files for step, files in self.place.steps() if step == mine.step), None)
@@ -161,12 +161,12 @@ class Saver:
         return self.place.begin(mine.step, needed_bytes=needed_bytes)
 
     def _is_whole(self, there: Files, mine: Snapshot, *, disk: DiskGroup) -> bool:
-        """Renames `there` and returns False if it is broken. Raises CheckpointError for another model."""
+        """Returns True if `there` is complete, else renames it. Raises CheckpointError for another model."""
         try:
             manifest = verify(there)
         except DamagedCheckpointError as error:
             if disk.node is not None:
-                raise  # it was whole when its disk was joined, and the other disks have it
+                raise  # it was complete when `place.join` looked, and the other disks have the step
             aside = self.place.set_aside(there)
             logger.warning("%s is not whole (%s); renamed to %s", there, error.got, aside)
             return False
@@ -220,8 +220,16 @@ class Saver:
         def prepare() -> None:
             # Disks of nodes have different writers, so their manifest names none.
             writer = {WRITER: describe_small(draft, draft.read(WRITER))} if disk.node is None else {}
-            manifests.append(self._manifest(mine, disk, files=files | writer, tensors=tensors))
-            self._prepare(draft, manifests[0], index=index)
+            manifest = self._manifest(mine, disk, files=files | writer, tensors=tensors)
+            if index is not None and SHARDS not in draft.sizes():
+                write_file(draft, SHARDS, data=index)
+                if self.read_back:
+                    only_index = {"files": {SHARDS: manifest.files[SHARDS]}}
+                    require_written(draft, manifest.model_copy(update=only_index))
+            self.place.prepare(draft, manifest)
+            if self.read_back and MANIFEST in draft.sizes():
+                require_manifest(draft)
+            manifests.append(manifest)
 
         def commit() -> Path | str:
             target = self.place.commit(draft, manifests[0])
@@ -231,18 +239,6 @@ class Saver:
 
         disk.on_leader(prepare, doing=doing, group=group)
         return disk.on_leader(commit, doing=doing, group=group)
-
-    def _prepare(self, draft: Files, manifest: Manifest, *, index: bytes | None) -> None:
-        """Writes what a draft lacks on this leader's disk: the `index` of the shards, and the manifest."""
-        if index is not None and SHARDS not in draft.sizes():
-            write_file(draft, SHARDS, data=index)
-            if self.read_back:
-                require_written(
-                    draft, manifest.model_copy(update={"files": {SHARDS: manifest.files[SHARDS]}})
-                )
-        self.place.prepare(draft, manifest)
-        if self.read_back and MANIFEST in draft.sizes():
-            require_manifest(draft)
 
     def _manifest(
         self, mine: Snapshot, disk: DiskGroup, *, files: dict[str, SavedFile], tensors: dict[str, SavedTensor]
@@ -264,7 +260,7 @@ class Saver:
 
 
 def take_snapshot(state: Checkpointable) -> Snapshot:
-    """Returns the current content of `state`, checked to be savable. Its tensors are the state's own."""
+    """Returns the state's step, values and tensors, not copied. Raises CheckpointError for unsavable ones."""
     tensors = state.tensors()
     for name, tensor in tensors.items():
         problem = _unsavable(tensor)
@@ -284,9 +280,9 @@ def take_snapshot(state: Checkpointable) -> Snapshot:
 
 
 def _require_numbers(mine: Snapshot) -> None:
-    """Raises CheckpointError if the model holds NaN: saving it would push out the last useful checkpoint.
+    """Raises CheckpointError if the model contains NaN: saving it would displace the last useful checkpoint.
 
-    Infinities are accepted, since masks are made of them.
+    Infinities are accepted, since masks consist of them.
     """
     shards = {n: local_shard(t) for n, t in mine.tensors.items() if n.startswith(MODEL_PREFIX)}
     shards = {n: t for n, t in shards.items() if t.dtype in _SUMMED and t.numel()}
@@ -295,19 +291,16 @@ def _require_numbers(mine: Snapshot) -> None:
         # A sum is the quickest check of all elements: it is NaN if one is, or if infinities cancel out.
         with mine.held.read(name, shard, last=False) as numbers:
             sums[name] = numbers.sum()
-    for name, total in sums.items():
-        if math.isnan(total.item()) and _holds_nan(mine, name, shard=shards[name]):
+    for name in [name for name, total in sums.items() if math.isnan(total.item())]:
+        with mine.held.read(name, shards[name], last=False) as numbers:
+            has_nan = bool(numbers.isnan().any())
+        if has_nan:
             raise CheckpointError(
                 f"{name} is not saved.",
                 got="NaN in it",
                 why="a run that resumes from it would be lost",
                 fix="an older checkpoint, and a look at the steps before",
             )
-
-
-def _holds_nan(mine: Snapshot, name: str, *, shard: Tensor) -> bool:
-    with mine.held.read(name, shard, last=False) as numbers:
-        return bool(numbers.isnan().any())
 
 
 def _unsavable(tensor: object) -> str | None:
@@ -324,7 +317,7 @@ def _unsavable(tensor: object) -> str | None:
 
 
 def _agreed_bytes(mine: Snapshot, disk: DiskGroup, *, group: Group) -> int:
-    """Returns the bytes, at most, that go to this rank's disk. Raises CheckpointError if states differ."""
+    """Returns the most bytes that go to this rank's disk. Raises CheckpointError if ranks' values differ."""
     text = json.dumps(mine.values, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     # Disks of nodes get every copy of a shard: [Note: every copy].
@@ -345,7 +338,7 @@ def _agreed_bytes(mine: Snapshot, disk: DiskGroup, *, group: Group) -> int:
 
 
 def _share_bytes(tensor: Tensor, *, every_copy: bool) -> float:
-    """Returns this rank's share of the bytes to write: 1/n of a tensor with n copies, unless `every_copy`."""
+    """Returns this rank's share of the bytes to write: 1/n of a shard on n ranks, or all if `every_copy`."""
     if every_copy:
         return _written_bytes(local_shard(tensor))
     if isinstance(tensor, DTensor):
@@ -356,7 +349,7 @@ def _share_bytes(tensor: Tensor, *, every_copy: bool) -> float:
 
 
 def _written_bytes(shard: Tensor) -> int:
-    """Returns the most bytes that a shard takes in a data file and its table."""
+    """Returns an upper bound of the bytes of a shard in a data file and its table."""
     padding = ALIGNMENT if shard.nbytes >= LARGE_BYTES else 0
     return shard.nbytes + _ENVELOPE_BYTES + padding
 
@@ -388,14 +381,14 @@ def _check_shared_directory(draft: Files) -> None:
 
 
 def _all_names(mine: Snapshot, group: Group) -> dict[str, SavedTensor]:
-    """Returns the tensors of all ranks. Ranks other than 0 send only those that rank 0 lacks."""
+    """Returns the tensors of all ranks by name. Ranks send only names that rank 0 lacks. Collective."""
     common = on_rank_zero(lambda: sorted(mine.tensors), doing="gathering names", group=group)
     own = {n: SavedTensor.of(t) for n, t in mine.tensors.items() if rank() == 0 or n not in set(common)}
     return {name: one for part in gathered(own, group=group) for name, one in sorted(part.items())}
 
 
 def _written_tensors(metadata: Metadata | None, files: Mapping[str, SavedFile]) -> dict[str, SavedTensor]:
-    """Returns every tensor of DCP's metadata. Raises CheckpointError if a part of one is in no file."""
+    """Returns the tensors in DCP's metadata. Raises CheckpointError if `files` lack a part of a tensor."""
     assert metadata is not None, "rank 0 has it"
     sizes = {name: file.size_bytes for name, file in files.items()}
     tensors: dict[str, SavedTensor] = {}

@@ -1,13 +1,13 @@
-"""Data files and their digests, by which a flipped bit is detected and located.
+"""Data files of shards, with digests that detect and locate flipped bits.
 
     __0_0.distcp           piece | piece | …      a piece is one shard of a tensor, as `torch.save` writes it
     __0_0.distcp.pieces    which piece lies where, and a digest of every block of it (JSON)
 
 The elements of a large shard begin at a page of the file (4096 bytes), or have the same offset within a page
-as in memory, so that they can be written in place; zeros precede their piece. See [Note: past the page
+as in memory, so that they can be written without a copy; zeros precede their piece. See [Note: past the page
 cache].
 
-A digest (see `digests`) covers the bytes as they are *meant*, on their way to the disk. Blocks are cut from
+Digests (see `digests`) are computed of the bytes in memory, before they are written. Blocks are counted from
 the start of each piece, so that a part of a large piece can be verified without reading all of it.
 """
 
@@ -34,7 +34,7 @@ SUFFIX = ".pieces"
 
 
 def shard_begin(tensor: Tensor) -> tuple[int, ...]:
-    """Returns the position of this rank's part in the whole tensor, per dim."""
+    """Returns the position of the first element of this rank's shard in the whole tensor, per dim."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -42,7 +42,7 @@ def shard_begin(tensor: Tensor) -> tuple[int, ...]:
 
 
 def decode_json(kind: type[M], data: bytes, *, source: str) -> M:
-    """Returns the value of `kind` that `data` encodes. Raises DamagedCheckpointError if there is none."""
+    """Parses JSON as a model of `kind`. Raises DamagedCheckpointError, which names `source`, on failure."""
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
@@ -50,7 +50,7 @@ def decode_json(kind: type[M], data: bytes, *, source: str) -> M:
 
 
 class ShardRecord(FrozenModel):
-    """One shard of a tensor, and its place in a data file.
+    """One shard of a tensor, and its piece of a data file.
 
     name: name of the tensor
     index: position of the shard's first element in the whole tensor, per dim
@@ -58,7 +58,7 @@ class ShardRecord(FrozenModel):
     dtype: name as torch spells it
     offset: byte of the file at which the piece begins
     length: bytes of the piece
-    data_offset: byte of the piece at which its row-major elements begin, amid bytes of torch.save's
+    data_offset: byte of the piece at which its row-major elements begin, after the header of `torch.save`
     digests: digest of each block of the piece
     """
 
@@ -73,7 +73,7 @@ class ShardRecord(FrozenModel):
 
 
 class ShardFileTable(FrozenModel):
-    """Pieces of one data file, in the order of their bytes. The bytes between them are zeros."""
+    """All pieces of one data file, in the order of the file. The bytes between pieces are zeros."""
 
     block_bytes: Annotated[int, Field(gt=0, le=1 << 30)]
     pieces: tuple[ShardRecord, ...]
@@ -105,9 +105,9 @@ def _itemsize(dtype: str) -> int:
 class ShardFileWriter:
     """Writes tensors to a data file, and records their positions and digests.
 
-    in_step: whether the elements of a large shard keep their offset within a memory page, so that they can be
-        written in place; else they begin at a page of the file, as staging memory does
-    strong: kind of digest; see `digests`
+    in_step: whether the elements of a large shard get the offset within a page that they have in memory, so
+        that they are written without a copy; else they begin at a page of the file, as staging buffers do
+    strong: whether digests are BLAKE2b; see `digests`
     """
 
     def __init__(self, file: BinaryIO, *, in_step: bool = False, strong: bool = False) -> None:
@@ -126,7 +126,7 @@ class ShardFileWriter:
         self._thread.shutdown()
 
     def add(self, name: str, tensor: Tensor, *, index: Sequence[int]) -> ShardRecord:
-        """Writes a CPU tensor as `torch.save` does, without unused bytes that its storage may have."""
+        """Writes a CPU shard, whose position in its tensor is `index`, as `torch.save` does."""
         tensor = _own_storage(tensor)
         self._start, self._data_offset, self._blocks = self._position, 0, _Blocks(strong=self._strong)
         self._elements = (tensor.data_ptr(), tensor.nbytes)
@@ -147,7 +147,7 @@ class ShardFileWriter:
         return piece
 
     def write(self, data: memoryview) -> int:
-        """Receives bytes from `torch.save`, which passes a tensor's elements in one call, without a copy."""
+        """Takes bytes from `torch.save`, which passes a tensor's elements in one call, without a copy."""
         where, length = self._elements
         if data.nbytes == length > 0 and address(data) == where:
             self._data_offset = len(self._around)
@@ -160,7 +160,7 @@ class ShardFileWriter:
         return data.nbytes
 
     def _pad(self, where: int) -> None:
-        """Pads the file so that the elements get the same offset within a page as the address `where`."""
+        """Writes zeros, so that the elements get the same offset within a page as the address `where`."""
         padding = (where - self._position - self._data_offset) % ALIGNMENT
         self._file.write(bytes(padding))
         self._position += padding
@@ -191,7 +191,7 @@ class ShardFileWriter:
 
 
 def _own_storage(tensor: Tensor) -> Tensor:
-    """Returns the elements as a tensor that fills its storage, without a copy if they are contiguous."""
+    """Returns a tensor of the same elements whose storage has no others, if possible without a copy."""
     if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     if tensor.is_contiguous() and tensor.nbytes >= LARGE_BYTES:
@@ -230,9 +230,9 @@ class _Blocks:
 
 
 def verify_piece(file: BinaryIO, piece: ShardRecord, *, block_bytes: int, scratch: memoryview) -> None:
-    """Reads and verifies all of `piece`, through `scratch` (of `block_bytes`).
+    """Reads and verifies all blocks of `piece`. The buffer `scratch` has `block_bytes`.
 
-    Raises DamagedCheckpointError for the first block whose digest differs, or that ends early.
+    Raises DamagedCheckpointError for the first block whose digest differs, or that is cut off.
     """
     file.seek(piece.offset)
     for number, begin in enumerate(range(0, piece.length, block_bytes)):
@@ -240,7 +240,7 @@ def verify_piece(file: BinaryIO, piece: ShardRecord, *, block_bytes: int, scratc
 
 
 def verify_padding(file: BinaryIO, piece: ShardRecord, *, begin: int) -> None:
-    """Raises DamagedCheckpointError unless the bytes from `begin` to `piece` are zeros."""
+    """Raises DamagedCheckpointError unless the file's bytes from `begin` to `piece` are zeros."""
     padding = bytearray(max(0, piece.offset - begin))
     file.seek(begin)
     if _read_into(file, memoryview(padding)) < len(padding) or any(padding):
@@ -260,10 +260,10 @@ def read_part(
     block_bytes: int,
     scratch: memoryview,
 ) -> None:
-    """Fills `target` with its part of `piece`, which begins at `offsets` within the shard.
+    """Fills `target` with the part of a shard that begins at `offsets` (per dim) and has its shape.
 
-    Reads and verifies the blocks of the rows (dim 0) that hold it. Raises as `verify_piece` does; the content
-    of the target is then undefined.
+    Reads and verifies only the blocks with the rows (dim 0) of this part. Raises as `verify_piece` does; the
+    content of the target is then undefined. The buffer `scratch` has `block_bytes`.
     """
     if target.numel() == 0:
         return
@@ -282,7 +282,7 @@ def read_part(
     numbers = range(begin // block_bytes, (stop - 1) // block_bytes + 1)
     file.seek(piece.offset + numbers.start * block_bytes)
     for number in numbers:
-        # The other bytes of the block are read for its digest, and dropped.
+        # Other bytes of the block are read only for its digest.
         low, high = number * block_bytes, min((number + 1) * block_bytes, piece.length)
         first, last = max(low, begin), min(high, stop)
         parts = [scratch[: first - low], data[first - begin : last - begin], scratch[: high - last]]
@@ -294,7 +294,7 @@ def read_part(
 
 
 def _read_block(file: BinaryIO, piece: ShardRecord, *, number: int, parts: Sequence[memoryview]) -> None:
-    """Reads the block `number` of `piece` from the file's position into `parts`, and checks its digest."""
+    """Reads block `number` of `piece` from the file's position into `parts`, and checks its digest."""
     expected = piece.digests[number] if number < len(piece.digests) else ""
     found = new_hash(strong=is_strong(expected))
     for part in parts:
@@ -313,7 +313,7 @@ def _read_block(file: BinaryIO, piece: ShardRecord, *, number: int, parts: Seque
 
 
 def _read_into(file: BinaryIO, target: memoryview) -> int:
-    """Reads until `target` is full or the file ends. Returns the number of bytes."""
+    """Reads until `target` is full or the file ends. Returns the number of bytes read."""
     done = 0
     while done < target.nbytes:
         count: int | None = file.readinto(target[done:])  # pyright: ignore[reportAttributeAccessIssue]

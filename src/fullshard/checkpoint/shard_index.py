@@ -1,9 +1,9 @@
-"""Index of a checkpoint's shards: the file and the position of every shard of every tensor.
+"""Index of a checkpoint's shards: data file and position of every shard of every tensor.
 
     shards.json    the ShardIndex below, one on every disk
 
-DCP keeps the same facts in `.metadata`. That file is a pickle, and reading a pickle can run code. It is
-written so that torch alone can load the directory; fullshard itself never reads it.
+DCP keeps the same facts in `.metadata`, which is written so that torch alone can load the directory. It is a
+pickle, and reading a pickle can run code, so fullshard never reads it.
 """
 
 import math
@@ -28,12 +28,12 @@ from fullshard.spec.value import FrozenModel
 
 
 class Shard(NamedTuple):
-    """One shard of a tensor.
+    """Position of one shard of a tensor.
 
-    file: its data file, as an index into `ShardIndex.files`
-    offset: byte of that file at which its piece begins
+    file: index of its data file in `ShardIndex.files`
+    offset: byte of the data file at which its piece begins
     start: position of its first element in the whole tensor, per dim
-    shape: its own shape
+    shape: shape of the shard
     """
 
     file: NonNegativeInt
@@ -43,14 +43,14 @@ class Shard(NamedTuple):
 
 
 class ShardIndex(FrozenModel):
-    """Names of the data files, and all shards of each tensor by name. A replicated shard is listed once."""
+    """Names of the data files, and all shards of each tensor by its name. Lists a replicated shard once."""
 
     files: tuple[str, ...]
     shards: dict[str, tuple[Shard, ...]]
 
     @classmethod
     def of_metadata(cls, metadata: Metadata) -> Self:
-        """Returns the index of the shards that DCP reports as written."""
+        """Builds the index of the shards that DCP's metadata lists as written."""
         return cls._of(
             [
                 (name, place.relative_path, place.offset, tuple(chunk.offsets), tuple(chunk.sizes))
@@ -63,7 +63,7 @@ class ShardIndex(FrozenModel):
 
     @classmethod
     def of_tables(cls, tables: Mapping[str, ShardFileTable]) -> Self:
-        """Returns the index of a checkpoint that was saved without one, from all its tables."""
+        """Builds the index of a checkpoint that has none, from the tables of its data files, by file name."""
         pieces = [(file, piece) for file, table in tables.items() for piece in table.pieces]
         return cls._of([(one.name, file, one.offset, one.index, one.shape) for file, one in pieces])
 
@@ -77,9 +77,10 @@ class ShardIndex(FrozenModel):
         return cls(files=tuple(files), shards={name: tuple(many) for name, many in shards.items()})
 
     def metadata(self, manifest: Manifest, *, source: str) -> Metadata:
-        """Returns DCP's description of the same shards; `storage_data` holds (file name, offset) of each.
+        """Returns DCP's metadata of the same shards, with (file name, offset) of each in `storage_data`.
 
-        Raises DamagedCheckpointError unless the shards cover the tensors of the manifest, within its files.
+        Raises DamagedCheckpointError, which names `source`, unless the shards cover the manifest's tensors
+        exactly, and are within its data files.
         """
         problem = self._problem(manifest)
         if problem:

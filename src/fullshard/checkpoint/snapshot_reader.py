@@ -1,8 +1,8 @@
 """Readers of a state's shards while it is saved.
 
-[Note: copied before they change] Shards in host memory are written from where they lie: forward and backward
-do not change them. Before an update does, `copy_unwritten` copies those that are not yet written, after it
-has waited for the one that is being written. So the written bytes of every shard are of one moment.
+[Note: copied before they change] Shards in host memory are written without a copy: forward and backward do
+not change them. Before an update does, `copy_unwritten` waits for the shard that is being written, and copies
+the shards that are not written yet. So all written shards are of the same step.
 """
 
 import threading
@@ -16,30 +16,29 @@ from fullshard.errors import CheckpointError
 
 
 class FrozenShards:
-    """Shards that nothing changes while they are saved.
+    """Reader of shards that nothing changes while they are saved.
 
-    They lie in malloc's small pages, from which writing is faster through aligned blocks of large pages
+    Writes them through aligned buffers of large pages, which is faster than from malloc's small pages
     (docs/log.md).
     """
 
     in_step = False  # see `shard_file.ShardFileWriter`
 
     def read(self, name: str, shard: Tensor, *, last: bool) -> AbstractContextManager[Tensor]:
-        """Yields the elements of `shard`, unchanged while the context is open; the `last` read frees them."""
+        """Yields `shard` itself."""
         return nullcontext(shard)
 
     def finish(self) -> None:
-        """Ends all reading."""
+        """Does nothing, since there are no copies to release."""
 
 
 class LiveShards:
-    """Shards that training keeps using. See [Note: copied before they change].
+    """Reader of shards that training continues to use. See [Note: copied before they change].
 
-    They are written in place, because a copy on the way would take processor time from training. One thread
-    reads, and one calls `copy_unwritten`.
+    One thread reads, and another calls `copy_unwritten`.
 
     shards: shards by the name of their tensor
-    copied: makes a copy of a shard, given its name and the shard
+    copied: function that returns a copy of a shard, given its name and the shard
     """
 
     in_step = True
@@ -54,11 +53,20 @@ class LiveShards:
 
     @contextmanager
     def read(self, name: str, shard: Tensor, *, last: bool) -> Generator[Tensor]:
-        """Yields the shard or its copy. Raises CheckpointError for a shard that could not be copied."""
+        """Yields the shard or its copy, unchanged while the context is open; releases it if `last`.
+
+        Raises CheckpointError for a shard that could not be copied.
+        """
         with self._changed:
             self._changed.wait_for(lambda: name not in self._held)
             if name in self._lost:
-                raise _not_copied(name, self._lost[name])
+                error = self._lost[name]
+                raise CheckpointError(
+                    f"{name} is not saved.",
+                    got=f"{type(error).__name__}: {error}",
+                    why="it had to be copied before training changed it, and could not be",
+                    fix='memory for a copy of the state besides training, or checkpoint.mode = "sync"',
+                )
             source = self._copies.get(name, self._live.get(name))
             assert source is not None or name not in self._names, f"{name} is read after the last time"
             self._held.add(name)
@@ -72,12 +80,13 @@ class LiveShards:
                 self._release(name)
 
     def finish(self) -> None:
+        """Releases all shards and copies."""
         with self._changed:
             self._live.clear()
             self._copies.clear()
 
     def copy_unwritten(self) -> None:
-        """Copies the unwritten shards, from the last one on; after it returns, they may change."""
+        """Copies the shards that are not written yet, last one first. After it returns, they may change."""
         for name in reversed(list(self._live)):
             with self._changed:
                 self._changed.wait_for(lambda name=name: name not in self._held)
@@ -105,12 +114,3 @@ class LiveShards:
 
 
 ShardReader: TypeAlias = FrozenShards | LiveShards
-
-
-def _not_copied(name: str, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{name} is not saved.",
-        got=f"{type(error).__name__}: {error}",
-        why="it had to be copied before training changed it, and could not be",
-        fix='memory for a copy of the state besides training, or checkpoint.mode = "sync"',
-    )

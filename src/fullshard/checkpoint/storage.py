@@ -1,11 +1,10 @@
-"""DCP's storage interface: shards are written with their digests, and verified as they are read.
+"""DCP's storage interface: writes shards with their digests, and verifies them while it reads.
 
 [Note: no pickle is read] A checkpoint may come from somebody else, and reading a pickle can run code. So the
-metadata that DCP needs is made from plain data (`shard_index`). `.metadata`, DCP's own pickle, is only
-written.
+metadata for DCP is built from JSON (`shard_index`). DCP's own pickle, `.metadata`, is only written.
 
-DCP sends a rank's exception to the coordinator by pickling it, and hangs if that fails. So a failure to write
-or to read is kept in `attempt`, and raised by its `finish`. See [Note: failures are agreed on].
+DCP pickles a rank's exception to send it to the coordinator, and hangs if pickling fails. So a failure to
+write or to read is stored in `attempt`, whose `finish` raises it. See [Note: failures are agreed on].
 """
 
 import itertools
@@ -66,11 +65,11 @@ def data_file(rank: int) -> str:
 
 
 class Writer(StorageWriter):
-    """Writes this rank's shards into one data file of a draft, and their table beside it.
+    """DCP's writer of this rank's shards into one data file of a draft, with a table beside it.
 
-    besides: tensors of which this rank writes its shards even if DCP assigns them to other ranks
+    besides: tensors whose shards this rank also writes if DCP assigns them to another rank
     attempt: failure of this rank, if any
-    written: both files as the manifest lists them; on rank 0 also `.metadata` and the index
+    written: manifest's entries of both files; on rank 0 also of `.metadata` and the index
     metadata: DCP's metadata, on rank 0
     """
 
@@ -110,7 +109,7 @@ class Writer(StorageWriter):
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes `.metadata`, as DCP's own storage does, and the index. See [Note: no pickle is read]."""
+        """Writes `.metadata`, as DCP's own storage does, and the index of the shards. Called on rank 0."""
         with self.attempt:
             metadata.storage_data = {one.index: one.storage_data for many in results for one in many}
             metadata.storage_meta = None
@@ -126,18 +125,19 @@ class Writer(StorageWriter):
         return True
 
 
-Placed = Iterable[tuple[str, Sequence[int], Tensor]]
-
-
 def write_shards(
-    draft: Files, name: str, *, shards: Placed, held: ShardReader | None = None
+    draft: Files,
+    name: str,
+    *,
+    shards: Iterable[tuple[str, Sequence[int], Tensor]],
+    held: ShardReader | None = None,
 ) -> tuple[Sequence[ShardRecord], dict[str, SavedFile]]:
-    """Writes shards into the data file `name`, and its table. Writes no file if there is no shard.
+    """Writes shards into the data file `name`, and its table beside it. Writes nothing without shards.
 
-    shards: (tensor's name, position of the shard in the tensor, shard) of each
+    shards: (name of the tensor, position of the shard in the tensor, shard) of each
     held: reader of the shards, if they may change meanwhile
 
-    Returns the pieces, in the order of the shards, and the manifest's entries for both files.
+    Returns the records, in the order of the shards, and the manifest's entries for both files.
     """
     held = held or FrozenShards()
     shards = iter(shards)
@@ -158,7 +158,7 @@ def write_shards(
 
 
 class Reader(StorageReader):
-    """Reads from a checkpoint, and verifies all bytes that it reads."""
+    """DCP's reader of a checkpoint, which verifies all bytes that it reads."""
 
     def __init__(self, files: Files, manifest: Manifest) -> None:
         self.files, self.manifest = files, manifest
@@ -170,7 +170,7 @@ class Reader(StorageReader):
     def reset(self, checkpoint_id: object = None) -> None: ...
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:  # signature: DCP's StorageReader
-        """Returns DCP's description of the shards. See [Note: no pickle is read]. Raises CheckpointError."""
+        """Returns DCP's metadata, built from the index: [Note: no pickle is read]. Raises CheckpointError."""
         if self._metadata is None:
             source = f"{self.files}/{SHARDS}"
             if SHARDS in self.manifest.files:
@@ -215,7 +215,7 @@ class Reader(StorageReader):
         return True
 
     def _own_copies(self) -> dict[tuple[str, tuple[int, ...]], tuple[str, int]]:
-        """Returns the places of shards on this node's disk. See [Note: every copy]."""
+        """Returns {(tensor, position): (file, offset)} of shards on this node's disk: [Note: every copy]."""
         if self.manifest.nodes == 1:
             return {}
         tables = {name: self.table(name) for name in self.manifest.data_files}
@@ -239,7 +239,7 @@ class Reader(StorageReader):
 
     @contextmanager
     def opened(self, name: str) -> Generator[BinaryIO]:
-        """Opens a data file. An OSError while it is read is raised as a CheckpointError."""
+        """Opens a data file for reading. Raises CheckpointError instead of OSError while it is open."""
         try:
             with self.files.open(name) as file:
                 yield file
@@ -249,7 +249,7 @@ class Reader(StorageReader):
     def read_part(
         self, file: BinaryIO, piece: ShardRecord | None, *, offsets: Sequence[int], target: Tensor
     ) -> None:
-        """Fills `target` from a piece; see `shard_file.read_part`."""
+        """Fills `target` as `shard_file.read_part` does, after checking that `piece` exists in its dtype."""
         if piece is None or piece.dtype != str(target.dtype).removeprefix("torch."):
             raise DamagedCheckpointError(
                 f"{self.files} is damaged.", got=f"{SHARDS} and the tables of pieces differ"
@@ -266,11 +266,11 @@ def write(
     every_copy: bool,
     group: Group,
 ) -> tuple[dict[str, SavedFile], Metadata | None]:
-    """Writes this rank's part of `tensors` into `draft`. Collective if there are several ranks.
+    """Writes this rank's part of `tensors` into `draft` with DCP. Collective; may raise on one rank alone.
 
-    Returns the files that this rank wrote, and on rank 0 DCP's metadata. May raise on one rank alone.
+    every_copy: whether this rank also writes shards that other ranks write
 
-    every_copy: whether to also write shards that other ranks write, too
+    Returns the manifest's entries of the files that this rank wrote, and on rank 0 DCP's metadata.
     """
     writer = Writer(draft, held=held, besides=tensors if every_copy else {})
     with _single_process_is_meant():
@@ -280,7 +280,7 @@ def write(
 
 
 def opened(files: Files, manifest: Manifest) -> Reader:
-    """Returns a reader of a checkpoint that has read its metadata. Raises CheckpointError."""
+    """Returns a reader of a checkpoint, after reading its index. Raises CheckpointError."""
     reader = Reader(files, manifest)
     if manifest.layout == "sharded":
         reader.read_metadata()
@@ -288,7 +288,7 @@ def opened(files: Files, manifest: Manifest) -> Reader:
 
 
 def read(tensors: Mapping[str, Tensor], reader: Reader, *, alone: bool = False) -> None:
-    """Fills this rank's part of `tensors`. Collective, unless `alone`. May raise on one rank alone."""
+    """Fills this rank's part of `tensors` with DCP. Collective, unless `alone`. May raise on one rank."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _single_process_is_meant():
         dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=alone or not distributed())
@@ -296,14 +296,14 @@ def read(tensors: Mapping[str, Tensor], reader: Reader, *, alone: bool = False) 
 
 
 def write_own(tensors: Mapping[str, Tensor], draft: Files, *, held: ShardReader) -> dict[str, SavedFile]:
-    """Writes this rank's shards as they lie in memory, without planning: the layout `ranks`."""
+    """Writes all of this rank's shards into its own file, without DCP: the layout `ranks`."""
     shards = ((name, (), local_shard(tensor)) for name, tensor in tensors.items())
     _, written = write_shards(draft, own_file(rank()), shards=shards, held=held)
     return written
 
 
 def require_same_ranks(files: Files, manifest: Manifest) -> None:
-    """Raises CheckpointError unless as many ranks saved the checkpoint as are loading it."""
+    """Raises CheckpointError unless the number of ranks is the one that saved the checkpoint."""
     if manifest.world_size != world_size():
         raise CheckpointError(
             f"{files} can only be loaded by the ranks that saved it.",
@@ -314,7 +314,7 @@ def require_same_ranks(files: Files, manifest: Manifest) -> None:
 
 
 def read_own(receivers: Mapping[str, Tensor], reader: Reader) -> None:
-    """Fills this rank's shards from its own file."""
+    """Fills this rank's shards from its own file: the layout `ranks`. Raises CheckpointError."""
     name = own_file(rank())
     table = reader.table(name)
     pieces = {piece.name: piece for piece in table.pieces}
@@ -334,7 +334,7 @@ def read_own(receivers: Mapping[str, Tensor], reader: Reader) -> None:
 
 
 def read_whole(name: str, reader: Reader) -> Tensor:
-    """Returns one whole tensor, read in this process alone. Raises CheckpointError."""
+    """Reads and returns one whole, unsharded tensor, in this process alone. Raises CheckpointError."""
     saved = reader.manifest.tensors[name]
     tensor = torch.empty(saved.shape, dtype=saved.torch_dtype)
     locally(lambda: read({name: tensor}, reader, alone=True), doing=f"reading {name} of {reader.files}")
@@ -353,7 +353,7 @@ def _single_process_is_meant() -> Generator[None]:
 
 @contextmanager
 def _without_zip_checksums() -> Generator[None]:
-    """Turns off torch.save's CRC-32, which costs more than fullshard's digests and is never read."""
+    """Turns off torch.save's CRC-32 meanwhile: it costs more than fullshard's digests, and is never read."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

@@ -1,7 +1,7 @@
 """Verification of every byte of a checkpoint against its digest, and comparison of two checkpoints.
 
-A save that is read back is verified before it is acknowledged, since a disk may store other bytes. The bytes
-are read from the disk, as far as the system drops them from its page cache on request.
+With `read_back`, a save is verified before it is acknowledged, since a disk may store other bytes. The bytes
+come from the disk only if the system drops them from its page cache on request.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,10 +32,11 @@ from fullshard.system import disk
 
 @dataclass(frozen=True)
 class Damage:
-    """Damage to one file.
+    """Damage to one file of a checkpoint.
 
-    what: the difference from the saved file
-    tensors: tensors that it affects; all of them if any may be affected
+    file: name of the file
+    what: difference from the saved file
+    tensors: names of the affected tensors; all names if it cannot be known which are affected
     """
 
     file: str
@@ -44,9 +45,9 @@ class Damage:
 
 
 def find_damage(checkpoint: Files | str | Path) -> Iterator[Damage]:
-    """Reads every byte of a checkpoint, and yields each difference from what was saved.
+    """Reads every byte of a checkpoint, and yields each damage: altered, missing and additional files.
 
-    Raises CheckpointError if it cannot be read at all (permissions, another format).
+    Raises CheckpointError if the checkpoint cannot be read at all (permissions, another format).
     """
     files = files_of(checkpoint)
     try:
@@ -66,7 +67,7 @@ def find_damage(checkpoint: Files | str | Path) -> Iterator[Damage]:
 
 
 def diff(one: Files | str | Path, other: Files | str | Path) -> Iterator[str]:
-    """Yields one line per difference between two checkpoints: values, names, shapes and elements.
+    """Yields one line of text per value or tensor that differs between two checkpoints, or is only in one.
 
     Holds two tensors in memory at most. Raises CheckpointError if a checkpoint cannot be read or is damaged.
     """
@@ -87,7 +88,7 @@ def diff(one: Files | str | Path, other: Files | str | Path) -> Iterator[str]:
 
 
 def require_written(draft: Files, manifest: Manifest) -> None:
-    """Reads every byte of the files that `manifest` names. Raises CheckpointError if one was altered."""
+    """Reads the written files that `manifest` lists back. Raises CheckpointError if a byte was altered."""
     reader, sizes = storage.Reader(draft, manifest), draft.sizes()
     for name in manifest.own_files:
         _forget(draft, name)
@@ -97,7 +98,7 @@ def require_written(draft: Files, manifest: Manifest) -> None:
 
 
 def require_manifest(files: Files) -> None:
-    """Reads the manifest of a checkpoint. Raises CheckpointError if it was altered."""
+    """Reads the written manifest of a checkpoint back. Raises CheckpointError if it was altered."""
     _forget(files, MANIFEST)
     try:
         read_manifest(files)
@@ -131,7 +132,7 @@ def _reader(files: Files) -> storage.Reader:
 
 
 def _between(a: Tensor, b: Tensor) -> str | None:
-    """Returns how two tensors differ, bit by bit (NaN equals NaN, -0.0 differs from 0.0), or None."""
+    """Returns a text on how the bits of two tensors differ (-0.0 and 0.0 do), or None if they are equal."""
     if not a.numel():
         return None
     bits = [tensor.reshape(-1, 1).view(torch.uint8) for tensor in (a, b)]
@@ -165,7 +166,7 @@ def _in_file(reader: storage.Reader, name: str, *, sizes: Mapping[str, int]) -> 
 
 
 def _in_index(reader: storage.Reader) -> Iterator[Damage]:
-    """Yields shards of the index that are missing from the tables of this disk's data files."""
+    """Yields damage for shards of the index that the tables of this disk's data files do not have."""
     manifest = reader.manifest
     if manifest.layout == "ranks":
         return
@@ -187,7 +188,7 @@ def _in_data_file(reader: storage.Reader, name: str) -> Iterator[Damage]:
     try:
         table = reader.table(name)
     except CheckpointError:
-        return  # the table is damaged, and is explained so where its own turn comes
+        return  # the damaged table is reported as a file of its own
     scratch = memoryview(bytearray(max(table.block_bytes, 1)))
     try:
         with reader.files.open(name) as file:
@@ -205,12 +206,12 @@ def _in_data_file(reader: storage.Reader, name: str) -> Iterator[Damage]:
 
 
 def _said(error: CheckpointError, name: str) -> str:
-    """Returns what is wrong with the file `name`, without repeating its name."""
+    """Returns the description of the damage in an error, without the file name at its start."""
     return str(error.got or error.what).removeprefix(f"{name}: ")
 
 
 def _touched(reader: storage.Reader, name: str) -> tuple[str, ...]:
-    """Returns the tensors in a data file or in the one that a table describes; all, for the index."""
+    """Returns the tensors in the data file `name`, or in that of the table `name`; all for the index."""
     data_file = name.removesuffix(SUFFIX)
     if data_file not in reader.manifest.data_files:
         return tuple(reader.manifest.tensors) if name == SHARDS else ()

@@ -80,7 +80,7 @@ def _is_hardware(path: Path) -> bool:
 
 
 def _require_directory(path: Path) -> None:
-    """Raises SpecError if the result could not be written, before measuring for minutes."""
+    """Raises SpecError if `path` could not be written. This is checked before measuring for minutes."""
     from fullshard.errors import SpecError
 
     try:
@@ -113,7 +113,7 @@ def _fitted(found: "Calibration") -> "Calibration":
 
 
 def _request(directory: Path, *, ranks: int, device: str) -> "Request":
-    """Returns the job on all ranks, with one sequence per rank, since `start` requires an even batch."""
+    """Returns the job that measures on all ranks, as the request that `start` takes."""
     from fullshard.launch.request import Request
     from fullshard.spec.run import Run
 

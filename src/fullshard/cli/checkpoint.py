@@ -76,7 +76,7 @@ def verify_checkpoints(
 
 
 def _verified(files: "Files") -> "tuple[str, list[Damage]]":
-    """Returns a checkpoint's status and its damage. A refused checkpoint is reported and does not raise."""
+    """Returns a checkpoint's status and damage. A checkpoint that cannot be read has the status REFUSED."""
     from fullshard.checkpoint.manifest import MANIFEST
     from fullshard.checkpoint.verify import Damage, find_damage
     from fullshard.errors import CheckpointError
@@ -219,7 +219,10 @@ def gather_checkpoint(
 
 
 def _place(directory: str, key_file: Path | None) -> "CheckpointLocation":
-    """Returns a run's `checkpoints` directory, or `directory` itself. Raises CheckpointError if missing."""
+    """Returns the location `<directory>/checkpoints` if it exists, else `directory`.
+
+    Raises CheckpointError if neither exists.
+    """
     from fullshard.checkpoint.location import location_of
     from fullshard.distributed.agreement import locally
     from fullshard.errors import CheckpointError
@@ -238,7 +241,7 @@ def _place(directory: str, key_file: Path | None) -> "CheckpointLocation":
 
 
 def _describe(files: "Files") -> dict[str, object]:
-    """Returns a row; `problem` is None if the checkpoint is whole, judged by file sizes."""
+    """Returns a checkpoint's row; `problem` is None if its files are complete, judged by their sizes."""
     from fullshard.checkpoint.manifest import verify
     from fullshard.errors import CheckpointError
 

@@ -44,7 +44,14 @@ def convert(
     name = "standard input" if path == "-" else Path(path).name
     conversion = converted(_text(path), name=name, format=_format(format_name), ranks=ranks)
     if as_json:
-        typer.echo(printable(json.dumps(_as_json(conversion), ensure_ascii=False)))
+        record: dict[str, object] = {
+            "format": conversion.format,
+            "keys": [one.model_dump(mode="json") for one in conversion.said],
+            "notes": list(conversion.notes),
+            "settings": conversion.settings,
+            "run_toml": conversion.run_toml(),
+        }
+        typer.echo(printable(json.dumps(record, ensure_ascii=False)))
         return
     _show(conversion)
     typer.echo(printable(conversion.run_toml()), nl=False)
@@ -79,18 +86,8 @@ def _format(name: str | None) -> "Format | None":
     return Format(name.lower())
 
 
-def _as_json(conversion: "Conversion") -> dict[str, object]:
-    return {
-        "format": conversion.format,
-        "keys": [one.model_dump(mode="json") for one in conversion.said],
-        "notes": list(conversion.notes),
-        "settings": conversion.settings,
-        "run_toml": conversion.run_toml(),
-    }
-
-
 def _show(conversion: "Conversion") -> None:
-    """Prints the table, and the number of keys for each verdict."""
+    """Prints to standard error the verdict on each key, the notes, and the number of keys per verdict."""
     from fullshard.convert.reader import KeyVerdict
     from fullshard.report.table import show_rows
 

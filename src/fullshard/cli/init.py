@@ -35,7 +35,7 @@ def init(
 
 
 def run_toml(name: str = "run.toml") -> str:
-    """Returns the text of a run.toml that loads as `Run()`."""
+    """Returns the text of a run.toml with all defaults: it loads as `Run()`."""
     from fullshard.spec.run import Run
 
     lines = [_HEAD.format(name=name)]
@@ -46,7 +46,7 @@ def run_toml(name: str = "run.toml") -> str:
 
 
 def _section(name: str, value: "FrozenModel", *, definitions: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the table `[name]`: its docstring as comments, its keys, then its nested tables."""
+    """Yields the lines of the table `[name]`: its docstring as comments, its keys, then its nested tables."""
     from fullshard.spec.toml_file import toml_value
 
     schema = definitions[type(value).__name__]
@@ -102,7 +102,7 @@ def _allowed(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
 
 
 def _bounds(schema: Mapping[str, Any]) -> str:
-    """Returns the bounds in words, without those that no run comes near."""
+    """Returns a number's bounds in words, without those that no run reaches."""
     words = {"exclusiveMinimum": "over", "minimum": "from", "exclusiveMaximum": "under", "maximum": "to"}
-    said = {word: schema[key] for key, word in words.items() if schema.get(key, math.inf) < _LARGE}
-    return "".join(f" {word} {bound:,}" for word, bound in said.items())
+    bounds = {word: schema[key] for key, word in words.items() if schema.get(key, math.inf) < _LARGE}
+    return "".join(f" {word} {bound:,}" for word, bound in bounds.items())

@@ -21,7 +21,7 @@ saved (resume with train --resume), 130 ended by Ctrl-C, 1 unexpected error, 2 w
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command that `argv` (or the command line) names. Exit codes: `fullshard.errors`."""
+    """Runs the command that `argv` or the command line names. Returns its exit code (`fullshard.errors`)."""
     escape_logs()
     with ProcessOutcome() as ending:
         _app()(args=None if argv is None else [*argv], prog_name="fullshard")
@@ -48,7 +48,7 @@ def _app() -> typer.Typer:
     checkpoints.command("export")(checkpoint.export_checkpoint)
     app.add_typer(checkpoints, name="ckpt")
     prepared = _group("Prepare the tokens of a run in advance.")
-    prepared.callback()(_data_options)
+    prepared.callback()(lambda: None)  # a group without a callback and with one command is that command
     prepared.command("prepare")(data.prepare_data)
     app.add_typer(prepared, name="data")
     return app
@@ -77,11 +77,7 @@ def _options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Options before the command. `_group` has their help text."""
-
-
-def _data_options() -> None:
-    """Prepare the tokens of a run in advance."""
+    """Accepts the options that precede the command. Their help text is `HELP`."""
 
 
 def _shown(failure: FailureReport, rank: str | None) -> str:

@@ -151,9 +151,9 @@ def _question(
     tokens: int | None,
     any_ranks: bool,
 ) -> "PlanRequest":
-    """Checks all options before torch is imported, except for the model itself.
+    """Returns the planning question of all options. Only building the model imports torch, at the end.
 
-    any_ranks: the number of ranks is itself the question
+    any_ranks: whether the command asks for the number of ranks
     """
     from fullshard.planning.result import PlanRequest
     from fullshard.planning.target import batch_for, batch_for_any_ranks, find_subject, hardware_for
@@ -184,7 +184,7 @@ def _question(
 
 
 def _with_drive(hardware: "Hardware", text: str) -> "Hardware":
-    """Returns the hardware with this drive rate for each rank, in bytes/s: `6e9`, `3.5G`."""
+    """Returns the hardware with a drive rate per rank, parsed from `text` in bytes/s: `6e9`, `3.5G`."""
     from fullshard.errors import SpecError
     from fullshard.quantities import format_count, parse_count
 
@@ -243,7 +243,7 @@ def _budget(tokens: str | None, *, price: float | None, hardware: "Hardware") ->
 
 
 def _require_targets(plan: Path | None, spec: Path | None, *, force: bool) -> None:
-    """Checks the output files before anything is planned."""
+    """Raises SpecError if an output file must not be replaced. This is checked before anything is planned."""
     from fullshard.spec.model import ModelSpec
     from fullshard.spec.plan import Plan
     from fullshard.system.targets import read_by, require_file
@@ -263,6 +263,6 @@ def _write(value: "Plan | ModelSpec", path: Path) -> None:
 
 
 def _note(text: str | None) -> None:
-    """Prints a note to standard error: information that was not requested, but must be known."""
+    """Prints a note to standard error."""
     if text:
         print(f"note: {printable(text)}", file=sys.stderr)

@@ -46,11 +46,12 @@ def report(
         prediction = run.plan.prediction if run.plan is not None else None
         show_measurement(run.measurement, prediction=prediction)
         if prediction is None:
-            typer.echo(printable(f"note: {run.directory} holds no prediction: {_why(run.plan)}"), err=True)
+            why = "its plan was made without the planner" if run.plan else f"there is no {PLAN_NAME}"
+            typer.echo(printable(f"note: {run.directory} holds no prediction: {why}"), err=True)
 
 
 def _read(directory: Path) -> _ReportedRun:
-    """Reads a run's results. Raises SpecError for anything but the directory of a finished run."""
+    """Reads a run's results. Raises SpecError if `directory` is not the directory of a finished run."""
     from fullshard.errors import SpecError
     from fullshard.spec.measurement import Measurement
     from fullshard.spec.plan import Plan
@@ -77,7 +78,7 @@ def _read(directory: Path) -> _ReportedRun:
 
 
 def _record(run: _ReportedRun) -> dict[str, object]:
-    """Returns the JSON record; `comparison` and `prediction` are null if nothing was predicted."""
+    """Returns a run's results as JSON values; `comparison` and `prediction` are None without a prediction."""
     from fullshard.report.comparison import compare
 
     prediction = run.plan.prediction if run.plan is not None else None
@@ -88,7 +89,3 @@ def _record(run: _ReportedRun) -> dict[str, object]:
         "prediction": None if prediction is None else prediction.model_dump(mode="json"),
         "comparison": None if comparison is None else comparison.model_dump(mode="json"),
     }
-
-
-def _why(plan: "Plan | None") -> str:
-    return f"there is no {PLAN_NAME}" if plan is None else "its plan was made without the planner"

@@ -86,7 +86,7 @@ def _require_directory(run: "Run", *, resume: bool) -> None:
 
 
 def _show_measurement(run: "Run", *, since: float, as_json: bool) -> None:
-    """Prints the result. A run that ended early may have left none, or only an earlier run's."""
+    """Prints the run's measurement, unless it is absent or from before `since` (seconds of the epoch)."""
     path = Path(run.run.dir, MEASUREMENT_NAME)
     if not path.exists() or path.stat().st_mtime < since:
         return

@@ -9,22 +9,16 @@ import fullshard
 from fullshard.cli.options import AsJson
 
 
-def version(
-    as_json: AsJson = False,
-) -> None:
+def version(as_json: AsJson = False) -> None:
     """Show the versions of fullshard, torch and Python."""
+    import importlib.metadata  # slow to import, and only this verb needs it
+
     versions = {
         "fullshard": fullshard.__version__,
-        "torch": _installed("torch"),
+        "torch": importlib.metadata.version("torch"),
         "python": platform.python_version(),
     }
     if as_json:
         typer.echo(json.dumps(versions))
     else:
         typer.echo("\n".join(f"{name} {number}" for name, number in versions.items()))
-
-
-def _installed(package: str) -> str:
-    import importlib.metadata  # slow to import, and only this verb needs it
-
-    return importlib.metadata.version(package)

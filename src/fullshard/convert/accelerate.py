@@ -1,4 +1,4 @@
-"""Accelerate's YAML. Keys: accelerate/commands/config/{config_args,cluster}.py (1.15)."""
+"""Conversion of Accelerate's YAML. Its keys: accelerate/commands/config/{config_args,cluster}.py (1.15)."""
 
 from fullshard.convert.fsdp import read_sharding
 from fullshard.convert.reader import ConfigReader, positive
@@ -8,7 +8,7 @@ _FSDP, _MESH = "fsdp_config.", "parallelism_config."
 
 
 def read_accelerate(reading: ConfigReader) -> None:
-    """Gives a verdict on every key of an Accelerate config."""
+    """Records a verdict on every key of an Accelerate config."""
     per_node = _read_ranks(reading)
     require_stage(reading, "deepspeed_config.zero_stage")
     for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
@@ -17,15 +17,10 @@ def read_accelerate(reading: ConfigReader) -> None:
     _read_type(reading, kind)
     _read_mesh(reading)
     # `fsdp_config.fsdp_offload_params` -> `offload_params`; older files have no second `fsdp_`.
-    names = {
-        key: key.removeprefix(_FSDP).removeprefix("fsdp_") for key in reading.leaves if key.startswith(_FSDP)
-    }
-    read_sharding(
-        reading,
-        {name: key for key, name in names.items()},
-        by_default=kind == "fsdp",
-        ranks_per_node=per_node,
-    )
+    fsdp_keys = [key for key in reading.leaves if key.startswith(_FSDP)]
+    names = {key: key.removeprefix(_FSDP).removeprefix("fsdp_") for key in fsdp_keys}
+    keys = {name: key for key, name in names.items()}
+    read_sharding(reading, keys, by_default=kind == "fsdp", ranks_per_node=per_node)
     for part in ("optimizer", "param"):  # Accelerate writes `none` for an absent path
         path = f"deepspeed_config.offload_{part}_nvme_path"
         if reading.get(path) in ("none", None):
@@ -39,7 +34,7 @@ def read_accelerate(reading: ConfigReader) -> None:
 
 
 def _read_ranks(reading: ConfigReader) -> int | None:
-    """Reads `run.ranks` for a single machine. Returns the ranks per machine, if known."""
+    """Sets `run.ranks` if there is a single machine. Returns the ranks per machine, or None if unknown."""
     ranks, machines = reading.count("num_processes"), reading.count("num_machines") or 1
     if ranks is None:
         return None
@@ -66,7 +61,7 @@ def _read_type(reading: ConfigReader, kind: str) -> None:
 
 
 def _read_mesh(reading: ConfigReader) -> None:
-    """Reads `parallelism_config`: a replicated axis over a sharded one is a hybrid strategy."""
+    """Sets the strategy from `parallelism_config`: replicated and sharded axes mean hybrid_shard."""
     found = {key.removeprefix(_MESH).removeprefix("parallelism_config_"): key for key in reading.leaves}
     replicate, shard = found.get("dp_replicate_size", ""), found.get("dp_shard_size", "")
     if (positive(reading.get(replicate)) or 1) == 1:

@@ -27,11 +27,12 @@ _READERS: dict[Format, Callable[[ConfigReader], None]] = {
 class Conversion(FrozenModel):
     """A converted config.
 
-    said: verdicts on its keys, in their order
+    name: file name of the config
+    said: the verdict on each key, in the order of the config
     notes: remarks that do not belong to a single key
     settings: values by dotted key of run.toml
-    origins: the source of each setting
-    run: the run that `settings` parse to
+    origins: for each of `settings`, the key of the config or the reason that it comes from
+    run: the Run with these `settings`
     """
 
     name: str
@@ -58,9 +59,10 @@ def convert(text: str, *, name: str, format: Format | None = None, ranks: int | 
     """Converts the config `text` of a file called `name`.
 
     format: detected from the content if None
-    ranks: number of ranks that it is for, if the file does not say so
+    ranks: number of ranks that the config is for, if the file does not contain it
 
-    Raises SpecError for text of no known format, keys that contradict each other, and values that no run has.
+    Raises SpecError for text of no known format, for keys that contradict each other, and for values that a
+    run.toml does not allow.
     """
     found, tree, notes = read_source(text, name=name, format=format)
     reading = ConfigReader(tree, ranks=ranks)
@@ -96,7 +98,7 @@ def _place(target: str, order: tuple[str, ...]) -> tuple[int, str]:
 
 
 def _nested(settings: dict[str, Any]) -> dict[str, Any]:
-    """`{"train.steps": 3}` -> `{"train": {"steps": 3}}`."""
+    """Returns dotted keys as nested tables: `{"train.steps": 3}` -> `{"train": {"steps": 3}}`."""
     tree: dict[str, Any] = {}
     for target, value in settings.items():
         *path, key = target.split(".")

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON. Keys and defaults: deepspeed.ai/docs/config-json, deepspeed/runtime/zero/config.py."""
+"""Conversion of DeepSpeed's JSON. Source: deepspeed.ai/docs/config-json, deepspeed/runtime/zero/config.py."""
 
 import math
 from typing import Any
@@ -24,7 +24,7 @@ _ADAM_DEFAULTS = {"optimizer.betas": [0.9, 0.999], "optimizer.eps": 1e-8, "optim
 
 
 def read_deepspeed(reading: ConfigReader) -> None:
-    """Gives a verdict on every key of a DeepSpeed config. Raises SpecError if its batch sizes contradict."""
+    """Records a verdict on every key of a DeepSpeed config. Raises SpecError for contradictions."""
     _read_stage(reading)
     _read_offload(reading)
     _read_precision(reading)
@@ -61,7 +61,7 @@ def _read_stage(reading: ConfigReader) -> None:
 
 
 def _read_offload(reading: ConfigReader) -> None:
-    """Reads `offload_optimizer` and `offload_param` as the offload target."""
+    """Converts `offload_optimizer` and `offload_param`; sets `offload.path` for a drive."""
     parts = {"offload_optimizer": "optimizer:{}", "offload_param": "params+optimizer:{}"}
     for part, tier in parts.items():
         key = f"{_ZERO}.{part}.device"
@@ -74,7 +74,7 @@ def _read_offload(reading: ConfigReader) -> None:
 
 
 def _read_precision(reading: ConfigReader) -> None:
-    """Reads `bf16.enabled`, `fp16.enabled` and the dtype in which gradients are communicated."""
+    """Sets `precision.mode` from `bf16.enabled`, `fp16.enabled` and the dtype of communicated gradients."""
     modes = {"bf16.enabled": "bf16", "bfloat16.enabled": "bf16", "fp16.enabled": "fp16"}
     on = [key for key in modes if is_on(reading.get(key))]
     if len(on) > 1:
@@ -104,7 +104,7 @@ def _read_precision(reading: ConfigReader) -> None:
 
 
 def _read_batch(reading: ConfigReader) -> None:
-    """Reads train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × ranks."""
+    """Sets the batch sizes: train_batch_size is the microbatch × the accumulation steps × the ranks."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     total, micro, steps = (reading.count(key) for key in keys)
     ranks = reading.ranks
@@ -155,6 +155,7 @@ def _read_optimizer(reading: ConfigReader) -> None:
     else:
         instead = "adamw stands instead; optimizer.name takes the dotted name of any torch.optim.Optimizer"
         reading.unsupported(key, instead)
+    # The scheduler may replace the learning rate, so the optimizer's keys come first.
     rules = load_rules("deepspeed").items()
     follow(reading, {name: rule for name, rule in rules if name.startswith("optimizer.")})
     if kind in _ADAMS:
@@ -166,7 +167,7 @@ def _read_optimizer(reading: ConfigReader) -> None:
 
 
 def _read_schedule(reading: ConfigReader) -> None:
-    """Reads WarmupLR, WarmupDecayLR and WarmupCosineLR; other types leave the schedule unchanged."""
+    """Converts WarmupLR, WarmupDecayLR and WarmupCosineLR; other types are not supported."""
     key = "scheduler.type"
     kinds = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
     kind = kinds.get(str(reading.get(key)).lower())

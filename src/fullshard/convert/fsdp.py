@@ -1,5 +1,6 @@
-"""Arguments of FSDP1, FSDP2, wrappers around them, and Lightning. Sources: torch.distributed.fsdp (2.13),
-lightning_fabric.strategies.fsdp (2.6).
+"""Conversion of the arguments of FSDP1, FSDP2, wrappers around them, and Lightning.
+
+Sources: torch.distributed.fsdp (2.13), lightning_fabric.strategies.fsdp (2.6).
 """
 
 from collections.abc import Mapping
@@ -36,10 +37,10 @@ _PREFETCHES = {
 def read_sharding(
     reading: ConfigReader, keys: Mapping[str, str], *, by_default: bool, ranks_per_node: int | None = None
 ) -> None:
-    """Reads the sharding strategy and the prefetch of FSDP1 or FSDP2.
+    """Converts the sharding strategy and the prefetch of FSDP1 or FSDP2.
 
-    keys: keys of the config by FSDP's own names
-    by_default: True if FSDP is used even where no key sets a strategy; its default is full_shard
+    keys: the config's key for each argument of FSDP that it contains
+    by_default: whether FSDP is used even if no key sets a strategy; the strategy is then full_shard
     """
     _read_reshard(reading, keys.get("reshard_after_forward", ""))
     _read_strategy(reading, keys.get("sharding_strategy", ""), ranks_per_node=ranks_per_node)
@@ -51,7 +52,7 @@ def read_sharding(
 
 
 def read_fsdp(reading: ConfigReader, *, prefix: str = "") -> None:
-    """Gives a verdict on the arguments of FSDP, fully_shard or FSDP2Config: keys that start with `prefix`."""
+    """Records verdicts on the keys with `prefix`, which are arguments of FSDP, fully_shard or FSDP2Config."""
     keys = {key.removeprefix(prefix): key for key in reading.leaves if key.startswith(prefix)}
     _read_mesh(reading, keys)
     read_sharding(reading, keys, by_default=bool(keys) and "parallelize_fn" not in keys)
@@ -70,14 +71,14 @@ def read_fsdp(reading: ConfigReader, *, prefix: str = "") -> None:
 
 
 def read_fsdp_alone(reading: ConfigReader) -> None:
-    """Gives a verdict on every argument of FSDP, fully_shard or FSDP2Config."""
+    """Records a verdict on every key of a config that consists of FSDP's arguments only."""
     read_fsdp(reading)
     known = plain_keys(load_rules("fsdp"))
     reading.close([*known, "sharding_strategy", "backward_prefetch", "forward_prefetch"])
 
 
 def read_lightning(reading: ConfigReader) -> None:
-    """Gives a verdict on the arguments of Fabric or a Trainer and its strategy, or of a strategy alone."""
+    """Records a verdict on every argument of a Fabric or Trainer and its strategy, or of a strategy alone."""
     nodes = reading.count("num_nodes") or 1
     reading.count("max_steps", unset=(-1,))
     devices = reading.get("devices")
@@ -102,7 +103,7 @@ def read_lightning(reading: ConfigReader) -> None:
 
 
 def _read_mesh(reading: ConfigReader, keys: Mapping[str, str]) -> None:
-    """Reads a two-axis mesh, (replicas, shards), as a hybrid strategy of that degree."""
+    """Sets a hybrid strategy and its shard degree from the shape of a mesh, (replicas, shards)."""
     for name in ("mesh.mesh_shape", "device_mesh.mesh_shape", "device_mesh", "mesh"):
         key = keys.get(name, "")
         shape = reading.get(key)
@@ -120,7 +121,7 @@ def _read_mesh(reading: ConfigReader, keys: Mapping[str, str]) -> None:
 
 
 def _read_strategy(reading: ConfigReader, key: str, *, ranks_per_node: int | None) -> None:
-    """Reads `sharding.strategy`; for a hybrid one also `shard_degree`, the ranks per node if known."""
+    """Sets `sharding.strategy`, and for a hybrid one the shard degree: the ranks per node, if known."""
     value = reading.get(key)
     strategy = None if value is None else _STRATEGIES.get(last_name(value))
     if value is None:
@@ -131,32 +132,24 @@ def _read_strategy(reading: ConfigReader, key: str, *, ranks_per_node: int | Non
     else:
         reading.set(key, "sharding.strategy", value=strategy)
         if strategy.startswith("hybrid") and "sharding.shard_degree" not in reading.settings:
-            _infer_shard_degree(reading, strategy, ranks_per_node=ranks_per_node)
-
-
-def _infer_shard_degree(reading: ConfigReader, strategy: str, *, ranks_per_node: int | None) -> None:
-    if ranks_per_node is not None:
-        reading.infer("sharding.shard_degree", ranks_per_node, origin="the ranks of a node")
-        return
-    reading.notes.append(
-        f"{strategy} shards within a node and replicates over nodes: set sharding.shard_degree "
-        "to the ranks of a node (left out, the planner chooses)"
-    )
+            if ranks_per_node is None:
+                reading.notes.append(
+                    f"{strategy} shards within a node and replicates over nodes: set sharding.shard_degree "
+                    "to the ranks of a node (left out, the planner chooses)"
+                )
+            else:
+                reading.infer("sharding.shard_degree", ranks_per_node, origin="the ranks of a node")
 
 
 def _read_reshard(reading: ConfigReader, key: str) -> None:
-    """Reads FSDP2's `reshard_after_forward`: true is full_shard, false shard_grad_op, a number hpZ."""
+    """Converts FSDP2's `reshard_after_forward`: true is full_shard, false shard_grad_op, a number hpZ."""
     value = reading.get(key)
     if key not in reading.leaves:
         return
     degree = None if isinstance(value, bool) else positive(value)
     if degree is not None and degree > 1:
-        reading.set(
-            key,
-            "sharding.reshard_after_forward",
-            value=degree,
-            why="and the strategy full_shard (ZeRO++ hpZ)",
-        )
+        why = "and the strategy full_shard (ZeRO++ hpZ)"
+        reading.set(key, "sharding.reshard_after_forward", value=degree, why=why)
         reading.infer("sharding.strategy", "full_shard", origin=key)
         return
     named = _STRATEGIES.get(last_name(value)) if degree is None else None
@@ -173,7 +166,7 @@ def _read_reshard(reading: ConfigReader, key: str) -> None:
 
 
 def _read_prefetch(reading: ConfigReader, *, backward: str, forward: str) -> None:
-    """Reads `backward_prefetch` and `forward_prefetch`, which `prefetch.mode` combines."""
+    """Sets `prefetch.mode` from `backward_prefetch` and `forward_prefetch`."""
     forward_on = is_on(reading.get(forward))
     if backward in reading.leaves:
         name = last_name(reading.get(backward))
@@ -190,11 +183,11 @@ def _read_prefetch(reading: ConfigReader, *, backward: str, forward: str) -> Non
         why = "prefetch.forward units ahead, 1 by default"
         reading.set(forward, "prefetch.mode", value="explicit", why=why)
     else:
-        reading.not_needed(forward, "off: what overlaps is the engine's own one unit")
+        reading.not_needed(forward, "off: FSDP2 itself overlaps one unit")
 
 
 def _read_dtypes(reading: ConfigReader, *, param: str, reduce: str) -> None:
-    """Reads `precision.mode` from the dtypes of gathered parameters and reduced gradients."""
+    """Sets `precision.mode` from the keys of the dtypes of gathered parameters and reduced gradients."""
     named = {key: DTYPES.get(last_name(reading.get(key))) for key in (param, reduce) if key in reading.leaves}
     for key in named:
         if isinstance(reading.get(key), SourceText) and named[key] is None:

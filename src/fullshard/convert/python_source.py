@@ -1,4 +1,4 @@
-"""Keyword arguments of a call in Python source, read by its syntax tree. Nothing is ever executed."""
+"""Arguments of calls in Python source, found in its syntax tree. Nothing is ever executed."""
 
 import ast
 import math
@@ -54,10 +54,10 @@ _PARTS: dict[str, tuple[str, ...]] = {
 
 
 class PythonSource:
-    """A parsed program: its calls, and the values assigned to its names.
+    """A parsed program, in which the settings passed to calls can be found.
 
     A name that is assigned once is replaced by its value. Values that are only known at run time are kept as
-    their text (`SourceText`).
+    their source text (`SourceText`).
 
     Raises SyntaxError or ValueError for text that is not Python, RecursionError or MemoryError if it is
     nested too deep, and ValueError for too many values.
@@ -72,7 +72,10 @@ class PythonSource:
         self._assigned = _assigned_once(tree)
 
     def call(self, names: Mapping[str, tuple[str, ...]]) -> tuple[str, dict[str, Any], int] | None:
-        """Returns (name, arguments, others) of the call to one of `names` with the most keywords, or None."""
+        """Returns (function, arguments by name, number of other calls) of the call with the most arguments.
+
+        names: the functions whose calls are considered, with the names of their positional arguments
+        """
         calls = [one for one in ast.walk(self._tree) if isinstance(one, ast.Call) and _called(one) in names]
         if not calls:
             return None
@@ -81,7 +84,7 @@ class PythonSource:
         return name, self._arguments(best, names[name]), len(calls) - 1
 
     def options(self) -> dict[str, Any] | None:
-        """Returns a dict that is an expression statement or assigned to a name with `fsdp` in it, or None."""
+        """Returns the first non-empty dict that stands alone or is assigned to a name containing `fsdp`."""
         for node in self._tree.body:
             value = node.value if isinstance(node, ast.Expr | ast.Assign | ast.AnnAssign) else None
             named = isinstance(node, ast.Expr) or "fsdp" in _target(node).lower()
@@ -113,7 +116,7 @@ class PythonSource:
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.Name) and node.id in self._assigned:
-            return PythonSource._value(self, self._assigned[node.id])
+            return self._value(self._assigned[node.id])
         if isinstance(node, ast.Tuple | ast.List | ast.Set):
             return [self._value(one) for one in node.elts]
         if isinstance(node, ast.Dict):
@@ -138,7 +141,7 @@ class PythonSource:
 
 
 def _called(call: ast.Call) -> str:
-    """`torch.distributed.fsdp.FSDP(…)` -> `FSDP`."""
+    """Returns the function's name without its module: `FSDP` for `torch.distributed.fsdp.FSDP(…)`."""
     if isinstance(call.func, ast.Attribute):
         return call.func.attr
     return call.func.id if isinstance(call.func, ast.Name) else ""
@@ -151,7 +154,7 @@ def _target(node: ast.stmt) -> str:
 
 
 def _assigned_once(tree: ast.Module) -> dict[str, ast.expr]:
-    """Returns the names that are assigned exactly once, to a value that does not refer to them."""
+    """Returns the expressions of names that are assigned exactly once."""
     found: dict[str, list[ast.expr]] = {}
     for name, value in _assignments(tree):
         found.setdefault(name, []).append(value)
@@ -161,7 +164,7 @@ def _assigned_once(tree: ast.Module) -> dict[str, ast.expr]:
     return {
         name: value
         for name, value in once.items()
-        if all(order.get(inner, -1) < order[name] for inner in _names_in(value))
+        if all(order.get(one.id, -1) < order[name] for one in ast.walk(value) if isinstance(one, ast.Name))
     }
 
 
@@ -173,12 +176,8 @@ def _assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
             yield node.target.id, node.value
 
 
-def _names_in(value: ast.expr) -> Iterator[str]:
-    return (one.id for one in ast.walk(value) if isinstance(one, ast.Name))
-
-
 def _folded(node: ast.expr) -> int | float | None:
-    """Returns the number of `-1`, `2 * 8` or `10**8`; None for any other expression."""
+    """Returns the value of a constant such as `-1`, `2 * 8` or `10**8`; None for any other expression."""
     if isinstance(node, ast.Constant):
         value = node.value
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
@@ -189,7 +188,7 @@ def _folded(node: ast.expr) -> int | float | None:
 
 
 def _product(node: ast.BinOp) -> int | float | None:
-    """Returns a product or a power that is small enough to compute quickly."""
+    """Returns the value of a product or power of constants; None if it is neither, or slow to compute."""
     left, right = _folded(node.left), _folded(node.right)
     if left is None or right is None:
         return None

@@ -1,4 +1,4 @@
-"""The verdict on each key of a config, and the settings of a run.toml that the config sets."""
+"""State of a conversion: the verdict on each key of a config, and the settings of the resulting run.toml."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,7 +40,7 @@ class KeyVerdict(StrEnum):
 
 
 class SourceText(str):
-    """Source text of a value that the converted program would only know when it runs."""
+    """Source text of an expression whose value is known only when the converted program runs."""
 
     __slots__ = ()
 
@@ -50,7 +50,7 @@ class KeyResult(FrozenModel):
 
     key, value: the key and its value in the config
     verdict: see `KeyVerdict`
-    sets: the key of run.toml that it sets, if any
+    sets: the key of run.toml that `key` sets; empty if it sets none
     why: a short explanation
     """
 
@@ -68,12 +68,15 @@ class KeyResult(FrozenModel):
 
 
 class ConfigReader:
-    """A config while it is read. The first verdict on a leaf counts; `close` gives the last ones: unknown.
+    """A config, with the verdicts and settings recorded so far.
 
-    leaves: values by dotted key: everything in the nested mappings that is not a mapping, and empty mappings
+    Only the first verdict on a key counts. A verdict on a key that the config lacks is ignored.
+
+    leaves: values of the config by dotted key (see the function `leaves`)
     said: verdicts by key
-    settings: values by key of run.toml
-    origins: for each of `settings`, the key of the config that it comes from
+    settings: values by dotted key of run.toml
+    origins: for each of `settings`, the key of the config or the reason that it comes from
+    notes: remarks that do not belong to a single key
     ranks: number of ranks, if known
     """
 
@@ -94,9 +97,9 @@ class ConfigReader:
         return [key for key in self.leaves if key not in self.said]
 
     def count(self, key: str, *, unset: tuple[Any, ...] = ()) -> int | None:
-        """Returns the whole number over 0 of `key`; None if it is absent, left open, or one of `unset`.
+        """Returns the whole number over 0 that `key` has; None if it is absent, "auto", or one of `unset`.
 
-        Raises SpecError for any other value, because no run can express it.
+        Also returns None if the value is known only at run time. Raises SpecError for any other value.
         """
         value = self.get(key)
         if isinstance(value, SourceText) or is_one_of(value, (None, AUTO, *unset)):
@@ -106,7 +109,7 @@ class ConfigReader:
         return count
 
     def set(self, key: str, target: str, *, value: Any, why: str = "") -> None:
-        """Records that `key` sets `target` to `value`, unless another key has set it to another value."""
+        """Sets `target` of run.toml to the `value` of `key`, unless another key has set another value."""
         if isinstance(self.get(key), SourceText) and isinstance(value, SourceText):
             self.unsupported(key, f"known only when the program runs: set {target}")
             return
@@ -120,12 +123,12 @@ class ConfigReader:
         self._note(key, KeyVerdict.TAKEN if same else KeyVerdict.RENAMED, why=why, sets=target)
 
     def infer(self, target: str, value: Any, *, origin: str) -> None:
-        """Sets `target`, if no key has, to a value that follows from `origin`, which the run.toml names."""
+        """Sets `target`, unless it is set, to a value that follows from `origin`, a key or a reason."""
         if target not in self.settings:
             self.settings[target], self.origins[target] = value, origin
 
     def infer_global_batch(self, sequences: int, *, origin: str) -> None:
-        """Sets `train.global_batch` from `sequences` per rank, with a note if the ranks are unknown."""
+        """Sets `train.global_batch`, unless it is set, to `sequences` × ranks (1 with a note, if unknown)."""
         if "train.global_batch" in self.settings:
             return
         origin = f"{sequences} of each rank ({origin})"
@@ -137,21 +140,21 @@ class ConfigReader:
             )
 
     def set_default(self, target: str, value: Any, *, why: str) -> None:
-        """Sets `target`, if no key has, to the other tool's default, with a note if it differs from ours."""
+        """Sets `target`, unless it is set, to the other tool's default if fullshard's differs (with note)."""
         if target not in self.settings and default(target) != value:
             self.infer(target, value, origin=why)
             self.notes.append(f"{target} = {value!r}: {why}")
 
     def not_needed(self, key: str, why: str) -> None:
-        """Records that the result is the same without `key`. Absent keys are ignored."""
+        """Records that the result is the same without `key`."""
         self._note(key, KeyVerdict.NOT_NEEDED, why=why)
 
     def unsupported(self, key: str, why: str) -> None:
-        """Records that the result differs from what `key` requests. Absent keys are ignored."""
+        """Records that the result differs from what `key` requests."""
         self._note(key, KeyVerdict.NOT_SUPPORTED, why=why)
 
     def close(self, known: list[str]) -> None:
-        """Records the remaining keys as unknown, each with the nearest of the `known` keys."""
+        """Records all keys without a verdict as unknown, each with the most similar of the `known` keys."""
         for key in self.unread():
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
             why = f"no such key here; is {near[0]} meant?" if near else "no key of this format is called so"
@@ -163,7 +166,7 @@ class ConfigReader:
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) for everything that is not a mapping, and for empty mappings."""
+    """Yields (dotted key, value) of each value in nested mappings that is not a mapping, or an empty one."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
@@ -173,7 +176,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def default(target: str) -> Any:
-    """Returns the default of a key of run.toml."""
+    """Returns the default of a dotted key of run.toml; a list instead of a tuple."""
     value: Any = Run()
     for part in target.split("."):
         value = getattr(value, part)
@@ -181,7 +184,7 @@ def default(target: str) -> Any:
 
 
 def number(value: Any) -> float | None:
-    """Returns a number, also of text (`1e-4`, which YAML reads as text), or None."""
+    """Returns `value` as a float, also if it is text (YAML reads `1e-4` as text); None if it is no number."""
     try:
         return None if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -189,18 +192,18 @@ def number(value: Any) -> float | None:
 
 
 def whole(value: Any) -> int | None:
-    """Returns a non-negative whole number; None for any other value."""
+    """Returns `value` as an int if it is a whole number of at least 0, also as text; otherwise None."""
     read = number(value)
     return int(read) if read is not None and read >= 0 and read.is_integer() else None
 
 
 def positive(value: Any) -> int | None:
-    """Returns a whole number over 0; None for any other value."""
+    """Returns `value` as an int if it is a whole number over 0, also as text; otherwise None."""
     return whole(value) or None
 
 
 def is_on(value: Any) -> bool:
-    """Returns True for True, `true`, `yes` and `on`."""
+    """Returns True for True and the texts `true`, `yes` and `on`, in any case."""
     return value is True or str(value).lower() in ("true", "yes", "on")
 
 
@@ -210,5 +213,5 @@ def is_one_of(value: Any, values: Iterable[Any]) -> bool:
 
 
 def last_name(value: Any) -> str:
-    """`ShardingStrategy.FULL_SHARD`, `"FULL_SHARD"`, True -> `full_shard`, `full_shard`, `true`."""
+    """Returns the text after the last dot, in lower case: `full_shard` for `ShardingStrategy.FULL_SHARD`."""
     return str(value).rpartition(".")[2].lower()

@@ -1,7 +1,7 @@
-"""Rules: what single keys of a config mean here. Each format has a table of them, `<format>.toml`.
+"""Rules for keys of a config that can be converted one by one. Each format has a table, `<format>.toml`.
 
-An entry of a table names one or several keys, or shell patterns, of its section: `["optimizer.*"]`, or none
-for keys without a dot. Keys that act together are read by the module of their format.
+An entry of a table is a rule for one or several keys, or shell patterns, of its section: `["optimizer.*"]`,
+or no section for keys without a dot. Keys that act together are converted by the module of their format.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -51,16 +51,16 @@ _TEXTS = {
 
 
 class KeyRule(FrozenModel):
-    """The meaning of a key: one of `not_needed`, `unsupported` and `sets`.
+    """A rule for one key. It has exactly one of `not_needed`, `unsupported` and `sets`.
 
-    not_needed: why the result is the same without the key, whatever its value
-    unsupported: why the result differs, and what there is instead
+    not_needed: why the result is the same without the key, for any value
+    unsupported: why the result differs, and the alternative
     unless: values that do not request the unsupported feature; null never does
-    switch: the key of the section's first level that turns the unsupported feature on, if there is one
-    sets: the key of run.toml that the value is converted for, by one of the next four fields
-    choices: results by the value's text in lower case; `dtypes`: those of torch's dtypes
-    on, off: results for a true value and for any other
-    read: name of the conversion, in `_CONVERSIONS`; with none of the four, the value is taken as it is
+    switch: name of the key in the same top-level section that turns the unsupported feature on, if any
+    sets: the key of run.toml to set; the next fields convert the value, which is otherwise taken as it is
+    choices: converted values by the value's last dotted part in lower case; `dtypes`: use `DTYPES`
+    on, off: converted values for a true value and for any other
+    read: name of a conversion in `_CONVERSIONS`
     why: remark on a difference between the two keys
     instead: explanation if the value cannot be converted
     """
@@ -78,7 +78,7 @@ class KeyRule(FrozenModel):
     instead: str = ""
 
     def convert(self, value: Any) -> Any:
-        """Returns the value for run.toml; None if it cannot be expressed there."""
+        """Returns `value` converted for run.toml; None if it cannot be expressed there."""
         if self.choices is not None:
             choices = DTYPES if self.choices == "dtypes" else self.choices
             return choices.get(last_name(value))
@@ -92,7 +92,7 @@ Rules = Mapping[str, KeyRule]
 
 @cache
 def load_rules(name: str) -> Rules:
-    """Returns the rules of the table `name`, by key or pattern, in the order of the file."""
+    """Reads the table `<name>.toml`. Returns its rules by key or pattern, in the order of the file."""
     path = Path(__file__).with_name(f"{name}.toml")
     tables = read_toml(path)
     found: dict[str, KeyRule] = {}
@@ -108,9 +108,9 @@ def load_rules(name: str) -> Rules:
 
 
 def follow(reading: ConfigReader, rules: Rules, *, named: Callable[[str], str] = lambda key: key) -> None:
-    """Gives a verdict on every key that has none yet and matches a rule, by its name or a pattern.
+    """Records a verdict on every key that has none yet and matches a key or pattern of `rules`.
 
-    named: maps a key of the config to its name in `rules`
+    named: returns the name in `rules` for a key of the config
     """
     for key in reading.unread():
         name = named(key)
@@ -121,7 +121,7 @@ def follow(reading: ConfigReader, rules: Rules, *, named: Callable[[str], str] =
 
 
 def read_trackers(reading: ConfigReader, key: str) -> None:
-    """Reads the switches of tensorboard and wandb, `key` with their names, into the list `log.trackers`."""
+    """Sets `log.trackers` from the switches of tensorboard and wandb, whose keys are `key.format(name)`."""
     switches = {name: key.format(name) for name in ("tensorboard", "wandb")}
     wanted = [name for name, switch in switches.items() if is_on(reading.get(switch))]
     for name in wanted:
@@ -129,7 +129,7 @@ def read_trackers(reading: ConfigReader, key: str) -> None:
 
 
 def plain_keys(rules: Iterable[str]) -> list[str]:
-    """Returns the keys without wildcards, which are suggested for misspelled keys."""
+    """Returns the keys of `rules` that are not patterns, which are suggested for misspelled keys."""
     return [key for key in rules if "*" not in key]
 
 
@@ -158,7 +158,7 @@ def _follow(reading: ConfigReader, key: str, *, rule: KeyRule) -> None:
 
 
 def pair(value: Any) -> list[float] | None:
-    """Returns two numbers; None for any other value."""
+    """Returns a list of two numbers as floats; None for any other value."""
     read = [number(one) for one in value] if isinstance(value, list) else []
     return [one for one in read if one is not None] if len(read) == 2 and None not in read else None
 

@@ -4,12 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from fullshard.convert.python_source import (
-    FSDP_CALLS,
-    LIGHTNING_HOSTS,
-    LIGHTNING_STRATEGIES,
-    PythonSource,
-)
+from fullshard.convert.python_source import FSDP_CALLS, LIGHTNING_HOSTS, LIGHTNING_STRATEGIES, PythonSource
 from fullshard.convert.reader import Format, leaves
 from fullshard.errors import SpecError
 from fullshard.spec.run import Run
@@ -38,7 +33,7 @@ Source = tuple[Format, dict[str, Any], list[str]]
 
 
 def read_source(text: str, *, name: str, format: Format | None) -> Source:
-    """Returns (format, tree, notes). Raises SpecError for text of no known format, or not of `format`."""
+    """Returns (format, nested settings, notes) of `text`. Raises SpecError if it has no known format."""
     # The order matters: TOML's `[training]` and JSON are Python too, and JSON is YAML.
     for read in (_json, _toml, _python, _yaml):
         found = read(text, format)
@@ -64,7 +59,7 @@ def _json(text: str, format: Format | None) -> Source | None:
 
 
 def _yaml(text: str, format: Format | None) -> Source | None:
-    """Parses YAML. References may not expand to more values than the text has characters."""
+    """Parses YAML. YAML's references may not expand to more values than the text has characters."""
     if format not in (None, Format.ACCELERATE, Format.DEEPSPEED) or len(text) > _YAML_LETTERS:
         return None
     import yaml
@@ -79,7 +74,7 @@ def _yaml(text: str, format: Format | None) -> Source | None:
 
 
 def _mapping(tree: Any, format: Format | None) -> Source | None:
-    """Recognises Accelerate's or DeepSpeed's config by its keys."""
+    """Returns a config of Accelerate or DeepSpeed, recognised by its keys, or None."""
     if not isinstance(tree, Mapping) or not tree:
         return None
     keyed = {str(key): value for key, value in cast(Mapping[Any, Any], tree).items()}
@@ -93,7 +88,7 @@ def _mapping(tree: Any, format: Format | None) -> Source | None:
 
 
 def _plain_source(source: Source, text: str, *, name: str) -> Source:
-    """Returns `source` with plain values. Raises SpecError for values that no run.toml can have."""
+    """Returns `source` with JSON types only. Raises SpecError for values that no run.toml can have."""
     format, tree, notes = source
     try:
         check_depth(tree, most=len(text))
@@ -108,7 +103,7 @@ def _plain_source(source: Source, text: str, *, name: str) -> Source:
 
 
 def _plain(value: Any) -> Any:
-    """Converts keys to text, since YAML allows any type, and so values that are not JSON types."""
+    """Converts keys, and values that are not JSON types, to text: YAML allows any type."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in cast(Mapping[Any, Any], value).items()}
     if isinstance(value, list | tuple | set):
@@ -160,7 +155,7 @@ def _calls(source: PythonSource, format: Format | None) -> Source | None:
 
 
 def _problem(text: str, name: str) -> str | None:
-    """Returns why a file could not be read as the type that its name ends with, or None."""
+    """Returns the parser's error if `name` ends in .json, .toml or .py and `text` is not that; else None."""
     try:
         if name.endswith(".json"):
             parse_json(text)

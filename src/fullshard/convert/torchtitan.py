@@ -1,4 +1,4 @@
-"""torchtitan's TOML. Keys and defaults: torchtitan/config/job_config.py, and other names of them."""
+"""Conversion of torchtitan's TOML. Source: torchtitan/config/job_config.py; older names are known too."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ _PRESETS = {
 
 
 def read_torchtitan(reading: ConfigReader) -> None:
-    """Gives a verdict on every key of a torchtitan job."""
+    """Records a verdict on every key of a torchtitan config."""
     for key in ("training.seq_len", "training.steps"):
         reading.count(key)
     _read_mesh(reading)
@@ -50,7 +50,7 @@ def read_torchtitan(reading: ConfigReader) -> None:
 
 
 def _read_mesh(reading: ConfigReader) -> None:
-    """Reads the replicas and shards of the data-parallel ranks, and if parameters stay gathered."""
+    """Sets strategy and shard degree from the data-parallel degrees and `fsdp_reshard_after_forward`."""
     replicate_key = "parallelism.data_parallel_replicate_degree"
     shard_key = "parallelism.data_parallel_shard_degree"
     policy_key = "parallelism.fsdp_reshard_after_forward"
@@ -94,7 +94,7 @@ def _read_batch(reading: ConfigReader) -> None:
 
 
 def _read_model(reading: ConfigReader) -> None:
-    """Reads the sizes of a flavor that has a preset."""
+    """Sets the sizes of the model if its name and flavor have a preset."""
     name, flavor = (str(reading.get(f"model.{key}")).lower() for key in ("name", "flavor"))
     preset = find_preset(_PRESETS.get((name, flavor), ""))
     missing = (
@@ -112,7 +112,7 @@ def _read_model(reading: ConfigReader) -> None:
 
 
 def _fit_positions(reading: ConfigReader) -> None:
-    """Makes a flavor's rotary positions reach as far as the sequences are long."""
+    """Raises `model.max_sequence`, the number of rotary positions, to the length of the sequences."""
     length = reading.settings.get("data.sequence_length")
     if isinstance(length, int) and length > (reading.settings.get("model.max_sequence") or 2048):
         reading.settings.pop("model.max_sequence", None)
@@ -149,7 +149,7 @@ def _read_optimizer(reading: ConfigReader) -> None:
 
 
 def _read_schedule(reading: ConfigReader) -> None:
-    """Reads the schedule: a decay ratio is a share of the last steps, or all after the warmup."""
+    """Sets the schedule. A decay ratio is the fraction of steps, at the end, in which the rate decays."""
     ratio_key, type_key = "lr_scheduler.decay_ratio", "lr_scheduler.decay_type"
     ratio, kind = number(reading.get(ratio_key)), str(reading.get(type_key) or "linear")
     if ratio is not None and 0 < ratio < 1:
@@ -168,7 +168,7 @@ def _read_schedule(reading: ConfigReader) -> None:
 
 
 def _read_precision(reading: ConfigReader) -> None:
-    """Reads the dtypes. By default, torchtitan computes in bf16 and reduces in fp32."""
+    """Sets `precision.mode` from the dtypes. torchtitan's default is to compute in bf16, reduce in fp32."""
     param_key, reduce_key = "training.mixed_precision_param", "training.mixed_precision_reduce"
     compute, wire = reading.get(param_key) or "bfloat16", reading.get(reduce_key) or "float32"
     pure = reading.get("training.dtype") == "bfloat16"
@@ -184,7 +184,7 @@ def _read_precision(reading: ConfigReader) -> None:
 
 
 def _read_switched(reading: ConfigReader) -> None:
-    """Reads sections with a switch: checkpoints, validation, compile, trackers."""
+    """Converts sections that have a switch: checkpoints, validation and compile."""
     saves = "checkpoint.enable" if "checkpoint.enable" in reading.leaves else "checkpoint.enable_checkpoint"
     if saves in reading.leaves:
         every = positive(reading.get("checkpoint.interval")) or 500
@@ -199,9 +199,8 @@ def _read_switched(reading: ConfigReader) -> None:
         every = positive(reading.get("validation.freq")) or 10
         for key in (enabled[0], "validation.freq"):
             reading.set(key, "train.validate_every", value=every)
-    for key in enabled:
+    for key in (*enabled, "validation.freq"):
         reading.not_needed(key, "off: train.validate_every")
-    reading.not_needed("validation.freq", "off: train.validate_every")
     compiled = [key for key in ("training.compile", "compile.enable") if key in reading.leaves]
     for key in compiled:
         reading.set(key, "run.compile", value=is_on(reading.get(key)), why="block by block")

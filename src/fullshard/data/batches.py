@@ -14,56 +14,55 @@ IGNORED_LABEL = -100
 
 
 class Batches(Protocol):
-    """A source of microbatches without its own position: the samples of a step depend only on the step."""
+    """A source of microbatches without a position: the samples of a step depend only on the step's number."""
 
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[Any]:
-        """Yields `plan.accumulation` microbatches for this rank, of step `step` (from 0).
+        """Yields the `plan.accumulation` microbatches of this rank for step `step` (from 0).
 
-        Each is passed to the loss as it is. For a given step, all ranks together must yield the same samples
+        Each is passed to the loss unchanged. For a given step, all ranks together must yield the same samples
         for any number of ranks, so that a run resumed on a different number continues exactly.
         """
         ...
 
 
 class Data(Batches, Protocol):
-    """The result of `build_data`: batches, held-out batches, and a description."""
+    """The data of a run, as `build_data` returns it: training microbatches and held-out batches.
+
+    vocabulary: largest token that the data can yield, plus one; None if unknown
+    validation_tokens: number of held-out tokens; 0 for no validation
+    byte_entropy: entropy of the byte frequencies, nats; None if unknown or if the tokens are not bytes
+    """
 
     @property
-    def vocabulary(self) -> int | None:
-        """Largest token that the data can yield, plus one; None if unknown."""
-        ...
+    def vocabulary(self) -> int | None: ...
 
     @property
-    def validation_tokens(self) -> int:
-        """Number of held-out tokens; 0 for no validation."""
-        ...
+    def validation_tokens(self) -> int: ...
 
     @property
-    def byte_entropy(self) -> float | None:
-        """Entropy of the byte frequencies, nats; None if unknown or if the tokens are not bytes."""
-        ...
+    def byte_entropy(self) -> float | None: ...
 
     def validation(self, *, rank: int, plan: Plan) -> Iterator[Any]:
-        """Yields this rank's held-out batches, shaped as in `microbatches`; equally many on every rank."""
+        """Yields this rank's held-out batches, shaped as in `microbatches`; the same number on every rank."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text; an empty list if only tokens are known."""
+        """Returns the tokens of a text; an empty list if the data has no tokenizer."""
         ...
 
     def decode(self, tokens: Tensor | Iterable[int]) -> str:
-        """Returns readable text."""
+        """Returns the text of `tokens`; their numbers if the data has no tokenizer."""
         ...
 
     def describe(self) -> str:
-        """Returns a one-line description."""
+        """Returns a one-line description of the data."""
         ...
 
 
 def rank_samples(turn: int, *, rank: int, plan: Plan) -> NDArray[np.int64]:
-    """Returns the `plan.microbatch` sample numbers of a rank in a turn.
+    """Returns the numbers of the `plan.microbatch` samples in a rank's microbatch `turn`, counted from 0.
 
-    All ranks together take consecutive numbers, turn after turn.
+    All ranks together take consecutive sample numbers, microbatch after microbatch.
     """
     first = (turn * plan.world_size + rank) * plan.microbatch
     return np.arange(first, first + plan.microbatch, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""build_data(run): opens the data that [data] names, tokenizes it, and lays it out in rows."""
+"""Builds the data of a run: opens the sources of [data], tokenizes them, and packs the tokens into rows."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,9 +27,9 @@ _PARTS = ("training", "held-out")
 def build_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> Data:
     """Builds the data of `run`.
 
-    Makes tokens that are not in the cache yet, and calls `alive` regularly meanwhile. Raises SpecError for a
-    factory that cannot be imported; MissingExtraError. Raises DataError for data that is absent, unreadable,
-    corrupt, binary, or too short for one sequence in each part.
+    Tokenizes the sources that are not in the cache yet, and calls `alive` regularly while it works. Raises
+    SpecError for a factory that cannot be imported; MissingExtraError. Raises DataError for data that is
+    absent, unreadable, corrupt, binary, or too short for one sequence in each part.
     """
     if run.data.source == "python":
         return _build_user_data(run)
@@ -39,7 +39,7 @@ def build_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> Data:
 def tokenizer_vocabulary(section: DataSection) -> int | None:
     """Returns the vocabulary size of the tokenizer; None for memmaps and Python data without a tokenizer.
 
-    This is known before tokens are made, which may take hours. Raises DataError, MissingExtraError.
+    Reads only the tokenizer, since tokenizing the data may take hours. Raises DataError, MissingExtraError.
     """
     if section.tokenizer is None and section.kinds & {"memmap", "python"}:
         return None
@@ -47,13 +47,14 @@ def tokenizer_vocabulary(section: DataSection) -> int | None:
 
 
 def build_packed_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> PackedData:
-    """Builds the data of a run that is not from Python. See `build_data`."""
+    """Builds the data of a run whose source is not `python`. See `build_data`."""
     section, root = run.data, Path(run.data.cache)
     stores = [stores_of(source, section, root=root, alive=alive) for source in section.sources or (section,)]
-    tokenizer = _open_tokenizer(section, [store for group in stores for store in group])
+    every_store = [store for group in stores for store in group]
+    tokenizer = _open_tokenizer(section, every_store)
     weights = [source.weight for source in section.sources if source.weight is not None]
     if not weights:
-        stores, weights = [[store for group in stores for store in group]], [1.0]
+        stores, weights = [every_store], [1.0]
     seeds = [f"{run.run.seed} {i}" for i in range(len(stores))] if len(stores) > 1 else [run.run.seed]
     return PackedData(
         pools=tuple(
@@ -69,9 +70,9 @@ def build_packed_data(run: Run, *, alive: Heartbeat = no_heartbeat) -> PackedDat
 
 
 def _open_tokenizer(section: DataSection, stores: Sequence[TokenStore]) -> Tokenizer | None:
-    """Returns the tokenizer that decodes the tokens.
+    """Opens the tokenizer that decodes the tokens of `stores`; None for memmaps without a tokenizer.
 
-    Raises DataError if memmaps hold tokens that it does not know.
+    Raises DataError if a store holds tokens that the tokenizer does not have.
     """
     if section.tokenizer is None:
         kinds = section.kinds
@@ -94,7 +95,7 @@ def _open_tokenizer(section: DataSection, stores: Sequence[TokenStore]) -> Token
 
 
 def _open_pool(stream: Stream, run: Run, *, root: Path, alive: Heartbeat, seed: int | str) -> ShufflePool:
-    """Lays the documents of `stream` out in rows, in the cache unless some of the tokens are in memory."""
+    """Packs the documents of `stream` into rows, which are kept in the cache unless tokens are in memory."""
     section = run.data
     keys = [store.key for store in stream.stores]
     if None in keys:
@@ -131,7 +132,7 @@ def _open_pool(stream: Stream, run: Run, *, root: Path, alive: Heartbeat, seed: 
 
 
 def _lay_out(stream: Stream, run: Run) -> tuple[Mapping[str, Integers], Mapping[str, Any]]:
-    """Returns (arrays of the rows of each part, tokens of each part and length of the longest document)."""
+    """Returns (row arrays of both parts, number of tokens per part and of the longest training document)."""
     section = run.data
     training, held_out = split_spans(*stream.documents(), fraction=section.validation_fraction)
     if section.packing == "concat":
@@ -145,7 +146,7 @@ def _lay_out(stream: Stream, run: Run) -> tuple[Mapping[str, Integers], Mapping[
 
 
 def _check(pool: ShufflePool, section: DataSection, *, tokens: Mapping[str, int], longest: int) -> None:
-    """Raises DataError for a part without a row, and if no document fills a row with `packing = "none"`."""
+    """Raises DataError for sequences longer than a part, or than every document with `packing = "none"`."""
     length, name = section.sequence_length, pool.stream.name
     for part, rows in zip(_PARTS, (pool.training, pool.held_out), strict=True):
         if rows.count or (part == "held-out" and section.validation_fraction == 0):
@@ -167,7 +168,7 @@ def _check(pool: ShufflePool, section: DataSection, *, tokens: Mapping[str, int]
 
 
 def _build_user_data(run: Run) -> Data:
-    """Returns the batches of the user's factory, with defaults for members of `Data` that they lack.
+    """Returns the object of the user's factory, with defaults for the members of `Data` that it lacks.
 
     Raises SpecError for a name that cannot be imported, DataError if the result has no `microbatches`.
     """
@@ -190,8 +191,8 @@ def _build_user_data(run: Run) -> Data:
         "decode": _join_numbers,
         "describe": lambda: f"batches of {factory}",
     }
-    own = {name: getattr(batches, name, default) for name, default in members.items()}
-    return cast(Data, SimpleNamespace(**own))
+    members = {name: getattr(batches, name, default) for name, default in members.items()}
+    return cast(Data, SimpleNamespace(**members))
 
 
 def _join_numbers(tokens: Tensor | Iterable[int]) -> str:

@@ -1,4 +1,4 @@
-"""Cache of data: directories that appear only when complete, named by their content.
+"""Cache of tokens and row layouts: directories that appear only when complete, named by their content.
 
 [Note: what a name stands for]
 An entry is named by a digest of everything that determines it: the content of the files, the tokenizer, the
@@ -43,7 +43,7 @@ def no_heartbeat() -> None:
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
-    """Returns 32 hexadecimal digits that depend only on the given plain data."""
+    """Returns a digest of `facts` (plain data) as 32 hexadecimal digits, for the name of a cache entry."""
     text = json.dumps({"format": FORMAT, **facts}, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -59,21 +59,18 @@ def cache_root(directory: str | Path) -> Path:
 
 
 def manifest_of(entry: Path) -> dict[str, Any]:
-    """Returns the manifest of an entry.
-
-    It holds the data that `build` returned, and `files`, the size of each file in bytes.
-    """
+    """Returns the manifest of a cache entry: the data that `build` returned, and `files` (name -> bytes)."""
     return cast(dict[str, Any], parse_json(read_bytes(entry / MANIFEST, most_bytes=VALUE_BYTES)))
 
 
 def get_or_build(
     root: Path, name: str, *, build: Callable[[Path], Mapping[str, Any]], alive: Heartbeat = no_heartbeat
 ) -> Path:
-    """Returns `root/name`. If it does not exist yet, `build` fills an empty draft directory first.
+    """Returns the cache entry `root/name`. If it does not exist yet, `build` fills an empty draft directory.
 
-    The data that `build` returns is written to the manifest. The directory appears by one rename after all
-    its files are synced to disk. One process at a time builds an entry; others wait and then find it. If
-    `build` raises, the draft is removed. Raises DataError if the cache cannot be written.
+    The data that `build` returns is written to the manifest. The draft is renamed to the entry after all its
+    files are synced to disk, or removed if `build` raises. One process at a time builds an entry; others wait
+    (calling `alive`) and then find it. Raises DataError if the cache cannot be written.
     """
     root = cache_root(root)
     entry = root / name
@@ -97,9 +94,9 @@ def get_or_build(
 
 @contextmanager
 def _exclusive(lock: Path, *, alive: Heartbeat) -> Generator[None]:
-    """Excludes other processes from blocks with the same `lock` while open. Waits until the lock is free.
+    """Holds an exclusive lock on the file `lock` while the block runs. Waits until the lock is free.
 
-    Without locks both processes write, and the second one finds the entry complete.
+    On a file system without locks, both processes write, and the second one finds the entry complete.
     """
     try:
         with exclusive_lock(lock, patience_seconds=math.inf, waiting=alive, required=False):
@@ -109,7 +106,9 @@ def _exclusive(lock: Path, *, alive: Heartbeat) -> Generator[None]:
 
 
 def digests(paths: Iterable[Path], *, root: Path, alive: Heartbeat = no_heartbeat) -> list[str]:
-    """Returns the digest of each file's content (each path once). See [Note: what a name stands for].
+    """Returns the digest of each file's content, once per path, in order. See [Note: what a name stands for].
+
+    root: cache directory, which remembers the digests
 
     Raises DataError for a file that cannot be read.
     """
@@ -126,10 +125,7 @@ def digests(paths: Iterable[Path], *, root: Path, alive: Heartbeat = no_heartbea
 
 
 def _is_whole(entry: Path) -> bool:
-    """Checks that every file exists with its size.
-
-    Entries appear complete, but files may be deleted later.
-    """
+    """Returns True if every file of the entry exists with its recorded size: files may be deleted later."""
     try:
         files = manifest_of(entry)["files"]
         return all((entry / name).stat().st_size == size for name, size in files.items())
@@ -176,7 +172,7 @@ def _place(path: Path, memory: Path) -> Path:
 
 
 def _digest(path: Path, *, alive: Heartbeat) -> tuple[os.stat_result, str]:
-    """Returns (the file's status when it was opened, the digest of the bytes read)."""
+    """Returns (status of the file when it was opened, digest of the bytes read)."""
     hasher, buffer = xxhash.xxh3_128(), bytearray(_READ_BYTES)
     view = memoryview(buffer)
     try:

@@ -1,10 +1,11 @@
-"""Converts conversations to tokens, with a mask of the trained tokens: [Note: what the assistant says]
+"""Converts conversations to tokens, with a mask of the trained tokens.
 
+[Note: what the assistant says]
 The tokenizer's chat template writes a conversation as one text. If the template marks the assistant's words
-({% generation %}), those marks are used. Otherwise the words are found by comparing texts. Message i adds the
-text of messages 0 to i beyond the text of messages 0 to i - 1 followed by the opening of an answer
-(add_generation_prompt). So the role's header is not trained on, and the token that ends the turn is trained
-on. A message may change the text before it, as in templates that drop earlier reasoning. Then the words
+({% generation %}), those marks are used. Otherwise the words are found by comparing two texts: messages 0 to
+i, and messages 0 to i - 1 with the opening of an answer (add_generation_prompt). The words of message i are
+the text that the first has beyond the second. So the role's header is not trained on, and the token that ends
+the turn is. If a message changes the text before it, as in templates that drop earlier reasoning, the words
 cannot be found, and an error is raised.
 """
 
@@ -25,7 +26,7 @@ _MARK = "{% generation"
 
 
 class NotWrittenOutError(ValueError):
-    """A record that cannot be converted to tokens, with the reason.
+    """Raised for a record that cannot be converted to tokens, with the reason.
 
     For a conversation: the template rejects it, or the assistant's words cannot be found.
     """
@@ -35,8 +36,7 @@ class ChatTemplate:
     """The chat template of the tokenizer in a directory.
 
     Runs code that comes with the tokenizer only with `trust_remote_code`. Raises MissingExtraError without
-    transformers, and DataError for a tokenizer without a template or one that cannot be loaded without its
-    code.
+    transformers; DataError for a tokenizer without a template, or one that needs its code to be loaded.
     """
 
     def __init__(self, path: str, *, trust_remote_code: bool = False) -> None:
@@ -73,7 +73,7 @@ class ChatTemplate:
     def encode(
         self, messages: Messages, *, train_on: Literal["all", "assistant"]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Returns (tokens, mask of the trained tokens). Raises NotWrittenOutError."""
+        """Returns (tokens of the conversation, mask of the trained tokens). Raises NotWrittenOutError."""
         _check(messages)
         if train_on == "assistant" and self._marked:
             return self._as_marked(messages)
@@ -104,7 +104,7 @@ class ChatTemplate:
         return np.array(coded["input_ids"], np.int64), np.array(coded["assistant_masks"], np.bool_)
 
     def _answers(self, messages: Messages, text: str) -> list[tuple[int, int]]:
-        """Returns the ranges of `text` in which the assistant speaks. See [Note: what the assistant says]."""
+        """Returns (begin, end) of the assistant's words in `text`. See [Note: what the assistant says]."""
         spans: list[tuple[int, int]] = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -121,7 +121,7 @@ class ChatTemplate:
 
 
 def _by_template() -> ForeignErrors:
-    """Returns a context that turns errors of the chat template into NotWrittenOutError."""
+    """Returns a context manager that converts errors of the chat template into NotWrittenOutError."""
     return ForeignErrors(lambda got: NotWrittenOutError(f"the chat template does not take it: {got}"))
 
 

@@ -1,4 +1,4 @@
-"""Lists the source files, in an order that is the same on every machine."""
+"""Lists the files of data sources, in an order that is the same on every machine."""
 
 import glob
 import os
@@ -14,10 +14,9 @@ _NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-p
 
 
 def list_stdlib(directory: Path | None = None) -> dict[Path, int]:
-    """Returns the source files of this interpreter's standard library (or of `directory`) with their sizes.
+    """Returns the size in bytes of each *.py file of this interpreter's standard library (or `directory`).
 
-    Tests are left out. Raises DataError if the library has no readable source, as in a zipped or frozen
-    Python.
+    Tests are left out. Raises DataError if the library has no *.py files, as in a zipped or frozen Python.
     """
     root = directory or Path(sysconfig.get_path("stdlib"))
     sizes = _file_sizes(_source_files(root))
@@ -32,10 +31,9 @@ def list_stdlib(directory: Path | None = None) -> dict[Path, int]:
 
 
 def list_files(patterns: Sequence[str]) -> dict[Path, int]:
-    """Returns the non-empty files that match any of the globs (`**` and `~` are supported), with their sizes.
+    """Returns the size in bytes of each non-empty file that matches any of the globs (with `**` and `~`).
 
-    Raises DataError for a pattern without a match, for a file that cannot be read, and if all files are
-    empty.
+    Raises DataError for a pattern without a match, for a file that cannot be read, and if all are empty.
     """
     found: set[Path] = set()
     for pattern in patterns:
@@ -77,7 +75,7 @@ def _source_files(root: Path) -> Iterable[Path]:
 
 
 def _file_sizes(paths: Iterable[Path]) -> dict[Path, int]:
-    """Returns the sizes of the non-empty files. Raises DataError for a path that is not a regular file."""
+    """Returns the bytes of each non-empty file. Raises DataError for a path that is no regular file."""
     sizes: dict[Path, int] = {}
     # Sorting by text makes the order independent of the directory in which the files lie.
     for path in sorted(paths, key=Path.as_posix):

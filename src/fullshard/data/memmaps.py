@@ -22,13 +22,13 @@ _BEGINS, _ENDS = "begins.npy", "ends.npy"
 _BLOCK = 1 << 22
 
 Bounds = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""First token of each document, and the end of each."""
+"""(index of each document's first token, index behind its last token)."""
 
 
 def memmap_stores(fields: SourceFields, *, root: Path, alive: Heartbeat) -> list[TokenStore]:
-    """Returns a store for each file that matches `fields.paths`; an .idx belongs to its .bin.
+    """Returns a store for each token file that matches `fields.paths`; an .idx stands for its .bin.
 
-    The tokens stay in their files. The cache holds the document boundaries and the largest token. Raises
+    The tokens stay in their files. The document boundaries and the largest token are cached in `root`. Raises
     DataError for files that are not token files or hold invalid tokens.
     """
     bins = {path.with_suffix(".bin") if path.suffix == ".idx" else path for path in list_files(fields.paths)}
@@ -78,7 +78,7 @@ def _open_store(path: Path, fields: SourceFields, *, root: Path, alive: Heartbea
 def _scan(
     tokens: Integers, path: Path, *, eod_token: int | None, alive: Heartbeat
 ) -> tuple[int, NDArray[np.int64]]:
-    """Returns (largest token, ends of the documents that `eod_token` ends, and of the file)."""
+    """Returns (largest token, index behind each `eod_token` and behind the last token, sorted)."""
     largest, ends = -1, [np.array([len(tokens)])]
     for first in range(0, len(tokens), _BLOCK):
         alive()
@@ -92,8 +92,7 @@ def _scan(
 
 
 def _open_npy(path: Path) -> tuple[Integers, Bounds | None]:
-    """Returns the tokens of an array, and the bounds of its rows if it has two dims."""
-    _require_regular(path)
+    """Returns (tokens of an .npy file, bounds of its rows if it has two dims)."""
     with ForeignErrors(lambda got: DataError(f"{path} is no array of tokens.", got=got)):
         array = mapped_npy(path)  # also raises for arrays of Python objects
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.size:
@@ -106,11 +105,6 @@ def _open_npy(path: Path) -> tuple[Integers, Bounds | None]:
         return array, None
     ends = np.arange(1, len(array) + 1, dtype=np.int64) * array.shape[1]
     return array.reshape(-1), (ends - array.shape[1], ends)
-
-
-def _require_regular(path: Path) -> None:
-    if not path.is_file():
-        raise DataError(f"{path} is not a regular file.")
 
 
 def _open_bin(path: Path, dtype: str | None) -> Integers:
@@ -136,12 +130,13 @@ def _check_size(path: Path, dtype: str) -> None:
 
 
 def _open_megatron(path: Path, index: Path) -> tuple[Integers, Bounds]:
-    """Returns the tokens of a .bin, and the bounds of the documents in its .idx.
+    """Returns (tokens of a .bin, bounds of the documents in its .idx).
 
     The index holds a header, sizes (int32), byte offsets (int64), and the first sequence of each document
     (int64).
     """
-    _require_regular(index)
+    if not index.is_file():
+        raise DataError(f"{index} is not a regular file.")
     data = mapped(index, "uint8")  # only the bytes that are accessed are read
     head = len(_MAGIC) + struct.calcsize("<QBQQ")
     start = bytes(data[:head])

@@ -19,9 +19,9 @@ from fullshard.spec.plan import Plan
 
 @dataclass(frozen=True, eq=False)
 class ShufflePool:
-    """Rows that are shuffled together.
+    """Rows of one stream that are shuffled together.
 
-    Its samples are every row once, then every row again in another order.
+    Each epoch takes every training row once, in an order that depends on `seed` and the epoch.
     """
 
     stream: Stream
@@ -32,16 +32,14 @@ class ShufflePool:
 
 @dataclass(frozen=True, eq=False)
 class PackedData:
-    """Rows of S tokens from `pools`, mixed by `pattern`.
-
-    It is immutable. Tokens and row layout in the cache are memory maps, which ranks share.
+    """The data of a run whose source is not `python`: rows of tokens from `pools`, mixed by `pattern`.
 
     pools: sources that are shuffled separately
     pattern: order in which samples are taken from the pools
-    sequence_length: tokens per row, S
+    sequence_length: tokens per row
     document_mask: whether batches contain document numbers and positions
     packing: name of the packing method
-    tokenizer: tokenizer for text; None if only tokens are known
+    tokenizer: converts text; None if only tokens are known
     """
 
     pools: tuple[ShufflePool, ...]
@@ -53,12 +51,11 @@ class PackedData:
 
     @property
     def stores(self) -> list[TokenStore]:
-        """Token stores of all pools."""
         return [store for pool in self.pools for store in pool.stream.stores]
 
     @property
     def vocabulary(self) -> int:
-        """Vocabulary size: the larger of the tokenizer's and that of the tokens found."""
+        """Vocabulary size: the largest of the tokenizer's and the stores'."""
         known = self.tokenizer.vocabulary if self.tokenizer is not None else 0
         return max(known, *(store.vocabulary for store in self.stores))
 
@@ -79,15 +76,15 @@ class PackedData:
 
     @property
     def efficiency(self) -> float:
-        """Share of the places in training rows that hold a token; the others are padding."""
+        """Fraction of the places in training rows that hold a token; the others are padding."""
         return self.train_tokens / (self.sequence_length * sum(pool.training.count for pool in self.pools))
 
     @property
     def byte_entropy(self) -> float | None:
         """-sum(p log p) over the byte frequencies p of the training part, in nats per byte.
 
-        This is the loss of a model that knows only the frequency of each byte. None for data that is not one
-        byte text in memory: other tokens are not read before they are trained on.
+        This is the loss of a model that knows only the frequency of each byte. None except for a single pool
+        of byte tokens in memory, since other tokens are not read before they are trained on.
         """
         stream, rows = self.pools[0].stream, self.pools[0].training
         if len(self.pools) > 1 or not all(store.key is None for store in stream.stores):
@@ -109,9 +106,9 @@ class PackedData:
         documents: number of the document within the row; padding has the next number after the last document
         positions: position within the document or the padding, from 0
 
-        `documents` and `positions` are present only with `document_mask`. Over all ranks the rows are samples
-        [step * G, (step + 1) * G) of the stream, where G is the global batch, for any number of ranks and any
-        microbatch.
+        `documents` and `positions` are present only with `document_mask`. The rows of all ranks together are
+        samples [step * G, (step + 1) * G), where G is the global batch, for any number of ranks and any
+        microbatch size.
         """
         for accumulated in range(plan.accumulation):
             samples = rank_samples(step * plan.accumulation + accumulated, rank=rank, plan=plan)
@@ -163,14 +160,14 @@ class PackedData:
         return [] if self.tokenizer is None else self.tokenizer.encode([text])[0].tolist()
 
     def decode(self, tokens: Tensor | Iterable[int]) -> str:
-        """Returns readable text; the numbers if there is no tokenizer."""
+        """Returns the text of `tokens`; their numbers if there is no tokenizer."""
         numbers: Iterable[int] = tokens.tolist() if isinstance(tokens, Tensor) else tokens
         if self.tokenizer is None:
             return " ".join(map(str, numbers))
         return self.tokenizer.decode(numbers)
 
     def describe(self) -> str:
-        """Returns a one-line description."""
+        """Returns a one-line description of the data."""
         held_out = format_count(self.validation_tokens) if self.validation_tokens else "none"
         facts, entropy = self.summary(), self.byte_entropy
         left_out = f", {facts['records left out']:,} records left out" if facts["records left out"] else ""
@@ -182,7 +179,7 @@ class PackedData:
         )
 
     def _held_out(self, asked: int) -> list[tuple[ShufflePool, int]]:
-        """Returns at most `asked` held-out rows, with their pools."""
+        """Returns (pool, row number) of at most `asked` held-out rows, spread over all pools."""
         found: list[tuple[ShufflePool, int]] = []
         for pool, part in zip(self.pools, self.pattern.shares, strict=True):
             count = min(pool.held_out.count, max(round(asked * part), 1))
@@ -203,7 +200,7 @@ class PackedData:
 
 
 def _fill(row: dict[str, NDArray[np.int64]], stream: Stream, *, pieces: Iterator[Piece]) -> None:
-    """Fills one row of a batch. Places that the pieces do not fill are padding."""
+    """Fills one row of a batch with `pieces` of `stream`. Places behind the last piece are padding."""
     tokens, labels, at, document = row["tokens"], row["labels"], 0, 0
     for document, (begin, length, label) in enumerate(pieces, start=1):
         own = slice(at, at + length)
@@ -223,7 +220,11 @@ def _fill(row: dict[str, NDArray[np.int64]], stream: Stream, *, pieces: Iterator
 
 
 def _leave_out(labels: NDArray[np.int64], stream: Stream, *, begin: int, label: int) -> None:
-    """Sets the labels of a piece that are not trained on to IGNORED_LABEL."""
+    """Sets those `labels` of a piece to IGNORED_LABEL whose tokens are not trained on.
+
+    begin: place of the piece's first token
+    label: place of the last token's label, or NO_LABEL
+    """
     trained = stream.trained(begin, begin + len(labels))
     if trained is not None:
         labels[:-1][trained[1:] == 0] = IGNORED_LABEL

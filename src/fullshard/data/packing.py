@@ -1,4 +1,6 @@
-"""Packs documents into rows of one length: assigns pieces of the stream to rows.
+"""Packs documents into rows of one length: assigns pieces of the token stream to rows.
+
+A place is the index of a token in the stream.
 
 [Note: what is held out]
 Documents are visited in a pseudorandom order that depends only on their number, and held out whole until the
@@ -21,18 +23,18 @@ Packing = Literal["concat", "best_fit", "none"]
 Int64 = NDArray[np.int64]
 
 NO_LABEL = -1
-"""Stands for the place of a label that does not exist."""
+"""Place of a label that does not exist."""
 
 Piece = tuple[int, int, int]
-"""(first place, tokens, place of the last token's label or NO_LABEL) of a part of a document in a row."""
+"""(first place, number of tokens, place of the last token's label or NO_LABEL) of a piece of a document."""
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Parts of the stream.
+    """Parts of the stream, such as documents.
 
     begins: first place of each part
-    lengths: tokens of each part
+    lengths: number of tokens of each part
     """
 
     begins: Int64
@@ -47,9 +49,9 @@ class Spans:
 
 
 def split_spans(begins: Int64, lengths: Int64, *, fraction: float) -> tuple[Spans, Spans]:
-    """Returns (training, held out), with about `fraction` of the tokens held out.
+    """Returns (training spans, held-out spans) with about `fraction` of the tokens held out.
 
-    See [Note: what is held out].
+    `begins` and `lengths` are those of the documents. See [Note: what is held out].
     """
     everything = Spans(begins, lengths)
     budget = round(fraction * int(lengths.sum()))
@@ -80,12 +82,12 @@ def shuffle_spans(spans: Spans, *, seed: int) -> Spans:
 
 @dataclass(frozen=True)
 class JoinedRows:
-    """Rows of `concat`: documents are joined and cut into windows of S + 1 tokens that start S apart.
+    """Rows of the packing `concat`: spans are joined, and every S + 1 tokens are a row and its last label.
 
-    A window is a row and the label of its last token. A tail shorter than a window is dropped.
+    Rows start S tokens apart. A tail shorter than S + 1 tokens is dropped.
 
     begins: place in the stream where each span begins
-    offsets: place in the joined tokens where each span begins, and the end of the last
+    offsets: index in the joined tokens where each span begins, and the end of the last
     sequence_length: tokens per row, S
     masked: whether labels across document boundaries are left out
     """
@@ -97,12 +99,10 @@ class JoinedRows:
 
     @property
     def lengths(self) -> Int64:
-        """Number of tokens of each span."""
         return np.diff(self.offsets)
 
     @property
     def count(self) -> int:
-        """Number of rows."""
         return max(int(self.offsets[-1]) - 1, 0) // self.sequence_length
 
     @property
@@ -111,7 +111,7 @@ class JoinedRows:
         return self.count * self.sequence_length
 
     def pieces(self, row: int) -> Iterator[Piece]:
-        """Yields the pieces of a row. With `masked`, no label is the first token of the next document."""
+        """Yields the pieces of row number `row`. With `masked`, no label is in the next document."""
         place, end = row * self.sequence_length, (row + 1) * self.sequence_length
         span = int(np.searchsorted(self.offsets, place, side="right")) - 1
         while place < end:
@@ -128,16 +128,16 @@ class JoinedRows:
 
 @dataclass(frozen=True)
 class FilledRows:
-    """Rows of `best_fit` and `none`: row i holds pieces[offsets[i]:offsets[i + 1]].
+    """Rows of the packings `best_fit` and `none`: row i holds pieces[offsets[i]:offsets[i + 1]] and padding.
 
-    The last token of a piece never has the next piece's first token as its label. If the document continues
-    after the piece, the label is the token that follows in the document.
+    The label of a piece's last token is the next token of the document, if the document continues after the
+    piece. Otherwise it has no label.
 
     begins: place in the stream where each piece begins
-    lengths: tokens of each piece
+    lengths: number of tokens of each piece
     open: whether the document continues after the piece
     offsets: index of each row's first piece, and the number of pieces
-    tokens: number of tokens in all rows; the other places are padding
+    tokens: number of tokens in all rows, excluding padding
     """
 
     begins: Integers
@@ -148,22 +148,21 @@ class FilledRows:
 
     @property
     def count(self) -> int:
-        """Number of rows."""
         return len(self.offsets) - 1
 
     def pieces(self, row: int) -> Iterator[Piece]:
-        """Yields the pieces of a row."""
+        """Yields the pieces of row number `row`."""
         for i in range(int(self.offsets[row]), int(self.offsets[row + 1])):
             begin, length = int(self.begins[i]), int(self.lengths[i])
             yield begin, length, begin + length if self.open[i] else NO_LABEL
 
 
 Rows = JoinedRows | FilledRows
-"""A part of the data in rows of one length."""
+"""Rows of one length, of the training or the held-out part."""
 
 
 def pack_rows(spans: Spans, *, packing: Packing, sequence_length: int) -> dict[str, NDArray[Any]]:
-    """Packs `spans` into rows. Returns the arrays that `open_rows` takes."""
+    """Packs `spans` into rows. Returns the arrays from which `open_rows` builds them."""
     if packing == "concat":
         return {"begins": spans.begins, "offsets": np.append(0, np.cumsum(spans.lengths)).astype(np.int64)}
     pieces, continues = split_long(spans, sequence_length)
@@ -177,22 +176,26 @@ def pack_rows(spans: Spans, *, packing: Packing, sequence_length: int) -> dict[s
 
 
 def count_tokens(arrays: Mapping[str, Integers]) -> int:
-    """Returns the number of tokens that `pack_rows` laid out; for `concat`, before the tail is dropped."""
+    """Returns the number of tokens in the arrays of `pack_rows`; for `concat`, including the dropped tail."""
     return int(arrays["lengths"].sum(dtype=np.int64) if "lengths" in arrays else arrays["offsets"][-1])
 
 
 def open_rows(arrays: Mapping[str, Integers], *, tokens: int, sequence_length: int, masked: bool) -> Rows:
-    """Returns the rows that `pack_rows` laid out, whose arrays may be memory maps."""
+    """Builds rows from the arrays of `pack_rows`, which may be memory maps.
+
+    tokens: number of tokens in the arrays, see `count_tokens`
+    masked: whether labels across document boundaries are left out
+    """
     if "lengths" not in arrays:
         return JoinedRows(arrays["begins"], arrays["offsets"], sequence_length, masked)
     return FilledRows(**arrays, tokens=tokens)
 
 
 def split_long(spans: Spans, length: int) -> tuple[Spans, NDArray[np.bool_]]:
-    """Splits each span into pieces of `length` and a remainder.
+    """Splits each span into pieces of `length` tokens and a remainder.
 
-    Returns (the pieces, whether the span continues after each). A remainder of one token is dropped: no token
-    follows it, and it is the label of the piece before.
+    Returns (the pieces, whether the span continues after each). A remainder of one token is dropped, since it
+    has no label; it is the label of the piece before.
     """
     counts = -(-spans.lengths // length)
     first = np.cumsum(counts) - counts
@@ -205,10 +208,10 @@ def split_long(spans: Spans, length: int) -> tuple[Spans, NDArray[np.bool_]]:
 
 
 def best_fit(lengths: Int64, capacity: int) -> tuple[Int64, Int64]:
-    """Packs by best-fit-decreasing.
+    """Packs pieces of these `lengths` into rows of `capacity` tokens, by best-fit-decreasing.
 
-    The longest piece goes first, each into the fullest row that still has room for it. Returns (the pieces in
-    the order of rows, the index of each row's first piece in it).
+    Pieces are placed from longest to shortest, each into the fullest row that has room for it. Returns
+    (indices of the pieces, row by row; position of each row's first piece among them, and their number).
 
     Pieces of equal length are placed together: a row with room r takes r // length of them, as it would one
     by one. So the cost is O(n log n) in numpy and O(lengths × rooms) in Python. For many pieces it needs at
@@ -249,6 +252,7 @@ def best_fit(lengths: Int64, capacity: int) -> tuple[Int64, Int64]:
 
 
 def _give(room: dict[int, list[Int64]], rooms: list[int], *, space: int, rows: Int64) -> None:
+    """Adds `rows`, which have room for `space` more tokens, to `room` and its sorted keys `rooms`."""
     if not space or not len(rows):
         return
     if space not in room:

@@ -1,4 +1,4 @@
-"""Prefetches batches on a separate thread: the next steps' batches are made while a step computes."""
+"""Prefetches microbatches on a thread."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from fullshard.spec.plan import Plan
 
 
 class PrefetchingBatches:
-    """Makes the microbatches of the next `steps` steps of `data` in advance, while its block is open.
+    """Makes the microbatches of the next `steps` steps of `data` on a thread, while a step computes.
 
     If another step is requested than expected (after a resume, or past batches that are left out), prefetched
     batches are dropped and new ones are made. An error raised in `data` is raised in the step that requests
-    the batch. At most `steps` steps' microbatches are kept.
+    the batch. Use as a context manager.
     """
 
     def __init__(self, data: Batches, *, steps: int) -> None:
@@ -35,7 +35,7 @@ class PrefetchingBatches:
             self._executor = None
 
     def microbatches(self, step: int, *, rank: int, plan: Plan) -> Iterator[Any]:
-        """Yields the microbatches of a step, see `Batches`."""
+        """Yields the microbatches of this rank for a step, see `Batches.microbatches`."""
         if self._steps == 0:
             yield from self._data.microbatches(step, rank=rank, plan=plan)
             return

@@ -13,7 +13,7 @@ _LINE_SECONDS = 10.0
 
 
 class TokenizationProgress:
-    """Counts the finished work, and calls `show` after each addition.
+    """Counts the finished part of a tokenization, and calls `show` after each addition.
 
     total_bytes: size of the source
     bytes, tokens, skipped: bytes read, tokens made and records left out so far
@@ -26,7 +26,7 @@ class TokenizationProgress:
         self._started = time.monotonic()
 
     def add(self, size: int, *, tokens: int, skipped: int) -> None:
-        """Records that `size` bytes of the source became `tokens` tokens."""
+        """Adds a finished part: `size` bytes of the source, its tokens, and the records `skipped` in it."""
         self.bytes += size
         self.tokens += tokens
         self.skipped += skipped
@@ -37,7 +37,7 @@ class TokenizationProgress:
         return time.monotonic() - self._started
 
     def text(self) -> str:
-        """Returns the progress as text, without the remaining time."""
+        """Returns the counts and the rate as text, without the remaining time."""
         rate = f", {format_count(self.tokens / self.seconds)} tokens/s" if self.seconds > 0 else ""
         skipped = f", {self.skipped} records left out" if self.skipped else ""
         of = f"{format_bytes(self.bytes)} of {format_bytes(self.total_bytes)}"
@@ -46,7 +46,7 @@ class TokenizationProgress:
 
 @contextmanager
 def show_progress(name: str, *, total_bytes: int, file: TextIO) -> Generator[TokenizationProgress]:
-    """Shows the progress of tokenizing the source `name` on `file` while the block runs."""
+    """Shows the progress of tokenizing the source `name` on the stream `file` while the block runs."""
     progress = TokenizationProgress(total_bytes)
     terminal = file.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
     with _bar(name, progress, file=file) if terminal else _lines(name, progress, file=file):

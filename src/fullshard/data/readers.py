@@ -1,4 +1,4 @@
-"""Reads files into records. Files are cut into shards that are read independently."""
+"""Reads files into records. Files are cut into parts that are read independently."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ from fullshard.errors import DataError, MissingExtraError
 from fullshard.spec.data_section import SourceFields
 
 SHARD_BYTES = 1 << 20
-"""Approximate bytes per task: large enough to be worth a message, small enough to balance the workers."""
+"""Approximate size of a part: large enough to be worth a message to a worker, small enough for balance."""
 
 _ROWS_AT_ONCE = 1000
 
@@ -25,10 +25,9 @@ Kind = Literal["text", "jsonl", "parquet", "datasets"]
 class FilePart:
     """A part of a file, from `begin` to before `end`.
 
-    kind: kind of the file
     path: the file, or the dataset's directory; empty for a dataset that is loaded by name
     begin, end: bytes of text or jsonl, row groups of parquet, or rows of a dataset
-    size: approximate bytes
+    size: approximate size, bytes
     last: whether this is the last part of the file
     """
 
@@ -44,7 +43,7 @@ class FilePart:
 class TextRecord:
     """A document, or a part of one.
 
-    value: the text, or the row's fields
+    value: the text, or a dict of the row's fields
     where: returns the record's location for messages
     begins, ends: whether the document begins and ends with this record
     """
@@ -57,14 +56,14 @@ class TextRecord:
 
 @dataclass(frozen=True)
 class CorruptRecord:
-    """A record that cannot be read, with its location and the reason."""
+    """A record that cannot be read: `where` returns its location, and `why` is the reason."""
 
     where: Callable[[], str]
     why: str
 
 
 def split_file(kind: Literal["text", "jsonl", "parquet"], path: Path, *, size: int) -> list[FilePart]:
-    """Cuts `path`, of `size` bytes, into shards of about SHARD_BYTES.
+    """Cuts `path`, of `size` bytes, into parts of about SHARD_BYTES; parquet into its row groups.
 
     Raises DataError for a broken parquet file.
     """
@@ -81,21 +80,21 @@ def split_file(kind: Literal["text", "jsonl", "parquet"], path: Path, *, size: i
 
 
 def read_records(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord | CorruptRecord]:
-    """Yields the records of `shard` in order. A value is a text, or a table of a row's fields."""
+    """Yields the records of a part of a file, in order."""
     if shard.kind in ("text", "jsonl"):
         return (_text if shard.kind == "text" else _json_lines)(shard)
     return (_parquet if shard.kind == "parquet" else _dataset_rows)(shard, fields)
 
 
 def require_reader(kind: str) -> None:
-    """Raises MissingExtraError if the package that reads `kind` is not installed."""
+    """Raises MissingExtraError if the package that reads files of `kind` is not installed."""
     package = {"parquet": "pyarrow", "datasets": "datasets"}.get(kind)
     if package is not None and find_spec(package) is None:
         raise MissingExtraError("data", package=package, needed_for=f'data.source = "{kind}"')
 
 
 def absent_field(name: str, there: Sequence[str], *, where: str) -> DataError:
-    """Returns the error for rows without a required field."""
+    """Returns the error for a row at `where` that lacks the field `name` and has the fields `there`."""
     return DataError(
         f"there is no field {name!r} in {where}.",
         got=f"the fields {', '.join(there) or '(none)'}",
@@ -113,16 +112,15 @@ def wanted_fields(fields: SourceFields) -> list[str]:
     }[fields.records]
 
 
-def _require_fields(fields: SourceFields, there: Sequence[str], *, where: str) -> list[str]:
-    names = wanted_fields(fields)
-    absent = next((name for name in names if name not in there), None)
-    if absent is not None:
-        raise absent_field(absent, there, where=where)
-    return names
+def _check_columns(names: Sequence[str], there: Sequence[str], *, where: str) -> None:
+    """Raises DataError if a field of `names` is not among the columns `there`."""
+    for name in names:
+        if name not in there:
+            raise absent_field(name, there, where=where)
 
 
 def parquet_file(path: Path) -> Any:
-    """Opens a pyarrow.parquet.ParquetFile. Raises MissingExtraError, DataError."""
+    """Opens `path` as a pyarrow.parquet.ParquetFile. Raises MissingExtraError, DataError."""
     require_reader("parquet")
     import pyarrow
     import pyarrow.parquet
@@ -136,10 +134,10 @@ def parquet_file(path: Path) -> Any:
 
 
 def open_dataset(path: str, fields: SourceFields) -> Any:
-    """Opens a `datasets.Dataset`.
+    """Opens a `datasets.Dataset` from the directory `path`, which `save_to_disk` wrote.
 
-    It is read from the directory `path`, written by `save_to_disk`. If `path` is empty, it is a name in the
-    local cache. Raises MissingExtraError; DataError for a dataset that is absent or lacks the split.
+    If `path` is empty, loads the dataset `fields.name` by name. Raises MissingExtraError; DataError for a
+    dataset that is absent or lacks the split.
     """
     require_reader("datasets")
     import datasets
@@ -169,7 +167,7 @@ def open_dataset(path: str, fields: SourceFields) -> Any:
 
 
 def _text(shard: FilePart) -> Iterator[TextRecord | CorruptRecord]:
-    """Yields the lines that begin within the shard, as one piece of the document that is the file."""
+    """Yields the lines that begin within the part, as one piece of the file's single document."""
     data, skipped = _lines_from(shard)
     begins, text = shard.begin == 0, ""
     try:
@@ -205,7 +203,8 @@ def _parquet(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord | Cor
     import pyarrow
 
     file, row = parquet_file(Path(shard.path)), 0
-    names = _require_fields(fields, file.schema_arrow.names, where=shard.path)
+    names = wanted_fields(fields)
+    _check_columns(names, file.schema_arrow.names, where=shard.path)
     place = f"{shard.path} row group {shard.begin}"
     try:
         for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[shard.begin], columns=names):
@@ -218,14 +217,15 @@ def _parquet(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord | Cor
 
 def _dataset_rows(shard: FilePart, fields: SourceFields) -> Iterator[TextRecord]:
     dataset, name = open_dataset(shard.path, fields), shard.path or fields.name
-    names = _require_fields(fields, dataset.column_names, where=str(name))
+    names = wanted_fields(fields)
+    _check_columns(names, dataset.column_names, where=str(name))
     rows = range(shard.begin, shard.end)
     for row, value in zip(rows, dataset.select_columns(names).select(rows), strict=True):
         yield TextRecord(value, lambda row=row: f"{name} row {row}")
 
 
 def _lines_from(shard: FilePart) -> tuple[bytes, int]:
-    """Returns (whole lines that begin within the shard, bytes before them that belong to an earlier line)."""
+    """Returns (whole lines that begin within the part, number of bytes before them of an earlier line)."""
     path = Path(shard.path)
     try:
         if path.suffix == ".gz":
@@ -237,7 +237,7 @@ def _lines_from(shard: FilePart) -> tuple[bytes, int]:
                 file.seek(shard.begin - 1)
                 skipped = len(file.readline()) - 1
             count = shard.end - shard.begin - skipped
-            if count <= 0:  # the shard lies within one long line
+            if count <= 0:  # the part lies within one long line
                 return b"", skipped
             data = file.read(count)
             if len(data) < count:
@@ -248,7 +248,7 @@ def _lines_from(shard: FilePart) -> tuple[bytes, int]:
 
 
 def _line_at(path: str, begin: int) -> str:
-    """Returns the location of the line that begins at byte `begin`; counts lines from 1."""
+    """Returns path and number (from 1) of the line that begins at byte `begin`, for messages."""
     opened = cast(Any, gzip.open if path.endswith(".gz") else open)
     lines, left = 1, begin
     with opened(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""The order of samples: which source, and which row of it, is sample i of an endless stream."""
+"""Order of the samples: computes the source and the row of sample i of an endless stream."""
 
 import hashlib
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ _ROUNDS = 4
 
 @dataclass(frozen=True, eq=False)
 class Interleaving:
-    """A repeating pattern of sources.
+    """A repeating pattern of sources: sample i is from the source at position i % len(sources).
 
     sources: source of each position
-    before: number of earlier positions with the same source
+    before: for each position, the number of earlier positions with the same source
     counts: number of positions of each source in the pattern
     """
 
@@ -27,7 +27,7 @@ class Interleaving:
     counts: NDArray[np.int64]
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns (source, index within the source) of each sample."""
+        """Returns (source of each sample, number of earlier samples from the same source)."""
         rounds, positions = np.divmod(samples, len(self.sources))
         sources = self.sources[positions]
         return sources, rounds * self.counts[sources] + self.before[positions]
@@ -39,12 +39,12 @@ class Interleaving:
 
 
 def interleave_sources(weights: Sequence[float]) -> Interleaving:
-    """Returns the pattern for `weights`: exact in every period, and evenly spread within it.
+    """Returns the pattern that mixes sources by `weights`: exact in every period, evenly spread within it.
 
     Sample j of a source with n samples per period is at time (2 j + 1) / 2 n. Among the first k samples, for
-    any k, each source is within (sources + 1) / 2 of its share. The period is the smallest one in which the
-    weights, as written, give whole samples. If that exceeds LONGEST_PERIOD, the counts are the nearest whole
-    numbers for LONGEST_PERIOD.
+    any k, each source has its share to within (sources + 1) / 2 samples. The period is the smallest one in
+    which the weights, as written, give whole samples. If that exceeds LONGEST_PERIOD, the counts are the
+    nearest whole numbers for LONGEST_PERIOD.
     """
     counts = np.array(_samples_per_period(weights), dtype=np.int64)
     numbers = [np.arange(count) for count in counts]
@@ -67,7 +67,7 @@ def _samples_per_period(weights: Sequence[float]) -> list[int]:
 
 
 def shuffled_rows(samples: NDArray[np.int64], *, rows: int, seed: int | str) -> NDArray[np.int64]:
-    """Returns the row of each sample, given the number of rows.
+    """Returns the shuffled row number of each sample, for a source with `rows` rows.
 
     Sample i is position i % rows of epoch i // rows. An epoch contains every row once, in its own order. Each
     sample is computed independently, in constant time and memory.
@@ -81,7 +81,7 @@ def shuffled_rows(samples: NDArray[np.int64], *, rows: int, seed: int | str) -> 
 
 
 def permute(positions: NDArray[np.int64], *, length: int, key: str) -> NDArray[np.int64]:
-    """Applies a pseudorandom permutation of range(length), chosen by `key`, to `positions`.
+    """Applies the pseudorandom permutation of range(length) that `key` determines to `positions`.
 
     Each round is a bijection of the b-bit numbers, where 2^b >= length > 2^(b-1): an odd multiple plus a
     constant mod 2^b, then the upper half xored onto the lower. A result of `length` or more is mapped again

@@ -24,7 +24,7 @@ from fullshard.errors import DataError
 from fullshard.spec.data_section import DataSection, DataSource, SourceFields
 
 IN_MEMORY_BYTES = 64 << 20
-"""Text files of at most this size in all, read as bytes, are tokenized in memory and not cached."""
+"""Text files of at most this size together are encoded as bytes in memory, and not cached."""
 
 Source = Literal["stdlib", "text", "jsonl", "parquet", "datasets", "memmap", "python"]
 
@@ -34,8 +34,7 @@ class _SourceFiles:
     """The files of a source before they are read.
 
     name: name for display
-    kind: kind of the records
-    parts: parts of the files
+    parts: parts of all files, in order
     contents: returns digests of the contents
     """
 
@@ -52,7 +51,7 @@ class _SourceFiles:
 def stores_of(
     source: DataSource | DataSection, section: DataSection, *, root: Path, alive: Heartbeat
 ) -> list[TokenStore]:
-    """Returns the token stores of `source`, tokenized as `section` says.
+    """Returns the token stores of `source`, tokenized with the settings of `section`.
 
     They are cached in `root`, except for small byte text, see IN_MEMORY_BYTES. Raises DataError for data that
     is absent, empty, corrupt or does not hold tokens; MissingExtraError.
@@ -78,7 +77,8 @@ def stores_of(
         store = _store_in_memory(files, settings, vocabulary=tokenizer.vocabulary)
     else:
         facts = {"files": files.contents(), "kind": files.kind, **_settings_facts(settings)}
-        processes = section.processes or _usable_cores()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        processes = section.processes or cores
 
         def build(draft: Path) -> Mapping[str, Any]:
             facts = _build_entry(draft, files, settings=settings, processes=processes, alive=alive)
@@ -132,7 +132,7 @@ def _find_dataset(_source: Source, fields: SourceFields, *, root: Path, alive: H
 
 
 def _store_in_memory(files: _SourceFiles, settings: TokenizeSettings, *, vocabulary: int) -> TokenStore:
-    """Tokenizes `files` in this process."""
+    """Tokenizes `files` in this process, and returns a store with the tokens in memory."""
     tokens: list[NDArray[Any]] = []
     tasks = tokenize_tasks(_tasks(files.parts), settings, processes=1)
     offsets, facts = _write_each(tasks, lambda one: tokens.append(one.tokens))
@@ -152,7 +152,7 @@ def _store_in_memory(files: _SourceFiles, settings: TokenizeSettings, *, vocabul
 def _build_entry(
     draft: Path, files: _SourceFiles, *, settings: TokenizeSettings, processes: int, alive: Heartbeat
 ) -> Mapping[str, Any]:
-    """Fills the cache entry `draft` with the tokens of `files`, and returns the contents of its manifest."""
+    """Tokenizes `files` into the directory `draft`, and returns the contents of its manifest."""
     with ExitStack() as stack:
         shown = stack.enter_context(show_progress(files.name, total_bytes=files.size_bytes, file=sys.stderr))
         tokens = stack.enter_context((draft / TOKENS).open("wb"))
@@ -175,7 +175,7 @@ def _build_entry(
 def _write_each(
     found: Iterable[TaskTokens], write: Callable[[TaskTokens], None]
 ) -> tuple[NDArray[np.int64], dict[str, Any]]:
-    """Calls `write` for each result; returns the document boundaries, without empty documents, and counts."""
+    """Calls `write` for each task's tokens. Returns (boundaries of the non-empty documents, counts)."""
     ends, count, skipped, messages = [np.zeros(1, dtype=np.int64)], 0, 0, list[str]()
     for one in found:
         write(one)
@@ -200,7 +200,7 @@ def _tasks(parts: Sequence[FilePart]) -> list[list[FilePart]]:
 
 
 def _settings_facts(settings: TokenizeSettings) -> Mapping[str, Any]:
-    """Returns the data except the files that determines the tokens, including library versions."""
+    """Returns the data that determines the tokens: settings, tokenizer, library versions; not the files."""
     fields = settings.fields.model_dump(mode="json")
     facts: dict[str, Any] = {
         "fields": {name: value for name, value in fields.items() if name.endswith("field")},
@@ -220,7 +220,3 @@ def _settings_facts(settings: TokenizeSettings) -> Mapping[str, Any]:
             beside = sorted(tokenizer_file(settings.tokenizer).parent.glob("*.py"))
             facts["code"] = [key_of({"text": file.read_text(encoding="utf-8")}) for file in beside]
     return facts
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

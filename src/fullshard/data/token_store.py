@@ -1,4 +1,4 @@
-"""Token stores: tokens in memory, or in files that the ranks of a node share through memory maps."""
+"""Token stores: tokens of a source in memory, or in files that the ranks of a node map into memory."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -19,14 +19,13 @@ Integers = NDArray[Any]
 class TokenStore:
     """Tokens of a source, with the document boundaries.
 
-    name: name of the source
     key: identifier that changes whenever the tokens or the documents change; None for tokens in memory
     tokens: tokens of all documents
     begins, ends: document i is tokens[begins[i]:ends[i]]
-    trained: mask of the tokens that are labels; None if all are
-    vocabulary: upper bound of the tokens: the largest possible token plus one
+    trained: mask of the tokens that are trained on; None if all are
+    vocabulary: largest possible token plus one
     skipped: number of records left out
-    skip_messages: messages about the first few skipped records
+    skip_messages: messages about the first few records left out
     """
 
     name: str
@@ -48,7 +47,7 @@ TOKENS, OFFSETS, TRAINED = "tokens.bin", "offsets.npy", "trained.bin"
 
 
 def open_entry(entry: Path, *, name: str) -> TokenStore:
-    """Opens a cache entry written by `sources.stores_of`, in which the documents are contiguous."""
+    """Opens a cache entry of `sources.stores_of` as the token store of the source `name`."""
     facts = manifest_of(entry)
     offsets = mapped_npy(entry / OFFSETS)
     masked = (entry / TRAINED).exists()
@@ -66,14 +65,14 @@ def open_entry(entry: Path, *, name: str) -> TokenStore:
 
 
 def mapped(path: Path, dtype: str) -> Integers:
-    """Maps a file of little-endian numbers as a read-only array."""
+    """Maps a file of little-endian numbers into memory, as a read-only array."""
     if path.stat().st_size == 0:  # mmap refuses empty files
         return np.empty(0, dtype=dtype)
     return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
 
 
 def mapped_npy(path: Path) -> Integers:
-    """Maps an .npy file as a read-only array."""
+    """Maps an .npy file into memory, as a read-only array."""
     return np.load(path, mmap_mode="r")
 
 
@@ -85,7 +84,6 @@ class Stream:
 
     @property
     def name(self) -> str:
-        """Names of the stores, for display."""
         return " + ".join(store.name for store in self.stores)
 
     @cached_property
@@ -99,7 +97,7 @@ class Stream:
         return store.tokens[begin - base : end - base]
 
     def trained(self, begin: int, end: int) -> Integers | None:
-        """Returns the label mask from `begin` to before `end`; None if all tokens are labels."""
+        """Returns the mask of the trained tokens from `begin` to before `end`; None if all are trained on."""
         store, base = self._at(begin)
         return None if store.trained is None else store.trained[begin - base : end - base]
 
@@ -108,7 +106,7 @@ class Stream:
         return any(store.trained is not None for store in self.stores)
 
     def documents(self) -> tuple[Integers, Integers]:
-        """Returns (begins, lengths) of all documents as arrays in memory."""
+        """Returns (first place of each document, its number of tokens), as arrays in memory."""
         pairs = zip(self.stores, self.bases, strict=False)
         begins = [store.begins.astype(np.int64) + base for store, base in pairs]
         lengths = [(store.ends - store.begins).astype(np.int64) for store in self.stores]

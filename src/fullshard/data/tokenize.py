@@ -62,7 +62,7 @@ class TokenizeSettings:
 
     @property
     def masked(self) -> bool:
-        """True if some tokens of the records are not trained on."""
+        """True if only a part of each record's tokens is trained on."""
         return self.fields.records == {"assistant": "messages"}.get(self.train_on, self.train_on)
 
 
@@ -73,9 +73,9 @@ class TaskTokens:
     size: bytes of the source that were read
     tokens: tokens of all documents, joined
     ends: index behind the last token of each document that ends in this task
-    trained: mask of the tokens that are labels; None if all are
+    trained: mask of the tokens that are trained on; None if all are
     skipped: number of records left out
-    skip_messages: messages about the first few skipped records
+    skip_messages: messages about the first few records left out
     """
 
     size: int
@@ -87,7 +87,7 @@ class TaskTokens:
 
 
 class TaskTokenizer:
-    """Turns tasks into tokens. Opens the tokenizer once."""
+    """Converts tasks to tokens, with a tokenizer that is opened once."""
 
     def __init__(self, settings: TokenizeSettings) -> None:
         self.settings = settings
@@ -100,7 +100,7 @@ class TaskTokenizer:
         self._skip_messages: list[str] = []
 
     def tokenize(self, task: Task) -> TaskTokens:
-        """Returns the tokens of `task`. Raises DataError for a corrupt record, unless those are skipped."""
+        """Returns the tokens of `task`. Raises DataError for a corrupt record, if `on_error` is "stop"."""
         self._skipped, self._skip_messages = 0, []
         tokens, masks = [np.empty(0, self.settings.dtype)], [np.empty(0, np.bool_)]
         ends, count = list[int](), 0
@@ -175,7 +175,7 @@ class TaskTokenizer:
         return [[next(found) for _ in texts] for _, texts in good]
 
     def _texts(self, record: TextRecord) -> list[str]:
-        """Returns the text of a record; the prompt and the completion of a completion."""
+        """Returns [text] of a record, or [prompt, completion]."""
         if isinstance(record.value, str):
             return [record.value]
         texts: list[str] = []
@@ -198,7 +198,7 @@ class TaskTokenizer:
 def tokenize_tasks(
     tasks: Sequence[Task], settings: TokenizeSettings, *, processes: int
 ) -> Generator[TaskTokens]:
-    """Yields the tokens of each task, in order.
+    """Yields the tokens of each task, in order. Uses `processes` workers if there are several tasks.
 
     Raises the error of a task that failed, and DataError for a worker that died.
     """
@@ -259,7 +259,7 @@ def _tokenize_in_worker(task: Task, idle: SimpleQueue[Worker]) -> TaskTokens:
 
 
 def serve_tasks() -> None:
-    """Runs a worker: reads the settings from stdin, then one task after the other."""
+    """Runs a worker: reads the settings and the tasks from stdin, and writes each task's tokens to stdout."""
     settings = pickle.load(sys.stdin.buffer)
     tokenizer: TaskTokenizer | None = None
     while True:

@@ -30,14 +30,13 @@ _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "
 class Tokenizer(Protocol):
     """Converts text to tokens and back.
 
+    vocabulary: largest token that the tokenizer can produce, plus one
     before: tokens placed in front of each document
     after: tokens placed behind each document
     """
 
     @property
-    def vocabulary(self) -> int:
-        """Largest token that the tokenizer can produce, plus one."""
-        ...
+    def vocabulary(self) -> int: ...
 
     @property
     def before(self) -> tuple[int, ...]: ...
@@ -50,7 +49,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Returns readable text."""
+        """Returns the text of `tokens`."""
         ...
 
 
@@ -113,10 +112,10 @@ class FileTokenizer:
 
 
 def open_tokenizer(path: str | None, *, eos_token: str | None = None) -> Tokenizer:
-    """Opens the tokenizer of a directory or a tokenizer.json; None opens the byte tokenizer.
+    """Opens the tokenizer of a directory or a tokenizer.json; the byte tokenizer if `path` is None.
 
-    A document gets the tokens that the tokenizer's own post-processor puts around a text. Behind it follows
-    the end token, unless the post-processor adds it already: `eos_token`, else the eos_token of
+    A document gets the tokens that the tokenizer's post-processor puts around a text, and the end token,
+    unless the post-processor adds it already. The end token is `eos_token`, else the eos_token of
     tokenizer_config.json, else one with a usual name.
 
     Raises DataError for an absent or broken file, and if no end token is known; MissingExtraError without the
@@ -160,7 +159,7 @@ def tokenizer_file(path: str) -> Path:
 
 
 def tokenizer_files(path: str) -> list[Path]:
-    """Returns the files that determine the tokens."""
+    """Returns the files of the tokenizer at `path` that determine the tokens, chat template included."""
     file = tokenizer_file(path)
     beside = (file.with_name(name) for name in (CONFIG_FILE, TEMPLATE_FILE))
     return [file, *(one for one in beside if one.is_file())]
@@ -194,7 +193,7 @@ def tokenizer_text(file: Path) -> str:
 
 
 def _backend(name: str = "the tokenizer") -> ForeignErrors:
-    """Returns a context that turns errors of the package tokenizers into DataError."""
+    """Returns a context manager that converts errors of the package tokenizers into DataError."""
     return ForeignErrors(lambda got: DataError(f"{name} does not take a text.", got=got))
 
 
@@ -213,7 +212,7 @@ def _end_token(backend: "Backend", file: Path, *, named: str | None) -> int:
 
 
 def _configured(config: Path) -> str | None:
-    """Returns the configured eos_token, which is a name or a table with `content`."""
+    """Returns the eos_token in tokenizer_config.json; None if there is none."""
     try:
         data: Any = parse_json(tokenizer_text(config)) if config.exists() else None
     except ValueError:

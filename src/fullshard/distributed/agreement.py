@@ -1,4 +1,4 @@
-"""Work that may fail on any rank, without leaving the other ranks behind in a collective.
+"""Runs work that may fail on any rank, so that the other ranks do not wait for a failed rank forever.
 
 [Note: failures are agreed on] A rank that raises between two collectives leaves the others waiting in the
 second. So anything that can fail on one rank alone runs inside `on_all_ranks` or `on_rank_zero`. The failure
@@ -22,7 +22,7 @@ Group: TypeAlias = dist.ProcessGroup | None
 
 
 class ErrorCapture:
-    """Context manager that keeps the exception its block raises. See [Note: failures are agreed on]."""
+    """Context manager that catches the exception of its block. See [Note: failures are agreed on]."""
 
     def __init__(self) -> None:
         self.error: Exception | CheckpointException | None = None
@@ -40,25 +40,28 @@ class ErrorCapture:
         return False
 
     def finish(self) -> None:
-        """Raises the exception that was kept, if any."""
+        """Raises the exception that the block raised, if any."""
         if self.error is not None:
             raise self.error
 
 
 def distributed() -> bool:
+    """Returns True if the default process group is initialised."""
     return dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
+    """Returns this process's global rank; 0 without a process group."""
     return dist.get_rank() if distributed() else 0
 
 
 def world_size() -> int:
+    """Returns the number of ranks; 1 without a process group."""
     return dist.get_world_size() if distributed() else 1
 
 
 def gathered(value: T, *, group: Group = None) -> list[T]:
-    """Returns `value` of every rank of `group`, by default all, in rank order. Collective."""
+    """Returns a list of every rank's `value`, in rank order. Collective over `group` (None: all ranks)."""
     if not distributed():
         return [value]
     values: list[Any] = [None] * world_size()
@@ -68,10 +71,11 @@ def gathered(value: T, *, group: Group = None) -> list[T]:
 
 @contextmanager
 def agreed(doing: str, *, group: Group = None) -> Generator[None]:
-    """Runs its block on every rank, and raises CheckpointError on all ranks if one failed. Collective.
+    """Context manager for work of every rank: raises CheckpointError on all ranks if one failed. Collective.
 
-    The error names the first rank that failed. It is a DamagedCheckpointError if every rank that failed
-    raised one. Its cause is this rank's own error, or else the OffloadError of the named rank.
+    The error starts with `doing`, a description of the work, and names the lowest rank that failed. It is a
+    DamagedCheckpointError if every failed rank raised that. Its cause is this rank's own error, or else the
+    OffloadError of the named rank.
     """
     attempt = ErrorCapture()
     with attempt:
@@ -83,13 +87,13 @@ def agreed(doing: str, *, group: Group = None) -> Generator[None]:
 
 
 def on_all_ranks(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
-    """Runs `act()` on every rank, and returns this rank's result if no rank failed. See `agreed`."""
+    """Runs `act()` on every rank and returns this rank's result. Raises as `agreed` does if one failed."""
     with agreed(doing, group=group):
         return act()
 
 
 def on_rank_zero(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
-    """Runs `act()` on rank 0 alone, and returns its result, or raises CheckpointError, on all. Collective."""
+    """Runs `act()` on rank 0, and returns its result, or raises CheckpointError, on all ranks. Collective."""
     attempt, results = ErrorCapture(), list[T]()
     if rank() == 0:
         with attempt:
@@ -104,19 +108,18 @@ def on_rank_zero(act: Callable[[], T], *, doing: str, group: Group = None) -> T:
 
 
 def locally(act: Callable[[], T], *, doing: str) -> T:
-    """Runs `act()` in this process alone. Raises CheckpointError for any failure."""
-    attempt, results = ErrorCapture(), list[T]()
+    """Runs `act()` on this rank only, without any collective. Raises CheckpointError for any exception."""
+    attempt = ErrorCapture()
     with attempt:
-        results.append(act())
+        return act()
     failure = _failure(attempt, doing)
-    if failure is not None:
-        raise failure.as_error() from attempt.error
-    return results[0]
+    assert failure is not None, "the block returns unless it raises"
+    raise failure.as_error() from attempt.error
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """A CheckpointError as text, and the rank on which it occurred."""
+    """The class and texts of a CheckpointError, and the rank on which it occurred."""
 
     rank: int
     kind: type[CheckpointError]
@@ -129,9 +132,9 @@ class _Failure:
 
 
 def _first_of(failures: Sequence[_Failure]) -> _Failure:
-    """Returns the failure of the lowest rank, without the rank if all ranks failed in the same way."""
+    """Returns the lowest rank's failure, damage last. Its text names the rank, unless all failed alike."""
     # Errors other than damage come first: only damage is cured by another checkpoint.
-    first, *_ = sorted(failures, key=lambda one: (one.kind is DamagedCheckpointError, one.rank))
+    first = min(failures, key=lambda one: (one.kind is DamagedCheckpointError, one.rank))
     alike = (replace(one, rank=first.rank, offload=first.offload) == first for one in failures)
     if len(failures) == world_size() and all(alike):
         return first
@@ -139,6 +142,7 @@ def _first_of(failures: Sequence[_Failure]) -> _Failure:
 
 
 def _failure(attempt: ErrorCapture, doing: str) -> _Failure | None:
+    """Returns the captured exception as a CheckpointError's texts; None if there is no exception."""
     error: BaseException | None = attempt.error
     failed_rank = rank()
     if isinstance(error, CheckpointException):

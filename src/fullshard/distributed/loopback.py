@@ -27,10 +27,9 @@ _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
 
 
 def all_ranks_are_local(environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether the ranks that torchrun's variables describe are all on this machine.
+    """Returns True if the ranks that torchrun's variables describe are all on this machine.
 
-    They are if there is only one, if WORLD_SIZE equals LOCAL_WORLD_SIZE, or if they meet at a loopback
-    address.
+    This is so if there is only one, if WORLD_SIZE equals LOCAL_WORLD_SIZE, or if MASTER_ADDR is loopback.
     """
     ranks = environment.get("WORLD_SIZE", "1")
     if "RANK" not in environment or ranks in ("1", environment.get("LOCAL_WORLD_SIZE")):
@@ -44,9 +43,9 @@ def all_ranks_are_local(environment: Mapping[str, str] = os.environ) -> bool:
 
 @contextmanager
 def local_groups_on_loopback(environment: MutableMapping[str, str] = os.environ) -> Generator[None]:
-    """Puts process groups created within the context on the loopback interface, if all ranks are local.
+    """Makes gloo and NCCL groups created in this context use the loopback interface, if all ranks are local.
 
-    A variable that the user has set is kept.
+    The context sets GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, unless the user has set them.
     """
     interface = loopback_interface() if all_ranks_are_local(environment) else None
     # NCCL treats a name as a prefix, unless an equals sign precedes it.
@@ -61,7 +60,7 @@ def local_groups_on_loopback(environment: MutableMapping[str, str] = os.environ)
 
 
 def loopback_interface() -> str | None:
-    """Returns the name of the loopback interface that is up, or None if none is found."""
+    """Returns the name of a loopback interface that is up, such as `lo`; None if there is none."""
     request = _SIOCGIFFLAGS.get(sys.platform)
     if request is None:
         return None
@@ -78,7 +77,7 @@ def loopback_interface() -> str | None:
 
 
 def served_on_loopback(port: int = 0) -> dist.TCPStore:
-    """Returns a store served at a port of 127.0.0.1 (0: a free one). Raises OSError if it is taken."""
+    """Starts a store that listens at 127.0.0.1:`port` (0: a free port). Raises OSError if that is taken."""
     with socket.socket() as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((LOOPBACK, port))
@@ -92,10 +91,9 @@ def served_on_loopback(port: int = 0) -> dist.TCPStore:
 
 
 def store_on_loopback(port: int, *, rank: int, timeout: timedelta) -> dist.Store:
-    """Returns a connection to the store that rank 0 serves at `port`, until its process ends. Every rank
-    calls it.
+    """Connects to a store at 127.0.0.1:`port`, which rank 0 starts and serves until its process ends.
 
-    Raises OSError if the port is taken, and DistError if no process serves a store there.
+    Every rank calls this. Raises OSError if the port is taken, and DistError if no store listens there.
     """
     if rank == 0:
         _kept_on_loopback(port)

@@ -35,14 +35,10 @@ ROUND_SEGMENT = 2 * _MIB
 
 @dataclass(frozen=True)
 class LiveBlock:
-    """Highest memory use of a sequence of events.
+    """Highest memory use of a sequence of events, in bytes."""
 
-    allocated: bytes of blocks in use, as reported by `torch.cuda.max_memory_allocated`.
-    reserved: bytes of segments, as reported by `torch.cuda.max_memory_reserved`.
-    """
-
-    allocated: int
-    reserved: int
+    allocated: int  # blocks in use, as `torch.cuda.max_memory_allocated` reports them
+    reserved: int  # segments, as `torch.cuda.max_memory_reserved` reports them
 
 
 def simulate(events: Iterable[Event]) -> LiveBlock:
@@ -70,7 +66,7 @@ def simulate(events: Iterable[Event]) -> LiveBlock:
 
 
 def rounded(size: int) -> int:
-    """Returns the size in bytes of the smallest block that serves a request of `size` bytes."""
+    """Returns the bytes of the smallest block that serves a request of `size` bytes."""
     return max(ROUND, _up(size, ROUND))
 
 
@@ -87,7 +83,7 @@ def _up(size: int, multiple: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class _AllocatorBlock:
-    """A piece of a segment, linked to its neighbours. `address` distinguishes blocks of equal size."""
+    """A part of a segment, linked to its neighbours. `address` distinguishes blocks of equal size."""
 
     address: int
     size: int

@@ -6,21 +6,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Allocation of one block.
+    """Allocation of one block."""
 
-    block: a number that identifies the block.
-    size: bytes.
-    stream: number of the stream whose work requests it.
-    """
-
-    block: int
-    size: int
-    stream: int = 0
+    block: int  # identifies the block
+    size: int  # bytes
+    stream: int = 0  # number of the stream that requests it
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """End of the life of `block`."""
+    """Release of a block."""
 
     block: int
 
@@ -30,14 +25,10 @@ Event = Allocate | Free
 
 @dataclass(frozen=True)
 class Highest:
-    """First moment with the most bytes alive.
+    """First moment with the most bytes alive."""
 
-    after: number of events before it.
-    live: bytes by block alive.
-    """
-
-    after: int
-    live: dict[int, int]
+    after: int  # number of events before it
+    live: dict[int, int]  # bytes of each live block
 
     @property
     def bytes(self) -> int:
@@ -45,7 +36,7 @@ class Highest:
 
 
 def highest(events: Sequence[Event], *, start: int = 0, end: int | None = None) -> Highest:
-    """Returns the highest moment between the events `start` and `end`, counting all earlier events."""
+    """Returns the moment of most live bytes between events `start` and `end`. Earlier blocks count too."""
     live = live_after(events[:start])
     total = most = sum(live.values())
     after = start

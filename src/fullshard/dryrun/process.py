@@ -1,8 +1,7 @@
 """dry_run(plan): peak memory of one rank, from the real sharded step in a separate process.
 
-The process, `python -m fullshard.dryrun.process`, reads a pickled request and writes a pickled answer. It is
-not a multiprocessing pool: a pool's process would import the caller's main script again, and would lose the
-last words of a process that ends.
+The process, `python -m fullshard.dryrun.process`, reads a pickled request and writes a pickled answer. A
+multiprocessing pool would import the caller's main script again, and lose the stderr of a process that ends.
 """
 
 import importlib
@@ -49,7 +48,7 @@ def dry_run(plan: Plan, program: Program | None = None, *, rank: int = 0) -> Dry
 
 
 def look_up(name: str) -> Any:
-    """Returns the function `module:function`. Raises SpecError if there is none."""
+    """Imports and returns the function `module:function`. Raises SpecError if it does not exist."""
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function, None)

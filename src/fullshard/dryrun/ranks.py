@@ -17,7 +17,7 @@ _REGISTERS_FAKE = "torch.testing._internal.distributed.fake_pg"
 
 @contextmanager
 def fake_ranks(world_size: int, *, rank: int) -> Generator[None]:
-    """Creates the default process group as `rank` of `world_size`, whose collectives return at once.
+    """Creates the default process group while active, as `rank` of `world_size`. Its collectives do nothing.
 
     Raises ShardError if a process group already exists, or if torch has no fake process group.
     """
@@ -53,7 +53,7 @@ class SilentCollective:
 
 
 def disable_collectives(model: nn.Module) -> None:
-    """Replaces the collectives of all units. The default ones for gloo would send to every rank in turn."""
+    """Removes the collectives of all units. Those for gloo would send to every rank in turn."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(cast(Any, SilentCollective()))
@@ -64,23 +64,23 @@ def disable_collectives(model: nn.Module) -> None:
 def lazy_chunks() -> Generator[None]:
     """Makes `fully_shard` cut only its own chunk of a parameter while active.
 
-    FSDP2 cuts the chunks of all ranks, which takes minutes at 16,384 ranks. The function that cuts is
-    replaced; a torch without it still cuts all chunks.
+    FSDP2 cuts the chunks of all ranks, which takes minutes at 16,384 ranks. Its function that does so is
+    replaced; a torch without this function still cuts all chunks.
     """
-    engine: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
-    cut_all = getattr(engine, "_chunk_with_empty", None)
+    module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+    cut_all = getattr(module, "_chunk_with_empty", None)
     if cut_all is None:
         yield
         return
-    engine._chunk_with_empty = Chunks
+    module._chunk_with_empty = Chunks
     try:
         yield
     finally:
-        engine._chunk_with_empty = cut_all
+        module._chunk_with_empty = cut_all
 
 
 class Chunks:
-    """Lazy `torch.chunk(tensor, count, dim)`, padded to `count` with empty tensors."""
+    """Lazy `torch.chunk(tensor, num_chunks, dim)`, padded to `num_chunks` with empty tensors."""
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:  # signature: FSDP2's
         self.tensor, self.dim = tensor, dim

@@ -27,21 +27,21 @@ from fullshard.dryrun.events import Allocate, Event, Free
 from fullshard.spec.plan import DeviceType
 from fullshard.tracing.kernels import OpCall, transient_bytes
 
-# FSDP2 marks its work for torch's profiler, and these operations carry the mark. It also marks casts of
-# activations, which are not its own memory. `profiler.memory` uses the same rule.
+# FSDP2 marks its work as ranges of torch's profiler, which begin and end with these operations. It also marks
+# casts of activations, which are not its own memory. `profiler.memory` uses the same rule.
 _ENGINE, _ENGINE_CASTS = "FSDP::", "FSDP::cast_"
 _RANGE = re.compile(r"FSDP::(?P<act>\w+)(?: \((?P<unit>.*)\))?$")
 _BEGIN, _END = "profiler::_record_function_enter_new", "profiler::_record_function_exit"
 
 
 class Recorder(TorchDispatchMode):
-    """Appends to `events` while active. It must be entered inside a FakeTensorMode.
+    """Records storages in `events` while active. It must be entered inside a FakeTensorMode.
 
     device: the device type whose kernels it simulates. For CUDA, transient kernel memory is counted too, and
         random states are not, since they are on the host.
     events: allocations and frees, in order.
     moments: (number of events before it, name of the phase that starts there).
-    engine: the blocks that FSDP2 allocated for itself.
+    engine: blocks that FSDP2 allocated for itself.
 
     Streams are numbered in order of appearance. torch's CPU streams do no work but identify the stream that
     FSDP2 is using. An operation that reads a value (`item()`) returns 1, since fake tensors have none.
@@ -90,13 +90,13 @@ class Recorder(TorchDispatchMode):
         return {block for block in blocks if block is not None}
 
     def enter(self, phase: str) -> None:
-        """Records the start of `phase`."""
+        """Records the start of `phase`, such as "microbatch 1"."""
         self._phase = phase
         self.moments.append((len(self.events), phase))
 
     @contextmanager
     def record_all(self) -> Generator[None]:
-        """Also records events that are not operations, by patching the functions that cause them."""
+        """Also records resized storages and saved random states, by patching two functions while active."""
         resize, random_state = torch.UntypedStorage.resize_, torch.get_rng_state
 
         def seen_resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

@@ -1,6 +1,6 @@
 """Two steps of a sharded model in the current process, on fake ranks and fake tensors."""
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,16 +25,16 @@ from fullshard.sharding.materialize import allocate_fake
 from fullshard.sharding.units import Predicate
 from fullshard.spec.plan import Plan
 from fullshard.tracing.cuda_kernels import cuda_kernels
+from fullshard.tracing.trace import LossFunction
 
-Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Any]]
 MakeOptimizer = Callable[[nn.Module, Plan], torch.optim.Optimizer]
 MakeBatch = Callable[[Plan], Any]
 
 OPTIMIZER_STEP = "optimizer step"
 
 
-def decoder(plan: Plan) -> DecoderModel:
-    """Returns the reference decoder that the plan's run describes."""
+def build_decoder(plan: Plan) -> DecoderModel:
+    """Builds the reference decoder with the sizes of the plan's run."""
     return DecoderModel(plan.run.decoder)
 
 
@@ -48,22 +48,22 @@ def run_dry_step(
     model: nn.Module,
     plan: Plan,
     *,
-    loss: Loss,
+    loss: LossFunction,
     optimizer: MakeOptimizer,
     batch: MakeBatch = token_batch,
     units: Predicate | None = None,
     rank: int = 0,
 ) -> DryRun:
-    """Shards `model` by `plan` and runs two steps on fake tensors. The model cannot be used afterwards.
+    """Shards `model` by `plan`, runs two steps on fake tensors, and returns the memory of the second.
 
-    The code is that of training, not compiled. For a CUDA plan, operations follow CUDA's code paths
-    (`tracing.cuda_kernels`).
+    The model cannot be used afterwards. The code is that of training, not compiled. For a CUDA plan,
+    operations follow CUDA's code paths (`tracing.cuda_kernels`).
 
     loss: `loss(model, microbatch)`
     optimizer: `optimizer(model, plan)`
     batch: `batch(plan)`, returns one microbatch
     units: as in `shard`
-    rank: the rank that this process stands for
+    rank: the rank that this process simulates
 
     Raises ShardError if this process already has a process group, or the model cannot be sharded. An error
     within backward may end the process; `fullshard.dryrun.process.dry_run` guards against that.
@@ -95,13 +95,13 @@ def _run_step(
     plan: Plan,
     *,
     optimizer: torch.optim.Optimizer,
-    loss: Loss,
+    loss: LossFunction,
     batch: MakeBatch,
     recorder: Recorder,
 ) -> None:
-    """Runs microbatches and update with the same calls to FSDP2, in the same order, as `training.step`.
+    """Runs one step with the same calls to FSDP2, in the same order, as `training.step`.
 
-    The gradient norm is left out; it takes one scalar per gradient.
+    The gradient norm is left out. It takes one scalar per gradient.
     """
     sums = torch.zeros(4, dtype=torch.float64)  # ranks add up: loss, count, squared norm, stop
     for index in range(plan.accumulation):
@@ -126,7 +126,7 @@ def _set_sync(model: FSDPModule, plan: Plan, *, last: bool) -> None:
 
 @contextmanager
 def _eager_modes(recorder: Recorder) -> Generator[None]:
-    """Activates the modes of a dry run on this thread. Autograd's own threads would have none of them."""
+    """Activates the torch modes of a dry run. Backward runs on this thread, since modes are per thread."""
     with ExitStack() as stack:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(recorder.record_all())
@@ -155,7 +155,7 @@ def _gradients(model: nn.Module, recorder: Recorder) -> set[int]:
 def _result(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, recorder: Recorder, gradients: set[int], start: int
 ) -> DryRun:
-    """Returns the peak of the events from `start` on, split by owner of the blocks alive at that moment."""
+    """Returns the peak from the event `start` on, with the bytes alive at that moment split by owner."""
     peak = highest(recorder.events, start=start)
     state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
     parts = {
@@ -165,10 +165,8 @@ def _result(
         "buffers": recorder.note(model.buffers()),
         "units_in_flight": recorder.engine,
     }
-    sizes: dict[str, int] = {}
     left = dict(peak.live)
-    for name, blocks in parts.items():
-        sizes[name] = _taken(left, blocks)
+    sizes = {name: sum(left.pop(block, 0) for block in blocks) for name, blocks in parts.items()}
     steps = [after for after, name in recorder.moments if name == OPTIMIZER_STEP]
     held = simulate(recorder.events) if recorder.device == "cuda" else LiveBlock(0, 0)
     return DryRun(
@@ -179,8 +177,3 @@ def _result(
         allocated_bytes=held.allocated,
         reserved_bytes=held.reserved,
     )
-
-
-def _taken(live: dict[int, int], blocks: Iterable[int]) -> int:
-    """Removes `blocks` from `live`; returns their bytes."""
-    return sum(live.pop(block, 0) for block in blocks)

@@ -5,7 +5,7 @@ from fullshard.spec.value import FrozenModel
 
 
 class Program(FrozenModel):
-    """Names (`module:function`) of the functions of a dry run; the defaults train the reference decoder.
+    """Functions of a dry run, named as `module:function`. The defaults train the reference decoder.
 
     model: model(plan) -> nn.Module; called with the meta device as the default device
     loss: loss(model, microbatch) -> a scalar, or (sum, count)
@@ -13,22 +13,21 @@ class Program(FrozenModel):
     batch: batch(plan) -> one microbatch: any nest of tensors
     """
 
-    model: str = "fullshard.dryrun.step:decoder"
+    model: str = "fullshard.dryrun.step:build_decoder"
     loss: str = "fullshard.training.loss:next_token_loss"
     optimizer: str = "fullshard.training.optimizer:build_optimizer"
     batch: str = "fullshard.dryrun.step:token_batch"
 
 
 class DryRun(MemoryParts):
-    """Bytes of live tensors on one rank at the highest moment of a step; `total` is the sum of the parts.
+    """Bytes of live tensors on one rank at the peak of a step, split by owner; `total` is their sum.
 
     The step is the second one, because the first creates the optimizer state.
 
-    moment: the phase in which the peak was reached
+    moment: the phase of the peak
     optimizer_step_bytes: peak during the optimizer step
-    allocated_bytes: the most bytes that CUDA's caching allocator would report as allocated for these tensors
-        (`fullshard.dryrun.allocator`); 0 for a CPU plan
-    reserved_bytes: the most bytes that it would report as reserved; 0 for a CPU plan
+    allocated_bytes, reserved_bytes: the most bytes that CUDA's caching allocator would report for these
+        tensors (`fullshard.dryrun.allocator`); 0 for a CPU plan
     """
 
     moment: str

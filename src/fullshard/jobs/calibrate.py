@@ -1,4 +1,4 @@
-"""The ranks' part of `fullshard calibrate`: measures this machine or cluster with all ranks at work."""
+"""The work of each rank of `fullshard calibrate`: measures this machine or cluster with all ranks."""
 
 import time
 from pathlib import Path
@@ -26,7 +26,7 @@ _STEPS, _HOST_ADAM = 42, 4
 
 
 def run_calibration(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
-    """Runs one rank of `fullshard calibrate`. Rank 0 writes the Calibration into `run.run.dir`."""
+    """Runs this rank's part of `fullshard calibrate`. Rank 0 writes the Calibration into `run.run.dir`."""
     del resume, plan, command_started
     settings = CalibrationSettings.load(Path(run.run.dir))
     with process_group(run.run.device) as ranks:
@@ -36,7 +36,7 @@ def run_calibration(run: Run, *, resume: bool, plan: Plan | None, command_starte
 
 
 def measure(ranks: Ranks, *, seconds: float, drive: Path) -> Calibration:
-    """Measures this hardware with all ranks at work. Collective.
+    """Measures this hardware with all ranks. Collective.
 
     seconds: approximate duration
     drive: a directory on the drive to measure
@@ -100,7 +100,7 @@ def _rates(meter: Meter, *, share: float) -> Rates:
 
 
 def _links(ranks: Ranks, *, share: float) -> tuple[dict[str, Link], dict[str, float]]:
-    """Returns the links with collectives (`within` a node, `across` nodes), and the errors of the fits."""
+    """Measures collectives within a node and across nodes; returns both Links, and the fit's errors."""
     local = ranks.local_world_size
     nodes = ranks.world_size // local
     mesh = init_device_mesh(ranks.device.type, (nodes, local), mesh_dim_names=("across", "within"))

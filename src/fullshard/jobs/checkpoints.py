@@ -15,12 +15,10 @@ from fullshard.training.state import TrainState
 
 
 class Checkpoints(AbstractContextManager["Checkpoints"]):
-    """Saves checkpoints into `directory`, and reports on them through `say`. Collective.
-
-    A failed save is reported, and training continues unless `checkpoint.on_failure` is `stop`.
+    """Saves checkpoints of a run into `directory`, and passes a message about each save to `say`. Collective.
 
     last: the newest checkpoint that was written
-    failed: the error of a failed save if `checkpoint.on_failure` is `stop`
+    failed: the error of a failed save, which ends the run, if `checkpoint.on_failure` is `stop`
     """
 
     def __init__(self, directory: str | Path, plan: Plan, *, say: Callable[[str], None]) -> None:
@@ -41,9 +39,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._background.__exit__(kind, error, trace)
 
     def save(self, state: TrainState) -> None:
-        """Saves between two steps, in the background mode only until the copy overlaps with the next step.
+        """Saves `state`. In the mode `async`, only starts the save, which then overlaps with training.
 
-        Raises OffloadError if the last update failed, because then there is no state to train on.
+        A CheckpointError is reported, not raised. Raises OffloadError if the last update failed, because then
+        there is no state to train on.
         """
         state.settle()
         try:
@@ -55,9 +54,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._not_written(error, step=state.step)
 
     def save_last(self, state: TrainState) -> None:
-        """Saves at the end of the run, and returns when the checkpoint is written.
+        """Saves `state` at the end of the run, and returns when the checkpoint is written.
 
-        Raises CheckpointError, or OffloadError if a drive cannot return the state.
+        Raises CheckpointError, or OffloadError if the state cannot be read from its drive.
         """
         state.settle()
         self.wait()
@@ -70,7 +69,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._written(path, step=state.step)
 
     def report_finished(self) -> None:
-        """Reports the saves that finished since the last call."""
+        """Reports the background saves that finished since the last call."""
         if self._background is None:
             return
         for ended in self._background.outcomes():
@@ -82,7 +81,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 self._not_written(ended.error, step=ended.step)
 
     def wait(self) -> None:
-        """Waits until no save is running, and reports the results."""
+        """Waits until no background save is running, and reports the finished ones."""
         if self._background is not None:
             self._background.wait()
             self.report_finished()

@@ -17,9 +17,9 @@ _NAMELESS = ("", "none")
 
 
 class LaunchRecord(FrozenModel):
-    """The record of the last attempt to write a run's directory. See `LaunchId` for the names.
+    """The file launch.json: the last attempt to train in a run's directory. See `LaunchId` for the fields.
 
-    ended: None while it runs, and forever if it died
+    ended: how the attempt ended; None while it runs, and if it was killed
     """
 
     agents: tuple[str, ...] = ()
@@ -28,11 +28,11 @@ class LaunchRecord(FrozenModel):
     ended: Literal["finished", "interrupted"] | None = None
 
     def save(self, path: Path) -> None:
-        """Writes the record atomically: without it, the directory is not recognised as a run's."""
+        """Writes the record atomically. Without the record, the directory is not recognised as a run's."""
         write_whole(path, self.model_dump_json() + "\n")
 
     def describe(self, world_size: int, *, step: int, steps: int) -> str:
-        """Returns the message of an attempt over `world_size` ranks that resumes after `step`."""
+        """Returns the message that an attempt on `world_size` ranks, after this one, resumes after `step`."""
         ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
         if world_size != self.world_size:
             ranks += f" ({self.world_size} before)"
@@ -42,7 +42,7 @@ class LaunchRecord(FrozenModel):
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
-        """Reads the record; None if there is none, or another program's: others write launch.json too."""
+        """Reads the record; returns None if there is none, or if another program wrote the file."""
         try:
             record = cls.read_json(path, what="the record of a launch")
         except SpecError:
@@ -52,12 +52,12 @@ class LaunchRecord(FrozenModel):
 
 @dataclass(frozen=True)
 class LaunchId:
-    """The identity of one command and all its attempts.
+    """The identity of a launch: one command, with all its attempts.
 
-    agents: the processes that restart ranks, one per node: torchrun's agents, or our launcher. Two attempts
-        of one launch share at least one agent, whichever nodes have left or joined.
-    jobs: names that a person or a scheduler gave the launch; a requeued launch has the same names
-    earlier_jobs: names of the earlier attempts
+    agents: the processes that restart ranks, one per node: torchrun's agents, or fullshard's launcher. Two
+        attempts of one launch share at least one agent, whichever nodes have left or joined.
+    jobs: names that a person (torchrun's run id) or a scheduler (SLURM's job and restart count) gave it
+    earlier_jobs: the `jobs` that earlier attempts of this launch recorded
     """
 
     agents: frozenset[str] = frozenset()
@@ -67,12 +67,10 @@ class LaunchId:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
-        """Returns this rank's knowledge of its launch."""
-        jobs, earlier = set[str](), set[str]()
+        """Returns the launch as this rank sees it, from the variables of torchrun and SLURM."""
         name = environment.get("TORCHELASTIC_RUN_ID", "")
-        if name not in _NAMELESS:
-            jobs.add(f"torchrun:{name}")
-            earlier.add(f"torchrun:{name}")
+        jobs = {f"torchrun:{name}"} if name not in _NAMELESS else set[str]()
+        earlier = jobs.copy()
         job, times = environment.get("SLURM_JOB_ID"), environment.get("SLURM_RESTART_COUNT", "0")
         if job is not None:
             # Two commands of one job are two launches, unless the job was requeued in between.
@@ -87,7 +85,7 @@ class LaunchId:
 
     @classmethod
     def merge(cls, launches: Sequence[Self]) -> Self:
-        """Combines the knowledge of all ranks."""
+        """Combines the launch ids that all ranks have of one launch. Takes the names from rank 0."""
         return cls(
             agents=frozenset().union(*(one.agents for one in launches)),
             jobs=launches[0].jobs,
@@ -103,7 +101,7 @@ class LaunchId:
     def earlier_attempt(self, path: Path) -> LaunchRecord | None:
         """Returns the record at `path` if an attempt of this launch wrote it, or else None.
 
-        A name alone may be that of an older launch, so a finished run is never resumed by name.
+        A name alone may belong to an older launch, so a finished run is never resumed by name.
         """
         record = LaunchRecord.load(path)
         if record is None:
@@ -114,10 +112,9 @@ class LaunchId:
 
 
 def _agent() -> str:
-    """Returns host, process and start time of the process that starts this rank and would restart it.
+    """Returns host, process id and start time of the process that starts and restarts this rank.
 
-    torchelastic gives every rank its own session. A process between the two (a shell) belongs to that
-    session.
+    torchelastic gives every rank its own session, which includes any process between the two (a shell).
     """
     leader = os.getsid(0)
     agent = os.getppid() if leader == os.getpid() else _stat(leader)[0]
@@ -125,6 +122,6 @@ def _agent() -> str:
 
 
 def _stat(process: int) -> tuple[int, int]:
-    """Returns (parent, start in clock ticks since boot), or zeros if /proc is missing. man proc_pid_stat."""
+    """Returns (parent's id, start in clock ticks since boot), or (0, 0) without /proc. man proc_pid_stat."""
     fields = stat_fields(process)
     return (int(fields[1]), int(fields[19])) if fields else (0, 0)

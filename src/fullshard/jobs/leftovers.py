@@ -1,4 +1,4 @@
-"""State that finished runs left on the drive, and the messages of a run that resumes without it."""
+"""Offloaded state that earlier runs left on the drive, and the messages of a run that does not use it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +14,13 @@ from fullshard.training.shard import directory_of
 
 
 def find_unusable_state(plan: Plan, *, saved: Path | str | None, must_resume: bool) -> SavedRunState | None:
-    """Returns the state on the drive that a resuming run cannot use, or None. Collective.
+    """Finds offloaded state that a resuming run cannot use; None if there is none. Collective.
 
     State is unusable if the offload target or the number of ranks has changed.
 
     saved: location of the checkpoints; None for a new run
 
-    Raises CheckpointError if the run must resume and the drive has the only state.
+    Raises CheckpointError if the run must resume, and there is no checkpoint but only unusable state.
     """
     if saved is None:
         return None
@@ -42,7 +42,7 @@ def find_unusable_state(plan: Plan, *, saved: Path | str | None, must_resume: bo
 
 
 def unusable_message(plan: Plan, found: SavedRunState, *, step: int) -> str | None:
-    """Returns the message about `found` of a run that resumes after `step`; None if `found` is not newer."""
+    """Returns the message that a run resumes after `step`, without `found`; None if `found` is not newer."""
     if found.step <= step:
         return None
     on = f"resumes from the checkpoint of step {step}" if step else "begins anew"
@@ -53,10 +53,10 @@ def unusable_message(plan: Plan, found: SavedRunState, *, step: int) -> str | No
 
 
 def leftover_messages(plan: Plan, *, aside: Path | None, reported: Path | None = None) -> Iterator[str]:
-    """Yields, on rank 0, one line per state that finished runs left on the drive.
+    """Yields, on rank 0 only, a message for each offloaded state that finished runs left on the drive.
 
     aside: directory that an earlier run was moved to
-    reported: directory of a state to leave out, because another message covers it
+    reported: directory of a state to omit, because another message reports it
     """
     if rank() != 0:
         return

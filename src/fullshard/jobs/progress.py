@@ -29,9 +29,10 @@ RECENT_STEPS = 20
 class StepMetrics:
     """Figures of one finished step, over all ranks. None means not measured in this step.
 
+    seconds: duration of the step (on rank 0)
     data_seconds: the part of `seconds` spent waiting for data (on rank 0)
-    mfu: fraction of the peak, from 0 to 1
-    peak_bytes: peak memory of the fullest rank
+    mfu: model FLOPs utilisation, from 0 to 1
+    peak_bytes: peak memory of the rank that uses most
     """
 
     step: int
@@ -52,16 +53,10 @@ class StepMetrics:
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
     def values(self) -> dict[str, float]:
-        """Returns the measured values by name, without the step number."""
+        """Returns the fields that are not None and `tokens_per_second`, by name, without `step`."""
         fields = dataclasses.asdict(self) | {"tokens_per_second": self.tokens_per_second}
         del fields["step"]
         return {name: value for name, value in fields.items() if value is not None}
-
-
-def _is_terminal(file: TextIO) -> bool:
-    # rich's own check is not used: FORCE_COLOR makes it true for a file, and a redrawn line makes a 30 MB
-    # log.
-    return file.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 class RunProgress:
@@ -86,13 +81,13 @@ class RunProgress:
 
     @property
     def seconds_left(self) -> float:
-        """Estimated seconds left, from wall-clock time that includes validations and saves."""
+        """Estimated seconds to the last step, from recent wall-clock time, with validations and saves."""
         (first, _), (last, metrics) = self._recent[0], self._recent[-1]
         between = len(self._recent) - 1
         return (self.steps - metrics.step) * ((last - first) / between if between else metrics.seconds)
 
     def status_parts(self, *, width: int | None = None) -> list[str]:
-        """Returns the parts of the status line, of which `width` drops the least important ones."""
+        """Returns the texts of the status line, without the least important ones if it exceeds `width`."""
         last, rate = self.last, self.tokens_per_second
         total = f"{format_count(rate)} tokens/s"
         if self.world_size > 1:
@@ -111,10 +106,7 @@ class RunProgress:
 
 
 class PlainLines:
-    """Plain progress lines for the first and last step, every `every`-th step, and skipped steps.
-
-    `show` shows a finished step, and `say` prints a line of its own, also in `LiveLine`.
-    """
+    """Prints a plain line for the first and last step, every `every`-th step, and skipped steps."""
 
     def __init__(self, course: RunProgress, *, every: int, file: TextIO) -> None:
         self._course, self._every, self._file = course, every, file
@@ -133,7 +125,7 @@ class PlainLines:
 
 
 class LiveLine:
-    """One line at the bottom of a terminal that is redrawn repeatedly."""
+    """Shows the last step in one line at the bottom of a terminal, which is redrawn after each step."""
 
     def __init__(
         self, course: RunProgress, *, file: TextIO, now: Callable[[], float] = time.monotonic
@@ -186,9 +178,13 @@ Progress: TypeAlias = PlainLines | LiveLine
 
 @contextmanager
 def progress(*, steps: int, every: int, world_size: int, file: TextIO) -> Generator[Progress]:
-    """Shows the progress of a run of `steps` steps while the block runs, and restores the terminal."""
+    """Context with the progress display of a run of `steps` steps: live on a terminal, else plain lines.
+
+    every: number of steps between plain lines
+    """
     course = RunProgress(steps=steps, world_size=world_size)
-    if not _is_terminal(file):
+    # Not rich's own check: FORCE_COLOR makes it true for a file, and a redrawn line makes a 30 MB log.
+    if not file.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         yield PlainLines(course, every=every, file=file)
         return
     line = LiveLine(course, file=file)

@@ -1,9 +1,8 @@
 """The directory of a run: its paths, the rules for writing there, and how an earlier run is set aside.
 
-[Note: whole or not at all]
-An earlier run is set aside by one rename of its directory, which is complete before and after. So that
-nothing else moves with it, a directory is renamed only if it holds a run's own record, and no directory,
-program or settings that a run does not write: these belong to a user's project, or to other runs.
+An earlier run is set aside by one rename of its directory. So that nothing else moves with it, a directory is
+renamed only if it holds a run's own record, and no directory, program or settings that a run does not write:
+these belong to a user's project, or to other runs.
 """
 
 import os
@@ -24,7 +23,7 @@ _WRITTEN = {CHECKPOINTS, LAUNCH, PLAN, METRICS, MEASUREMENT, EXPORT}
 _DIRECTORIES = {CHECKPOINTS, "tensorboard", "wandb", "mlruns", "logs"}
 _REPOSITORY = {".git", ".hg", ".svn", "pyproject.toml"}  # .git is a file in a worktree
 # Programs, settings and texts that people write.
-_OF_PEOPLE = {".py", ".ipynb", ".sh", ".sbatch", ".slurm", ".toml", ".yaml", ".yml", ".tex"}
+_USER_SUFFIXES = {".py", ".ipynb", ".sh", ".sbatch", ".slurm", ".toml", ".yaml", ".yml", ".tex"}
 _ANOTHER = "run.dir = a directory of its own, such as runs/1"
 
 # Time that a restarted run waits for the lock: a killed rank may take a moment to exit.
@@ -33,12 +32,11 @@ _PATIENCE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The directory of a run, ready to be written.
+    """The directory of a run, locked for writing.
 
     checkpoints: directory or URL of its checkpoints
-    previous_run: the place that an earlier run in this directory was moved to
-    previous_attempt: the record of an earlier attempt of this launch, which is resumed; None for the first
-        attempt
+    previous_run: directory that an earlier run was moved to, if there was one
+    previous_attempt: record of the earlier attempt of this launch that is resumed, if there was one
     """
 
     root: Path
@@ -47,7 +45,7 @@ class RunDirectory:
     previous_attempt: LaunchRecord | None = None
 
     def note_end(self, *, interrupted: bool) -> None:
-        """Records how the run ended: batch scripts can read it, and a finished run is never resumed."""
+        """Writes into launch.json whether the run was interrupted or is finished, and so never resumed."""
         record = LaunchRecord.load(self.root / LAUNCH)
         if record is not None:
             ended = "interrupted" if interrupted else "finished"
@@ -64,17 +62,17 @@ def opened(
     kept: bool = False,
     offload_path: str = "offload",
 ) -> Generator[RunDirectory]:
-    """Opens the directory for one run to write, and locks it. Only rank 0 calls this.
+    """Context in which the directory `root` is created, locked, and ready for one run. Only on rank 0.
 
-    A new run takes the name of a directory that holds an earlier run, which becomes `<name>.1`, or `.2`. If
-    an earlier attempt of the same `launch` used the directory, the run resumes it instead (see `LaunchId`).
+    If the directory holds an earlier run, a new run renames it to `<name>.1`, or `.2`. If an earlier attempt
+    of the same `launch` used the directory, the run resumes that attempt instead (see `LaunchId`).
 
     saved_to: directory or URL of the checkpoints, if they are elsewhere
-    kept: a run may have left state to resume from elsewhere (`fullshard.training.offload_checkpoint`)
+    kept: a run may have left offloaded state to resume from, without a checkpoint
 
-    Raises TrainError if the directory is in use or cannot be made; CheckpointError if there is nothing to
-    resume, or if a new run would save to `saved_to`, where an earlier run has saved; SpecError for a
-    directory that is not a run's alone.
+    Raises TrainError if the directory is locked or cannot be created; CheckpointError if there is nothing to
+    resume, or if an earlier run has saved to the `saved_to` of a new run; SpecError if the directory holds
+    other files than a run's.
     """
     require_name(str(root))
     there = (root / LAUNCH).exists() if kept else (root / CHECKPOINTS).is_dir()
@@ -101,7 +99,7 @@ def opened(
 
 
 def require_name(name: str) -> Path:
-    """Returns the directory that `run.dir` names.
+    """Returns `name`, the value of `run.dir`, as a Path.
 
     Raises SpecError for a name that is not a path, and for the working directory, the home directory, and any
     directory that contains one of these.
@@ -111,8 +109,9 @@ def require_name(name: str) -> Path:
     if name.startswith("~"):
         fix = f'run.dir = "{Path(os.path.expanduser(name))}"'
         raise SpecError(f"run.dir = {name!r} would be a directory called ~ here.", fix=fix)
-    place = Path(os.path.realpath(name))
-    for what, other in (("the working directory", os.getcwd()), ("the home directory", _home())):
+    place, home = Path(os.path.realpath(name)), os.path.expanduser("~")
+    home = home if os.path.isabs(home) else os.sep  # a user without a home directory
+    for what, other in (("the working directory", os.getcwd()), ("the home directory", home)):
         if Path(os.path.realpath(other)).is_relative_to(place):
             raise SpecError(
                 f"run.dir = {name!r} is not a run's alone.",
@@ -124,7 +123,7 @@ def require_name(name: str) -> Path:
 
 
 def require_free(root: Path, *, offload_path: str = "offload") -> None:
-    """Raises SpecError if a new run may neither write into `root` nor set aside its contents."""
+    """Raises SpecError if `root` has contents that a new run may neither add to nor set aside."""
     entries = _entries(root)
     own = _DIRECTORIES | {Path(offload_path).parts[0] if Path(offload_path).parts else ""}
     if not _holds_run(root):
@@ -156,7 +155,7 @@ def require_free(root: Path, *, offload_path: str = "offload") -> None:
 
 
 def set_aside(root: Path, *, offload_path: str = "offload") -> Path | None:
-    """Renames the directory of an earlier run, if there is one, to `<name>.1`, or `.2`, and returns it."""
+    """Renames `root` to `<name>.1`, or `.2`, if it holds an earlier run. Returns the new path, or None."""
     require_free(root, offload_path=offload_path)
     if not _holds_run(root):
         return None
@@ -184,7 +183,7 @@ def _require_no_checkpoint(saved_to: str) -> None:
 
 
 def _holds_run(root: Path) -> bool:
-    """Returns whether a run left its own record there. A file called launch.json alone proves nothing."""
+    """Returns whether `root` holds a launch record or a plan. Other programs write a launch.json, too."""
     if LaunchRecord.load(root / LAUNCH) is not None:
         return True
     try:
@@ -197,7 +196,7 @@ def _holds_run(root: Path) -> bool:
 def _may_move_with_run(entry: Path, *, own: set[str]) -> bool:
     if entry.name in _REPOSITORY:
         return False
-    return entry.name in own if entry.is_dir() else entry.suffix not in _OF_PEOPLE
+    return entry.name in own if entry.is_dir() else entry.suffix not in _USER_SUFFIXES
 
 
 def _may_lie_beside_run(entry: Path, *, own: set[str]) -> bool:
@@ -219,9 +218,3 @@ def _entries(root: Path) -> list[Path]:
         raise SpecError(
             f"run.dir = {str(root)!r} cannot be a run's directory.", got=error.strerror, fix=_ANOTHER
         ) from error
-
-
-def _home() -> str:
-    """Returns the user's home directory, or the root if there is none, which is refused in any case."""
-    home = os.path.expanduser("~")
-    return home if os.path.isabs(home) else os.sep

@@ -1,7 +1,4 @@
-"""The lock of a run's directory.
-
-It does not need torch, so the launcher can check it before any rank starts.
-"""
+"""The lock of a run's directory, without torch, so that the launcher can check it before any rank starts."""
 
 import errno
 import os
@@ -17,25 +14,25 @@ _LOCK = ".lock"
 
 
 def locked(root: Path, *, patience_seconds: float = 0.0) -> AbstractContextManager[None]:
-    """Holds `<root>/.lock`.
+    """Context in which this process holds the lock of the run's directory `root`.
 
-    The kernel releases it when the process ends, so a killed run leaves nothing to clean up.
+    The kernel releases the lock when the process ends, so a killed run leaves nothing to clean up.
 
-    Raises TrainError if another process holds it for longer than `patience_seconds`; OSError.
+    Raises TrainError if another process holds the lock for longer than `patience_seconds`, or OSError.
     """
     held_error = partial(_held_error, root)
     return exclusive_lock(root / _LOCK, held_error=held_error, patience_seconds=patience_seconds)
 
 
 def require_unlocked(root: Path) -> None:
-    """Raises TrainError if another process holds the lock now. Writes nothing."""
+    """Raises TrainError if another process holds the lock of the directory `root`. Writes nothing."""
     with explained(root):
         if holder := lock_holder(root / _LOCK):
             raise _held_error(root, holder)
 
 
 def require_writable(root: Path) -> None:
-    """Raises TrainError if `root` can be neither written nor created. Leaves no directory behind."""
+    """Raises TrainError if `root` can be neither written nor created. Creates nothing that remains."""
     with explained(root):
         place = Path(os.path.realpath(root))
         missing = [one for one in (place, *place.parents) if not one.exists()]
@@ -50,13 +47,13 @@ def require_writable(root: Path) -> None:
 
 
 def make(root: Path) -> None:
-    """Creates the directory. For a link, creates its target."""
+    """Creates the directory `root`, or its target if `root` is a symbolic link, unless it exists."""
     Path(os.path.realpath(root)).mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager
 def explained(root: Path) -> Generator[None]:
-    """Converts an OSError caused by a path in `root`, or above it, into a TrainError."""
+    """Context that converts an OSError about a path in `root`, or above `root`, into a TrainError."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The log that rank 0 shows and keeps of every step: the progress, `metrics.jsonl`, and the trackers."""
+"""The log of a run's steps on rank 0: progress on the terminal, `metrics.jsonl`, and trackers."""
 
 import json
 import math
@@ -22,11 +22,11 @@ PREVIOUS_FILE_NAME = "metrics.previous.jsonl"
 
 
 class MetricsLog:
-    """The file `metrics.jsonl` in the run's directory: one line of JSON per step, each written in one piece.
+    """Writes the file `metrics.jsonl` in the run's directory, one line of JSON per step.
 
-    A run that resumes after `after_step` drops later lines, whose steps it repeats, and incomplete ones, so
-    that the file is one curve. A new run (`after_step` 0) keeps the last run's file as
-    `metrics.previous.jsonl`. Raises SpecError if the directory cannot be written.
+    A run that resumes after `after_step` drops incomplete lines, and those of later steps, which it repeats.
+    A new run (`after_step` 0) renames the last run's file to `metrics.previous.jsonl`. Raises SpecError if
+    the directory cannot be written.
     """
 
     def __init__(self, directory: str | Path, *, after_step: int = 0) -> None:
@@ -45,7 +45,7 @@ class MetricsLog:
             ) from error
 
     def write(self, metrics: StepMetrics) -> None:
-        """Appends a line. Raises TrainError if it cannot be written."""
+        """Appends the line of a step. Raises TrainError if it cannot be written."""
         line = json.dumps({"step": metrics.step} | {k: _json(v) for k, v in metrics.values().items()})
         data = f"{line}\n".encode()
         try:
@@ -56,7 +56,7 @@ class MetricsLog:
             raise _write_failed(self.path, f"{written} of {len(data)} bytes were written: the disk is full")
 
     def rewind(self, last_step: int) -> None:
-        """Drops the lines of steps after `last_step`, which will be repeated. Raises TrainError."""
+        """Drops the lines of steps after `last_step`, which the run repeats. Raises TrainError."""
         self._file.close()
         try:
             _keep_until(self.path, last_step)
@@ -69,7 +69,7 @@ class MetricsLog:
 
 
 class RunLog:
-    """Records finished steps. Created by `open_run_log`; on ranks other than 0 it does nothing."""
+    """Records finished steps. Does nothing on ranks other than 0. Create it with `open_run_log`."""
 
     def __init__(
         self,
@@ -86,9 +86,9 @@ class RunLog:
     def step(
         self, step: Step, *, peak_bytes: int | None = None, validation_loss: float | None = None
     ) -> None:
-        """Records and shows a finished step. Raises TrainError if the line cannot be written to disk.
+        """Records and shows a finished step. Raises TrainError if its line cannot be written to disk.
 
-        The trackers receive every `log.every`-th step, and those with a validation loss.
+        The trackers receive every `log.every`-th step, and every step with a validation loss.
         """
         metrics = StepMetrics(
             step=step.index,
@@ -117,12 +117,12 @@ class RunLog:
             self.message(f"step {step.index}: validation loss {validation_loss:.4f}")
 
     def message(self, text: str) -> None:
-        """Prints a line on standard error for an event between steps, such as a saved checkpoint."""
+        """Prints `text` on standard error, for an event between steps such as a saved checkpoint."""
         if self._progress is not None:
             self._progress.say(text)
 
     def rewind(self, last_step: int) -> None:
-        """Drops the steps after `last_step`, to which the run returns."""
+        """Drops the steps after `last_step` from metrics.jsonl, because the run repeats them."""
         if self._metrics is not None:
             self._metrics.rewind(last_step)
 
@@ -133,7 +133,7 @@ class RunLog:
         self._trackers.clear()
 
     def _try(self, act: Callable[[], None]) -> bool:
-        """Returns whether `act` succeeded; losing a tracker does not end the run."""
+        """Calls `act`, and returns whether it succeeded. A TrainError is printed, and the run continues."""
         try:
             act()
         except TrainError as error:
@@ -153,12 +153,12 @@ def open_run_log(
     peak: MatmulPeak | None = None,
     file: TextIO | None = None,
 ) -> Generator[RunLog]:
-    """Opens the log of a run that resumes after `after_step` (0: a new run). Every rank opens it alike.
+    """Context with the log of a run that resumes after `after_step` (0: a new run). Every rank opens it.
 
-    flops_per_token, peak: values that MFU is computed from
+    flops_per_token, peak: values from which MFU is computed
     file: destination of the progress; standard error by default
 
-    Raises MissingExtraError on all ranks for a tracker that is not installed, or SpecError.
+    Raises MissingExtraError on all ranks if a tracker is not installed, SpecError if one does not start.
     """
     require_trackers(run.log.trackers)
     if rank != 0:
@@ -192,12 +192,12 @@ def open_run_log(
 
 
 def _json(value: Any) -> Any:
-    """Returns null for NaN and infinity, which JSON does not have."""
+    """Returns None for NaN and infinity, which JSON does not have, and other values unchanged."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _keep_until(path: Path, last_step: int) -> None:
-    """Replaces the file by its lines of steps up to `last_step`, if there are others."""
+    """Rewrites the file without incomplete lines and lines of steps after `last_step`, if it has such."""
 
     def is_kept(line: bytes) -> bool:
         step = _step_of(line)

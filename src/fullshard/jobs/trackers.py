@@ -1,4 +1,4 @@
-"""Experiment trackers that a run can also report to (tensorboard, wandb, mlflow), each an extra."""
+"""Experiment trackers that receive a run's figures: tensorboard, wandb and mlflow, each an optional extra."""
 
 import importlib
 import importlib.util
@@ -14,28 +14,28 @@ from fullshard.spec.run import Run
 
 
 class Tracker(Protocol):
-    """A destination of a run's figures, step by step. Created on rank 0 only."""
+    """A destination for the figures of a run's steps. Created on rank 0 only."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Records the values of a step. Raises TrainError if the tracker is no longer reachable."""
+        """Records the values of a step. Raises TrainError if the tracker is not reachable."""
         ...
 
     def close(self, *, exit_code: int = 0) -> None:
-        """Sends the remaining data; marks the run as failed if its exit code is not 0. Raises TrainError."""
+        """Sends remaining data, and how the run ended: finished if `exit_code` is 0. Raises TrainError."""
         ...
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Raises MissingExtraError for the first tracker that is not installed, without importing any."""
+    """Raises MissingExtraError for the first of the named packages that is not installed. Imports none."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise MissingExtraError(name, package=name, needed_for=f'log.trackers = ["{name}"]')
 
 
 def open_trackers(run: Run, *, after_step: int = 0) -> list[Tracker]:
-    """Returns the trackers that `run.log.trackers` names, after `require_trackers`.
+    """Creates the trackers that `run.log.trackers` names, which must be installed.
 
-    after_step: the step that the run resumes from
+    after_step: the step after which the run resumes, or 0
 
     Raises SpecError if a tracker does not start.
     """
@@ -48,7 +48,7 @@ def open_trackers(run: Run, *, after_step: int = 0) -> list[Tracker]:
 
 
 class TensorboardTracker:
-    """Event files in `<run.dir>/tensorboard`. Steps that a resumed run repeats are shown once."""
+    """Writes event files into `<run.dir>/tensorboard`. Steps that a resumed run repeats are shown once."""
 
     def __init__(self, run: Run, *, after_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -70,7 +70,7 @@ class TensorboardTracker:
 
 
 class WandbTracker:
-    """A run of the project `fullshard` (or WANDB_PROJECT), with its files in `<run.dir>/wandb`."""
+    """Logs to a run of the wandb project `fullshard` (or WANDB_PROJECT), with files in `<run.dir>/wandb`."""
 
     def __init__(self, run: Run) -> None:
         wandb = importlib.import_module("wandb")
@@ -96,9 +96,9 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """A run of the experiment `fullshard` (or MLFLOW_EXPERIMENT_NAME).
+    """Logs to a run of the mlflow experiment `fullshard` (or MLFLOW_EXPERIMENT_NAME).
 
-    It is stored at MLFLOW_TRACKING_URI, or else in `<run.dir>/mlflow.db`.
+    The data is stored at MLFLOW_TRACKING_URI, or else in `<run.dir>/mlflow.db`.
     """
 
     def __init__(self, run: Run) -> None:
@@ -145,7 +145,7 @@ class MlflowTracker:
 
 
 def _settings(run: Run) -> Iterator[tuple[str, Any]]:
-    """Yields (`section.key`, value) for the whole Run."""
+    """Yields (`section.key`, value) for every setting of the Run."""
     for section, fields in run.model_dump(mode="json").items():
         for key, value in fields.items():
             yield f"{section}.{key}", value

@@ -59,7 +59,7 @@ _METERED, _PROFILED_FROM = 1, 3
 
 @dataclass
 class _TrainJob:
-    """One command's part of a run, on this rank."""
+    """The state of one `fullshard train` command on this rank, from its start to its Measurement."""
 
     plan: Plan
     ranks: Ranks
@@ -92,7 +92,7 @@ class _TrainJob:
 def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float) -> None:
     """Trains `run` on this rank, and writes checkpoints, metrics.jsonl and measurement.json into `run.dir`.
 
-    On SIGTERM or SIGINT it finishes the step, saves, and exits with INTERRUPTED_EXIT_CODE.
+    After SIGTERM or SIGINT, finishes the step, saves, and exits with INTERRUPTED_EXIT_CODE.
     """
     with ExitStack() as stack:
         ranks = stack.enter_context(
@@ -102,7 +102,7 @@ def run_job(run: Run, *, resume: bool, plan: Plan | None, command_started: float
         stack.enter_context(watching(where, run.fault_tolerance))
         plan = plan or _plan(run, ranks)
         job = _start(stack, plan, ranks=ranks, where=where, resume=resume, command_started=command_started)
-        # Until everything is saved, because ranks must agree on how to react.
+        # Signals are only noted until everything is saved, because ranks must agree on how to react.
         with note_signals(signal.SIGTERM, signal.SIGINT, raise_second_interrupt=True) as job.signals:
             interrupted = _train(job)
             _finish(job, interrupted=interrupted)
@@ -123,7 +123,7 @@ def _start(
     stack: ExitStack, plan: Plan, *, ranks: Ranks, where: PhaseTracker, resume: bool, command_started: float
 ) -> _TrainJob:
     run = plan.run
-    # Before anything is allocated or written. Tokenizing may take hours, so it reports to the watchdog.
+    # Before anything is allocated or written. Tokenizing may take hours, and so reports to the watchdog.
     data = build_data(run, alive=lambda: where.enter(RunPhase.LOADING))
     where.enter(RunPhase.STARTING)
     directory = _open_directory(stack, plan, ranks=ranks, resume=resume)
@@ -179,9 +179,9 @@ def _start(
 
 
 def _report_start(job: _TrainJob, *, left: SavedRunState | None, read: str | None, resume: bool) -> None:
-    """Prints what the run starts from.
+    """Prints a summary of the run, and whether it resumes.
 
-    left: state on the drive that the run cannot use
+    left: offloaded state on the drive that the run cannot use
     read: message about the weights that were read
     """
     directory, log, step, steps = job.directory, job.log, job.state.step, job.run.train.steps
@@ -201,9 +201,9 @@ def _report_start(job: _TrainJob, *, left: SavedRunState | None, read: str | Non
 
 
 def _open_directory(stack: ExitStack, plan: Plan, *, ranks: Ranks, resume: bool) -> RunDirectory:
-    """Opens the run's directory on rank 0, while the others wait until it is ready. Collective.
+    """Opens the run's directory on rank 0, and returns it on all ranks. Collective.
 
-    Raises PlanError if the plan is for other ranks and no node has left or joined.
+    Raises PlanError if the plan is for another number of ranks, unless this launch had an earlier attempt.
     """
     run = plan.run
     launch = LaunchId.merge(gathered(LaunchId.from_environment()))
@@ -233,22 +233,19 @@ def _headline(job: _TrainJob) -> str:
     plan, model = job.plan, job.state.model
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    mesh = (
-        f"{plan.replicate_degree} × {plan.shard_degree}"
-        if plan.replicate_degree > 1
-        else f"{plan.shard_degree}"
-    )
+    replicas = f"{plan.replicate_degree} × " if plan.replicate_degree > 1 else ""
     accumulated = f" × {plan.accumulation} microbatches" if plan.accumulation > 1 else ""
     of_them = f" ({format_count(trained)} trained)" if trained < parameters else ""
     return (
-        f"{format_count(parameters)} parameters{of_them}, {plan.strategy} over {mesh} {plan.device} ranks, "
-        f"{plan.precision.param} compute; {plan.run.train.global_batch} × {plan.run.data.sequence_length} "
-        f"tokens a step{accumulated}\n{job.data.describe()}"
+        f"{format_count(parameters)} parameters{of_them}, {plan.strategy} over "
+        f"{replicas}{plan.shard_degree} {plan.device} ranks, {plan.precision.param} compute; "
+        f"{plan.run.train.global_batch} × {plan.run.data.sequence_length} tokens a step{accumulated}\n"
+        f"{job.data.describe()}"
     )
 
 
 def _train(job: _TrainJob) -> bool:
-    """Runs the steps. Returns True if a signal, or a failed save, ended them before the last."""
+    """Runs all steps. Returns True if a signal, or a failed save, ended training before the last step."""
     steps = _steps(job)
     metered = min(job.first_step + _METERED, job.run.train.steps)
     profiled = _profiled(job)
@@ -262,7 +259,7 @@ def _train(job: _TrainJob) -> bool:
             with trace_step(job.ranks.device) as traced:
                 step = next(steps, None)
             assert traced.seconds is not None, "the block has ended"
-            # Of the rank that waited least, because the other ranks waited for it.
+            # Only the rank that waited least counts, because the other ranks waited for it.
             job.profiled.append(min(gathered(traced.seconds), key=lambda seconds: seconds.waiting))
         else:
             step = next(steps, None)
@@ -286,7 +283,7 @@ def _steps(job: _TrainJob) -> Iterator[Step]:
 
 
 def _rolled_back(job: _TrainJob, step: Step) -> bool:
-    """Returns to the newest checkpoint after a spike in `step`; False if there is none yet."""
+    """Rolls back to the newest checkpoint after a spike in `step`. Returns False if there is none yet."""
     job.state.phase.enter(RunPhase.LOADING)
     met = f"step {step.index}: loss {step.loss:.4g}, gradient norm {step.grad_norm:.3g}"
     job.checkpoints.wait()
@@ -300,14 +297,14 @@ def _rolled_back(job: _TrainJob, step: Step) -> bool:
 
 
 def _profiled(job: _TrainJob) -> range:
-    """Returns the steps to profile: all that were requested if one more step follows them, or else none."""
+    """Returns the indices of the steps to profile; none, unless at least one more step follows them."""
     first = job.first_step + _PROFILED_FROM
     steps = range(first, first + job.run.log.profile_steps)
     return steps if steps.stop <= job.run.train.steps else range(0)
 
 
 def _after_step(job: _TrainJob, step: Step, *, measured: bool) -> None:
-    """Does everything between one step and the next: figures, validation, checkpoint."""
+    """Records the figures of `step`, validates and saves if due. `measured`: excluded from the pace."""
     if job.startup_seconds is None:
         job.startup_seconds = time.time() - job.command_started
         job.log.message(f"first step {format_seconds(job.startup_seconds)} after the command")
@@ -337,7 +334,7 @@ def _after_step(job: _TrainJob, step: Step, *, measured: bool) -> None:
 
 
 def _validation(job: _TrainJob) -> Iterator[dict[str, Tensor]]:
-    """Yields the validation batches, and enters the phase anew for each: a long validation is not a hang."""
+    """Yields the validation batches. Reports each one to the watchdog, for which it is progress."""
     for batch in job.data.validation(rank=job.ranks.rank, plan=job.plan):
         job.state.phase.enter(RunPhase.VALIDATING)
         yield batch
@@ -356,9 +353,10 @@ def _finish(job: _TrainJob, *, interrupted: bool) -> None:
         )
     elif job.last is not None:
         job.sample = _sample(job)
-    if job.ranks.rank == 0:
-        job.directory.note_end(interrupted=interrupted)
-    if job.ranks.rank == 0 and job.last is not None:
+    if job.ranks.rank != 0:
+        return
+    job.directory.note_end(interrupted=interrupted)
+    if job.last is not None:
         root = job.directory.root
         write_whole(root / PLAN, job.plan.model_dump_json(indent=2) + "\n")
         _measurement(job).save(root / MEASUREMENT)
@@ -369,7 +367,7 @@ def _finish(job: _TrainJob, *, interrupted: bool) -> None:
 
 
 def _sample(job: _TrainJob) -> str | None:
-    """Returns a sample of generated text, if the model generates text. Collective."""
+    """Returns a text that the model generates; None if no sample is asked for or possible. Collective."""
     model, count = job.state.model, job.run.log.sample_tokens
     if not count:
         return None
@@ -384,7 +382,7 @@ def _sample(job: _TrainJob) -> str | None:
 
 
 def _flops_per_token(plan: Plan, model: nn.Module) -> float | None:
-    """Returns the FLOPs per token: by formula for the reference decoder, or as the planner counted them."""
+    """Returns FLOPs per token: by formula for the reference decoder, else the plan's prediction, if any."""
     own = flops_per_token(model, plan.run)
     return own if own is not None or plan.prediction is None else plan.prediction.flops_per_token
 
@@ -417,7 +415,7 @@ def _measurement(job: _TrainJob) -> Measurement:
 
 
 def _step_seconds(job: _TrainJob) -> StepSeconds | None:
-    """Returns the mean timed step, divided like the fastest profiled step, which was least disturbed."""
+    """Returns the mean step time, split into parts in proportion to the fastest profiled step's parts."""
     seconds = job.pace.step_seconds
     if seconds is None or not job.profiled:
         return None
@@ -425,13 +423,14 @@ def _step_seconds(job: _TrainJob) -> StepSeconds | None:
 
 
 def _highest_peak(peak: Peak, job: _TrainJob) -> PeakBytes | None:
-    """Returns the parts of the rank with the highest peak, on all ranks. Collective."""
+    """Returns, on all ranks, the peak memory by part of the rank whose peak is highest. Collective."""
     if peak.parts is None:
         return None
     offloaded, on_cuda = offloaded_of(job.state.model), job.ranks.device.type == "cuda"
     masters, host = 0, None
     if offloaded is not None:
-        masters = live_bytes(offloaded.masters.values())  # shards to the meter, host memory to a plan
+        # The meter counts fp32 masters as shards, and a plan counts them as host memory.
+        masters = live_bytes(offloaded.masters.values())
         gradients = sum(local_tensor(p).numel() * p.element_size() for p in offloaded.names_of)
         host = host_bytes_of(offloaded) + (gradients if job.plan.gradients_leave else 0)
     parts = peak.parts.parts() | {"parameter_shards": peak.parts.parameter_shards - masters}

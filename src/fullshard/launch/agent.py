@@ -1,4 +1,4 @@
-"""Ranks on this machine: torchelastic starts them, and a watch over them handles signals and failures."""
+"""Starting ranks on this machine through torchelastic, and handling their signals and failures."""
 
 import logging
 import os
@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,15 +34,15 @@ GRACE_SECONDS = 3.0
 
 
 def run_ranks(request: Request, *, ranks: int) -> int:
-    """Starts `python -m fullshard.launch.rank` `ranks` times, waits, and returns the exit code of the launch.
+    """Starts `ranks` processes of `fullshard.launch.rank`, waits, and returns the exit code of the launch.
 
-    This is 0, or 75 if the ranks were interrupted and have saved, or the code of the first rank that failed,
-    whose message is shown on standard error. After a failure that may not recur, all ranks are ended and
-    restarted, up to `run.restarts` times: see `fullshard.launch.attempts.restart_helps`.
+    The exit code is 0, 75 if the ranks were interrupted and have saved, or the code of the first rank that
+    failed, whose message is printed on standard error. After a failure that may not recur, all ranks are
+    ended and restarted, up to `run.restarts` times: see `fullshard.launch.attempts.restart_helps`.
 
-    The first SIGINT, SIGTERM or SIGHUP is passed on to the ranks as SIGTERM, and they are waited for however
-    long they save. A second SIGINT ends them at once, with exit code 130. Call this from the main thread.
-    Raises LaunchError if ranks cannot be started.
+    The first SIGINT, SIGTERM or SIGHUP is forwarded to the ranks as SIGTERM; saving may then take any time. A
+    second SIGINT kills the ranks at once, with exit code 130. Must be called from the main thread. Raises
+    LaunchError if ranks cannot be started.
     """
     quiet_logs(os.environ)
     attempts = Attempts(restarts=request.run.run.restarts)
@@ -100,7 +100,8 @@ class _Watch:
         self.ended_at_once = False
 
     def until_ended(self, thread: ThreadPoolExecutor) -> list[RankOutcome]:
-        run = thread.submit(self._run)
+        """Runs the agent in `thread`, watches the ranks until all have ended, and returns their outcomes."""
+        run = thread.submit(cast("Callable[[], RunResult]", self._agent.run))
         try:
             while not run.done():
                 wait([run], timeout=POLL_SECONDS)
@@ -109,9 +110,6 @@ class _Watch:
             if not run.done():
                 self._kill()
         return self._ended(run)
-
-    def _run(self) -> "RunResult":
-        return cast("RunResult", self._agent.run())
 
     def _look(self) -> None:
         pids = self._pids()
@@ -148,7 +146,7 @@ class _Watch:
                     os.killpg(pid, signal.SIGKILL)  # a rank leads a session of all its children
 
     def _failed_at(self) -> float | None:
-        """Returns the time of the first failure that is visible so far, or None."""
+        """Returns the time of the first failure so far, in seconds since the epoch, or None."""
         endings = {rank: self._ending(rank) for rank in range(self._ranks)}
         times = [ending.failure.at for ending in endings.values() if ending and ending.failure]
         times += [at for rank, at in self._gone_at.items() if endings[rank] is None]
@@ -178,14 +176,14 @@ class _Watch:
 
 
 def _say(text: str) -> None:
-    """Prints on standard error, below the line that an ended rank was drawing, and restores the cursor."""
+    """Prints on standard error, at the start of a line, and shows the cursor that a rank may have hidden."""
     restored = "\r\x1b[?25h" if sys.stderr.isatty() else ""
     print(f"{restored}{printable(text)}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def _quiet_torchelastic() -> Generator[None]:
-    """Silences torchelastic's report of a failure, a table around the message that we show ourselves."""
+    """Context that silences torchelastic's report of a failure, because fullshard prints its own."""
     logger = logging.getLogger("torch.distributed.elastic")
     silence = logging.NullHandler()
     propagate, logger.propagate = logger.propagate, False

@@ -1,4 +1,4 @@
-"""The decision after the ranks of an attempt have ended: the first failure, and an exit code or a restart."""
+"""The first failure of an attempt, and the decision to restart the ranks or to end the launch."""
 
 import signal
 from dataclasses import dataclass, replace
@@ -20,18 +20,18 @@ from fullshard.launch.outcome import CTRL_C_EXIT_CODE, FailureReport, ProcessOut
 # Errors that would recur with the same run, plan, data, checkpoints and drive.
 _WRONG = (SpecError, PlanError, ShardError, DataError, CheckpointError, OffloadError)
 _SAME_AGAIN = {error.exit_code for error in _WRONG}
-# An exception to these: the next attempt drops a damaged generation.
+# An exception to these: the next attempt discards a damaged generation.
 _MENDED = {DamagedOffloadError.__name__}
 
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """Everything known about a rank that has ended.
+    """Everything known about the end of one rank.
 
-    ending: the outcome that it wrote itself; None if it could not
-    exit_code: exit code of its process, -n for signal n; None if nobody saw it
-    seen_at: when it was first seen gone, in seconds since the epoch
-    by_us: the launcher ended it, because of another rank
+    ending: the outcome that the rank wrote; None if it wrote none
+    exit_code: exit code of its process, -n for signal n; None if unknown
+    seen_at: time at which the launcher first saw that its process is gone, in seconds since the epoch
+    by_us: True if the launcher killed it, because of another rank or a second Ctrl-C
     """
 
     rank: int
@@ -43,7 +43,11 @@ class RankOutcome:
 
 @dataclass(frozen=True)
 class RestartDecision:
-    """Messages for standard error, and the exit code of the launch; None if there is another attempt."""
+    """The decision after an attempt.
+
+    said: messages for standard error
+    exit_code: exit code of the launch; None to restart the ranks
+    """
 
     said: tuple[str, ...]
     exit_code: int | None
@@ -51,7 +55,7 @@ class RestartDecision:
 
 @dataclass
 class Attempts:
-    """The number of restarts that a launch may make, and how many it has `done`."""
+    """Decides whether a launch restarts its ranks: at most `restarts` times, of which `done` are used."""
 
     restarts: int
     done: int = 0
@@ -59,10 +63,11 @@ class Attempts:
     def conclude(
         self, ended: list[RankOutcome], *, interrupted_by: signal.Signals | None = None, at_once: bool = False
     ) -> RestartDecision:
-        """Decides what follows an attempt.
+        """Decides to restart the ranks after an attempt, and counts the restart, or to end the launch.
 
-        interrupted_by: the first signal, if any
-        at_once: the ranks had no time to save
+        ended: outcomes of all ranks, in the order of ranks
+        interrupted_by: the first signal that the launcher received
+        at_once: the ranks were killed without time to save
         """
         found = first_failure(ended)
         if at_once:
@@ -94,17 +99,17 @@ class Attempts:
 
 
 def restart_helps(failure: FailureReport) -> bool:
-    """Returns whether another attempt may succeed.
+    """Returns True if another attempt may succeed.
 
-    This is False if the run, the plan, the data or the checkpoints are wrong, or if a drive is full or fails
-    to write; True if only a peer was lost, whatever this rank was doing, and for damaged state, of which
-    there is an older generation or a checkpoint.
+    This is False if the run, the plan, the data or the checkpoints are wrong, or if a drive is full or cannot
+    be written. It is True if only a peer was lost, and for damaged offloaded state, which an older generation
+    or a checkpoint replaces.
     """
     return failure.peer_lost or failure.name in _MENDED or failure.exit_code not in _SAME_AGAIN
 
 
 class _Cause(IntEnum):
-    """The distance of a failure from the cause. Among equals, the earliest failure counts."""
+    """The origin of a rank's failure. Lower values are nearer to the cause of all failures."""
 
     OWN = 0
     STOPPED = 1  # SIGTERM or SIGABRT, sent by the agent or a watchdog because of another rank
@@ -112,10 +117,10 @@ class _Cause(IntEnum):
 
 
 def first_failure(ranks: list[RankOutcome]) -> tuple[int, FailureReport] | None:
-    """Returns the rank that failed first and its failure, or None if all ended well.
+    """Returns the number of the rank that failed first and its failure, or None if no rank failed.
 
-    Messages that only report a lost peer come last, whatever their time: a killed rank writes none, and is
-    seen gone later than its peers fail.
+    Failures that only report a lost peer count last, whatever their time: a killed rank writes no report, and
+    the launcher sees that it is gone only after its peers have failed.
     """
     failures = [(rank, *found) for rank in ranks if (found := _failure(rank)) is not None]
     if not failures:

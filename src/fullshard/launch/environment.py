@@ -8,25 +8,25 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def under_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether torchrun, or a compatible launcher, has started this process as a rank."""
+    """Returns True if torchrun, or a compatible launcher, has started this process as a rank."""
     return all(name in environment for name in _TORCHRUN)
 
 
 def under_torchelastic(environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether a torchrun agent started this rank and may restart it, with fewer or more ranks."""
+    """Returns True if a torchrun agent started this rank, and may restart it with fewer or more ranks."""
     return under_torchrun(environment) and "TORCHELASTIC_RUN_ID" in environment
 
 
 def under_srun(environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether this process is one of several tasks of a SLURM job step, unlike a batch script."""
+    """Returns True if this process is one of several tasks of a SLURM job step; False in a batch script."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     return "SLURM_PROCID" in environment and tasks.isdecimal() and int(tasks) > 1
 
 
 def join_ranks(environment: MutableMapping[str, str] = os.environ) -> bool:
-    """Prepares the environment of a rank of torchrun or srun, before it imports torch.
+    """Sets the log levels, threads and (under srun) torchrun's variables of a rank, before it imports torch.
 
-    Returns whether this process is one. A task of srun gets torchrun's variables.
+    Returns False, and sets nothing, if neither torchrun nor srun started this process as a rank.
     """
     if under_srun(environment) and not under_torchrun(environment):
         environment.update(from_slurm(environment))
@@ -38,9 +38,9 @@ def join_ranks(environment: MutableMapping[str, str] = os.environ) -> bool:
 
 
 def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns torchrun's variables for a task of a SLURM job step.
+    """Returns torchrun's environment variables (RANK, WORLD_SIZE, …) for a task of a SLURM job step.
 
-    The port is derived from the job and the step, so all tasks compute the same one without communication.
+    All tasks compute the same port, from the numbers of the job and the step, without communication.
     https://slurm.schedmd.com/srun.html, OUTPUT ENVIRONMENT VARIABLES
     """
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "localhost"
@@ -65,7 +65,7 @@ def first_host(nodes: str) -> str:
 
 
 def tasks_on_node(tasks_per_node: str, node: int) -> int:
-    """Returns the number of tasks on a node. `2(x3),1` means 2 on each of the first three nodes, then 1."""
+    """Returns the number of tasks on node `node`. `2(x3),1` means 2 on each of the nodes 0 to 2, then 1."""
     counts: list[int] = []
     for part in tasks_per_node.split(","):
         count, _, times = part.rstrip(")").partition("(x")
@@ -74,13 +74,13 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
 
 
 def quiet_logs(environment: MutableMapping[str, str]) -> None:
-    """Limits torch's log to errors and NCCL's to warnings, unless the user has set other levels."""
+    """Sets torch's log level to errors and NCCL's to warnings, unless the user has set other levels."""
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environment.setdefault("NCCL_DEBUG", "WARN")
 
 
 def share_cores(environment: MutableMapping[str, str]) -> None:
-    """Sets the threads of a rank to its share of the cores, because more threads would compete."""
+    """Sets OMP_NUM_THREADS to the cores per rank of this machine, unless the user has set it."""
     ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environment.setdefault("OMP_NUM_THREADS", str(max(cores // ranks, 1)))

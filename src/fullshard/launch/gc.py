@@ -1,4 +1,4 @@
-"""Python's garbage collector, and the half a million permanent objects of torch's modules."""
+"""Pauses of Python's garbage collector, which is slow on the half a million permanent objects of torch."""
 
 import atexit
 import gc
@@ -10,7 +10,7 @@ from types import ModuleType
 
 @contextmanager
 def gc_disabled() -> Generator[None]:
-    """Disables garbage collection inside the block: for imports, and for code that creates little garbage."""
+    """Context without garbage collection, for imports and for code that creates little garbage."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -22,11 +22,10 @@ def gc_disabled() -> Generator[None]:
 
 @contextmanager
 def gc_frozen_imports() -> Generator[None]:
-    """Disables collection inside the block, and exempts all objects alive at its end from later collections.
+    """Context without garbage collection. At its end, all living objects are exempt from later collections.
 
-    Searching them for cycles would take a second, also when the process ends (unless it has loaded a nanobind
-    library, see `_unfreeze_for_nanobind`). Only for libraries, before a user's modules are imported, because
-    that search closes files that user code leaves open.
+    A collection of these objects would take a second, also when the process ends. Use it only for imports of
+    libraries, before a user's modules: the last collection closes files that user code leaves open.
     """
     with gc_disabled():
         yield
@@ -36,16 +35,16 @@ def gc_frozen_imports() -> Generator[None]:
 
 
 def _unfreeze_for_nanobind() -> None:
-    """Lets the interpreter free all objects at exit if a nanobind library (triton) is loaded.
+    """Undoes `gc.freeze` at exit if a library built with nanobind (triton) is loaded.
 
-    Such a library prints a line for each of its instances, types and functions that outlives the interpreter.
+    Such a library prints a line for each of its objects that the interpreter does not free.
     """
     if any(_is_of_nanobind(module) for module in [*sys.modules.values()]):
         gc.unfreeze()
 
 
 def _is_of_nanobind(module: object) -> bool:
-    """Returns whether this is an extension module with a class or function of a nanobind type."""
+    """Returns True for an extension module that contains a class or function of nanobind's types."""
     if not isinstance(module, ModuleType) or str(vars(module).get("__file__")).endswith(".py"):
         return False
     return any(getattr(type(value), "__module__", None) == "nanobind" for value in [*vars(module).values()])

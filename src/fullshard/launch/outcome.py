@@ -1,4 +1,4 @@
-"""The outcome of a process, as its outermost level sees it: an exit code, and the report of a failure."""
+"""The outcome of a process: its exit code, and the report of a failure."""
 
 import json
 import os
@@ -36,10 +36,11 @@ _PEER_LOST = (
 
 @dataclass(frozen=True)
 class FailureReport:
-    """An exception in a form that another process can show.
+    """A report of an exception, which one process writes to a file and another shows.
 
-    at: time, in seconds since the epoch
-    peer_lost: the error only reports that another rank has gone
+    name: name of the exception's class
+    at: time of the exception, in seconds since the epoch
+    peer_lost: True if the error only reports that another rank has gone
     """
 
     name: str
@@ -62,14 +63,20 @@ class FailureReport:
         )
 
     def text(self, rank: int | None = None) -> str:
-        """Returns the text for the user, below the traceback if FULLSHARD_TRACEBACK=1."""
+        """Returns the message for the user, after the traceback if FULLSHARD_TRACEBACK=1.
+
+        rank: the rank to name in the message
+        """
         shown = os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0")
         who = f"rank {rank}: " if rank is not None else ""
         return f"{self.traceback if shown else ''}{who}{self.name}: {self.message}"
 
 
 class ProcessOutcome:
-    """Context that catches every exception and sets `exit_code` (a SystemExit's, 130 for Ctrl-C, …)."""
+    """Context that catches every exception, and sets the `exit_code` and `failure` of the process.
+
+    The exit code is that of a SystemExit or a FullshardError, 130 for Ctrl-C, and 1 for other exceptions.
+    """
 
     def __init__(self) -> None:
         self.exit_code = 0
@@ -101,7 +108,7 @@ class ProcessOutcome:
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
-        """Reads a saved outcome, or returns None if nothing was saved."""
+        """Reads an outcome that `save` wrote, or returns None if the file does not exist."""
         if not path.exists():
             return None
         data = parse_json(read_text(path, most_bytes=VALUE_BYTES))
@@ -129,7 +136,7 @@ def _unforeseen(error: BaseException) -> str:
 
 
 def _where(error: BaseException) -> str:
-    """Returns `file:line in function` of the innermost frame that is the user's or ours, not a library's."""
+    """Returns `file:line in function` of the innermost frame of the user's code, else of fullshard's."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return "unknown"

@@ -1,4 +1,4 @@
-"""One rank: `python -m fullshard.launch.rank DIRECTORY LAUNCHER_PID`, or this process under torchrun."""
+"""The program of one rank (`python -m fullshard.launch.rank DIRECTORY LAUNCHER_PID`, or under torchrun)."""
 
 import ctypes
 import os
@@ -20,7 +20,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(argv: Sequence[str]) -> None:
-    """Performs the request in DIRECTORY, and writes the outcome there."""
+    """Runs the job of the request in the directory `argv[0]`, and writes the rank's outcome there.
+
+    The process ends with the launcher, whose pid is `argv[1]`.
+    """
     directory, launcher = Path(argv[0]), int(argv[1])
     _end_with(launcher)
     escape_logs()
@@ -37,9 +40,9 @@ def main(argv: Sequence[str]) -> None:
 
 
 def perform_here(request: Request) -> int:
-    """Performs the request as the rank that this process became by `join_ranks`; returns 0 or 75.
+    """Runs the request's job in this process, a rank of torchrun or srun. Returns 0, or 75 if interrupted.
 
-    Exceptions are also written to torchrun's error file (`TORCHELASTIC_ERROR_FILE`).
+    Exceptions pass, and are also written to torchrun's error file (`TORCHELASTIC_ERROR_FILE`).
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and os.getsid(0) == os.getpid():
         _end_with(os.getppid())  # torchrun itself: it starts ranks as leaders of a session
@@ -55,7 +58,7 @@ def perform_here(request: Request) -> int:
 
 @contextmanager
 def _last_words(path: Path) -> Generator[None]:
-    """Saves the error of a watchdog, which ends the process immediately, for the launcher to show."""
+    """Context in which the error of a watchdog, which ends the process at once, is saved for the launcher."""
 
     def tell(error: TrainError) -> None:
         with ProcessOutcome() as ending:
@@ -68,7 +71,7 @@ def _last_words(path: Path) -> Generator[None]:
 
 @contextmanager
 def _off_standard_output() -> Generator[None]:
-    """Redirects standard output to standard error, down to the file descriptor: native code prints too."""
+    """Context that redirects standard output to standard error, including the output of native code."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -81,7 +84,7 @@ def _off_standard_output() -> Generator[None]:
 
 
 def _end_with(launcher: int) -> None:
-    """Ensures that the rank ends with its launcher, even if that is killed (on Linux the kernel does it)."""
+    """Makes the kernel kill this process when its launcher ends (on Linux). Exits if the launcher is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher:
@@ -89,7 +92,7 @@ def _end_with(launcher: int) -> None:
 
 
 def _leave(ending: ProcessOutcome) -> None:
-    """Ends the process if it failed. An interrupted rank returns, or torchelastic would end the others."""
+    """Exits if the rank failed. Returns if it was interrupted, or torchelastic would end the other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
     if ending.exit_code in (0, INTERRUPTED_EXIT_CODE):

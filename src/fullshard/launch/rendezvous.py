@@ -7,10 +7,9 @@ from fullshard.distributed.loopback import LOOPBACK, served_on_loopback
 
 
 class OneMachine(RendezvousHandler):
-    """A rendezvous of a single agent, whose ranks meet at a store on loopback.
+    """A torchelastic rendezvous of a single agent, whose ranks connect to a store on loopback.
 
-    torch's own handlers open a store on every interface, and its `c10d` unpickles whatever anybody writes
-    there.
+    torch's own handlers open a store on every network interface, and unpickle whatever anybody writes there.
     """
 
     def __init__(self, launch: str) -> None:

@@ -1,4 +1,4 @@
-"""Request: the work that a launch asks of every rank, as a file that the ranks read."""
+"""The request of a launch: a job for all ranks and its arguments, in a file that the ranks read."""
 
 import importlib
 import os
@@ -19,14 +19,13 @@ FILE_NAME = "request.json"
 
 
 class Request(FrozenModel):
-    """One launch.
+    """A job for all ranks of a launch, with its arguments.
 
     command_started: start of the command, in seconds since the epoch
-    job: dotted name (`module:function`) of the function that each rank calls
+    job: `module:function`, which each rank calls as `job(run, resume=..., plan=..., command_started=...)`
 
-    A job has the signature `job(run, resume=..., plan=..., command_started=...) -> None`. One that was
-    interrupted, and has saved, raises `SystemExit(INTERRUPTED_EXIT_CODE)`. Its output goes to standard error:
-    standard output is for the result, which the command prints.
+    A job that was interrupted and has saved raises `SystemExit(INTERRUPTED_EXIT_CODE)`. Its output goes to
+    standard error: standard output is for the result, which the command prints.
     """
 
     run: Run
@@ -46,8 +45,8 @@ class Request(FrozenModel):
     def perform(self) -> None:
         """Calls the job with the request's arguments.
 
-        Raises LaunchError if the function does not exist, and if something in it calls `sys.exit` with
-        anything except INTERRUPTED_EXIT_CODE: unfinished work must not look finished, whatever the code.
+        Raises LaunchError if the function does not exist, or if it calls `sys.exit` with any code except
+        INTERRUPTED_EXIT_CODE, even 0: unfinished work must not look finished.
         """
         with gc_disabled():
             job = self.find_job()
@@ -64,7 +63,7 @@ class Request(FrozenModel):
             ) from left
 
     def find_job(self) -> Callable[..., object]:
-        """Returns the function that `job` names. Raises LaunchError if there is none."""
+        """Imports and returns the function that `job` names. Raises LaunchError if it does not exist."""
         module, _, name = self.job.partition(":")
         job = getattr(importlib.import_module(module), name, None)
         if not callable(job):

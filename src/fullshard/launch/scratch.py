@@ -1,4 +1,4 @@
-"""The private directory of a launch, which is removed after it, even if the launch was killed."""
+"""The private directory of a launch. If the launch is killed, a later launch removes it."""
 
 import os
 import shutil
@@ -19,9 +19,9 @@ _LOCK, _UNLOCKED = "lock", "unlocked"
 
 @contextmanager
 def private_directory() -> Generator[Path]:
-    """Creates a directory in the temporary directory, for this user only, and removes it at the end.
+    """Context that creates a temporary directory, which only this user can read, and finally removes it.
 
-    First removes the directories that killed processes left there: see `remove_abandoned`.
+    First removes the directories that killed processes left: see `remove_abandoned`.
     """
     remove_abandoned(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
@@ -30,17 +30,17 @@ def private_directory() -> Generator[Path]:
             lock.write(_kernel())
             lock.flush()
             # The file gets its final name only once it is locked, so a free lock belongs to a dead process.
-            with suppress(OSError):  # no locks on this file system: `remove_abandoned` leaves it
+            with suppress(OSError):  # no locks on this file system: `remove_abandoned` skips the directory
                 try_lock(lock.fileno())
                 (directory / _UNLOCKED).rename(directory / _LOCK)
             yield directory
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Removes the private directories in `parent` whose process is certainly dead, and leaves all others.
+    """Removes the private directories in `parent` whose process is certainly dead.
 
-    This kernel frees the locks of its own dead processes only, so directories of other machines, from before
-    the last boot, of other users, and without a lock are left alone.
+    A free lock proves this only for processes of this kernel. Directories of other machines, from before the
+    last boot, of other users, or without a lock are kept.
     """
     for directory in parent.glob(f"{_PREFIX}*"):
         if _is_ours(directory) and _is_free(directory / _LOCK):
@@ -56,7 +56,7 @@ def _is_ours(directory: Path) -> bool:
 
 
 def _is_free(lock: Path) -> bool:
-    """Returns whether a dead process of this kernel held the lock."""
+    """Returns True if a process of this kernel held the lock file `lock`, and has ended."""
     try:
         descriptor = open_regular(lock, os.O_RDWR)
     except OSError:

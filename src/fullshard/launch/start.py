@@ -1,4 +1,4 @@
-"""Performing a request on the ranks that a launcher started, or on ranks of our own."""
+"""Running a request's job on ranks that torchrun or srun started, or on ranks that fullshard starts."""
 
 from fullshard.errors import LaunchError
 from fullshard.launch.agent import run_ranks
@@ -13,18 +13,20 @@ CPU_RANKS = 2
 
 
 def start(request: Request) -> int:
-    """Performs `request`, and returns the exit code of the launch (see `run_ranks`).
+    """Runs the job of `request` on all ranks, and returns the exit code of the launch (see `run_ranks`).
 
-    Under torchrun or srun, this process is one rank: it does that rank's work, and raises its errors.
-    Otherwise it starts `run.ranks` ranks of its own: by default one per GPU, or two on the CPU.
-
-    Raises LaunchError before any rank is started, if the machine does not have these ranks.
+    Under torchrun or srun, this process is one rank: it calls the job itself, and raises its errors.
+    Otherwise it starts ranks on this machine (see `own_ranks`).
     """
     return perform_here(request) if join_ranks() else run_ranks(request, ranks=own_ranks(request)[0])
 
 
 def own_ranks(request: Request) -> tuple[int, DeviceType]:
-    """Returns the number of ranks to start here, and their device type."""
+    """Returns the number of ranks to start on this machine, and their device type.
+
+    The number is `run.ranks`, else the plan's, else one per GPU, or two on the CPU. Raises LaunchError for
+    more ranks than GPUs, or if CUDA is required but missing.
+    """
     run, plan = request.run, request.plan
     gpus = 0
     if run.run.device != "cpu" and not (plan and plan.device == "cpu") and may_have_gpus():

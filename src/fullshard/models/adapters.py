@@ -1,8 +1,8 @@
-"""Adds low-rank adapters to a model without values, by peft. Needs the extra `hf`.
+"""Inserts peft's low-rank adapters into a model on the meta device. Needs the extra `hf`.
 
-[Note: initialised alone] peft initialises a whole adapter on every rank when it is inserted. Here it is
-inserted on the meta device and initialised with all other parameters: A like a linear module (peft's
-default), B with zeros. The model's own `_init_weights` must not overwrite these values.
+[Note: initialised alone] peft initialises a whole adapter on every rank when it is inserted. Here adapters
+are inserted on the meta device, and initialised later with all other parameters: A like a linear module
+(peft's default), B with zeros. The model's own `_init_weights` must not overwrite these values.
 """
 
 import importlib.util
@@ -25,11 +25,11 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def add_adapter(
     model: nn.Module, section: AdapterSection, *, own_dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """Inserts adapters into `model`, freezes the other parameters, and returns it.
+    """Inserts adapters into `model`, in place, and freezes other parameters, except in `adapter.trained`.
 
-    `model` is on the meta device and is changed in place. Modules in `adapter.trained` are not frozen.
-    `own_dtype` is the dtype of the base if `base_dtype` is auto; None leaves it unchanged. Raises
-    MissingExtraError without peft, SpecError for targets that the model does not have.
+    Returns the same model, which is on the meta device. `own_dtype` is the dtype of frozen parameters if
+    `adapter.base_dtype` is "auto"; None leaves their dtype unchanged. Raises MissingExtraError without peft,
+    SpecError for targets that the model does not have.
     """
     if section.rank == 0:
         return model
@@ -57,7 +57,7 @@ def add_adapter(
 
 
 def lora_config(section: AdapterSection, *, targets: list[str], turned: bool) -> Any:
-    """Returns the LoraConfig for the modules `targets`. `turned`: weights are (in, out). Raises SpecError."""
+    """Returns peft's LoraConfig for `targets`. `turned`: their weights are (in, out). Raises SpecError."""
     options = {key: value for key, value in section.options.items() if key != "init_lora_weights"}
     try:
         return _import_peft().LoraConfig(
@@ -79,12 +79,12 @@ def _import_peft() -> Any:
 
 
 def _whole(number: float) -> float | int:
-    """Returns whole numbers as int, as in peft's own files."""
+    """Returns a whole number as int, which is how peft writes it, and any other number unchanged."""
     return int(number) if number == int(number) else number
 
 
 def _targets(model: nn.Module, section: AdapterSection) -> list[str]:
-    """Returns the full names of the modules that get adapters."""
+    """Returns the full names of the modules that get adapters. Raises SpecError if there are none."""
     if section.targets != "all-linear":
         found = _named(model, section.targets, key="adapter.targets")
         names = {module: name for name, module in model.named_modules()}
@@ -104,12 +104,12 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def is_turned(module: nn.Module) -> bool:
-    """Returns True for GPT-2's linear modules, which store the weight transposed, as (in, out)."""
+    """Returns True for GPT-2's linear modules, Conv1D, whose weights are transposed: (in, out)."""
     return type(module).__name__ == "Conv1D"
 
 
 def _in_a_block(name: str) -> bool:
-    """Returns True for a module inside a numbered block, which a head is not."""
+    """Returns True for the name of a module inside a numbered block, which a head is not."""
     return any(part.isdigit() for part in name.split("."))
 
 
@@ -139,7 +139,7 @@ def _keep_base_in(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def _initialise_by_itself(model: nn.Module, *, gaussian: bool) -> None:
-    """Initialises adapters separately from the model. See [Note: initialised alone]."""
+    """Sets initialisers of the adapters, apart from the model's. See [Note: initialised alone]."""
     own: set[nn.Module] = set()
     for module, act in _initialisers(model, gaussian=gaussian):
         setattr(module, "reset_parameters", act)  # noqa: B010
@@ -154,7 +154,7 @@ def _initialise_by_itself(model: nn.Module, *, gaussian: bool) -> None:
 
 
 def _initialisers(model: nn.Module, *, gaussian: bool) -> Iterator[tuple[nn.Module, Callable[[], object]]]:
-    """Yields (module with a part of an adapter, function that initialises it as peft does)."""
+    """Yields (module that holds part of an adapter, function that initialises that part as peft does)."""
     for layer in model.modules():
         for kind in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
             parts: Any = getattr(layer, kind, None)

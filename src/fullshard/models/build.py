@@ -1,4 +1,4 @@
-"""build_model(run): builds the module that [model] names, without values."""
+"""Builds the module that a run's [model] section names, on the meta device."""
 
 import torch
 from torch import nn
@@ -26,13 +26,13 @@ def build_model(run: Run) -> nn.Module:
 
 
 def python_model(section: PythonModel) -> nn.Module:
-    """Builds the factory's module on the meta device. Raises SpecError for anything that makes no module."""
+    """Builds the module that the user's function `model.python` returns, on meta. Raises SpecError."""
     factory = import_object(section.python, key="model.python")
     try:
         model = without_parameters(lambda: factory(**section.options))
     except TypeError as error:
         raise SpecError(
-            f"{section.python} cannot be called so.",
+            f"{section.python} cannot be called with these options.",
             got=f"{error}; model.options = {section.options}",
             fix="model.options with the factory's own keyword arguments",
         ) from error

@@ -1,4 +1,4 @@
-"""Checks that a model supports the data: sequence length against positions, tokens against vocabulary."""
+"""Checks that a model supports the data: sequences fit its positions, and tokens its vocabulary."""
 
 from typing import Any, cast
 
@@ -14,9 +14,9 @@ _POSITIONS = "max_position_embeddings"
 
 
 def check_positions(model: nn.Module, run: Run) -> None:
-    """Raises SpecError for sequences longer than a transformers model was trained for, as its config says."""
+    """Raises SpecError if the run's sequences are longer than the `max_position_embeddings` of the config."""
     if not is_causal_lm(model):
-        return  # batches of other models are unknown; the reference decoder was checked when the run was read
+        return  # other models take unknown batches; the reference decoder was checked when the run was read
     config: Any = model.config
     text = config.get_text_config()
     longest = getattr(text, _POSITIONS, None)
@@ -32,12 +32,10 @@ def check_positions(model: nn.Module, run: Run) -> None:
 
 
 def check_vocabulary(run: Run, *, tokens: int | None, model: nn.Module | None = None) -> None:
-    """Raises SpecError if the data has tokens up to `tokens` - 1 and the model has no row for them.
+    """Raises SpecError if the model's embedding has fewer than `tokens` rows. More rows are allowed.
 
-    tokens: None if unknown
-    model: the built model, whose config counts; before it is built, [model] and the file that it names
-
-    A model may have more rows, since many are padded to a round number.
+    tokens: number of tokens that the data may have; None if unknown
+    model: the built model, whose config is read; before it is built, [model] and its config.json are read
     """
     rows = _rows_of(model, run)
     if rows is None or tokens is None or tokens <= rows:
@@ -53,7 +51,7 @@ def check_vocabulary(run: Run, *, tokens: int | None, model: nn.Module | None = 
 
 
 def _rows_of(model: nn.Module | None, run: Run) -> int | None:
-    """Returns the number of tokens that the model has rows for; None if unknown."""
+    """Returns the number of rows of the model's token embedding; None if unknown."""
     if isinstance(run.model, DecoderConfig):
         return run.model.vocabulary
     if not isinstance(run.model, HuggingFaceModel):

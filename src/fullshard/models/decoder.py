@@ -10,7 +10,7 @@ from fullshard.spec.model_section import DecoderConfig
 class RotaryPositions(nn.Module):
     """Rotates pairs of channels by an angle that grows with the position. RoFormer: arXiv:2104.09864.
 
-    The tables are in no checkpoint. `reset_buffers` computes them, also after the meta device.
+    The tables are not saved in checkpoints; `reset_buffers` computes them.
     """
 
     cosine: Tensor  # (max_sequence, head_dim / 2), fp32
@@ -34,10 +34,7 @@ class RotaryPositions(nn.Module):
         self.sine.copy_(angles.sin())
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Rotates x (batch, heads, sequence, head_dim).
-
-        `positions` is (batch, sequence), by default 0, 1, 2, …
-        """
+        """Rotates x (batch, heads, sequence, head_dim). `positions`: (batch, sequence), default 0, 1, 2, …"""
         if positions is None:
             length = x.shape[-2]
             cosine, sine = self.cosine[:length].to(x.dtype), self.sine[:length].to(x.dtype)
@@ -87,7 +84,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each applied to the normalised residual stream."""
+    """Decoder layer: attention, then feed-forward, each applied to the normalised residual stream."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -103,7 +100,7 @@ class Block(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Applies the block.
+        """Applies the layer to x (batch, sequence, d_model).
 
         positions: (batch, sequence); by default 0, 1, 2, …
         mask: bool (batch, 1, sequence, sequence), True where a token is attended to; by default causal
@@ -158,6 +155,6 @@ class DecoderModel(nn.Module):
 
 
 def _same_document(documents: Tensor) -> Tensor:
-    """Returns a causal mask within documents, bool (batch, 1, sequence, sequence)."""
+    """Returns the causal mask within documents: bool (batch, 1, sequence, sequence), True: attended to."""
     same = documents[:, :, None] == documents[:, None, :]
     return same.tril().unsqueeze(1)

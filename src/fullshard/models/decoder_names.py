@@ -1,4 +1,4 @@
-"""Exports the reference decoder as a Llama: the same tensors under transformers' names."""
+"""Describes the reference decoder as a Llama of transformers, for export: its config and tensor names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ _BLOCK = {
     "feed_forward.down": "mlp.down_proj",
 }
 _AROUND = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-# Llama's name of each size. A size without a Llama name must raise an error, not be dropped silently.
+# Llama's name of each setting. A setting that Llama lacks raises an error unless it has its default.
 _SIZES = {
     "vocabulary": "vocab_size",
     "d_model": "hidden_size",
@@ -35,7 +35,7 @@ _SIZES = {
 
 
 def llama_config(decoder: DecoderConfig) -> dict[str, Any]:
-    """Returns the config.json of a Llama that computes the same. Raises CheckpointError for what it lacks."""
+    """Returns the config.json of an equal Llama. Raises CheckpointError for settings that Llama lacks."""
     dumped = decoder.model_dump()
     other = [
         name
@@ -46,7 +46,7 @@ def llama_config(decoder: DecoderConfig) -> dict[str, Any]:
         raise CheckpointError(
             "the decoder cannot be exported for transformers.",
             got=", ".join(f"model.{name} = {dumped[name]!r}" for name in other),
-            why="a Llama, which it is written as, has no such thing",
+            why="it is exported as a Llama, which has no such setting",
         )
     sizes = {_SIZES[name]: value for name, value in dumped.items() if name in _SIZES}
     return {
@@ -57,16 +57,14 @@ def llama_config(decoder: DecoderConfig) -> dict[str, Any]:
         "mlp_bias": False,
         "bos_token_id": None,
         "eos_token_id": None,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": decoder.rope_theta,
-        },  # from transformers 5 on
+        # read by transformers 5 and later
+        "rope_parameters": {"rope_type": "default", "rope_theta": decoder.rope_theta},
         **sizes,
     }
 
 
 def llama_names(tensors: Mapping[str, Shape]) -> WeightMap:
-    """Maps the decoder's tensors to Llama's names. Raises CheckpointError for a tensor that a Llama lacks."""
+    """Returns the map of the decoder's tensors to Llama's. Raises CheckpointError for one Llama lacks."""
     parts: dict[str, tuple[Part, ...]] = {}
     shapes: dict[str, Shape] = {}
     for name, shape in tensors.items():

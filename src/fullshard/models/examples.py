@@ -1,4 +1,4 @@
-"""Example batches for transformers models, with shapes only, for describing a model."""
+"""Example batches without values (meta tensors), with which a transformers model is described."""
 
 import inspect
 from typing import Any
@@ -13,9 +13,9 @@ _ONE_LABEL = ("ForImageClassification", "ForSequenceClassification", "ForAudioCl
 
 
 def example_batch(model: nn.Module, run: Run, *, rows: int) -> dict[str, Tensor] | None:
-    """Returns the arguments of `model(**batch)` on the meta device; None if unknown.
+    """Returns a batch of `rows` samples on the meta device, for `model(**batch)`; None if inputs are unknown.
 
-    Token ids have `data.sequence_length` tokens, at most the model's positions; images the config's size.
+    Token ids: `data.sequence_length` tokens, at most the model's positions. Images: the config's size.
     """
     config: Any = getattr(model, "config", None)
     takes = inspect.signature(model.forward).parameters
@@ -41,6 +41,7 @@ def example_batch(model: nn.Module, run: Run, *, rows: int) -> dict[str, Tensor]
 
 
 def _image(config: Any) -> tuple[int, int, int] | None:
+    """Returns (channels, height, width) of the model's images; None if unknown."""
     part = getattr(config, "vision_config", config)
     size, channels = getattr(part, "image_size", None), getattr(part, "num_channels", 3)
     if isinstance(size, int):

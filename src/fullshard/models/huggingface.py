@@ -21,7 +21,7 @@ from fullshard.spec.small_files import ForeignErrors
 _LAYERS = "num_hidden_layers"
 _CAUSAL = "AutoModelForCausalLM"
 _AUTO_MAP = "auto_map"
-# Config keys that name code: classes in files beside the config, and kernels in hub repositories.
+# Config keys that name code to run: classes in files beside the config, and kernels in hub repositories.
 _NAMES_CODE = {
     _AUTO_MAP,
     "attn_implementation",
@@ -34,19 +34,18 @@ _NAMES_CODE = {
 
 
 def meta_model(config_path: str | Path) -> nn.Module:
-    """Builds the model that `config_path` describes, without weights.
+    """Builds the model that `config_path` describes, with parameters on the meta device and real buffers.
 
-    `config_path` is a config.json, its directory, or a name in the local cache. Parameters are on the meta
-    device, buffers as the constructor computed them. Raises the same errors as `hf_model`.
+    `config_path` is a config.json, its directory, or the name of a model in the local cache. Raises the same
+    errors as `hf_model`.
     """
     return hf_model(HuggingFaceModel(hf=str(config_path)))
 
 
 def hf_model(section: HuggingFaceModel) -> nn.Module:
-    """Builds the transformers model that `section` names, as it is trained here.
+    """Builds the transformers model that `section` names, for training: in fp32, without key/value cache.
 
-    It has no weights, is in fp32 until the plan changes that (whatever dtype its file names), and has no
-    key/value cache. Code that comes with the model is run only with `trust_remote_code`.
+    Parameters are on the meta device. Code that comes with the model is run only with `trust_remote_code`.
 
     Raises MissingExtraError without transformers. Raises SpecError for a name that is not on this machine, a
     config without a transformers model, an option that the config does not have, and an attention
@@ -72,7 +71,7 @@ def hf_model(section: HuggingFaceModel) -> nn.Module:
 
 
 def import_transformers(source: str) -> Any:
-    """Imports transformers. Raises MissingExtraError that names `source`."""
+    """Imports transformers. Raises MissingExtraError, which names the model `source`, if it is absent."""
     if importlib.util.find_spec("transformers") is None:
         raise MissingExtraError("hf", package="transformers", needed_for=f"[model] {source}")
     import_quietly("transformers.modeling_utils")
@@ -80,7 +79,7 @@ def import_transformers(source: str) -> Any:
 
 
 def hf_config(section: HuggingFaceModel) -> Any:
-    """Returns the transformers config with the options applied. Raises the same errors as `hf_model`."""
+    """Returns the transformers config with `model.options` applied. Raises the same errors as `hf_model`."""
     import_transformers(section.source)
     path = locate(section.hf)
     data = read_config(path)
@@ -124,14 +123,14 @@ def _config_class(section: HuggingFaceModel, data: Mapping[str, Any], *, path: P
 
 
 def own_dtype(section: HuggingFaceModel) -> torch.dtype | None:
-    """Returns the dtype of the weights according to the config; None if it does not define one."""
+    """Returns the dtype of the weights according to config.json; None if it does not define one."""
     data = read_config(locate(section.hf))
     found = getattr(torch, str(data.get("dtype", data.get("torch_dtype"))), None)
     return found if isinstance(found, torch.dtype) else None
 
 
 def is_causal_lm(model: nn.Module) -> bool:
-    """Returns True for a transformers model, sharded or not, that outputs next-token logits."""
+    """Returns True for a transformers causal language model, sharded or not."""
     if not hasattr(getattr(model, "config", None), "model_type"):
         return False
     auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
@@ -141,10 +140,12 @@ def is_causal_lm(model: nn.Module) -> bool:
 
 
 def _with_options(data: Mapping[str, Any], section: HuggingFaceModel, *, config: Any) -> dict[str, Any]:
-    """Returns the file's values with the options applied. `config` is the config of the file alone.
+    """Returns `data`, the values of config.json, with the options of `section` applied.
 
-    An option is named as in the config, or by the name common to all models (`num_hidden_layers`). An option
-    for a part (`text_config`) is a table. Lists with one entry per layer follow the number of layers.
+    An option is named as in the config, or by the name common to all models (`num_hidden_layers`). The option
+    of a part (`text_config`) is a table. Lists with one entry per layer follow the number of layers.
+
+    config: the config of `data`, without options. Raises SpecError for an option that it does not have.
     """
     changed = dict(data)
     own_names: Mapping[str, str] = getattr(config, "attribute_map", {})
@@ -169,7 +170,7 @@ def _with_options(data: Mapping[str, Any], section: HuggingFaceModel, *, config:
 
 
 def _with_layers(data: Mapping[str, Any], *, before: int, now: int) -> dict[str, Any]:
-    """Cuts lists with one entry per layer to `now`, and drops those too short, which the config rebuilds."""
+    """Cuts lists with one entry per layer to `now` layers; drops shorter ones, which the config rebuilds."""
     per_layer = {key for key, value in data.items() if isinstance(value, list) and len(value) == before > 1}
     return {
         key: value[:now] if key in per_layer else value
@@ -179,7 +180,7 @@ def _with_layers(data: Mapping[str, Any], *, before: int, now: int) -> dict[str,
 
 
 def _parts(config: Any) -> Iterable[Any]:
-    """Yields the config and the configs of its parts (such as a text and an image model)."""
+    """Yields the config, and the configs of its parts, such as a text and an image model."""
     yield config
     for name in getattr(config, "sub_configs", {}):
         part = getattr(config, name, None)
@@ -214,13 +215,16 @@ def _model_class(section: HuggingFaceModel, config: Any) -> Any:
 
 
 # Code beside a model #
-def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config, and the configs of its parts, without the values that name code."""
-    return {key: _stripped(value) for key, value in config.items() if key not in _NAMES_CODE}
+def without_code(value: Any) -> Any:
+    """Returns a config, as JSON values, without the keys that name code to run, at any depth."""
+    if isinstance(value, Mapping):
+        config = cast(Mapping[str, Any], value)
+        return {key: without_code(part) for key, part in config.items() if key not in _NAMES_CODE}
+    return [without_code(one) for one in cast(list[Any], value)] if isinstance(value, list) else value
 
 
 def code_beside(config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the classes that a config takes from files beside it, keyed by auto class."""
+    """Returns the config's `auto_map`: auto class -> `file.Class`, a class in a file beside the config."""
     named = config.get(_AUTO_MAP)
     if not isinstance(named, Mapping):
         return {}
@@ -228,7 +232,7 @@ def code_beside(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def class_beside(reference: str, *, directory: Path, source: str) -> Any:
-    """Runs the local file that `reference` (`file.Class`) names, and returns the class. Raises SpecError."""
+    """Runs the file in `directory` that `reference` (`file.Class`) names; returns the class."""
     modules: Any = importlib.import_module("transformers.dynamic_module_utils")
     try:
         return modules.get_class_from_dynamic_module(reference, str(directory), local_files_only=True)
@@ -240,7 +244,7 @@ def class_beside(reference: str, *, directory: Path, source: str) -> Any:
 
 
 def not_trusted(section: HuggingFaceModel, needed: str) -> SpecError:
-    """Returns the error for a model that needs the class `needed` from a file beside it."""
+    """Returns the error for a model that needs the class `needed` (`file.Class`) but is not trusted."""
     return SpecError(
         f"{section.source} comes with Python code of its own, which is not run.",
         got=f"auto_map names {needed}, and model.trust_remote_code = false",
@@ -248,11 +252,3 @@ def not_trusted(section: HuggingFaceModel, needed: str) -> SpecError:
         fix="read the code, then model.trust_remote_code = true; "
         'or install it as a package, and model.python = "package.module:factory"',
     )
-
-
-def _stripped(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return without_code(cast(Mapping[str, Any], value))
-    if isinstance(value, list):
-        return [_stripped(one) for one in cast(list[Any], value)]
-    return value

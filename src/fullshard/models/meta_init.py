@@ -1,4 +1,4 @@
-"""Constructs modules without their parameters, but with their buffers."""
+"""Constructs modules with parameters on the meta device and real buffers."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from fullshard.errors import SpecError
 from fullshard.quantities import format_bytes
 
 _VALUES = "_constructed_values"
-# Largest number of elements of a non-constant parameter that is kept with the module.
+# Largest number of elements of a non-constant parameter whose values are kept.
 _MOST_KEPT = 1 << 20
 # Kimi K2 has 70,000 parameters in 61 blocks of 384 experts.
 _MOST_PARAMETERS = 300_000
@@ -35,15 +35,15 @@ _Kept = float | NDArray[np.float64]
 def without_parameters(
     construct: Callable[[], nn.Module], *, most_parameters: int = _MOST_PARAMETERS
 ) -> nn.Module:
-    """Returns the module that `construct()` builds, with parameters on the meta device and computed buffers.
+    """Returns the module that `construct()` builds, with parameters on the meta device and real buffers.
 
     Constructors compute buffers (rotary tables, masks) that are in no checkpoint, and that the meta device
-    would lose (transformers#45902). So only `torch.empty`, from which parameters are made, returns tensors
-    without storage. Values that the constructor fills in (ones, a temperature) are set again when the model
-    is initialised, unless the module has `reset_parameters`.
+    would lose (transformers#45902). So only `torch.empty`, from which parameters are made, returns meta
+    tensors. Values that the constructor writes into parameters (ones, a temperature) are set again when the
+    model is initialised, unless the module has `reset_parameters`.
 
     The seed is fixed, so that values are the same on every rank. Raises SpecError for more than
-    `most_parameters` or implausibly large tables, before a wrong number in a config uses up all memory.
+    `most_parameters` or very large tables, before a wrong number in a config uses up all memory.
     """
     with torch.random.fork_rng(devices=[]), _EmptyOnMeta(most_parameters):
         torch.manual_seed(0)
@@ -55,7 +55,7 @@ def without_parameters(
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Puts tensors made without values on the meta device. Limits their number, and others' sizes."""
+    """Makes `torch.empty` return meta tensors. Limits their number, and the sizes of other new tensors."""
 
     def __init__(self, most_parameters: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **given)
 
     def _check_table(self, func: Any, args: Any, *, given: Mapping[str, Any]) -> None:
-        """Raises SpecError for a table that is too large. Its size is found on the meta device."""
+        """Raises SpecError if `func` would make a tensor that is too large; runs it on the meta device."""
         planned = func(*args, **{**given, "device": "meta"})
         if planned.nbytes > _MOST_TABLE_BYTES:
             raise SpecError(
@@ -84,7 +84,7 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 
 def _let_go(model: nn.Module) -> None:
-    """Replaces every parameter by one on the meta device. Tied parameters stay tied."""
+    """Replaces every real parameter by one on the meta device, and keeps its values in the module."""
     replaced: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -100,14 +100,15 @@ def _let_go(model: nn.Module) -> None:
 
 
 def _kept(value: Tensor) -> _Kept | None:
-    """Returns a number for a constant, else an array, since the module may be copied under fake tensors."""
+    """Returns a parameter's values to keep: a number if all are equal, else an array; None if too many."""
     if value.numel() and bool((value == value.flatten()[0]).all()):
-        return float(value.flatten()[0].item())  # the value of all elements
+        return float(value.flatten()[0].item())
+    # Not a tensor: the module may be copied under fake tensors.
     return value.double().numpy() if value.numel() <= _MOST_KEPT else None
 
 
 def _with_constructed_values(then: Callable[[nn.Module], object] | None) -> Callable[[nn.Module], None]:
-    """Returns an initialiser of one module: sets the constructor's values, then calls `then`."""
+    """Returns an initialiser of one module, which sets the constructor's values, then calls `then`."""
 
     def initialise(module: nn.Module) -> None:
         values: dict[str, _Kept] = vars(module).get(_VALUES, {})

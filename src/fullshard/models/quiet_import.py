@@ -1,4 +1,4 @@
-"""Imports packages that import torchao, without its warnings."""
+"""Imports packages without the warnings of torchao, which they import."""
 
 import importlib
 import logging
@@ -10,7 +10,7 @@ _WARN = ("torchao", "torch.utils._pytree")
 
 
 def import_quietly(name: str) -> ModuleType:
-    """Imports a module without torchao's warnings, which are irrelevant here."""
+    """Imports the module `name`, without torchao's warnings, and returns it."""
     loggers = [logging.getLogger(one) for one in _WARN]
     levels = [one.level for one in loggers]
     try:

@@ -1,4 +1,4 @@
-"""Passes positions and documents of a batch of tokens to a model, in the form that it accepts."""
+"""Converts the positions and documents of a batch of tokens to the arguments that a model accepts."""
 
 import importlib
 import inspect
@@ -12,11 +12,11 @@ from fullshard.errors import TrainError
 
 
 def token_arguments(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns the keyword arguments besides the tokens; empty for a batch of only tokens and labels.
+    """Returns the model's keyword arguments for positions and documents; empty if `batch` has neither.
 
     batch["positions"] and batch["documents"] are int64 (microbatch, sequence). A transformers model gets
-    `position_ids` and a mask in its attention's form, any other model `positions` and `documents`. Raises
-    TrainError if the forward does not accept them, since it would attend across documents.
+    `position_ids` and a mask in the form of its attention; any other model gets `positions` and `documents`.
+    Raises TrainError if `forward` does not accept them, since the model would attend across documents.
     """
     positions, documents = batch.get("positions"), batch.get("documents")
     if positions is None and documents is None:
@@ -29,7 +29,7 @@ def token_arguments(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, 
         return arguments
     tokens = batch["tokens"]
     if documents is None:
-        documents = torch.zeros_like(tokens)  # else the model infers documents from restarts
+        documents = torch.zeros_like(tokens)  # else the model infers documents from restarting positions
     if positions is None:
         positions = _positions_of(documents)
     attention = str(getattr(config, "_attn_implementation", "eager"))
@@ -57,7 +57,7 @@ def _check_takes(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 
 
 def _positions_of(documents: Tensor) -> Tensor:
-    """Returns (batch, sequence): the number of earlier tokens of the same document."""
+    """Returns (batch, sequence): for each token, the number of earlier tokens of its document."""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -82,10 +82,10 @@ def _masks(config: Any, documents: Tensor, *, attention: str) -> Any:
 
 
 def _mask(documents: Tensor, *, attention: str, window: int | None) -> Any:
-    """Returns the mask of earlier tokens of the same document, at most `window` of them if that is set.
+    """Returns the causal mask within documents, over the last `window` tokens if that is set.
 
-    It is a BlockMask for `flex_attention`, added to the scores for `eager`, otherwise bool (batch, 1,
-    sequence, sequence).
+    `flex_attention` gets a BlockMask. Others get (batch, 1, sequence, sequence): `eager` floats to add to the
+    scores, the rest bool, True where attended to.
     """
     if attention == "flex_attention":
         return _block_mask(documents, window=window)

@@ -1,4 +1,4 @@
-"""AdamW whose state lives outside the device: it is streamed through, group by group."""
+"""AdamW whose state is in host memory or on a drive, and is updated group by group."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,7 +26,7 @@ _CHUNK = 1 << 20  # bf16 moment elements held in fp32 at once
 
 @dataclass(frozen=True)
 class _GroupUpdate:
-    """Inputs for the update of one parameter: its flat gradient, and its count of updates as a tensor."""
+    """Inputs for the update of one parameter: its flat gradient, step count, options, and rounding seed."""
 
     gradient: Tensor
     step: Tensor
@@ -35,7 +35,7 @@ class _GroupUpdate:
 
 
 class StreamingAdamW(torch.optim.Optimizer):
-    """AdamW with decoupled decay (arXiv:1711.05101), fused; bit for bit equal to `torch.optim.AdamW`.
+    """AdamW with offloaded state (arXiv:1711.05101); in fp32 bit for bit equal to torch's fused AdamW.
 
     Parameters that are not offloaded (scalars) are updated in place. `step` may return before the update has
     finished: each later all-gather waits for its own unit. bf16 masters and moments are rounded
@@ -43,7 +43,7 @@ class StreamingAdamW(torch.optim.Optimizer):
 
     offloaded: the masters and moments
     gradients: the gradients that `step` applies
-    gradient_factor: factor that the next `step` multiplies gradients by, as clipping does; then 1 again
+    gradient_factor: the next `step` multiplies gradients by this factor (of clipping), and resets it to 1
     on_device: buffers for an update in the device's memory; if None, the host updates the state in place
     """
 
@@ -64,19 +64,19 @@ class StreamingAdamW(torch.optim.Optimizer):
 
     @property
     def saved_as(self) -> str:
-        """Name of the optimizer that resumes from the same state without offload."""
+        """Name of the optimizer class that resumes from this state without offload, for checkpoints."""
         masters = {p.dtype for p, *_ in self._parameters()}
         return "StochasticAdamW" if torch.bfloat16 in masters else "AdamW"
 
     @property
     def copies(self) -> Iterable[Tensor]:
-        """The copies of the shards on the device, if the masters are not there."""
+        """Copies of the shards in device memory; empty if the masters are there, or shards are offloaded."""
         shards = self.offloaded.shards
         return shards.tensors.values() if isinstance(shards, ShardCopies) and not shards.host_bytes else ()
 
     @property
     def passing(self) -> Iterable[Tensor]:
-        """The device buffers that state passes through."""
+        """Device buffers through which groups are updated; empty if the host updates them."""
         return self._on_device.buffers if self._on_device is not None else ()
 
     @torch.no_grad()
@@ -110,7 +110,7 @@ class StreamingAdamW(torch.optim.Optimizer):
         return loss
 
     def settle(self) -> None:
-        """Waits for the last update to finish. Raises the error of a failed update."""
+        """Waits until the last update has finished. Raises the error of a failed update."""
         self.offloaded.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -120,8 +120,8 @@ class StreamingAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as `torch.optim.AdamW` does, with each parameter's master beside its moments.
 
-        As in torch, later steps change the tensors, which are read from a drive when they are used. A deep
-        copy, or a saved file, holds the present values, all of them in memory.
+        As in torch, the tensors show the results of later steps. Tensors on a drive are read at each use. A
+        deep copy, or a saved file, holds the present values.
         """
         self.settle()
         found = super().state_dict()
@@ -132,10 +132,11 @@ class StreamingAdamW(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a `state_dict` of the same parameters on the same ranks; torch.optim.AdamW's lacks masters.
+        """Loads a `state_dict` of the same parameters on the same ranks, with or without masters.
 
-        Raises SpecError for shards of other shapes, before anything is changed, and OffloadError if the drive
-        fails. After an error half-way the state is unusable until a complete one is loaded.
+        Masters that it lacks stay unchanged; moments that it lacks become zero. Raises SpecError for shards
+        of other shapes, before anything is changed, and OffloadError if the drive fails. After an error
+        half-way, the state is unusable until a complete state is loaded.
         """
         self.offloaded.settle(to_load=True)
         index = {self.offloaded.names_of.get(p): i for i, (p, _) in enumerate(self._parameters())}
@@ -158,7 +159,7 @@ class StreamingAdamW(torch.optim.Optimizer):
                         target.zero_() if one is None else target.copy_(local_tensor(one))
 
     def _take_over(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state that is not offloaded, in place, into the tensors of any earlier `state_dict`."""
+        """Loads the state that is not offloaded into its present tensors, which any `state_dict` shares."""
         before = {parameter: dict(state) for parameter, state in self.state.items()}
         super().load_state_dict(state_dict)
         for parameter, state in self.state.items():
@@ -205,7 +206,7 @@ def _update(  # signature: bound arguments, and those of `OffloadedState.update`
     factor: float,
     gradient: Tensor | None = None,
 ) -> None:
-    """Updates one group. `gradient` is the group's, laid out as its parts; if None, each job has its own."""
+    """Updates one group. `gradient` is laid out like each part; if None, each job's own gradient is used."""
     alike: dict[AdamOptions, list[tuple[_GroupUpdate, Segment]]] = defaultdict(list)
     for segment in group.segments:
         job = jobs.get(segment.name)
@@ -228,7 +229,7 @@ def _update(  # signature: bound arguments, and those of `OffloadedState.update`
 
 
 def _step(job: _GroupUpdate, device: torch.device) -> Tensor:
-    """Returns the step on `device` for the fused kernel. `torch.full` avoids a blocking copy to a GPU."""
+    """Returns the step count on `device` for the fused kernel. `torch.full` avoids a blocking copy."""
     if job.step.device == device:
         return job.step
     return torch.full((), job.step.item(), dtype=torch.float32, device=device)
@@ -237,7 +238,7 @@ def _step(job: _GroupUpdate, device: torch.device) -> Tensor:
 def _fused(
     state: list[list[Tensor]], gradients: list[Tensor], *, steps: list[Tensor], options: AdamOptions
 ) -> None:
-    """Runs the fused kernel. `state` is the values, the first moments and the second moments."""
+    """Runs torch's fused kernel. `state` lists the values, the first moments and the second moments."""
     torch._fused_adamw_(  # pyright: ignore[reportPrivateUsage]
         state[0],
         gradients,
@@ -267,7 +268,7 @@ def _rounded(job: _GroupUpdate, gradient: Tensor, *, state: tuple[Tensor, ...], 
 def _with_rounded_moments(
     job: _GroupUpdate, gradient: Tensor, *, state: tuple[Tensor, ...], begin: int
 ) -> None:
-    """Updates an fp32 master with the fused kernel, one chunk of its moments in fp32 at a time."""
+    """Updates an fp32 master with the fused kernel, converting a chunk of its bf16 moments at a time."""
     generator, step = _generator(job, begin, device=gradient.device), _step(job, gradient.device)
     for at in range(0, gradient.numel(), _CHUNK):
         value, first, second, g = (one[at : at + _CHUNK] for one in (*state, gradient))

@@ -1,12 +1,12 @@
-"""Update in the device's memory of state that lives in the host's: it passes through, piece by piece.
+"""Update, in device memory, of state that is kept in host memory: each group is copied in and out in pieces.
 
-[Note: two buffers] Each piece is copied into one of two buffers, changed there, and copied back. On a GPU,
-each of these three acts has its own stream, so that one piece is copied in while the previous one is changed
-and copied out. A buffer is filled again only after its last content was copied out. All pieces of a group are
-enqueued at once, and the host waits at the end of the group: its state is then complete in host memory, and
-may be written to the drive.
+[Note: two buffers] Each piece is copied into one of two buffers, updated there, and copied back. On a GPU,
+each of these three operations has its own stream, so that one piece is copied in while the previous piece is
+updated and copied out. A buffer is refilled only after its content was copied out. All pieces of a group are
+enqueued at once, and the host waits at the end of the group. The group's state is then complete in host
+memory, and may be written to the drive.
 
-Host memory is registered with the GPU; otherwise each copy would block. Pieces need not respect segments. A
+Host memory is registered with the GPU; otherwise each copy would block. A segment may be split over pieces. A
 piece begins at a multiple of CUT_ELEMENTS of its group, and segments begin at full vectors, so that on a CPU
 the results equal those of an update of the whole group.
 """
@@ -25,7 +25,7 @@ _BUFFERS = 2
 
 
 class Slice(NamedTuple):
-    """A piece of a group on the device, as a group of its own. The gradient is laid out as the parts."""
+    """A piece of a group in device memory, as a group of its own. `gradient` is laid out like each part."""
 
     group: Group
     state: Parts
@@ -33,23 +33,23 @@ class Slice(NamedTuple):
 
 
 class CopyStream(Protocol):
-    """Runs enqueued acts in order, without blocking the host."""
+    """Runs enqueued functions in order, without blocking the host."""
 
     def put(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
-        """Runs `act` after these results of other streams' `put`. Returns an event for the end of `act`."""
+        """Enqueues `act`, to run after the events `after` of other streams. Returns the event of its end."""
         ...
 
     def use(self, memory: Tensor) -> None:
-        """Makes memory that was just allocated safe for use by this stream."""
+        """Makes memory that was just allocated safe for use by the functions of this stream."""
         ...
 
     def settle(self) -> None:
-        """Waits until all acts are done."""
+        """Waits until all enqueued functions have run."""
         ...
 
 
 class CopyStreams(NamedTuple):
-    """The streams for copies in, changes, and copies out."""
+    """The streams that copy pieces to the device, update them, and copy them back."""
 
     into: CopyStream
     change: CopyStream
@@ -57,7 +57,7 @@ class CopyStreams(NamedTuple):
 
 
 class SyncCopy:
-    """Stream without CUDA: an act is done when `put` returns."""
+    """Stream without CUDA: `put` runs the function before it returns."""
 
     def put(self, act: Callable[[], None], *, after: Sequence[Any]) -> Any:
         act()
@@ -68,7 +68,7 @@ class SyncCopy:
 
 
 class AsyncCopy:
-    """A stream of a GPU, on which any thread may put acts: `put` sets the current device for the act."""
+    """CUDA stream to which any thread may add functions: `put` sets the current device for each."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -81,8 +81,8 @@ class AsyncCopy:
             return self._stream.record_event()
 
     def use(self, memory: Tensor) -> None:
-        # Work enqueued earlier on the current stream may still use this block, so this stream waits for it.
-        # When the block is freed, the allocator must not reuse it before this stream is done with it.
+        # Work enqueued earlier on the current stream may still use this memory, so this stream waits for it.
+        # When the memory is freed, the allocator must not reuse it before this stream is done with it.
         self._stream.wait_stream(torch.cuda.current_stream(memory.device))
         memory.record_stream(self._stream)
 
@@ -91,10 +91,10 @@ class AsyncCopy:
 
 
 class DeviceUpdate:
-    """Updates `groups` through buffers on `device`, which are allocated here.
+    """Updates `groups` through buffers in the memory of `device`: see [Note: two buffers].
 
     moments: dtype of the moments; None for the masters' dtype
-    streams: the streams to use; by default three streams of a GPU, or else the calling thread
+    streams: by default three CUDA streams; without CUDA, the calling thread does all work
     """
 
     def __init__(
@@ -125,10 +125,11 @@ class DeviceUpdate:
         gradients: Mapping[str, Tensor],
         change: Callable[[Slice], None],
     ) -> None:
-        """Calls `change` with each piece of the group, and returns when `parts` hold the results.
+        """Calls `change` on each piece that has a gradient, and returns when the results are in `parts`.
 
-        `gradients` are flat, of this rank's shards, in host memory and in the masters' dtype. Segments
-        without one are not to be changed.
+        parts: the group's state, in host memory
+        gradients: flat gradients of this rank's shards by parameter, in host memory, in the masters' dtype
+        change: updates a piece in place, except its segments without a gradient
         """
         streams, free = self._streams, [list[Any]() for _ in self.buffers]
         dtypes = _dtypes(group, self._moments)
@@ -156,7 +157,7 @@ class DeviceUpdate:
 
 
 def pieces(group: Group, elements: int) -> Iterator[tuple[int, Group]]:
-    """Yields the pieces of `elements` that contain part of a segment: begin in the group, and a group."""
+    """Yields (position in the group, piece) for each run of `elements` elements that contains a segment's."""
     for begin in range(0, group.numel, elements):
         segments = tuple(
             Segment(one.name, one.begin + first - one.offset, one.begin + last - one.offset, first - begin)
@@ -187,6 +188,6 @@ def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
 
 
 def _dtypes(group: Group, moments: torch.dtype | None) -> tuple[torch.dtype, ...]:
-    """Returns the dtypes of the three parts of the state, and of the gradients."""
+    """Returns the dtypes of the three parts, and of the gradient, which has the master's."""
     state = dtypes_of(group.dtype, moments)
     return *state, state[0]

@@ -1,4 +1,4 @@
-"""The directory of a rank's files on a drive: its lock, small files, and directories that earlier runs left.
+"""The directory of a rank's files on a drive: its lock, small files, and leftovers of earlier runs.
 
 <offload.path>/<run id>/rank-00003/    lock, identity.json, and the files of `generations`
 """
@@ -23,16 +23,17 @@ _PATIENCE_SECONDS = 1.0
 
 
 def rank_directory(path: Path, *, run_id: str, rank: int) -> Path:
-    """Returns the directory of a rank's files, below `offload.path`."""
+    """Returns the directory of a rank's files, below the directory `path` (`offload.path`)."""
     return path / run_id / f"rank-{rank:05d}"
 
 
 def leftovers(
     path: Path, *, alive_run_id: str | None = None, alive_ranks: int | None = None
 ) -> list[tuple[Path, int]]:
-    """Returns directories of finished runs in `offload.path` and their bytes on the drive, largest first.
+    """Returns unlocked directories of earlier runs in `offload.path`, and their bytes, the largest first.
 
-    Of the run `alive_run_id`, only ranks from `alive_ranks` on are included, which it had earlier.
+    Of the run `alive_run_id`, only directories of ranks from `alive_ranks` on are included (None: none). They
+    are left from when that run had more ranks.
     """
     found: list[tuple[Path, int]] = []
     with suppress(OSError):
@@ -47,7 +48,7 @@ def leftovers(
 
 
 def no_space_error(directory: Path, *, needed_bytes: int, free_bytes: int) -> OffloadError:
-    """Returns the error for a rank's `directory` whose files do not fit. It names what could be removed."""
+    """Returns the error for a rank's `directory` whose files do not fit. It names the removable leftovers."""
     path, run_id = directory.parent.parent, directory.parent.name
     left = leftovers(path, alive_run_id=run_id)
     names = ", ".join(f"{one} ({format_bytes(size)})" for one, size in left)
@@ -62,7 +63,7 @@ def no_space_error(directory: Path, *, needed_bytes: int, free_bytes: int) -> Of
 
 @contextmanager
 def exclusive(directory: Path) -> Generator[None]:
-    """Makes `directory` and locks it for this process. Raises OffloadError if another process holds it."""
+    """Makes `directory`, and locks it until the context ends. Raises OffloadError if it is locked."""
     with ExitStack() as stack:
         try:
             make_directory(directory)
@@ -89,7 +90,7 @@ def _held_error(directory: Path, holder: str) -> OffloadError:
 
 
 def remove_empty(rank_directory: Path, *, up_to: Path) -> None:
-    """Removes the directories above a rank's, below `up_to`, once the last rank has left them empty."""
+    """Removes the directories above a rank's directory and below `up_to` if they are empty."""
     with suppress(OSError):
         for one in rank_directory.parents:
             if one == up_to or up_to not in one.parents:
@@ -105,14 +106,14 @@ def remove(path: Path, *, system: System = SYSTEM) -> None:
 
 
 def replace(path: Path, data: bytes, *, system: System) -> None:
-    """Replaces `path` atomically: whatever happens, it is as it was or holds all of `data`."""
+    """Replaces a file atomically: after a crash it has its old content, or all of `data`."""
     with replacing(path, draft=path.with_name(f".{path.name}.tmp")) as draft:
         overwrite(draft, data, system=system)
     flush(path.parent, fsync=system.fsync)
 
 
 def overwrite(path: Path, data: bytes, *, system: System) -> None:
-    """Overwrites the first bytes of a file in place, and flushes them. Bytes behind them stay."""
+    """Writes `data` over the beginning of a file, or a new file, and flushes it. Later bytes stay."""
     descriptor = system.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         left, offset = memoryview(data), 0
@@ -130,7 +131,7 @@ def overwrite(path: Path, data: bytes, *, system: System) -> None:
 
 
 def _unusable(directory: Path, error: OSError) -> OffloadError:
-    """Returns the error for a directory that cannot be made, naming `offload.path` if that is the cause."""
+    """Returns the error for a directory that cannot be made. It names `offload.path` if that is the cause."""
     path = directory.parent.parent
     if os.path.isdir(path):  # `Path.is_dir` raises if a parent cannot be read
         return os_error(f"{directory} cannot be used.", error)
@@ -140,16 +141,16 @@ def _unusable(directory: Path, error: OSError) -> OffloadError:
 def _is_held(lock: Path) -> bool:
     try:
         return lock_holder(lock) is not None
-    except OSError:  # not a lock file of fullshard, or a file system without locks: left alone
+    except OSError:  # not a lock file of fullshard, or a file system without locks: counts as held
         return True
 
 
 def _number(rank: Path) -> int:
-    """Returns a rank's number: `rank-00003` -> 3; -1 for any other name."""
+    """Returns a rank's number from its directory's name: `rank-00003` -> 3; -1 for any other name."""
     digits = rank.name.rpartition("-")[2]
     return int(digits) if digits.isdecimal() else -1
 
 
 def disk_usage(directory: Path) -> int:
-    """Returns the bytes that a rank's files take on the drive. Raises OSError."""
+    """Returns the bytes that the files in a directory take on the drive. Raises OSError."""
     return sum(one.lstat().st_blocks * 512 for one in directory.iterdir())

@@ -3,8 +3,8 @@
 [Note: past the page cache] Bytes move directly between the drive and buffers of this process (O_DIRECT). The
 kernel's page cache would copy them a second time, hold memory that training needs, and write back at its own
 pace. Transfers that are not aligned to blocks of 4 KiB, in the file or in memory, go through an aligned
-scratch buffer: it is read, changed, and written. On a file system without direct I/O the page cache is used,
-in small transfers, and its pages are released at once.
+scratch buffer. On a file system without direct I/O, small transfers go through the page cache, and its pages
+are released at once.
 """
 
 import errno
@@ -51,7 +51,7 @@ def _posix_fallocate(descriptor: int, offset: int, length: int) -> None:  # sign
 
 @dataclass(frozen=True)
 class System:
-    """Operating system calls that reach a drive. Tests substitute others, to simulate a failing drive."""
+    """Operating system calls that access a drive. Tests replace some, to simulate a failing drive."""
 
     open: Callable[[Path, int, int], int] = os.open
     preadv: Callable[[int, Sequence[memoryview], int], int] = os.preadv
@@ -69,7 +69,7 @@ SYSTEM = System()
 def os_error(
     what: str, error: OSError, *, where: str = "", kind: type[OffloadError] = OffloadError
 ) -> OffloadError:
-    """Returns the OffloadError for an OSError: its message, `where` it happened, the reason, and the fix."""
+    """Returns the OffloadError for an OSError: `what` failed, `where`, the reason, and the fix."""
     why, fix = reason(error, directory=_SETTING)
     if error.errno == errno.ENOENT:
         why, fix = "it is not there, and the file system does not make it", f"{_SETTING} that can be written"
@@ -80,21 +80,21 @@ def os_error(
 
 
 def rounded_up(count: int) -> int:
-    """Rounds up to whole blocks of 4 KiB."""
+    """Rounds a number of bytes up to whole blocks of 4 KiB."""
     return count + -count % ALIGNMENT
 
 
 class DriveFile:
-    """A file of `size_bytes`, a multiple of 4096, which never changes its size.
+    """A file of a fixed size, `size_bytes`, which is a multiple of 4096. See [Note: past the page cache].
 
-    `read` and `write` transfer all bytes or raise, and release the GIL. Threads may touch different blocks of
-    4 KiB. Calls are fast if address, offset and length are multiples of 4096.
+    `read` and `write` transfer all bytes or raise, and release the GIL. Several threads may access different
+    blocks of 4 KiB at once. Transfers are fastest if address, offset and length are multiples of 4096.
 
-    Every error is an OffloadError, and a DamagedOffloadError if the drive has lost what was written.
+    Every error is an OffloadError, and a DamagedOffloadError if the drive has lost written bytes.
     """
 
     def __init__(self, path: Path, size_bytes: int, *, descriptor: int, system: System = SYSTEM) -> None:
-        """Wraps an open descriptor. Callers use `create` or `open` instead."""
+        """Wraps an open descriptor. Use `create` or `open` instead."""
         self.path, self.size_bytes = path, size_bytes
         self._descriptor, self._system = descriptor, system
         self._leaving = threading.Lock()
@@ -104,10 +104,10 @@ class DriveFile:
 
     @classmethod
     def create(cls, path: Path, size_bytes: int, *, system: System = SYSTEM) -> Self:
-        """Creates the file with all of its bytes allocated, so that a full drive fails here, not mid-run.
+        """Creates the file with all of its space allocated, so that a full drive fails here, not mid-run.
 
-        An existing file of this size is opened and keeps its content. Raises OffloadError if the file has
-        another size, or if there is no room; then no new file is left behind.
+        An existing file of this size is opened and keeps its content. Raises OffloadError if an existing file
+        has another size, or if there is no room; then no new file is left behind.
         """
         assert size_bytes > 0, "a file of no bytes holds nothing"
         assert size_bytes % ALIGNMENT == 0, "the last block would be a part of one"
@@ -144,30 +144,30 @@ class DriveFile:
         self.close()
 
     def close(self) -> None:
-        """Closes the file, once, without flushing. The threads that use it must have finished."""
+        """Closes the file without flushing. No thread may still use it. Later calls do nothing."""
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)
 
     def flush(self) -> None:
-        """Flushes all earlier writes to the drive. After an error none of them can be relied on."""
+        """Flushes all earlier writes to the drive. After an error, none of these writes is certain."""
         try:
             self._system.fdatasync(self._descriptor)
         except OSError as error:
             raise os_error(f"{self.path} cannot be flushed to its drive.", error) from error
 
     def read(self, target: memoryview, offset: int) -> None:
-        """Fills `target` from `offset`. Raises DamagedOffloadError if the file ends before."""
+        """Fills `target` with the bytes from `offset` on. Raises DamagedOffloadError if they are lost."""
         _require_inside(self, "read", offset=offset, length=target.nbytes)
         self._transfer(self._read_some, target, offset=offset)
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Writes all of `data` at `offset`. The data must not change until this returns."""
+        """Writes all of `data` at `offset`. `data` must not change until this returns."""
         _require_inside(self, "written", offset=offset, length=data.nbytes)
         self._transfer(self._write_some, data, offset=offset)
 
     def _transfer(self, some: Callable[[memoryview, int], int], data: memoryview, *, offset: int) -> None:
-        """Calls `some` until all of `data` is transferred."""
+        """Calls `some`, which transfers a part and returns its size, until all of `data` is transferred."""
         begin, left = offset, data.cast("B")
         while left.nbytes:
             direct = self.direct
@@ -176,7 +176,7 @@ class DriveFile:
             except InterruptedError:
                 continue
             except OSError as error:
-                if direct and error.errno == errno.EINVAL:  # the file system took the flag, but not this
+                if direct and error.errno == errno.EINVAL:  # the file system takes O_DIRECT only at `open`
                     self._leave_direct()
                     continue
                 reading = some == self._read_some
@@ -186,8 +186,8 @@ class DriveFile:
                 kind = DamagedOffloadError if lost else OffloadError
                 raise os_error(what, error, where=where, kind=kind) from error
             left, offset = left[count:], offset + count
-        if not self.direct:
-            _let_go(self._descriptor, begin, length=data.nbytes)
+        if not self.direct and hasattr(os, "posix_fadvise"):  # releases the pages, and starts their writeback
+            os.posix_fadvise(self._descriptor, begin, data.nbytes, os.POSIX_FADV_DONTNEED)
 
     def _read_some(self, target: memoryview, offset: int) -> int:
         if not self.direct:
@@ -198,7 +198,7 @@ class DriveFile:
         scratch = _scratch(head + target.nbytes)
         count = self._read_once(scratch, offset - head) - head
         if count <= 0:
-            self._leave_direct()  # a transfer that ends within a block continues without
+            self._leave_direct()  # the file system ended a transfer within a block
             return 0
         count = min(count, target.nbytes)
         _copy(scratch[head : head + count], to=target[:count])
@@ -213,7 +213,7 @@ class DriveFile:
         scratch = _scratch(head + data.nbytes)
         count = min(scratch.nbytes - head, data.nbytes)
         for edge in {0, scratch.nbytes - ALIGNMENT}:
-            if edge < head or edge + ALIGNMENT > head + count:  # keeps some of what is there
+            if edge < head or edge + ALIGNMENT > head + count:  # some bytes of this block must stay
                 block = scratch[edge : edge + ALIGNMENT]
                 if self._read_once(block, offset - head + edge) < ALIGNMENT:
                     self._leave_direct()
@@ -247,10 +247,9 @@ class DriveFile:
 
 
 def allocate(path: Path, size_bytes: int, *, system: System) -> None:
-    """Creates a file of zeros with all of its space allocated on the drive.
+    """Creates a file of zeros with all of its space allocated on the drive. Raises OSError.
 
-    Raises OSError; then the file does not exist. The file is allocated under a temporary name and renamed at
-    the end, so that a crash leaves no partial file.
+    It is allocated under a temporary name and renamed at the end, so that a crash leaves no partial file.
     """
     with replacing(path, draft=path.with_name(f".{path.name}.tmp")) as draft:
         # Not direct: where the C library allocates by writing single bytes, those are not aligned.
@@ -284,13 +283,7 @@ def _require_inside(file: DriveFile, doing: str, *, offset: int, length: int) ->
         )
 
 
-def _let_go(descriptor: int, offset: int, *, length: int) -> None:
-    """Releases the page cache's pages of these bytes, which also starts their writeback (Linux)."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
-
-
-@cache  # once for a directory
+@cache  # once per directory
 def _warn_no_direct_io(directory: Path) -> None:
     logger.warning(
         "%s has no direct I/O: what is offloaded there goes through the page cache, which costs processor "
@@ -316,10 +309,10 @@ def _is_aligned(data: memoryview, offset: int) -> bool:
 
 
 def _scratch(least: int) -> memoryview:
-    """Returns page-aligned whole blocks for `least` bytes, or as many as go in one transfer."""
+    """Returns page-aligned memory of whole blocks for `least` bytes, at most 1 MiB."""
     return memoryview(mmap.mmap(-1, min(rounded_up(least), _SCRATCH_BYTES)))
 
 
 def _copy(source: memoryview, *, to: memoryview) -> None:
-    """Copies with NumPy, which releases the GIL."""
+    """Copies bytes with NumPy, which releases the GIL."""
     np.copyto(np.frombuffer(to, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))

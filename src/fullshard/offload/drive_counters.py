@@ -1,22 +1,23 @@
-"""Counters of the bytes that a rank moves to and from its drive, counted at the system calls."""
+"""Counters of the bytes that a rank reads from and writes to its drive, counted at the system calls."""
 
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median_low
 
 from fullshard.offload.drive import System
 from fullshard.spec.measurement import DriveBytes
 
-_STEPS = 1000  # the last steps of a long run are kept
+_STEPS = 1000
 _Transfer = Callable[[int, Sequence[memoryview], int], int]
 
 
 class DriveCounters:
-    """Counts bytes read and written between updates, in files opened with `wrap(system)`, from any thread.
+    """Counts bytes that any thread reads and writes, per step, in files opened with `wrap(system)`.
 
-    steps: bytes of each step, from its update to the next; at most of the last thousand steps
+    steps: bytes of each of the last thousand steps, counted from the step's update to the next update
     """
 
     def __init__(self) -> None:
@@ -25,34 +26,31 @@ class DriveCounters:
         self.steps: deque[DriveBytes] = deque(maxlen=_STEPS)
 
     def wrap(self, system: System) -> System:
-        """Returns `system` with counting reads and writes."""
-
-        def counting(transfer: _Transfer, kind: str) -> _Transfer:
-            def counted(  # signature: the system's
-                descriptor: int, buffers: Sequence[memoryview], offset: int
-            ) -> int:
-                count = transfer(descriptor, buffers, offset)
-                with self._lock:
-                    if self._moved is not None:
-                        self._moved[kind] += count
-                return count
-
-            return counted
-
+        """Returns `system` with `preadv` and `pwritev` that count the bytes they transfer."""
+        read = partial(self._transfer_and_count, system.preadv, "read")
         return replace(
-            system, preadv=counting(system.preadv, "read"), pwritev=counting(system.pwritev, "written")
+            system, preadv=read, pwritev=partial(self._transfer_and_count, system.pwritev, "written")
         )
 
     def begin_update(self) -> None:
-        """Marks the begin of an update. All reads and writes of the previous one must have finished."""
+        """Marks the start of an update. All reads and writes of the previous update must have finished."""
         with self._lock:
             if self._moved is not None:
                 self.steps.append(DriveBytes(read=self._moved["read"], written=self._moved["written"]))
             self._moved = Counter()
 
     def median_step(self) -> DriveBytes | None:
-        """Returns the median step, or None before two updates. Reads by a few saves do not change it."""
+        """Returns the medians of bytes read and written per step; None before the second update."""
         if not self.steps:
             return None
         read, written = (median_low(getattr(one, kind) for one in self.steps) for kind in ("read", "written"))
         return DriveBytes(read=read, written=written)
+
+    def _transfer_and_count(  # signature: the system call's, after the bound arguments
+        self, transfer: _Transfer, kind: str, descriptor: int, buffers: Sequence[memoryview], offset: int
+    ) -> int:
+        count = transfer(descriptor, buffers, offset)
+        with self._lock:
+            if self._moved is not None:
+                self._moved[kind] += count
+        return count

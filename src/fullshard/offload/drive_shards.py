@@ -1,4 +1,4 @@
-"""Shards on the drive: read ahead of each all-gather, written when published; a few units are in memory."""
+"""Shards on the drive: read before each all-gather, written by each update; a few units are in memory."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,10 +22,11 @@ from fullshard.spec.groups import UNIT_BUFFERS, part_bytes
 
 @dataclass(eq=False)
 class _Unit:
-    """A unit's region of the file, the elements that an update publishes, and by parameter:
+    """A unit's region of the file.
 
-    parts: slice of the region's bytes
-    digests: digest of these bytes
+    elements: elements that an update writes
+    parts: slice of the region's bytes, by parameter
+    digests: digest of these bytes, by parameter
     """
 
     offset: int = 0
@@ -41,9 +42,10 @@ class DriveShards:
     While a unit is gathered, the unit that followed it last time is read ahead: see [Note: units in memory]
     in `offload.unit_buffers`.
 
-    units: number of the unit that gathers each parameter, counted from 0
+    engine: FSDP2's object of each parameter, by name
+    units: number of the unit that gathers each parameter, by name, counted from 0
     dtype_of: returns the dtype of a parameter in the file
-    verify: whether all reads are checked against the digest of what was written
+    verify: whether each read is checked against the digest of the written bytes
     """
 
     def __init__(
@@ -119,13 +121,11 @@ class DriveShards:
         return (shard.to(self._device, non_blocking=True) if self._device.type == "cuda" else shard).to(dtype)
 
     def whole(self, name: str) -> Tensor:
-        """Returns the whole shard, see `SeparateShards`. Raises OffloadError if it cannot be read."""
         one = self._engine[name]
         size = torch.Size([local_shape(one).numel()])
         return lazy_tensor(size, self._dtype_of(one), read=partial(self._read_one, name))
 
     def settle(self) -> None:
-        """Waits until all published shards are on the drive. Raises OffloadError."""
         self._buffers.settle()
 
     def closing(self) -> Callable[[], None]:
@@ -179,9 +179,9 @@ def _check(file: DriveFile, unit: _Unit, *, name: str, data: memoryview) -> None
 
 
 class Following:
-    """Predicts the unit gathered next from the previous order.
+    """Predicts which unit is gathered next, from the order of gathers in earlier steps.
 
-    The order is that within a step, or, if no update ever begins, that of all gathers.
+    If no update ever begins, all gathers count as one step.
     """
 
     def __init__(self) -> None:
@@ -190,11 +190,11 @@ class Following:
         self._count = self._length = 0  # gathers of this step so far, and of the previous step
 
     def begin(self) -> None:
-        """Begins a step: its first gather comes after an update, and does not follow the last one."""
+        """Starts a step: its first gather comes after an update, and does not follow the previous gather."""
         self._pair, self._length, self._count = None, self._count, 0
 
     def after(self, unit: int) -> int | None:
-        """Records a gather of `unit`. Returns the next unit, or None if the step ends or it is not known."""
+        """Records a gather of `unit`. Returns the predicted next unit; None if unknown, or the step ends."""
         before = None if self._pair is None else self._pair[1]
         if self._pair is not None:
             self._next[self._pair] = unit

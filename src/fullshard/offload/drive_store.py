@@ -1,11 +1,11 @@
 """The state of a rank's groups on its drive: at most three groups are in memory.
 
-[Note: three buffers] One group is being read, one is in the caller's hands, one is being written. A read
-waits for the write of its buffer's previous content; it does so in the reading thread, so that no other
-thread waits. Reads and writes have one thread each, and run concurrently with each other and the caller.
+[Note: three buffers] One group is being read, one is used by the caller, one is being written. A read waits,
+in the reading thread, for the write of its buffer's previous content, so that no other thread waits. Reads
+and writes have one thread each, and run concurrently with each other and the caller.
 
-Buffers keep their content, so that three groups or fewer are read only once. Of more groups, `read_ahead`
-reads the first ones as soon as a pass is written, while the drive is idle.
+Buffers keep their content, so that three groups or fewer are read only once. With more groups, `read_ahead`
+reads the first groups as soon as the last are written, while the drive is idle.
 """
 
 from collections import deque
@@ -31,9 +31,9 @@ GROUP_BUFFERS = 3
 class _Buffer:
     """A buffer for one group.
 
-    group: the group whose newest state is in `memory`
-    reserved_for: the group that it will hold once the requested reads have finished
-    writing: the write of its content to the drive
+    group: index of the group whose newest state is in `memory`
+    reserved_for: index of the group that will be in `memory` once the requested reads have finished
+    writing: the write of `memory` to the drive
     """
 
     memory: Tensor
@@ -43,7 +43,7 @@ class _Buffer:
 
 
 class _Buffers:
-    """`count` buffers of `size_bytes` each, allocated when the first is taken."""
+    """`count` buffers of `size_bytes` each, allocated together when the first is taken."""
 
     def __init__(self, count: int, size_bytes: int, *, pinned: bool) -> None:
         self._count, self._size_bytes, self._pinned = count, size_bytes, pinned
@@ -51,7 +51,7 @@ class _Buffers:
         self.idle: deque[_Buffer] = deque()  # the buffer that has been idle longest first
 
     def take(self, group: Group, *, keep: Collection[int] = ()) -> _Buffer:
-        """Takes the idle buffer reserved for the group, or else one not reserved for any of `keep`."""
+        """Takes the idle buffer reserved for the group, or else one not reserved for the groups `keep`."""
         if not self.all:
             memories = (allocate_host(self._size_bytes, pinned=self._pinned) for _ in range(self._count))
             self.all = [_Buffer(memory) for memory in memories]
@@ -64,15 +64,15 @@ class _Buffers:
         return buffer
 
     def forget(self) -> None:
-        """Marks the content of all buffers as invalid."""
         for buffer in self.all:
             buffer.group = buffer.reserved_for = None
 
 
 class DriveStore:
-    """`GroupStore` that never overwrites state in place: each pass reads one generation and writes the other.
+    """`GroupStore` on a drive: each pass reads one generation and writes the other, never in place.
 
-    `generations` has one record per group, named by its index.
+    generations: the data files, with one record per group, whose name is the group's index
+    moments: dtype of the moments; None for the masters' dtype
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class DriveStore:
         return sum(buffer.memory.nbytes for buffer in self._buffers.all)
 
     def start_from(self, file: int | None, *, committed: bool = True) -> tuple[int | None, bool]:
-        """Sets the data file that has the state, and whether it is committed. Returns the old values."""
+        """Sets which slot has the state (None: no state) and if it is committed. Returns the old values."""
         before = self._newest, self._committed
         self._newest, self._committed = file, committed
         self._wait_and_forget()
@@ -162,9 +162,9 @@ class DriveStore:
         return Parts(*(torch.empty(places[-1][1].end, dtype=dtype) for dtype in places[0][0].dtypes))
 
     def commit(self, step: int | None, payload: bytes) -> None:
-        """Makes the last streamed state a generation, as the state after `step` steps, beside a `payload`.
+        """Commits the last streamed state, with a `payload`, as the generation after `step` steps.
 
-        If `step` is None, no run resumes from it: it only keeps the files while they are read.
+        If `step` is None, no run resumes from it: it is committed only so that it stays readable.
         """
         self.settle()
         if self._committed:
@@ -226,7 +226,7 @@ class DriveStore:
     def _fill(
         self, buffer: _Buffer, group: Group, *, source: int | None, ahead: Future[None] | None = None
     ) -> None:
-        """Reads a group. Raises the error of its read `ahead`, also if the drive can be read by now."""
+        """Reads a group into the buffer. If its read `ahead` has failed, raises that error again."""
         if ahead is not None:
             ahead.result()
         if buffer.writing is not None:
@@ -242,7 +242,7 @@ class DriveStore:
         buffer.group = group.index
 
     def _wait_and_forget(self) -> None:
-        """Waits for reads ahead, and marks the content of all buffers as invalid."""
+        """Waits for the reads that were submitted, and marks the content of all buffers as invalid."""
         self._reader.submit(lambda: None).result()
         self._buffers.forget()
 
@@ -250,7 +250,7 @@ class DriveStore:
 def _read_part(
     generations: Generations, places: Sequence[tuple[GroupLayout, Segment]], *, part: int, file: int | None
 ) -> Tensor:
-    """Reads one part of a parameter's state, flat, from the data file of this number."""
+    """Reads one part of a parameter's state, flat, from the data file of slot `file`."""
     if file is None:
         raise OffloadError(
             "there is no optimizer state on the drive.",

@@ -5,13 +5,12 @@
 as attributes: the all-gather waits until the parameter is updated, and sends the offloaded shard in the
 compute dtype.
 
-The local tensor itself keeps the master's shape, dtype and device, so that reduced gradients arrive unchanged
-(a bf16 shard would have them rounded). It may be one element expanded to the shape: NaN, or the least
-integer, so that it is never mistaken for the values.
+The local tensor keeps the master's shape, dtype and device, so that reduced gradients arrive unchanged (for a
+bf16 shard, FSDP2 would round them). It may be one element expanded to the shape: NaN, or the least integer,
+so that it is never mistaken for the values.
 
-Parameters that stay sharded over fewer ranks after forward (`reshard_after_forward=<int>`) are gathered from
-that smaller shard. FSDP2 has no extension point for this, so such parameters get a subclass of FSDP2's own
-class.
+Parameters that are sharded over fewer ranks after forward (`reshard_after_forward=<int>`) are gathered from
+the shard kept after forward. FSDP2 has no extension point for this, so they get a subclass of FSDP2's class.
 
 `_get_fsdp_state`, `_fsdp_param_group`, `_sharded_param_data` and `_local_tensor` are private names of FSDP2,
 unchanged from torch 2.11 to 2.15.
@@ -36,9 +35,7 @@ def engine_parameters(module: FSDPModule) -> list[Any]:
 
 
 def gathered_parameters(model: nn.Module) -> Iterator[tuple[int, str, Any]]:
-    """Yields (number of the unit that gathers it, name, FSDP2's object) per sharded parameter, in order of
-    use.
-    """
+    """Yields (unit number, name, FSDP2's object) of each sharded parameter, in the order of use."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for unit, module in enumerate(m for m in model.modules() if isinstance(m, FSDPModule)):
         for one in engine_parameters(module):
@@ -50,7 +47,7 @@ def local_shape(engine_parameter: Any) -> torch.Size:
 
 
 def padded_shape(engine_parameter: Any) -> torch.Size:
-    """Returns the shape of the shard as it is gathered, with padding."""
+    """Returns the shape of this rank's shard with the padding that the all-gather sends."""
     return engine_parameter.padded_sharded_param_size
 
 
@@ -59,16 +56,16 @@ def shard_dtype(engine_parameter: Any) -> torch.dtype:
 
 
 def compute_dtype(engine_parameter: Any) -> torch.dtype:
-    """Returns the dtype that the parameter is gathered in. Integers are never cast."""
+    """Returns the dtype in which the parameter is gathered. Integers are never cast."""
     kept = shard_dtype(engine_parameter)
     return (engine_parameter.mp_policy.param_dtype if kept.is_floating_point else None) or kept
 
 
 def redirect_all_gather(engine_parameter: Any, source: Source, *, local: Tensor | None) -> None:
-    """Makes FSDP2 gather the result of `source(dtype)` from now on: [Note: a shard that is elsewhere].
+    """Makes FSDP2 gather the result of `source` from now on: see [Note: a shard that is elsewhere].
 
-    source: returns this rank's padded shard on the device
-    local: the master, which becomes the parameter's shard; None if it is not on the shard's device
+    source: returns this rank's padded shard on the device, in the dtype of its argument
+    local: the master, which becomes the parameter's local tensor; None if it is not on the same device
     """
     parameter = cast(DTensor, engine_parameter.sharded_param)
     if local is None:
@@ -95,10 +92,10 @@ def redirect_all_gather(engine_parameter: Any, source: Source, *, local: Tensor 
 
 
 def dtensor_like(engine_parameter: Any, local: Tensor) -> DTensor:
-    """Returns a DTensor placed like the parameter, whose local part is `local`, wherever that lies.
+    """Returns a DTensor placed like the parameter, whose local part is `local`, on any device or a drive.
 
-    A deep copy, or a pickle, of it is a DTensor with memory of its own. Torch's own deep copy holds no data
-    for a tensor on a drive, and fails for a view into a slab.
+    Its deep copy or pickle is a DTensor with memory of its own. Torch's own deep copy would hold no data for
+    a tensor on a drive, and fail for a view into a larger tensor.
     """
     spec = engine_parameter.sharded_param._spec
     meta = type(spec.tensor_meta)(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
@@ -122,7 +119,7 @@ def _stand_in(dtype: torch.dtype) -> Tensor:
 
 @cache
 def _kept_over_fewer(cls: type[Any]) -> type[Any]:
-    """Subclasses FSDP2's class for parameters that may be gathered from the shard kept after forward."""
+    """Returns a subclass of FSDP2's class that gathers from the shard kept after forward, if there is one."""
 
     class KeptOverFewer(cls):
         @property

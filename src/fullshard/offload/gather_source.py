@@ -1,4 +1,4 @@
-"""Sources of all-gathers when the master is elsewhere: this rank's shards in the compute dtype."""
+"""Sources from which FSDP2 gathers this rank's shards, instead of from its own parameters."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -13,49 +13,49 @@ from fullshard.offload.host_memory import allocate_host
 
 
 class GatherSource(Protocol):
-    """The shards that FSDP2 sends, by parameter name. One thread writes while another reads.
+    """The shards that FSDP2 gathers, by parameter name. One thread writes while another reads.
 
-    host_bytes: host memory that they take; 0 if the host's memory is the device's
+    host_bytes: host memory that the shards take; 0 if the device is the host
     """
 
     @property
     def host_bytes(self) -> int: ...
 
     def begin(self) -> None:
-        """Begins an update, which publishes all shards in the order of gathers."""
+        """Prepares for an update, which writes all shards in the order of gathers."""
         ...
 
     def hurried(self, unit: int | None) -> AbstractContextManager[None]:
-        """Makes publishing `unit` (None: all units) wait for no gather while the context is open."""
+        """While the context is open, an update writes `unit` (None: all) without waiting for gathers."""
         ...
 
     def write(self, name: str, begin: int, *, values: Tensor) -> None:
-        """Sets the elements of the shard from `begin` on to `values`, which are in the master's dtype."""
+        """Sets elements of the flat shard, from `begin` on, to `values`, which have the master's dtype."""
         ...
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Returns the padded shard, on the device, in `dtype`. Called once all of its unit is published."""
+        """Returns the padded shard, on the device, in `dtype`. Called once its unit is written."""
         ...
 
     def settle(self) -> None:
-        """Waits until all published shards are stored."""
+        """Waits until all written shards are stored. Raises OffloadError if a transfer has failed."""
         ...
 
     def closing(self) -> Callable[[], None]:
-        """Returns a function that closes files and threads. It must not reference anything else."""
+        """Returns a function that closes files and threads. It must not hold a reference to the source."""
         ...
 
 
 class SeparateShards(GatherSource, Protocol):
-    """Shards that are stored apart from the masters. Their dtype is chosen when they are made."""
+    """Source of shards that are stored apart from the masters, in a dtype of their own."""
 
     def whole(self, name: str) -> Tensor:
-        """Returns the shard, flat, without padding; not to be changed. On a drive it is read when used."""
+        """Returns the flat shard without padding, not to be changed. From a drive it is read at each use."""
         ...
 
 
 class _InMemory:
-    """A source that has nothing to wait for."""
+    """Base of sources in memory, which never wait and have nothing to close."""
 
     host_bytes = 0
 
@@ -71,7 +71,7 @@ class _InMemory:
 
 
 class MasterShards(_InMemory):
-    """Masters on the device that computes, cast when they are gathered, as FSDP2 does."""
+    """Source whose masters are in device memory: each gather casts them, as FSDP2 does."""
 
     def __init__(self, masters: dict[str, Tensor], engine: dict[str, Any]) -> None:
         self._masters, self._engine = masters, engine
@@ -138,9 +138,9 @@ class ShardCopies(_InMemory):
 
 
 class FrozenParameters:
-    """Frozen parameters of one sharded model on one rank, offloaded in their own dtype.
+    """Offloaded frozen parameters of one sharded model on one rank, in their own dtype.
 
-    engine: FSDP2's object of each, by name, in the order of use
+    engine: FSDP2's object of each frozen parameter, by name, in the order of use
     """
 
     def __init__(
@@ -152,17 +152,17 @@ class FrozenParameters:
             self._names.setdefault(units[name], []).append(name)
 
     def put(self, values: Mapping[str, Tensor]) -> None:
-        """Stores the frozen ones of a unit's flat shards."""
+        """Stores the shards of frozen parameters in `values`, which are a unit's flat shards by name."""
         for name, value in values.items():
             if name in self.engine and value.numel():
                 self.shards.write(name, 0, values=value)
 
     def tensor(self, name: str) -> DTensor:
-        """Returns a parameter's values, placed like it; not to be changed. On a drive, a use reads them."""
+        """Returns a parameter's values as a DTensor, not to be changed. From a drive, each use reads them."""
         return dtensor_like(self.engine[name], self.shards.whole(name))
 
     def refill(self) -> Iterator[dict[str, Tensor]]:
-        """Sets new values, one unit at a time: yields tensors to fill, as `OffloadedState.refill` does."""
+        """Yields, one unit at a time, tensors to fill with new values, as `OffloadedState.refill` does."""
         self.shards.begin()
         with self.shards.hurried(None):  # no all-gather runs meanwhile
             for names in self._names.values():

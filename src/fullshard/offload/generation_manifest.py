@@ -1,7 +1,7 @@
-"""On-disk metadata of a generation directory: its owner, and which of its two generations is complete.
+"""Files that describe a rank's generations: their owner, and a manifest of each complete generation.
 
     state-0.data       records at fixed offsets       state-1.data
-    state-0.payload    a few bytes beside them        state-1.payload
+    state-0.payload    the bytes given to `commit`    state-1.payload
     state-0.json       the manifest: written last     state-1.json
     identity.json      the owner of these files
 
@@ -32,9 +32,9 @@ _FOREIGN_FIX = "another offload.path; or, where nothing of it is to be kept, dis
 
 
 class Identity(FrozenModel):
-    """The owner of a directory's files.
+    """The owner of a directory's files: a rank of a run.
 
-    layout: digest of the names, shapes, dtypes and places of all records
+    layout: digest of the names, shapes, dtypes and offsets of all records
     """
 
     run_id: str
@@ -44,10 +44,7 @@ class Identity(FrozenModel):
 
 
 class FileRecord(FrozenModel):
-    """A region of a generation's file.
-
-    offset_bytes: a multiple of 4096
-    """
+    """A record: a named region of a generation's data file. `offset_bytes` is a multiple of 4096."""
 
     name: str
     offset_bytes: NonNegativeInt
@@ -58,8 +55,8 @@ class GenerationManifest(FrozenModel):
     """Description of a complete generation.
 
     step: number of steps after which the state was written
-    digests: digest of each record, in the order of `records`
-    payload_bytes: length of the payload file's valid part
+    digests: digest of each record's bytes, in the order of `records`
+    payload_bytes: length of the payload; the rest of its file is unused
     """
 
     format: Literal[1] = 1
@@ -84,7 +81,7 @@ def manifest_path(directory: Path, slot: int) -> Path:
 
 
 def file_bytes(records: Sequence[FileRecord]) -> int:
-    """Returns the size of a data file that holds `records`, in whole blocks, at least one."""
+    """Returns the size of a data file that holds `records`: whole blocks of 4 KiB, at least one."""
     return rounded_up(max((record.offset_bytes + record.length_bytes for record in records), default=1))
 
 
@@ -106,15 +103,15 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 
 
 def sealed(value: FrozenModel) -> bytes:
-    """Returns the value as JSON, followed by a line with the digest of it."""
+    """Returns the value as JSON, followed by a line with the digest of this JSON."""
     text = value.model_dump_json().encode()
     return text + b"\n" + digest(text).encode() + b"\n"
 
 
 def claim(directory: Path, identity: Identity, *, system: System) -> None:
-    """Writes `identity` into an empty `directory`, or raises ForeignOffloadError if it has another.
+    """Writes `identity` into a new `directory`. Raises ForeignOffloadError if another owner has files there.
 
-    If the identity file is damaged, the manifests are checked instead.
+    If the identity file is damaged, the manifests show the owner instead.
     """
     text, path = sealed(identity), directory / IDENTITY
     if not path.exists() and not any(os.path.lexists(data_path(directory, slot)) for slot in SLOTS):
@@ -143,14 +140,14 @@ def claim(directory: Path, identity: Identity, *, system: System) -> None:
 
 
 def read_world_size(directory: Path) -> int | None:
-    """Returns the number of ranks of the run that wrote these files, or None if it cannot be read."""
+    """Returns the number of ranks of the run that wrote the files in `directory`; None if unreadable."""
     with suppress(OSError, ValidationError, DamagedOffloadError):
         return Identity.model_validate_json(_read_unsealed(directory / IDENTITY)).world_size
     return None
 
 
 def sound_manifests(directory: Path) -> list[GenerationManifest]:
-    """Returns the readable manifests of a rank's directory, whoever owns them."""
+    """Returns the undamaged manifests in a rank's directory, for any owner."""
     found: list[GenerationManifest] = []
     for slot in SLOTS:
         with suppress(OSError, ValidationError, DamagedOffloadError):
@@ -161,11 +158,10 @@ def sound_manifests(directory: Path) -> list[GenerationManifest]:
 
 @dataclass(frozen=True)
 class SavedRunState:
-    """State that a run left in its directory on a drive (of one node).
+    """State that a run left in its directory on a drive of one node.
 
-    step: newest step that is complete on all of the run's ranks with files there
-    world_size: number of ranks of the run
-    taken_bytes: size of these ranks' files on the drive
+    step: newest step that is complete on all ranks with files in the directory
+    taken_bytes: bytes that these ranks' files take on the drive
     """
 
     directory: Path
@@ -177,7 +173,7 @@ class SavedRunState:
 def find_saved_state(directory: Path) -> SavedRunState | None:
     """Finds the state in a run's directory, `<offload.path>/<run id>`, without checking records.
 
-    Returns None if no step is complete that a run can resume from, or if this user cannot read the files.
+    Returns None if there is no step that a run can resume from, or if this user cannot read the files.
     """
     world_size = read_world_size(directory / FIRST_RANK)
     if world_size is None:
@@ -185,7 +181,7 @@ def find_saved_state(directory: Path) -> SavedRunState | None:
     with suppress(OSError):
         # Ranks of another world size are leftovers of an earlier run.
         own = [one for one in directory.glob(RANKS) if read_world_size(one) == world_size]
-        # A state without a payload is one during a load, from which no run resumes.
+        # No run resumes from a generation without a payload, which was committed during a load.
         steps = [{one.step for one in sound_manifests(rank) if one.payload_bytes} for rank in own]
         if common := set[int].intersection(*steps):
             return SavedRunState(directory, max(common), world_size, sum(disk_usage(one) for one in own))
@@ -195,9 +191,9 @@ def find_saved_state(directory: Path) -> SavedRunState | None:
 def read_manifest(
     directory: Path, slot: int, *, identity: Identity, records: Sequence[FileRecord]
 ) -> GenerationManifest | None:
-    """Returns the manifest of a slot, if there is one, after verifying its payload.
+    """Returns the manifest of a slot after verifying its payload, or None if there is no manifest.
 
-    Raises DamagedOffloadError if either is not what was written, and OSError.
+    Raises OSError, and DamagedOffloadError if the manifest or the payload is damaged.
     """
     path = manifest_path(directory, slot)
     if not os.path.lexists(path):
@@ -215,7 +211,7 @@ def read_manifest(
 
 
 def read_payload(directory: Path, slot: int, *, manifest: GenerationManifest) -> bytes:
-    """Returns the payload of a slot. Raises DamagedOffloadError if it is not the manifest's; OSError."""
+    """Returns the payload of a slot. Raises DamagedOffloadError if its digest does not match, and OSError."""
     path = payload_path(directory, slot)
     if not path.exists():
         raise DamagedOffloadError(f"{path} is missing.")
@@ -231,7 +227,7 @@ def read_payload(directory: Path, slot: int, *, manifest: GenerationManifest) ->
 
 
 def other_bytes(path: Path, what: str) -> DamagedOffloadError:
-    """Returns the error for a digest mismatch."""
+    """Returns the error for bytes (`what`) of a file whose digest does not match."""
     return DamagedOffloadError(
         f"{path} holds other bytes than were written.",
         got=f"{what}, whose digest is another",
@@ -241,7 +237,7 @@ def other_bytes(path: Path, what: str) -> DamagedOffloadError:
 
 
 def _read_unsealed(path: Path) -> bytes:
-    """Reads a file that `sealed` made. Raises DamagedOffloadError if its digest is another, and OSError."""
+    """Returns the JSON of a file that `sealed` made. Raises OSError, and DamagedOffloadError if damaged."""
     text = read_bytes(path, most_bytes=_MOST_BYTES)
     body, _, stated = text.removesuffix(b"\n").rpartition(b"\n")
     if text != body + b"\n" + digest(body).encode() + b"\n":

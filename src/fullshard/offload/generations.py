@@ -1,12 +1,12 @@
 """A rank's state in two files, one generation each, of which one is complete at any moment.
 
-[Note: one whole generation] The newest state is never overwritten. A generation exists while its manifest
-does. The manifest is removed, and the removal flushed to the drive, before the first byte of the data is
-overwritten. It is written when all other files are flushed. If a process is killed, or the machine loses
-power, the other generation is unchanged. A digest per record detects damaged records.
+[Note: one whole generation] The newest state is never overwritten. A generation is complete while its
+manifest exists. The manifest is removed, and the removal flushed to the drive, before the first byte of the
+data is overwritten. It is written when all other files are flushed. If a process is killed, or the machine
+loses power, the other generation is unchanged. A digest per record detects damaged records.
 
 The newest steps of two ranks differ by at most one if all ranks commit a step before any of them begins the
-next. The ranks agree on a step that all have, and each drops newer ones.
+next. To resume, the ranks agree on a step that all have, and each drops newer generations.
 """
 
 import logging
@@ -55,13 +55,12 @@ logger = logging.getLogger("fullshard")
 PAYLOAD_BYTES = 16 << 20  # allocated for each payload; a larger one can still be written
 _MARGIN_BYTES = 1 << 20  # manifests and file system metadata
 _PIECE_BYTES = 16 << 20  # read while the previous piece is digested
-Check = Literal["asked", "always"]
-"""When `Generations.read` checks a record against its digest: if `verify` is set, or always."""
+Check = Literal["asked", "always"]  # records are checked against their digests if `verify` is set, or always
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A complete state after `step` steps, in the slot `slot`."""
+    """A complete state after `step` steps, in the files of slot 0 or 1."""
 
     step: int
     slot: int
@@ -85,13 +84,11 @@ class Generations:
         payload_bytes: int = PAYLOAD_BYTES,
         system: System = SYSTEM,
     ) -> None:
-        """Locks `directory` for this process, and allocates missing files completely.
+        """Locks `directory` for this process, and allocates the files that are missing.
 
         Logs a damaged generation, and ignores it. Raises ForeignOffloadError if the files have another
         identity (`discard` removes them), and OffloadError if another process uses the directory or the drive
         has no room.
-
-        payload_bytes: space allocated for a payload
         """
         require_sound(records)
         self.directory, self.identity, self.check = directory, identity, check
@@ -128,16 +125,16 @@ class Generations:
         self.close()
 
     def close(self) -> None:
-        """Releases the directory; complete generations stay. The threads that use it must have finished."""
+        """Closes the files and unlocks the directory. No thread may still use it. Generations stay."""
         self._resources.close()
 
     def whole(self) -> list[Generation]:
-        """Returns the complete generations, at most two, the newest first. See `verify` for their records."""
+        """Returns the complete generations, at most two, the newest first. Records are not checked."""
         found = [Generation(manifest.step, slot) for slot, manifest in self._whole.items()]
         return sorted(found, key=lambda one: -one.step)
 
     def payload(self, generation: Generation) -> bytes:
-        """Returns the bytes given to its `commit`. Raises DamagedOffloadError if they have changed."""
+        """Returns the payload given to `commit`. Raises DamagedOffloadError if the file is damaged."""
         slot = generation.slot
         try:
             return read_payload(self.directory, slot, manifest=self._whole[slot])
@@ -145,7 +142,7 @@ class Generations:
             raise os_error(f"{payload_path(self.directory, slot)} cannot be read.", error) from error
 
     def drop(self, slot: int) -> None:
-        """Removes the generation in a slot, if there is one, crash-safely."""
+        """Removes the generation in a slot, if there is one, and flushes the removal of its manifest."""
         self._whole.pop(slot, None)
         self._digests[slot].clear()
         self._verified[slot].clear()
@@ -155,10 +152,10 @@ class Generations:
             raise os_error(f"{manifest_path(self.directory, slot)} cannot be removed.", error) from error
 
     def begin(self) -> int:
-        """Begins the next generation and returns its slot, which is never that of the newest complete one.
+        """Starts the next generation and returns its slot, which never has the newest complete generation.
 
         The slot's previous generation is lost. With several ranks, call this only once all have committed the
-        previous one.
+        newest complete generation.
         """
         self._begun = None
         newest = self.whole()
@@ -168,7 +165,7 @@ class Generations:
         return slot
 
     def write(self, name: str, data: memoryview) -> None:
-        """Writes the record `name` of the generation that was begun. `data` must not change meanwhile."""
+        """Writes the record `name` of the started generation. `data` must not change meanwhile."""
         record, slot = self.records[name], self._begun
         assert slot is not None, "no generation was begun"
         assert data.nbytes == record.length_bytes, "a record is written whole"
@@ -182,9 +179,9 @@ class Generations:
         self._digests[slot][name] = found
 
     def read(self, name: str, target: memoryview, *, slot: int, verify: bool = False) -> None:
-        """Reads the record `name` of a complete generation, or as written since `begin`. See `Check`.
+        """Fills `target` with the record `name` of a complete generation, or as written since `begin`.
 
-        Raises DamagedOffloadError if its digest is another, or if the file ends early.
+        Checks its digest if `verify` is set, or if `check` is "always". Raises DamagedOffloadError.
         """
         record, file = self.records[name], self._files[slot]
         assert target.nbytes == record.length_bytes, "a record is read whole"
@@ -196,7 +193,7 @@ class Generations:
         self._verify(record, slot, pieces=pieces)
 
     def read_part(self, name: str, target: memoryview, *, slot: int, offset: int) -> None:
-        """Reads bytes of the record `name` from `offset` on. See `Check`: the record is verified once."""
+        """Fills `target` from `offset` of a record on. If `check` is "always", verifies the record once."""
         record = self.records[name]
         assert name in self._digests[slot], f"{name} was not written to slot {slot}"
         assert offset + target.nbytes <= record.length_bytes, "the bytes are the record's"
@@ -206,14 +203,14 @@ class Generations:
         self._files[slot].read(target, record.offset_bytes + offset)
 
     def verify(self, generation: Generation) -> None:
-        """Reads every record. Raises DamagedOffloadError for the first that is not what was written."""
+        """Reads every record. Raises DamagedOffloadError for the first whose digest does not match."""
         for record in self.records.values():
             self._verify(record, generation.slot, pieces=_scratch(record))
 
     def commit(self, step: int, payload: bytes) -> Generation:
-        """Completes the generation that was begun, as the state after `step` steps, and flushes it.
+        """Completes the started generation, as the state after `step` steps, and flushes it.
 
-        Every record must have been written since `begin`. `payload` is any bytes to keep beside them.
+        Every record must have been written since `begin`. `payload` is stored with the records.
         """
         slot, self._begun = self._begun, None
         assert slot is not None, "no generation was begun"
@@ -239,10 +236,7 @@ class Generations:
         return Generation(step, slot)
 
     def _verify(self, record: FileRecord, slot: int, *, pieces: Iterable[memoryview]) -> None:
-        """Reads a record into `pieces`, and digests each while the next is read.
-
-        Raises DamagedOffloadError if the digest is not that of what was written.
-        """
+        """Reads a record into `pieces` and checks its digest, digesting a piece while the next is read."""
         file, found, offset = self._files[slot], xxhash.xxh3_128(), record.offset_bytes
         with ExitStack() as last:  # waits for the last digest, also after an error
             for piece in pieces:
@@ -257,7 +251,7 @@ class Generations:
 def _found(
     directory: Path, records: Sequence[FileRecord], *, identity: Identity
 ) -> dict[int, GenerationManifest]:
-    """Returns the complete generations' manifests, by slot, and logs damaged ones."""
+    """Returns the manifests of complete generations, by slot. Logs damaged manifests."""
     found: dict[int, GenerationManifest] = {}
     for slot in SLOTS:
         try:
@@ -270,7 +264,7 @@ def _found(
 
 
 def discard(directory: Path) -> None:
-    """Removes a rank's directory with all of its files. Raises OffloadError if a process uses it."""
+    """Removes a rank's directory with all of its files. Raises OffloadError if another process uses it."""
     if not os.path.exists(directory):  # also if its parent cannot be read
         return
     with exclusive(directory):
@@ -289,7 +283,7 @@ def discard(directory: Path) -> None:
 
 
 def _make(directory: Path, size_bytes: int, *, payload_bytes: int, system: System) -> None:
-    """Allocates missing data and payload files. Raises OffloadError if they do not fit."""
+    """Allocates missing data and payload files. Raises OffloadError if they do not fit on the drive."""
     missing = [slot for slot in SLOTS if not _is_there(directory, slot, size_bytes=size_bytes)]
     payloads = [slot for slot in SLOTS if not payload_path(directory, slot).exists()]
     needed = len(missing) * size_bytes + len(payloads) * payload_bytes + _MARGIN_BYTES
@@ -309,7 +303,7 @@ def _make(directory: Path, size_bytes: int, *, payload_bytes: int, system: Syste
 
 
 def _is_there(directory: Path, slot: int, *, size_bytes: int) -> bool:
-    """Returns whether the data file exists. A file of another size is removed, and its manifest before it."""
+    """Returns True if a slot's data file has this size. Otherwise removes its manifest, and then the file."""
     path, manifest = data_path(directory, slot), manifest_path(directory, slot)
     found = path.stat().st_size if path.exists() else None
     if found == size_bytes:
@@ -326,7 +320,7 @@ def _is_there(directory: Path, slot: int, *, size_bytes: int) -> bool:
 
 
 def _scratch(record: FileRecord) -> Iterator[memoryview]:
-    """Yields memory for each piece of a record, which two pieces on use again."""
+    """Yields memory for each piece of a record, from two buffers in turn."""
     scratch = memoryview(mmap.mmap(-1, 2 * _PIECE_BYTES))
     halves = (scratch[:_PIECE_BYTES], scratch[_PIECE_BYTES:])
     for i, begin in enumerate(range(0, record.length_bytes, _PIECE_BYTES)):

@@ -16,16 +16,16 @@ class Gradients(Protocol):
     """The gradients of sharded parameters, by name."""
 
     def of(self, name: str) -> Tensor | None:
-        """Returns the gradient, placed like the parameter, or None if there is none."""
+        """Returns a parameter's gradient, placed like the parameter, or None if it has no gradient."""
         ...
 
     def clear(self) -> None:
-        """Clears all gradients. Only references are dropped, since the tensors may be in use."""
+        """Removes all gradients. Their tensors stay unchanged, since an update may still use them."""
         ...
 
 
 class DeviceGradients:
-    """Gradients left where FSDP2 puts them: the host is the device, or the device has room for them."""
+    """Gradients that stay in `parameter.grad`, where FSDP2 puts them."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
@@ -39,11 +39,12 @@ class DeviceGradients:
 
 
 class HostGradients:
-    """Gradients in host memory, in the dtype of their masters, copied there as soon as they are reduced.
+    """Gradients in host memory, in their masters' dtype, copied there as soon as FSDP2 has reduced them.
 
     Gradients of further microbatches are added on the device.
 
-    pinned: whether the host memory is registered with a GPU, and copies run on a stream beside FSDP2's
+    engine: FSDP2's object of each parameter, by name
+    pinned: registers the host memory with CUDA, and copies on a stream of its own
     """
 
     def __init__(self, engine: Mapping[str, Any], *, pinned: bool) -> None:
@@ -77,7 +78,7 @@ class HostGradients:
 
     @torch.no_grad()
     def _take(self, name: str, parameter: nn.Parameter) -> None:
-        """Moves a gradient to the host. Called by FSDP2 on the stream that has reduced the gradient."""
+        """Moves a gradient to host memory, or adds it there. FSDP2 calls this on the reducing stream."""
         assert isinstance(parameter.grad, DTensor), "the engine reduces sharded gradients"
         gradient, parameter.grad = parameter.grad.to_local(), None
         host, adds = self._host[name].view(gradient.shape), name in self._there

@@ -1,4 +1,4 @@
-"""Host memory that is allocated once, begins at a page, and may be registered with a GPU."""
+"""Host memory that begins at a page, and may be registered with a GPU."""
 
 import mmap
 from typing import Any, cast
@@ -12,7 +12,7 @@ from fullshard.spec.groups import part_bytes
 
 
 def allocate_host(size_bytes: int, *, pinned: bool) -> Tensor:
-    """Returns `size_bytes` (at least a page) of zeros, as uint8; with `pinned`, registered with CUDA at once.
+    """Returns at least `size_bytes` of zeros, in whole pages, as uint8; if `pinned`, registered with CUDA.
 
     The memory is a mapping of its own: torch's pinned allocator rounds up to a power of two, and malloc's
     memory is not aligned to pages and stays with the thread that freed it. Raises OffloadError if there is
@@ -36,7 +36,7 @@ def allocate_host(size_bytes: int, *, pinned: bool) -> Tensor:
 
 
 def as_memoryview(tensor: Tensor) -> memoryview:
-    """Returns the memory of a contiguous uint8 tensor, for reading or writing."""
+    """Returns the memory of a contiguous uint8 tensor on the CPU, for reading or writing."""
     return memoryview(cast(bytearray, tensor.numpy()))
 
 

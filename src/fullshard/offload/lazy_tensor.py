@@ -1,4 +1,4 @@
-"""A tensor whose elements are on a drive: they are read each time it is used, and not kept."""
+"""A tensor whose elements are on a drive, and are read at each use."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -14,9 +14,9 @@ _OF_A_MOVE = {"device", "dtype", "layout", "non_blocking"}
 
 
 class LazyTensor(torch.Tensor):
-    """Shape and dtype of a tensor, and a function that reads all of it on the CPU, whenever it is used.
+    """Tensor on the meta device whose elements `read` returns, on the CPU, at each use.
 
-    It cannot be changed in place. Made by `lazy_tensor`.
+    It cannot be changed in place. `lazy_tensor` makes it.
     """
 
     read: Callable[[], Tensor]
@@ -51,7 +51,7 @@ class LazyTensor(torch.Tensor):
 
 
 def _changed(func: Any, args: Sequence[Any], *, kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns the arguments that the operation writes to."""
+    """Returns the arguments that the torch operation `func` writes to."""
     return [
         args[place] if place < len(args) else kwargs.get(argument.name)
         for place, argument in enumerate(func._schema.arguments)
@@ -60,7 +60,7 @@ def _changed(func: Any, args: Sequence[Any], *, kwargs: Mapping[str, Any]) -> li
 
 
 def lazy_tensor(shape: torch.Size, dtype: torch.dtype, *, read: Callable[[], Tensor]) -> LazyTensor:
-    """Returns a meta tensor whose elements `read` returns, and which `.cpu()` reads."""
+    """Returns a tensor on the meta device whose elements `read` returns, for example in `.cpu()`."""
     make = cast(Callable[..., LazyTensor], torch.Tensor._make_wrapper_subclass)
     one = make(LazyTensor, shape, dtype=dtype, device="meta", requires_grad=False)
     one.read = read

@@ -2,8 +2,8 @@
 
 [Note: malloc keeps] glibc serves allocations below a threshold from arenas that grow in place: memory freed
 below a live allocation stays resident. The threshold also moves: the first large tensor that is freed raises
-it, up to 32 MiB, so that hardly any tensor is above it. A rank's resident memory is then the sum of what it
-held at different times: 2.9 × the plan of 61M parameters on a drive, and 1.06 × with the threshold fixed here
+it, up to 32 MiB, so that hardly any tensor is above it. Resident memory then grows beyond the plan: for 61M
+parameters on a drive to 2.9 × the plan, or to 1.06 × with the threshold fixed here
 (tests/training/test_offloaded_memory.py). The price is a page fault for each page of each allocation, which
 adds half to a step's time. So this is for runs with a memory limit (`offload.host_bytes`).
 """
@@ -19,7 +19,7 @@ _TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold")
 
 
 def fix_malloc_thresholds(environment: Mapping[str, str] = os.environ) -> bool:
-    """Makes later tensors mappings of their own, and returns free memory to the system: [Note: malloc keeps].
+    """Sets glibc's thresholds so that freed memory returns to the system: see [Note: malloc keeps].
 
     Returns False, and changes nothing, if the C library is not glibc, or if `environment` sets either
     threshold already. Returns False also if glibc rejects a threshold.
@@ -27,18 +27,10 @@ def fix_malloc_thresholds(environment: Mapping[str, str] = os.environ) -> bool:
     tunables = environment.get("GLIBC_TUNABLES", "")
     if any(name in environment for name in _OF_THE_USER) or any(name in tunables for name in _TUNABLES):
         return False
-    library = _glibc()
-    if library is None:
+    library = ctypes.CDLL(None) if os.name == "posix" else None
+    if not (hasattr(library, "gnu_get_libc_version") and hasattr(library, "mallopt")):
         return False
     done = library.mallopt(_M_MMAP_THRESHOLD, THRESHOLD_BYTES) == 1
     done = library.mallopt(_M_TRIM_THRESHOLD, THRESHOLD_BYTES) == 1 and done
     library.malloc_trim(0)
     return done
-
-
-def _glibc() -> ctypes.CDLL | None:
-    """Returns the C library of this process if it is glibc."""
-    if os.name != "posix":
-        return None
-    library = ctypes.CDLL(None)
-    return library if hasattr(library, "gnu_get_libc_version") and hasattr(library, "mallopt") else None

@@ -1,4 +1,4 @@
-"""AdamW in bf16 with stochastic rounding, which lets it learn: up or down at random, exact in the mean."""
+"""AdamW in bf16 with stochastic rounding, up or down at random, so that small updates are not lost."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 class AdamOptions(NamedTuple):
-    """Hyperparameters of one update."""
+    """Hyperparameters of AdamW for one update."""
 
     lr: float
     beta1: float
@@ -25,9 +25,9 @@ def adamw_rounded(
     options: AdamOptions,
     generator: torch.Generator,
 ) -> None:
-    """Updates (value, first moment, second moment) in place.
+    """Updates `state`, (value, first moment, second moment), in place with AdamW.
 
-    The update is computed in fp32, and rounded stochastically into their dtype. `step` counts from 1.
+    The update is computed in fp32, and rounded stochastically to the dtypes of `state`. `step` counts from 1.
     """
     value, first, second = state
     g = gradient.float()
@@ -43,9 +43,9 @@ def adamw_rounded(
 def round_stochastically(exact: Tensor, *, out: Tensor, generator: torch.Generator) -> None:
     """Writes fp32 `exact` into `out`; to bf16 by adding random low bits and truncating.
 
-    A bf16 is the upper half of an fp32. Of the 2^16 equally likely additions, as many carry into the upper
-    half as the value of the lower half. So the mean over roundings is `exact`, and values that bf16 can
-    represent are unchanged. Infinities and NaNs, and other dtypes, are rounded to nearest.
+    A bf16 is the upper half of an fp32. Of the 2^16 equally likely random numbers, as many carry into the
+    upper half as the value of the lower half. So the mean over roundings is `exact`, and values that bf16 can
+    represent are unchanged. Infinities, NaNs and other dtypes of `out` are copied as torch rounds them.
     """
     if out.dtype is not torch.bfloat16:
         out.copy_(exact)
@@ -56,7 +56,7 @@ def round_stochastically(exact: Tensor, *, out: Tensor, generator: torch.Generat
 
 
 def shard_index(parameter: Tensor) -> int:
-    """Returns the rank's index along the mesh axis that shards the parameter, equal on a shard's replicas."""
+    """Returns the rank's index along the mesh axis that shards the parameter, or 0 if none does."""
     if not isinstance(parameter, DTensor):
         return 0
     for axis, placement in enumerate(parameter.placements):

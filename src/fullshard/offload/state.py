@@ -1,4 +1,4 @@
-"""State that a rank keeps off the device: master weights and moments of its trained shards, and shards."""
+"""Offloaded state of one rank: masters and moments of its trained shards, and the shards to gather."""
 
 import weakref
 from collections import Counter
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.distributed.tensors import local_shard
 from fullshard.errors import OffloadError
 from fullshard.offload.drive_counters import DriveCounters
 from fullshard.offload.fsdp_params import (
@@ -44,7 +45,11 @@ Update = Callable[[Group, Parts], None]
 
 
 class ShardsOnDrive(Protocol):
-    """Makes a source of shards on a drive: in their own dtype if `frozen`, else in the compute dtype."""
+    """Makes a source of shards on a drive, in their own dtype if `frozen`, otherwise in the compute dtype.
+
+    engine: FSDP2's object of each parameter, by name
+    units: number of the unit that gathers each parameter, by name
+    """
 
     def __call__(
         self, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool
@@ -57,10 +62,11 @@ class Settings:
 
     device: the device that computes
     sub_group_parameters: largest number of elements of a group
-    shards_outside: whether shards in the compute dtype, and frozen shards, are off the device as well
+    shards_outside: offloads the shards in the compute dtype, and frozen shards, as well
     moments: dtype of the moments; None for the master's
     on_drive: makes the drive store of these groups; None for host memory
     shards_on_drive: makes the drive source of shards, if `shards_outside`; None for host memory
+    traffic: counters of the bytes that all these read from and write to the drive
     """
 
     device: torch.device
@@ -77,13 +83,13 @@ class Settings:
 
     @property
     def is_device(self) -> bool:
-        """True if the state lives in the device's own memory, because the device is the host."""
+        """True if the state is in the device's own memory, because the device is the host."""
         return self.on_drive is None and not self.on_gpu
 
     def shards_of(
         self, engine: Mapping[str, Any], units: Mapping[str, int], *, frozen: bool = False
     ) -> SeparateShards:
-        """Makes the source that all-gathers read, of FSDP2's parameters and their units' numbers, by name."""
+        """Makes the source from which parameters are gathered. For the arguments, see `ShardsOnDrive`."""
         if self.shards_on_drive is not None and engine:
             return self.shards_on_drive(engine, units, frozen=frozen)
         home = torch.device("cpu") if self.shards_outside else self.device
@@ -96,12 +102,12 @@ class OffloadedState:
 
     names: parameters whose state is offloaded (the trained, sharded ones), in the order of use
     names_of: name of each of these parameters, by its tensor
-    engine: FSDP2's object of each, by name
-    masters: master of each, by name, if it is FSDP2's shard; otherwise empty, and the shards are NaN
-    shards: source of the all-gathers
-    frozen: source of the all-gathers of frozen parameters that are not on the device
-    updates: thread that runs updates beside training
-    close: waits for running work and releases the drive, as dropping the last reference does
+    engine: FSDP2's object of each of these parameters, by name
+    masters: by name, the masters that are also FSDP2's shards; empty if the device does not have them
+    shards: source from which trained parameters are gathered
+    frozen: offloaded frozen parameters
+    updates: thread that runs updates during training
+    close: waits for running work and closes the drive's files, as dropping the last reference does
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -116,7 +122,7 @@ class OffloadedState:
     # `fullshard.sharding.apply.ShardSink`
 
     def start(self, model: nn.Module, *, unset: bool = False) -> None:
-        """Takes over the model, whose parameters FSDP2 holds without values; if `unset`, a load sets them."""
+        """Sets up stores for the model, whose parameters have no values yet. If `unset`, a load sets them."""
         held: list[ShardSize] = []
         frozen: dict[str, Any] = {}
         for unit, name, one in gathered_parameters(model):
@@ -141,9 +147,9 @@ class OffloadedState:
             self._filling = _Filling(self.store.stream(fresh=True), self._publish)
 
     def put_unit(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Takes the values of one unit's parameters, and frees their memory. Called in the order of use."""
+        """Stores the values of one unit's parameters, and frees their memory. Called in the order of use."""
         engine = fsdp_params(self)
-        own = {name: _flat(p) for name, p in parameters.items() if name in engine}
+        own = {n: local_shard(p).reshape(-1) for n, p in parameters.items() if n in engine}
         if self._filling is not None:
             self._filling.offer(own)
             self.frozen.put(own)
@@ -153,7 +159,7 @@ class OffloadedState:
             )
 
     def finish(self) -> None:
-        """Finishes the initialisation, after the last unit."""
+        """Completes the stores after the last unit, and waits until all values are stored."""
         if self._filling is not None:
             self._filling.end()
         self.frozen.shards.settle()
@@ -162,9 +168,10 @@ class OffloadedState:
     # For optimizers and checkpoints
 
     def update(self, function: Update, *, release: Callable[[str], object]) -> None:
-        """Runs `function` on every group, on the update thread: see [Note: the next forward need not wait].
+        """Starts `function` on every group, on the update thread: see [Note: the next forward need not wait].
 
-        `release` is called in the caller's thread once a parameter is updated, at the latest by `settle`.
+        `release` is called with a parameter's name, not on that thread, after its update: when it is
+        gathered, or by `settle`.
         """
         self.settle()
         self.settings.traffic.begin_update()
@@ -189,7 +196,7 @@ class OffloadedState:
             self.settle()  # the update would only compete with the caller for the processor
 
     def settle(self, *, to_load: bool = False) -> None:
-        """Waits until no update is running. Raises OffloadError as `UpdateThread.settle` does."""
+        """Waits until no update is running. Raises as `UpdateThread.settle` does."""
         try:
             self.updates.settle(to_load=to_load)
         finally:
@@ -197,16 +204,16 @@ class OffloadedState:
                 self._release(name)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Returns `master`, `exp_avg` and `exp_avg_sq` of a parameter, placed like it; not to be changed.
+        """Returns `master`, `exp_avg` and `exp_avg_sq` of a parameter as DTensors, not to be changed.
 
         State on a drive is read when a tensor is used, and stays readable until the second update from now.
         """
         return self._placed(name, self.store.read_parts(name))
 
     def live_tensors(self, name: str) -> dict[str, Tensor]:
-        """Returns `tensors` that show the result of the last update whenever they are used.
+        """Returns `tensors` that show, at each use, the result of the last update.
 
-        During `refill` that is the state from before it. Raises OffloadError once the state is closed.
+        During `refill` they show the old state. A use raises OffloadError once the state is closed.
         """
         parts = self.store.read_parts(name)
         if parts is not None and self.settings.on_drive is not None:
@@ -218,13 +225,13 @@ class OffloadedState:
         return self._placed(name, parts)
 
     def refill(self, *, keep: bool = False, frozen: bool = False) -> Generator[dict[str, dict[str, Tensor]]]:
-        """Sets new values of all state: yields portions of name -> key -> a tensor to fill.
+        """Yields tensors to fill with new values, in portions of the state: {name: {key: tensor}}.
 
         The tensors are stored when the next portion is requested. Every rank gets the same portions. After an
-        interrupted refill, the state is unusable until it is filled again.
+        interrupted iteration, the state is unusable until a complete one.
 
-        keep: whether `live_tensors` can be read for the new values
-        frozen: whether frozen parameters get new values too
+        keep: keeps the old state readable by `live_tensors` meanwhile
+        frozen: includes frozen parameters
         """
         self.settle(to_load=True)
         if keep:
@@ -252,7 +259,7 @@ class OffloadedState:
             self.updates.frozen_unusable = None
 
     def publish_all(self, *, verify: bool) -> None:
-        """Rewrites the shards from the masters. If `verify`, checks the state against its digests."""
+        """Rewrites all shards from the masters. If `verify`, checks the state against its digests."""
         self.shards.begin()
         with self.shards.hurried(None):
             for group, parts in self.store.read_stream(verify=verify):
@@ -291,14 +298,13 @@ class OffloadedState:
             self.close = weakref.finalize(self, closing.pop_all().close)
 
     def _placed(self, name: str, parts: Parts | None) -> dict[str, Tensor]:
-        """Returns the parts as DTensors placed like the parameter. None means this rank has no row of it."""
+        """Returns the parts as DTensors placed like the parameter; empty ones if `parts` is None."""
         one, moments = self.engine[name], self.settings.moments
         if parts is None:
             parts = Parts(*(torch.empty(0, dtype=dtype) for dtype in dtypes_of(_dtype_name(one), moments)))
         return {key: dtensor_like(one, part) for key, part in parts._asdict().items()}
 
     def _publish(self, segment: Segment, parts: Parts) -> None:
-        """Makes the segment's new values those of the next all-gathers."""
         self.shards.write(segment.name, segment.begin, values=parts.master[segment.in_group])
 
     @torch.no_grad()
@@ -312,7 +318,7 @@ class OffloadedState:
 
 
 def host_bytes_of(offloaded: OffloadedState) -> int:
-    """Returns the host memory that the state takes, without gradients."""
+    """Returns the bytes of host memory that the state takes, without gradients."""
     return offloaded.store.host_bytes + offloaded.shards.host_bytes + offloaded.frozen.shards.host_bytes
 
 
@@ -322,13 +328,13 @@ def fsdp_params(offloaded: OffloadedState) -> dict[str, Any]:
 
 
 def offloaded_parameters(offloaded: OffloadedState) -> set[Tensor]:
-    """Returns the parameters whose values are not in the model's own shards."""
+    """Returns the parameters whose values are not in the model's own tensors."""
     engine = dict[str, Any]() if offloaded.settings.is_device else fsdp_params(offloaded)
     return {one.sharded_param for one in engine.values()}
 
 
 def shards_for_loading(offloaded: OffloadedState) -> Iterator[set[Tensor]]:
-    """Yields sets of parameters whose local shards are meanwhile the memory to fill. Moments become zero."""
+    """Yields sets of parameters whose values the caller sets before the next set. Moments become zero."""
     engine = fsdp_params(offloaded)
     for portion in offloaded.refill(frozen=True):
         own = {name: engine[name].sharded_param for name in portion}
@@ -344,9 +350,9 @@ def shards_for_loading(offloaded: OffloadedState) -> Iterator[set[Tensor]]:
                 own[name]._local_tensor = local
 
 
-def _now(of: "weakref.ref[OffloadedState]", name: str, *, part: int) -> Tensor:
-    """Reads one part of a parameter's state."""
-    state = of()
+def _now(reference: "weakref.ref[OffloadedState]", name: str, *, part: int) -> Tensor:
+    """Returns one part of a parameter's present state. Raises OffloadError if the state was closed."""
+    state = reference()
     if state is None or not state.close.alive:
         raise OffloadError(
             f"the state of {name} is no longer on its drive.",
@@ -365,7 +371,7 @@ def _settle(store: GroupStore, shards: GatherSource) -> None:
 
 
 class _Filling:
-    """Puts values into a new store, in the order of its groups. Moments are zero."""
+    """Writes initial values into a new store, in the order of its groups. Moments are zero."""
 
     def __init__(
         self, stream: Iterator[tuple[Group, Parts]], publish: Callable[[Segment, Parts], None]
@@ -396,18 +402,14 @@ def _dtype_name(one: Any) -> str:
     return str(shard_dtype(one)).removeprefix("torch.")
 
 
-def _flat(parameter: nn.Parameter) -> Tensor:
-    return cast(DTensor, parameter.detach()).to_local().reshape(-1)
-
-
 _ATTRIBUTE = "_fullshard_offloaded"  # attribute of the model
 
 
 def attach(model: nn.Module, state: OffloadedState) -> None:
-    """Registers `state` on its model, for `offloaded_of`."""
+    """Stores `state` as an attribute of its model, where `offloaded_of` finds it."""
     setattr(model, _ATTRIBUTE, state)
 
 
 def offloaded_of(model: nn.Module) -> OffloadedState | None:
-    """Returns the offloaded state of a model, or None if nothing of it is offloaded."""
+    """Returns the offloaded state of a model, or None if it has no offloaded state."""
     return getattr(model, _ATTRIBUTE, None)

@@ -1,14 +1,13 @@
-"""Stores of the groups' state, which is accessed by streaming, group by group:
+"""Stores of the groups' state, which is read and changed group by group:
 
     for group, parts in store.stream():
         ...                              # changes to `parts` are kept
 
-`HostStore` has all groups in memory. `DriveStore` has three: one is being read, one is in the caller's hands,
-one is being written.
+`HostStore` has all groups in memory, and `DriveStore` has three.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,7 +18,7 @@ from fullshard.spec.groups import Group, part_bytes
 
 
 class Parts(NamedTuple):
-    """The state of one group: three flat tensors of `group.numel` elements each."""
+    """The state of one group or parameter: three flat tensors with the same number of elements."""
 
     master: Tensor
     exp_avg: Tensor
@@ -27,7 +26,7 @@ class Parts(NamedTuple):
 
 
 class GroupLayout:
-    """Layout of a group's parts in its bytes: consecutive, each aligned to a page, at offsets `begins`."""
+    """Layout of a group's parts in a buffer: consecutive, aligned to pages, at the byte offsets `begins`."""
 
     def __init__(self, group: Group, *, moments: torch.dtype | None) -> None:
         self.group = group
@@ -37,7 +36,7 @@ class GroupLayout:
         self.size_bytes = sum(sizes)
 
     def parts(self, buffer: Tensor) -> Parts:
-        """Returns the parts as views of a buffer."""
+        """Returns the group's parts as views of a buffer."""
         return Parts(
             *(
                 buffer[begin : begin + self.group.numel * dtype.itemsize].view(dtype)
@@ -53,57 +52,57 @@ class GroupLayout:
 class GroupStore(Protocol):
     """The state of a rank's groups. Used by one thread at a time.
 
-    host_bytes: host memory that it takes once it is used
+    host_bytes: host memory that the store has allocated
     """
 
     @property
     def host_bytes(self) -> int: ...
 
     def stream(self, *, fresh: bool = False) -> Iterator[tuple[Group, Parts]]:
-        """Yields every group; what its parts hold when the next group is requested is the new state.
+        """Yields every group with its parts, whose content is stored when the next group is requested.
 
-        If `fresh`, the old state is not read: the parts begin as zeros (in a new store), or as anything.
+        If `fresh`, the old state is not read: the parts are zeros in a new store, otherwise arbitrary.
         """
         ...
 
     def read_ahead(self) -> None:
-        """Reads the first groups of the next `stream`. Called when a stream has ended."""
+        """Starts to read the first groups of the next `stream`. Called when a stream has ended."""
         ...
 
     def retain_previous(self) -> None:
-        """Keeps the present state readable, by `read_parts`, after the next `stream` and an aborted one."""
+        """Keeps the present state readable by `read_parts` during the next `stream`, and if it is aborted."""
         ...
 
     def read_stream(self, *, verify: bool = False) -> Iterator[tuple[Group, Parts]]:
-        """Yields every group, not to be changed. If `verify`, checks them against their digests, if any."""
+        """Yields every group with its parts, not to be changed. If `verify`, checks a drive's digests."""
         ...
 
     def read_parts(self, name: str) -> Parts | None:
-        """Returns the state of one parameter, flat, not to be changed. None if this rank has no row of it."""
+        """Returns a parameter's state, flat, not to be changed; None if this rank has no elements of it."""
         ...
 
     def allocate_parts(self, name: str) -> Parts | None:
-        """Returns memory for what `read_parts` returns, which may be where that state is."""
+        """Returns memory for new state of a parameter; for `HostStore`, the memory that has the old state."""
         ...
 
     def settle(self) -> None:
-        """Waits until all streamed state is stored. Raises the error of a failed write."""
+        """Waits until all streamed state is written. Raises the error of a failed write."""
         ...
 
     def close(self) -> None: ...
 
 
 class HostStore:
-    """Store in host memory: three flat slabs per master dtype, in the order of the groups.
+    """Store in host memory: three flat tensors per master dtype, with all groups in order.
 
-    So even a parameter that is cut over several groups is contiguous.
+    So a parameter that is split over several groups is contiguous too.
     """
 
     def __init__(self, groups: Sequence[Group], *, moments: torch.dtype | None, pinned: bool) -> None:
         self._groups, self._parts = groups, dict[int, Parts]()
         self._whole: dict[str, Parts] = {}
         self.host_bytes = 0
-        sizes = sizes_of(groups)
+        sizes = {segment.name: segment.end for group in groups for segment in group.segments}
         for dtype in dict.fromkeys(group.dtype for group in groups):
             own = [group for group in groups if group.dtype == dtype]
             total = sum(_whole_vectors(group.numel) for group in own)
@@ -127,7 +126,7 @@ class HostStore:
     def read_ahead(self) -> None: ...
 
     def retain_previous(self) -> None:
-        """Does nothing: each group stays as it is until the caller changes it."""
+        """Does nothing: each group stays unchanged until the caller changes it."""
 
     def read_stream(self, *, verify: bool = False) -> Iterator[tuple[Group, Parts]]:
         return self.stream()
@@ -135,20 +134,16 @@ class HostStore:
     def read_parts(self, name: str) -> Parts | None:
         return self._whole.get(name)
 
-    allocate_parts = read_parts
+    def allocate_parts(self, name: str) -> Parts | None:
+        return self._whole.get(name)
 
     def settle(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-def sizes_of(groups: Iterable[Group]) -> dict[str, int]:
-    """Returns the number of elements of each parameter."""
-    return {segment.name: segment.end for group in groups for segment in group.segments}
-
-
 def dtypes_of(master: str, moments: torch.dtype | None) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """Returns the dtypes of the parts of a group whose masters have the dtype of this name."""
+    """Returns the dtypes of a group's parts. `master` names the masters'; `moments` = None means the same."""
     own = getattr(torch, master)
     assert isinstance(own, torch.dtype), master
     return own, moments or own, moments or own

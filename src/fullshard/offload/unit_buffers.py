@@ -1,15 +1,15 @@
 """Buffers for the few units whose shards are in memory while all are on the drive, and their eviction.
 
-[Note: units in memory] Each buffer holds one unit's own shards, in the form in which they are gathered.
-Shards that an update has made stay until they are gathered. An update that is further ahead of forward waits,
-so that none of its shards need to be read again. The wait ends when another thread waits for the update (for
-a gather in another order, or to read the state), or after HELD_SECONDS without a change (a process that is
-ending). Of the shards that the update has made, those gathered last are then evicted.
+[Note: units in memory] Each buffer holds one unit's shards, in the form in which they are gathered. Shards
+that an update has made stay until they are gathered. If they fill all buffers, the update waits, so that none
+need to be read again. The wait ends when another thread waits for the update (for a gather in another order,
+or to read the state), or after HELD_SECONDS without a change (in a process that is ending). Of the shards
+that the update has made, those gathered last are then evicted.
 
 Otherwise the least recently used unit is evicted. Gathers alternate between forward and backward order, so
 its next use is also the farthest.
 
-FSDP2 has copied a unit's shards when it asks for those of another, so only the last requested unit is in use.
+FSDP2 has copied a unit's shards when it requests those of another, so only the last requested unit is in use.
 """
 
 import threading
@@ -41,21 +41,18 @@ class Buffer:
         return any(one is not None and not one.done() for one in (self.reading, self.writing))
 
     def raise_failed(self) -> None:
-        """Raises the error of the last read or write, which no other thread may have waited for."""
+        """Raises the error of the last read or write, if it has failed."""
         for done in (self.reading, self.writing):
             if done is not None:
                 done.result()
 
 
 Transfer = Callable[[Buffer, int], Future[None]]  # takes the buffer and the unit's number
-Wait = Callable[[threading.Condition, float], bool]
+Wait = Callable[[threading.Condition, float], bool]  # at most this many seconds; True if it was notified
 
 
 class UnitBuffers:
-    """Buffers for one thread that makes shards and one that gathers. See [Note: units in memory].
-
-    wait: waits for a condition for at most this many seconds, and returns whether it was notified
-    """
+    """Buffers for one thread that makes shards and one thread that gathers. See [Note: units in memory]."""
 
     def __init__(self, count: int, size_bytes: int, *, pinned: bool, wait: Wait) -> None:
         self._wait = wait
@@ -74,7 +71,7 @@ class UnitBuffers:
         return sum(one.memory.nbytes for one in self._all)
 
     def begin(self, units: Iterable[int]) -> None:
-        """Begins an update that will make these units, also those that an interrupted one has begun."""
+        """Prepares for an update that will make these units, and discards units that are partly made."""
         with self._changed:
             for one in (one for one in self._all if one.missing):
                 one.unit, one.missing = None, 0
@@ -82,7 +79,7 @@ class UnitBuffers:
             self._made.clear()
 
     def settle(self) -> None:
-        """Waits until no read or write runs. Raises OffloadError for those that failed."""
+        """Waits until no read or write runs. Raises OffloadError if one has failed."""
         with self._changed:
             self._holds = False
             while any(one.is_busy for one in self._all):
@@ -92,7 +89,7 @@ class UnitBuffers:
 
     @contextmanager
     def hurried(self, unit: int | None) -> Generator[None]:
-        """Marks, while it is open, that a thread waits for an update to make `unit` (None: all units)."""
+        """While the context is open, an update makes `unit` (None: all units) without waiting for gathers."""
         with self._changed:
             self._waited_for.append(unit)
             self._changed.notify_all()
@@ -103,7 +100,7 @@ class UnitBuffers:
                 self._waited_for.remove(unit)
 
     def buffer_to_fill(self, unit: int, *, elements: int) -> tuple[Buffer, bool]:
-        """Returns the buffer in which an update makes a unit of `elements`, and whether it is new there."""
+        """Returns the buffer in which an update makes a unit of `elements`, and True if it is a new one."""
         with self._changed:
             while (buffer := self._of(unit) or self._spare(made_too=not self._is_held)) is None or (
                 buffer.is_busy
@@ -117,7 +114,7 @@ class UnitBuffers:
             return buffer, True
 
     def finish_filling(self, buffer: Buffer, write: Transfer) -> None:
-        """Marks the unit as complete, and starts its write to the drive."""
+        """Marks the buffer's unit as made, and starts its write to the drive."""
         with self._changed:
             assert buffer.unit is not None, "it is made"
             buffer.writing = _notify_at_end(self._changed, write(buffer, buffer.unit))
@@ -125,11 +122,11 @@ class UnitBuffers:
             self._made.append(buffer.unit)
 
     def is_in_use(self, unit: int) -> bool:
-        """Returns whether the unit was requested last."""
+        """Returns True if the unit is the last that `buffer_to_gather` returned."""
         return unit == self._in_use
 
     def buffer_to_gather(self, unit: int, read: Transfer) -> Buffer:
-        """Returns the buffer of a unit that is being gathered. A read into it may still be running."""
+        """Returns the buffer of a unit that is about to be gathered. A read into it may still be running."""
         with self._changed:
             if unit in self._made:
                 self._made.remove(unit)
@@ -147,7 +144,7 @@ class UnitBuffers:
             return buffer
 
     def read_ahead(self, unit: int, read: Transfer) -> None:
-        """Reads a unit into an idle buffer, unless an update will make it or needs the only idle buffer."""
+        """Starts to read a unit into an idle buffer, unless an update will make it, or needs the buffer."""
         with self._changed:
             idle = self._idle()
             if self._of(unit) is None and unit not in self._due and len(idle) > 1 and not idle[0].is_busy:
@@ -180,7 +177,7 @@ class UnitBuffers:
 
 
 def _notify_at_end(changed: threading.Condition, transfer: "Future[None]") -> "Future[None]":
-    """Makes the end of the transfer wake all waiting threads, and returns it."""
+    """Makes the end of the transfer wake all threads that wait for `changed`. Returns the transfer."""
 
     def tell(_: "Future[None]") -> None:
         with changed:

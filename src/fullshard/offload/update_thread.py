@@ -1,8 +1,8 @@
-"""The thread that updates the groups, and does the work that follows, beside training.
+"""The thread that updates the groups, and does the work that follows, during training.
 
 [Note: the next forward need not wait] An update visits the groups in the order in which units are gathered.
-Each gather waits for its own unit only, so that the end of an update, and its writes, run beside the next
-forward and backward. `settle` waits for all of it: before the next update, and before other code reads the
+Each gather waits for its own unit only, so that the end of an update, and its writes, run during the next
+forward and backward. `settle` waits for all work: before the next update, and before other code reads the
 state.
 """
 
@@ -20,9 +20,9 @@ class UpdateThread:
     """Runs submitted work in order on one thread, and stops after the first failure.
 
     settle: waits until all state is stored
-    hurried: while open, nothing before a unit is delayed, because a thread waits for it (None: for all units)
-    unusable: error for all uses except a load, while there are no values, or those of two states
-    frozen_unusable: the same for frozen parameters
+    hurried: context in which a thread waits for the update of a unit (None: of all units)
+    unusable: makes the error of all uses except a load, while values are missing or from two states; or None
+    frozen_unusable: makes this error for frozen parameters; or None
     """
 
     def __init__(
@@ -37,22 +37,21 @@ class UpdateThread:
         self._error: BaseException | None = None
 
     def begin(self, act: Callable[[], None], *, units: Iterable[int]) -> None:
-        """Runs `act`, which calls `unit_done` for each of `units`."""
+        """Submits an update, `act`, which calls `unit_done` for each of `units`."""
         self._pending = {unit: threading.Event() for unit in units}
         self.submit(act)
 
     def submit(self, act: Callable[[], None]) -> None:
-        """Runs `act` after all work submitted before."""
+        """Runs `act` on the thread after all work submitted before, unless that has failed."""
         future = self.thread.submit(lambda: None if self._error else act())
         future.add_done_callback(self._ended)
         self._running.append(future)
 
     def unit_done(self, unit: int) -> None:
-        """Marks the unit as updated."""
         self._pending[unit].set()
 
     def wait_for(self, unit: int) -> None:
-        """Waits until the unit is updated. Raises OffloadError if it never will be."""
+        """Waits until the unit is updated. Raises OffloadError if work failed or the state is unusable."""
         event = self._pending.get(unit)
         if event is not None and not event.is_set():
             with self._hurried(unit):
@@ -62,8 +61,8 @@ class UpdateThread:
     def settle(self, *, to_load: bool = False) -> None:
         """Waits until no work is running.
 
-        Raises the error of work that failed, on this call and every later one; unless `to_load`, also
-        `unusable` and `frozen_unusable`.
+        Raises the error of failed work, in this call and every later call; unless `to_load`, also `unusable`
+        and `frozen_unusable`.
         """
         running, self._running = self._running, []
         with self._hurried(None):
@@ -103,7 +102,7 @@ class UpdateThread:
 
 
 def half_loaded_error() -> OffloadError:
-    """Returns the error for a load that was interrupted."""
+    """Returns the error for optimizer state that an interrupted load has set in part."""
     return OffloadError(
         "the optimizer's state was loaded in part.",
         why="the load was broken off by an error, and what is there now is of two states",
@@ -112,7 +111,7 @@ def half_loaded_error() -> OffloadError:
 
 
 def frozen_half_loaded_error() -> OffloadError:
-    """Returns the error for frozen parameters that were only partly loaded."""
+    """Returns the error for frozen parameters that an interrupted load has set in part."""
     return OffloadError(
         "the frozen parameters were loaded in part.",
         why="the load was broken off by an error, and what is there now is of two states",

@@ -1,13 +1,13 @@
-"""fitted(hardware, steps): the hardware whose predicted steps come nearest to the measured ones.
+"""Fit of the hardware's rates to measured steps.
 
 [Note: fitting by whole steps]
 A rate measured alone differs from the rate of the same operation in a step: caches hold other data, fresh
-memory must be mapped, and the interpreter runs between two launches. So a few whole steps are measured too,
-and the rates are scaled by one factor per kind of work that minimises
+memory must be mapped, and the interpreter runs between two launches. So a few whole steps are measured too.
+The rates of each kind of work are divided by one factor. The factors minimise
 
     sum over steps of log(predicted / measured)² + PRIOR · sum over factors of log(factor)²
 
-The second sum keeps a factor at 1 if no step depends on it.
+The second sum keeps a factor at 1 if no step depends on that factor.
 """
 
 import math
@@ -29,7 +29,7 @@ _BOUND = math.log(16)
 
 
 class StepSample(NamedTuple):
-    """A measured step. `seconds`: its duration."""
+    """A measured step: its model, its plan, and its duration in `seconds`."""
 
     spec: ModelSpec
     plan: Plan
@@ -37,7 +37,7 @@ class StepSample(NamedTuple):
 
 
 class RateFactors(NamedTuple):
-    """Slowdown of each kind of work in a step, compared with the work alone."""
+    """Factors by which each kind of work takes longer in a step than measured alone."""
 
     compute: float = 1.0
     memory: float = 1.0
@@ -50,29 +50,28 @@ class RateFactors(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Result of the fit."""
+    """Result of a fit of rates to measured steps."""
 
     hardware: Hardware  # the scaled hardware
-    factors: RateFactors  # its factors
-    errors: tuple[float, ...]  # for each step, predicted / measured - 1 after the fit
+    factors: RateFactors  # factors by which its rates were slowed down
+    errors: tuple[float, ...]  # for each step, predicted / measured - 1 on the scaled hardware
 
 
 def fitted(hardware: Hardware, steps: Sequence[StepSample]) -> Fit:
-    """Fits the factors by coordinate search from 1. See [Note: fitting by whole steps]."""
+    """Slows down the rates of `hardware` to match measured `steps`. See [Note: fitting by whole steps]."""
 
     def cost(point: Sequence[float]) -> float:
         scaled_by = scaled(hardware, RateFactors(*map(math.exp, point)))
         errors = sum(math.log1p(error) ** 2 for error in _errors(scaled_by, steps))
         return errors + PRIOR * sum(value**2 for value in point)
 
-    best = _descend(cost, [0.0] * len(RateFactors._fields)) if steps else [0.0] * len(RateFactors._fields)
-    factors = RateFactors(*map(math.exp, best))
+    factors = RateFactors(*map(math.exp, _descend(cost, [0.0] * len(RateFactors._fields))))
     found = scaled(hardware, factors)
     return Fit(found, factors, tuple(_errors(found, steps)))
 
 
 def scaled(hardware: Hardware, factors: RateFactors) -> Hardware:
-    """Returns the hardware with each kind of work slowed down by its factor."""
+    """Returns `hardware` with each kind of work slowed down by its factor."""
     rates = hardware.rates
     launch = max(rates.launch_seconds, _LEAST_LAUNCH) * factors.launch
     updated = rates.model_copy(
@@ -109,7 +108,7 @@ def _slower_link(hardware: Hardware, link: Link, *, factors: RateFactors) -> Lin
 
 
 def _descend(cost: Callable[[Sequence[float]], float], start: list[float]) -> list[float]:
-    """Minimises `cost` along one coordinate at a time, in steps that shrink if none helps."""
+    """Minimises `cost` along one coordinate at a time. The step is halved when no step of its size helps."""
     point, least, step = list(start), cost(start), _FIRST_STEP
     while step > _LAST_STEP:
         helped = False

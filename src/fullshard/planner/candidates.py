@@ -1,8 +1,8 @@
-"""Candidate plans of a run: every combination of the settings that it leaves open.
+"""Candidate plans of a run: every combination of the settings that the run leaves open.
 
-The order matters: of two plans that take equally long, the first one here is preferred. It goes from plain to
-elaborate: full_shard before the other strategies, FSDP2's own prefetch before none and explicit, no recompute
-before some, uncompiled before compiled, larger microbatches first.
+The order matters: of two plans that take equally long, the earlier candidate is preferred. Plain settings
+come before elaborate ones: full_shard before the other strategies, FSDP2's own prefetch before none and
+explicit, no recompute before some, uncompiled before compiled, larger microbatches before smaller ones.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +15,7 @@ from fullshard.spec.model import ModelSpec
 from fullshard.spec.plan import Plan
 from fullshard.spec.run import PrefetchSection, RecomputeSection, Run, Strategy, Tier
 
+GradientSync = Literal["every_microbatch", "last_microbatch"]
 _DEEPEST_PREFETCH = 3
 _HYBRID = (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
 _ORDER = (
@@ -28,34 +29,32 @@ _ORDER = (
 
 
 class Mesh(NamedTuple):
-    """A strategy with its shard degree."""
+    """A sharding strategy with its degrees."""
 
-    strategy: Strategy  # the sharding strategy
+    strategy: Strategy
     shard_degree: int  # number of ranks that share the parameters
     reshard_after_forward: int | None = None  # ranks that parameters stay sharded over after forward
 
     @property
     def kind(self) -> str:
-        """Name of the strategy; `hpz` if it reshards to fewer ranks."""
+        """Name of the strategy. With resharding to fewer ranks, `hpz` (full_shard) or ending in `_hpz`."""
         if self.reshard_after_forward is None:
             return str(self.strategy)
         return "hpz" if self.strategy is Strategy.FULL_SHARD else f"{self.strategy}_hpz"
 
     @property
     def frees(self) -> bool:
-        """True if unsharded parameters are freed after forward, as in `Plan.from_run`."""
+        """True if unsharded parameters are freed after forward, by the rule of `Plan.from_run`."""
         keeping = (Strategy.ZERO1, Strategy.SHARD_GRAD_OP, Strategy.HYBRID_SHARD_ZERO2)
         return self.reshard_after_forward is not None or self.strategy not in keeping
 
 
 class Batch(NamedTuple):
-    """Division of a rank's sequences per step."""
+    """Division of a rank's sequences per step into microbatches."""
 
     microbatch: int  # sequences per microbatch
     accumulation: int  # microbatches per step
-    sync: Literal[
-        "every_microbatch", "last_microbatch"
-    ]  # reduce gradients after each microbatch, or after the last
+    sync: GradientSync  # reduce gradients after each microbatch, or after the last
 
 
 class OffloadAndTensorParallel(NamedTuple):
@@ -66,41 +65,42 @@ class OffloadAndTensorParallel(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Suffix to the name of the strategy."""
+        """Text to append to the name of the strategy, such as ` optimizer:cpu tp=2`; may be empty."""
         tier = f" {self.tier}" if self.tier != "none" else ""
         return tier + (f" tp={self.tensor}" if self.tensor > 1 else "")
 
 
 class WhatIf(NamedTuple):
-    """Settings to try instead of the run's own."""
+    """Settings to try instead of the run's own; an empty tuple keeps the run's own."""
 
     tiers: tuple[Tier, ...] = ()  # offload targets
     tensor: tuple[int, ...] = ()  # tensor-parallel degrees
 
 
 class Candidate(NamedTuple):
-    """One combination of settings."""
+    """One combination of the settings that a search chooses."""
 
     mesh: Mesh
     batch: Batch
     recompute: RecomputeSection
     compiled: bool
     prefetch: PrefetchSection
-    is_duplicate: bool = False  # it equals a combination of another strategy, which comes earlier
+    is_duplicate: bool = False  # an earlier candidate of another strategy is equivalent
     apart: OffloadAndTensorParallel = OffloadAndTensorParallel()
 
     @property
     def kind(self) -> str:
+        """Label under which a search reports its best plan: strategy, offload target, tensor parallelism."""
         return self.mesh.kind + self.apart.label
 
 
 def candidates(
     spec: ModelSpec, hardware: Hardware, *, run: Run, what_if: WhatIf | None = None
 ) -> Iterator[Candidate]:
-    """Yields all combinations that `run` leaves open on all ranks of `hardware`.
+    """Yields all combinations of the settings that `run` leaves open, on all ranks of `hardware`.
 
-    Pinned settings are kept, except those that `what_if` replaces. Raises PlanError if the batch, or a pinned
-    setting, cannot be laid out on this many ranks.
+    Pinned settings are kept, except those that `what_if` replaces. Raises PlanError if the batch or a pinned
+    setting is impossible on this many ranks.
     """
     own: Tier = "none" if run.offload.tier == "auto" else run.offload.tier
     tiers = (what_if and what_if.tiers) or (own,)
@@ -133,14 +133,14 @@ def _candidates(
 
 
 def with_offload(run: Run, apart: OffloadAndTensorParallel) -> Run:
-    """Returns the run with the offload target and tensor-parallel degree of `apart`."""
+    """Returns `run` with the offload target and tensor-parallel degree of `apart`."""
     offload = run.offload.model_copy(update={"tier": apart.tier})
     sharding = run.sharding.model_copy(update={"tensor_parallel": apart.tensor})
     return run.model_copy(update={"offload": offload, "sharding": sharding})
 
 
 def to_plan(candidate: Candidate, run: Run, *, hardware: Hardware) -> Plan:
-    """Returns the plan of `run` with all settings of the candidate."""
+    """Returns the plan of `run` with all settings of `candidate`."""
     mesh, batch = candidate.mesh, candidate.batch
     train = run.train.model_copy(update={"microbatch": batch.microbatch, "gradient_sync": batch.sync})
     settled = _pinned(with_offload(run, candidate.apart), mesh).model_copy(
@@ -221,24 +221,20 @@ def _batches(run: Run, mesh: Mesh, *, world: int) -> Iterator[Batch]:
             yield Batch(microbatch, accumulation, sync)
 
 
-def _syncs(
-    run: Run, mesh: Mesh, *, accumulation: int
-) -> tuple[Literal["every_microbatch", "last_microbatch"], ...]:
+def _syncs(run: Run, mesh: Mesh, *, accumulation: int) -> tuple[GradientSync, ...]:
     pinned = run.train.gradient_sync
     if pinned != "auto":
         return (pinned,)
     if mesh.strategy is Strategy.ZERO1:
         return ("last_microbatch",)
     # shard_grad_op with one reduction per step is zero1.
-    return (
-        ("every_microbatch",)
-        if accumulation == 1 or mesh.strategy is Strategy.SHARD_GRAD_OP
-        else ("every_microbatch", "last_microbatch")
-    )
+    if accumulation == 1 or mesh.strategy is Strategy.SHARD_GRAD_OP:
+        return ("every_microbatch",)
+    return ("every_microbatch", "last_microbatch")
 
 
 def _recomputes(spec: ModelSpec, run: Run, *, microbatch: int, hardware: Hardware) -> list[RecomputeSection]:
-    """Returns the modes that the spec was traced under and the hardware has rates for, plain ones first."""
+    """Returns the pinned setting, or all that `spec` was traced with and `hardware` can run."""
     if run.recompute.mode != "auto":
         return [run.recompute]
     known: list[RecomputeSection] = []

@@ -1,4 +1,4 @@
-"""Capacity questions: the fewest GPUs for a deadline, and the largest setting that still fits."""
+"""Capacity questions: the fewest ranks for a deadline, and the largest setting that still fits."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,16 +17,16 @@ _SECONDS_A_DAY = 86_400
 
 
 class ClusterSize(FrozenModel):
-    """A number of ranks with its best plan."""
+    """A number of nodes and ranks, with the best plan on them."""
 
-    nodes: int  # number of nodes
-    ranks_per_node: int  # ranks in each
-    plan: Plan  # the best plan on them
-    days: float  # days that it takes for the requested tokens
+    nodes: int
+    ranks_per_node: int
+    plan: Plan
+    days: float  # days that the plan takes for the requested tokens
 
 
 class Largest(FrozenModel):
-    """The largest value that fits, and its plan."""
+    """The largest value of a setting that fits in memory, with the best plan for it."""
 
     size: int  # a microbatch, or a sequence length
     plan: Plan
@@ -35,11 +35,11 @@ class Largest(FrozenModel):
 def fewest_ranks(
     spec: ModelSpec, hardware: Hardware, *, run: Run, tokens: int, days: float, most_nodes: int = 4096
 ) -> ClusterSize:
-    """Returns the fewest ranks of this kind that process `tokens` in `days`.
+    """Returns the fewest ranks of this hardware that process `tokens` in `days`.
 
-    More ranks are not always faster (a smaller batch per rank hides less communication), so each number that
-    clusters offer and that divides `train.global_batch` is tried, from the fewest on. Raises PlanError, with
-    the nearest, if none is fast enough.
+    More ranks are not always faster, since a smaller batch per rank hides less communication. So each number
+    of ranks over which `train.global_batch` can be divided is tried, the smallest first. Raises PlanError,
+    which names the fastest, if none is fast enough.
     """
     nearest: ClusterSize | None = None
     got = "not even at the chips' peak"
@@ -68,7 +68,7 @@ def fewest_ranks(
 
 
 def largest_microbatch(spec: ModelSpec, hardware: Hardware, *, run: Run) -> Largest:
-    """Returns the largest microbatch that fits with any other settings. Raises PlanError if none does."""
+    """Returns the largest microbatch with which any plan of `run` fits. Raises PlanError if none fits."""
     each_rank = run.train.global_batch // (hardware.world_size // run.sharding.tensor_parallel or 1)
     for microbatch in divisors(each_rank) if each_rank else []:
         train = run.train.model_copy(update={"microbatch": microbatch})
@@ -81,10 +81,10 @@ def largest_microbatch(spec: ModelSpec, hardware: Hardware, *, run: Run) -> Larg
 def largest_sequence(
     describe: Callable[[Run], ModelSpec], hardware: Hardware, *, run: Run, lengths: Sequence[int]
 ) -> Largest:
-    """Returns the largest of `lengths` that fits, by binary search. Raises PlanError if none fits.
+    """Returns the largest of the sequence lengths `lengths` that fits. Raises PlanError if none fits.
 
-    describe: returns the spec for a run with another sequence length, and a `model.max_sequence` grown with
-    it
+    `describe` returns the spec of a run. The runs passed to it have another sequence length, and a
+    `model.max_sequence` that is at least as large.
     """
 
     def best_at(length: int) -> Plan | None:
@@ -96,7 +96,15 @@ def largest_sequence(
         return search(describe(longer), hardware, longer).best
 
     ordered = sorted(set(lengths))
-    found = _last_that_fits(ordered, best_at)
+    found: Largest | None = None
+    low, high = 0, len(ordered) - 1
+    while low <= high:
+        middle = (low + high) // 2
+        best = best_at(ordered[middle])
+        if best is None:
+            high = middle - 1
+        else:
+            found, low = Largest(size=ordered[middle], plan=best), middle + 1
     if found is None:
         raise _none_fits(
             "sequence length", f"{len(ordered)} lengths from {ordered[0]}" if ordered else "none"
@@ -115,26 +123,13 @@ def _fleets(hardware: Hardware, run: Run, *, most_nodes: int) -> list[tuple[int,
 
 
 def _least_days(spec: ModelSpec, hardware: Hardware, *, tokens: int) -> float:
-    """Returns the days at the fastest of the chip's peaks; 0 if they are not known."""
+    """Returns the days for `tokens` at the chip's highest peak FLOP/s; 0 if no peak is known."""
     peak = max(hardware.chip.flops_per_second.values(), default=0.0)
     if not peak or spec.flops_per_token is None:
         return 0.0
     # The attention FLOP include all pairs of positions, of which a causal kernel computes half.
     needed = spec.flops_per_token / 2 * tokens
     return needed / (peak * hardware.world_size) / _SECONDS_A_DAY
-
-
-def _last_that_fits(sizes: Sequence[int], best_at: Callable[[int], Plan | None]) -> Largest | None:
-    found: Largest | None = None
-    low, high = 0, len(sizes) - 1
-    while low <= high:
-        middle = (low + high) // 2
-        best = best_at(sizes[middle])
-        if best is None:
-            high = middle - 1
-        else:
-            found, low = Largest(size=sizes[middle], plan=best), middle + 1
-    return found
 
 
 def _none_fits(what: str, tried: str) -> PlanError:

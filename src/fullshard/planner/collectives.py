@@ -25,15 +25,15 @@ Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
 class CollectiveGroup(NamedTuple):
-    """Ranks of one collective."""
+    """Number of ranks in a collective, and their layout on nodes."""
 
-    ranks: int  # number of ranks
-    in_node: int  # the fewest of them in a node
-    nodes: int  # number of nodes
+    ranks: int
+    in_node: int  # the fewest of these ranks in any of the nodes
+    nodes: int
 
 
 def shard_group(degree: int, *, per_node: int, world_size: int) -> CollectiveGroup:
-    """Returns the worst layout among the groups of `degree` consecutive ranks."""
+    """Returns the slowest node layout among all groups of `degree` consecutive ranks."""
     if degree <= per_node and (per_node % degree == 0 or world_size <= per_node):
         return CollectiveGroup(degree, degree, 1)
     if degree % per_node == 0:
@@ -49,7 +49,7 @@ def shard_group(degree: int, *, per_node: int, world_size: int) -> CollectiveGro
 
 
 def replicate_group(replicas: int, shard_degree: int, *, per_node: int) -> CollectiveGroup:
-    """Returns the layout of groups of `replicas` ranks that are `shard_degree` apart."""
+    """Returns the node layout of a group of `replicas` ranks at distance `shard_degree`."""
     if replicas * shard_degree <= per_node:
         return CollectiveGroup(replicas, replicas, 1)
     in_node = min(max(1, per_node // shard_degree), replicas)
@@ -59,9 +59,9 @@ def replicate_group(replicas: int, shard_degree: int, *, per_node: int) -> Colle
 def collective_seconds(
     kind: Collective, count: float, *, group: CollectiveGroup, hardware: Hardware
 ) -> float:
-    """Seconds of a collective of `count` bytes (unsharded). See [Note: where groups lie].
+    """Returns the seconds of a collective whose unsharded tensor has `count` bytes.
 
-    Raises PlanError for a group that crosses nodes if `hardware` lacks the link between nodes.
+    See [Note: where groups lie]. Raises PlanError if the group crosses nodes and `hardware.across` is None.
     """
     if group.ranks <= 1:
         return 0.0

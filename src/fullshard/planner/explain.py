@@ -1,4 +1,4 @@
-"""explain(found, hardware): why this plan, what limits it, the cost of the others, and the rules of thumb."""
+"""Explanation of a search's result: what limits the plan, the cost of other plans, and the rules of thumb."""
 
 from typing import Literal
 
@@ -25,41 +25,41 @@ _BUCKET = 25 * 2**20  # bytes; default bucket of DistributedDataParallel (`bucke
 
 
 class Term(FrozenModel):
-    """One term of a prediction. `count`: bytes."""
+    """Name of a memory term of a prediction, and `count`, its bytes."""
 
     name: str
     count: int
 
 
 class RunnerUp(FrozenModel):
-    """A plan that was not chosen."""
+    """A plan that was not chosen, compared with the chosen one."""
 
-    plan: Plan  # the plan
+    plan: Plan
     seconds: float  # extra seconds per step over the chosen plan; negative if it is faster
     needed_bytes: int  # extra bytes over the chosen plan; negative if it needs fewer
     lacks_bytes: int = 0  # bytes by which it does not fit; 0 if it fits
 
 
 class Rule(FrozenModel):
-    """A rule of thumb and its verdict."""
+    """A rule of thumb, its advice for this case, and the planner's choice."""
 
     name: str  # short name of the rule
     says: str  # its text
     figures: str  # figures of this case that it depends on
-    advises: str  # the choice that it recommends
+    advises: str  # the choice that the rule recommends
     chosen: str  # the planner's choice
     agrees: bool  # whether both are the same
 
     def lines(self) -> tuple[str, str]:
-        """Returns the rule as two lines of text."""
+        """Returns the rule, its figures and its advice as two lines of text."""
         verdict = "as planned" if self.agrees else f"planned: {self.chosen}"
         return (f"rule of thumb, {self.name}: {self.says}", f"  {self.figures} -> {self.advises}; {verdict}")
 
 
 class Explanation(FrozenModel):
-    """Explanation of `plan`, the best plan (or, if nothing fits, the closest).
+    """Explanation of the best plan, or of the closest if none fits.
 
-    Values of `binds`:
+    Values of `binds`, the limit on the plan:
 
     memory      a faster plan is known, and does not fit
     links       a notable part of the step is waiting for collectives
@@ -68,16 +68,16 @@ class Explanation(FrozenModel):
     computing   only the kernels themselves
     """
 
-    plan: Plan  # the plan
-    fits: bool  # whether it fits
-    binds: Binding  # its limit, one of the values below
-    because: str  # the reason, as text
+    plan: Plan
+    fits: bool
+    binds: Binding
+    because: str  # reason for `binds`, as text
     largest: tuple[Term, ...]  # the largest memory terms
-    runners_up: tuple[RunnerUp, ...]  # plans that were not chosen
-    rules: tuple[Rule, ...]  # the rules of thumb
+    runners_up: tuple[RunnerUp, ...]
+    rules: tuple[Rule, ...]
 
     def lines(self) -> tuple[str, ...]:
-        """Returns the explanation as text, line by line."""
+        """Returns the explanation as lines of text."""
         largest = ", ".join(
             f"{term.name.replace('_', ' ')} {format_bytes(term.count)}" for term in self.largest
         )
@@ -91,7 +91,7 @@ class Explanation(FrozenModel):
 
 
 def explain(found: SearchResult, hardware: Hardware, *, spec: ModelSpec) -> Explanation:
-    """Explains the result of a search over `spec` and `hardware`."""
+    """Returns the explanation of `found`, the result of a search over `spec` and `hardware`."""
     plan = found.best or found.closest
     assert plan is not None, "a search that considered something has a best plan or a closest"
     prediction = prediction_of(plan)
@@ -145,7 +145,7 @@ def _binding(found: SearchResult, prediction: Prediction) -> tuple[Binding, str]
 
 
 def _runners_up(found: SearchResult, chosen: Plan) -> tuple[RunnerUp, ...]:
-    """Returns the next fastest plan, the fastest regardless of memory, and the best of each other kind."""
+    """Returns the second fastest plan, the fastest regardless of memory, and the best per strategy."""
     best = prediction_of(chosen)
     others: list[Plan] = []
     for plan in (*found.ranked[1:2], found.fastest, *found.by_strategy.values()):
@@ -173,9 +173,9 @@ def _runner_up_line(one: RunnerUp) -> str:
 
 
 def _rules_of_thumb(plan: Plan, hardware: Hardware, *, spec: ModelSpec) -> tuple[Rule, ...]:
-    """Returns each rule's verdict on the case in which `plan` was chosen."""
-    rules = [_strategy(plan, hardware, numel=spec.numel), _offload(plan, hardware, numel=spec.numel)]
-    rules += [_precision(plan, hardware)]
+    """Returns all rules of thumb, each with its advice for this model and hardware."""
+    rules = [_strategy(plan, hardware, numel=spec.numel)]
+    rules += [_offload(plan, hardware, numel=spec.numel), _precision(plan, hardware)]
     if plan.world_size > 1:
         timer = StepTimer(spec, hardware)
         rules += [_prefetch(plan, timer), _bucket(plan, timer)]
@@ -183,8 +183,8 @@ def _rules_of_thumb(plan: Plan, hardware: Hardware, *, spec: ModelSpec) -> tuple
 
 
 def _strategy(plan: Plan, hardware: Hardware, *, numel: int) -> Rule:
-    """Shard no more than memory requires (ZeRO, arXiv:1910.02054, table 1), and keep shards within fast links
-    (MiCS, arXiv:2205.00119).
+    """Rule for the strategy: shard no more than memory requires (ZeRO, arXiv:1910.02054, table 1), and
+    only over fast links (MiCS, arXiv:2205.00119).
     """
     capacity, ranks = hardware.capacity_bytes, plan.world_size
     master, compute = ITEMSIZE[plan.precision.master], ITEMSIZE[plan.precision.param]
@@ -215,7 +215,7 @@ def _strategy(plan: Plan, hardware: Hardware, *, numel: int) -> Rule:
 
 
 def _offload(plan: Plan, hardware: Hardware, *, numel: int) -> Rule:
-    """Offload state that does not fit even when sharded (ZeRO-Offload, arXiv:2101.06840)."""
+    """Rule for offload: only state that does not fit even when sharded (ZeRO-Offload, arXiv:2101.06840)."""
     state = 4 * ITEMSIZE[plan.precision.master] * numel / (plan.shard_degree * plan.tensor_parallel)
     share, has_tier = state / hardware.capacity_bytes, plan.run.offload.takes_optimizer
     return Rule(
@@ -229,7 +229,7 @@ def _offload(plan: Plan, hardware: Hardware, *, numel: int) -> Rule:
 
 
 def _precision(plan: Plan, hardware: Hardware) -> Rule:
-    """Use bf16 if the chip has it, else fp16 with a loss scale. fp8 is not planned."""
+    """Rule for the compute dtype: bf16 if the chip has it, else fp16 with a loss scale; never fp8."""
     peaks = hardware.chip.flops_per_second
     best = next((dtype for dtype in ("bf16", "fp16") if dtype in peaks), "fp32")
     gain = peaks[best] / peaks["fp32"] if best in peaks and "fp32" in peaks else None  # type: ignore[index]
@@ -245,7 +245,7 @@ def _precision(plan: Plan, hardware: Hardware) -> Rule:
 
 
 def _prefetch(plan: Plan, timer: StepTimer) -> Rule:
-    """Overlap hides communication if computing takes longer (FSDP, arXiv:2304.11277, section 3.3)."""
+    """Rule for prefetch: deeper if communication is longer than computing (FSDP, arXiv:2304.11277, 3.3)."""
     demand, computing = timer.demand(plan), timer.computing(plan)
     sent = (demand.network + demand.apart + demand.replicas) / TICKS
     ratio = computing.device / TICKS / sent if sent else float("inf")
@@ -262,7 +262,7 @@ def _prefetch(plan: Plan, timer: StepTimer) -> Rule:
 
 
 def _bucket(plan: Plan, timer: StepTimer) -> Rule:
-    """A collective should far exceed its latency (PyTorch DDP, arXiv:2006.15704, section 3.2.2)."""
+    """Rule for unit sizes: collectives take far longer than their latency (DDP, arXiv:2006.15704, 3.2.2)."""
     trace = timer.spec.trace(plan.run.recompute, plan.microbatch)
     units = timer.units(plan, trace)
     sent = [size.gathered for size in units.sizes if size.gathered]

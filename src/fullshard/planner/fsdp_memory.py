@@ -1,4 +1,4 @@
-"""Memory that FSDP2 allocates and frees at each event. See [Note: the replay] in `planner.memory`."""
+"""Replay of the memory that FSDP2 allocates and frees: see [Note: the replay] in `planner.memory`."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,24 +14,25 @@ MAX_OFFLOADING_GRADIENTS = 2  # units whose gradients are in transit to the host
 
 
 class HeldBytes(NamedTuple):
-    """Bytes allocated by FSDP2 at one moment."""
+    """Bytes that FSDP2 has allocated at one moment, by purpose."""
 
     in_flight: int = 0  # unsharded parameters and reduce-scatter inputs
     buffers: int = 0  # all-gather buffers, allocated on the all-gather stream
     reduced: int = 0  # reduce-scatter outputs, not yet gradients, allocated on the reduce-scatter stream
     gradients: int = 0  # sharded gradients, allocated on the reduce-scatter stream
-    whole: int = 0  # unsharded gradients, kept without sync
+    whole: int = 0  # unsharded gradients, kept until the last microbatch reduces them
     chunks: int = 0  # the part of `reduced` that lives until the end of backward
 
     @property
     def units_in_flight(self) -> int:
+        """Bytes of gathered parameters and of the collectives' buffers."""
         return self.in_flight + self.buffers + self.reduced
 
 
 class MemoryLedger:
-    """Bytes allocated by FSDP2 now, at the highest moment, and each stream's peak.
+    """Bytes that FSDP2 has allocated now and at the highest moment, and the peak of each stream.
 
-    Memory of one stream is not given to another, so the allocator reserves the sum of their peaks.
+    Streams do not reuse each other's memory, so the allocator reserves the sum of their peaks.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class MemoryLedger:
         self.compute_pool = self.gather_pool = self.reduce_pool = 0
 
     def observe(self, live: LiveBytes) -> None:
-        """Records this moment if it is the highest. `live`: bytes of the model's own computation."""
+        """Updates the peaks with this moment. `live`: bytes of the model's own computation."""
         computed = self.in_flight + self.whole + live[0] + live[1] + live[2] + live[3]
         reduced = self.reduced + self.gradients
         held = computed + self.buffers + reduced
@@ -57,7 +58,7 @@ class MemoryLedger:
         return HeldBytes(self.in_flight, self.buffers, self.reduced, self.gradients, self.whole, self.chunks)
 
     def skip(self, before: HeldBytes, times: int) -> None:
-        """Repeats the change since `before` another `times` times."""
+        """Adds the change since `before` another `times` times."""
         now = self.held()
         self.in_flight, self.buffers, self.reduced, self.gradients, self.whole, self.chunks = (
             b + times * (b - a) for a, b in zip(before, now, strict=True)
@@ -66,16 +67,16 @@ class MemoryLedger:
 
 @dataclass
 class _Gathered:
-    """State of one unit's parameters. `pending`: bytes of the all-gather buffer until it is copied out."""
+    """State of one unit's parameters. `pending`: bytes of its all-gather buffer; None if it has none."""
 
     is_unsharded: bool = False
     pending: int | None = None
     resharded: int = 0  # bytes kept after forward, sharded over fewer ranks
-    places: list[int] = field(default_factory=list[int])  # positions in the order of forwards
+    places: list[int] = field(default_factory=list[int])  # positions of its forwards in `UnshardBytes.order`
 
 
 class UnshardBytes:
-    """Memory of unshard, reshard and prefetch. `by_position`: units in registration order, for prefetch."""
+    """Replays unshard, reshard and prefetch on a ledger. `by_position`: units in registration order."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class UnshardBytes:
             self.ledger.in_flight -= self.sizes[index].gathered
 
     def end_backward(self) -> None:
-        """Frees the buffers of units that were prefetched but not used."""
+        """Frees the all-gather buffers of units that were prefetched and not used."""
         self.order.clear()
         for unit in self.units:
             self.ledger.buffers -= unit.pending or 0
@@ -140,7 +141,7 @@ class UnshardBytes:
             self._issue(target, live)
 
     def _issue(self, index: int, live: LiveBytes) -> None:
-        """Starts the all-gather of a unit that is neither unsharded nor in flight."""
+        """Allocates the all-gather buffer of a unit, unless it is unsharded or in flight."""
         unit, size = self.units[index], self.sizes[index]
         if unit.is_unsharded or unit.pending is not None:
             return
@@ -155,7 +156,7 @@ class UnshardBytes:
         self.ledger.buffers -= copied
 
     def _unshard(self, index: int, live: LiveBytes, *, forward: bool) -> None:
-        """Gathers a unit, and copies it from the all-gather buffer into its parameters."""
+        """Gathers a unit, if it is not unsharded, and copies it from the buffer into its parameters."""
         self._issue(index, live)
         unit, size = self.units[index], self.sizes[index]
         if unit.pending is None:
@@ -176,7 +177,7 @@ class UnshardBytes:
 
 @dataclass
 class _Reduced:
-    """One unit's gradients, except those that autograd references."""
+    """Bytes of one unit's gradients that FSDP2 references; autograd's are in `LiveBytes`."""
 
     whole: int = 0  # unsharded, kept without sync
     partial: int = 0  # reduced over shards, not yet over replicas
@@ -184,7 +185,7 @@ class _Reduced:
 
 
 class ReduceBytes:
-    """Memory of a unit's gradients from the end of its backward on."""
+    """Replays the reduction of gradients, unit by unit, from the end of each unit's backward."""
 
     def __init__(self, sizes: Sequence[UnitBytes], ledger: MemoryLedger, *, plan: Plan) -> None:
         self.sizes, self.ledger, self.plan = sizes, ledger, plan
@@ -193,7 +194,7 @@ class ReduceBytes:
         self.leaving: deque[int] = deque()
 
     def post_backward(self, index: int, live: LiveBytes, *, last: bool) -> None:
-        """Reduces the unit's gradients, or keeps them unsharded. `last`: the step's last microbatch."""
+        """Reduces the unit's gradients, or keeps them unsharded. `last`: in the step's last microbatch."""
         unit, size, ledger = self.units[index], self.sizes[index], self.ledger
         fresh = min(size.whole, live.gradients)  # 0 if autograd accumulates into existing gradients
         taken = live._replace(gradients=live.gradients - fresh)
@@ -216,13 +217,13 @@ class ReduceBytes:
         self._reduce(index, taken, last=last)
 
     def end_backward(self) -> None:
-        """Frees everything that FSDP2 references except the gradients."""
+        """Frees all buffers of reductions; only gradients remain."""
         self.ledger.in_flight -= self.buffer
         self.ledger.reduced -= self.ledger.chunks
         self.buffer = self.ledger.chunks = 0
 
     def _keep_whole(self, index: int, live: LiveBytes, *, fresh: int) -> None:
-        """Keeps the unsharded gradients, in the reduce dtype. `fresh`: bytes that this backward added."""
+        """Keeps unsharded gradients, in the reduce dtype. `fresh`: bytes that this backward allocated."""
         unit, size = self.units[index], self.sizes[index]
         is_cast = size.whole != size.whole_reduced
         kept = 0 if unit.whole else size.whole_reduced if is_cast else fresh
@@ -234,7 +235,7 @@ class ReduceBytes:
             self.ledger.observe(live._replace(gradients=live.gradients + both))
 
     def _reduce(self, index: int, live: LiveBytes, *, last: bool) -> None:
-        """Turns the reduced chunk, which is in flight, into the gradient of the own shard."""
+        """Turns the reduce-scatter's output into the gradient of the own shard."""
         unit, size, ledger = self.units[index], self.sizes[index], self.ledger
         chunk, replicated = size.reduce_output, size.replicate_degree > 1
         if replicated and not last:  # replicas are reduced once per step; until then the chunks are summed
@@ -248,8 +249,7 @@ class ReduceBytes:
             ledger.reduced -= size.gradient
         is_gradient = not is_cast and not unit.has_gradient
         # The chunk becomes the gradient, is cast to it, or is added to it. With replicas, it stays allocated
-        # until
-        # the end of backward in the last two cases.
+        # until the end of backward in the last two cases.
         held = chunk if replicated and not is_gradient else 0
         ledger.chunks += held
         ledger.reduced += held - chunk - unit.partial
@@ -273,7 +273,7 @@ class ReduceBytes:
         self.ledger.gradients -= size.gradient
 
     def _leave(self, index: int) -> None:
-        """Starts copying a gradient to the host; the one before the last is then freed. See [Note: tiers]."""
+        """Starts copying a gradient to the host, and frees the oldest if three are in transit."""
         self.units[index].has_gradient = False
         self.leaving.append(self.sizes[index].gradient)
         if len(self.leaving) > MAX_OFFLOADING_GRADIENTS:

@@ -1,4 +1,4 @@
-"""peak_bytes(spec, plan): peak memory of one rank in a step, term by term, from shapes alone.
+"""Peak memory of one rank in a step, term by term, computed from shapes alone.
 
 [Note: the replay]
 A step consists of the model's own computation (the trace in the ModelSpec: phases, each with its highest
@@ -21,8 +21,8 @@ without sync  gradients stay unsharded, in the reduce dtype, until the last micr
 in backward   with `optimizer.in_backward` a unit is updated once it is reduced; its gradients are freed.
 
 Collectives need no tensor memory of their own: NCCL's is not a tensor, gloo's are replaced
-(`sharding.collectives`). Not counted: the random state that recompute saves for each block (5,056 bytes on
-the CPU).
+(`sharding.collectives`). The random state that recompute saves for each block (5,056 bytes on the
+CPU) is not counted.
 """
 
 from typing import NamedTuple
@@ -39,10 +39,10 @@ from fullshard.spec.prediction import MemoryTerms
 
 
 def peak_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> MemoryTerms:
-    """Returns the predicted peak of `rank`. Rank 0 never needs less than another. See [Note: the replay].
+    """Returns the predicted peak memory of `rank`. Rank 0 needs the most. See [Note: the replay].
 
     Raises PlanError if `spec` was traced with another microbatch, sequence, precision or recompute than the
-    plan's, or if its optimizer's state is not known.
+    plan's, or if the size of the plan's optimizer state is not known.
     """
     check_spec(spec, plan)
     replay = _Replay(spec, plan, rank=rank)
@@ -56,7 +56,7 @@ def peak_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> MemoryTerms:
 
 
 def check_spec(spec: ModelSpec, plan: Plan) -> None:
-    """Raises PlanError if `spec` was described under other settings than the plan's."""
+    """Raises PlanError if `spec` was described with another sequence length or precision than the plan's."""
     differing = [
         f"{name}: {described} described, {planned} planned"
         for name, described, planned in (
@@ -75,12 +75,12 @@ def check_spec(spec: ModelSpec, plan: Plan) -> None:
 
 
 def sizes_by_kind(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> dict[int, UnitBytes]:
-    """Returns the sizes of one unit of each kind, by the index of the first unit of its kind."""
+    """Returns the sizes of one unit of each kind, by kind (the index of the first unit of that kind)."""
     return {kind: unit_bytes(spec.units[kind], plan, rank=rank) for kind in set(spec.unit_kinds)}
 
 
 class _Replay:
-    """Replays a step's phases, and FSDP2's events between them."""
+    """Replays the memory of a step: its phases, and FSDP2's events between them."""
 
     def __init__(self, spec: ModelSpec, plan: Plan, *, rank: int) -> None:
         self.spec, self.plan = spec, plan
@@ -103,7 +103,7 @@ class _Replay:
         self.passing = update_bytes(spec, plan, rank=rank)
 
     def microbatch(self, number: int, *, last: bool, accumulating: bool) -> None:
-        """Replays a microbatch, counted from 1. `accumulating`: unsharded gradients of earlier ones exist."""
+        """Replays microbatch `number`, from 1. `accumulating`: earlier ones left unsharded gradients."""
         found = memory_trace(
             self.spec,
             self.trace,
@@ -124,7 +124,7 @@ class _Replay:
                 ledger.skip(before, phase.skipped_periods)
 
     def finish(self) -> MemoryTerms:
-        """Returns the peak, including the optimizer step."""
+        """Replays the optimizer step, and returns the peak of the whole step."""
         sizes, kinds = self.kinds, self.spec.unit_kinds
         if not self.plan.run.optimizer.in_backward:
             self.ledger.moment = ("optimizer step", -1)
@@ -154,7 +154,7 @@ class _Replay:
         )
 
     def _act(self, phase: PhaseBytes, live: LiveBytes, *, last: bool) -> None:
-        """Runs FSDP2's event that opens `phase`. `live`: the model's own bytes until then."""
+        """Replays FSDP2's event that opens `phase`. `live`: the model's own bytes before the phase."""
         match phase.event:
             case "pre_forward":
                 self.gathering.pre_forward(phase.unit, live)
@@ -176,10 +176,7 @@ class _Replay:
 
 
 class BackwardPeak(NamedTuple):
-    """Most `live` bytes in the backward of a unit of one kind, between units of two other kinds.
-
-    Units without parameters have kind -1.
-    """
+    """Most bytes alive in the backward of a unit of one kind, between units of two other kinds."""
 
     kind: int  # kind of the unit
     behind: int  # kind of the unit whose backward ran before; -1 if there is none
@@ -188,7 +185,7 @@ class BackwardPeak(NamedTuple):
 
 
 class ActivationBound(NamedTuple):
-    """Bytes that depend only on the trace and the microbatch."""
+    """Inputs of `least_bytes` that depend only on the trace and the microbatch."""
 
     peaks: tuple[BackwardPeak, ...]  # peaks in backward, by kinds of neighbouring units
     loss: int  # bytes alive when the loss is computed
@@ -197,7 +194,7 @@ class ActivationBound(NamedTuple):
 
 
 class MeshBytes(NamedTuple):
-    """Bytes that depend only on the mesh."""
+    """Inputs of `least_bytes` that depend only on the mesh."""
 
     sizes: dict[int, UnitBytes]  # sizes of each kind of unit
     static: int  # shards, optimizer state and buffers, over all units
@@ -208,7 +205,7 @@ class MeshBytes(NamedTuple):
 
 
 def activation_bound(spec: ModelSpec, plan: Plan) -> ActivationBound:
-    """Returns the part of `peak_bytes` that depends only on the recompute and the microbatch."""
+    """Returns the inputs of `least_bytes` that depend only on the recompute mode and the microbatch."""
     trace = spec.trace(plan.run.recompute, plan.microbatch)
     found = memory_trace(spec, trace, microbatch=plan.microbatch, reach=1, tensor=plan.tensor_parallel)
     kinds = [spec.unit_kinds[unit] if spec.units[unit].parameters else -1 for unit in found.units]
@@ -229,7 +226,7 @@ def activation_bound(spec: ModelSpec, plan: Plan) -> ActivationBound:
 
 
 def mesh_bytes(spec: ModelSpec, plan: Plan) -> MeshBytes:
-    """Returns the part of `peak_bytes` that depends only on the mesh."""
+    """Returns the inputs of `least_bytes` that depend only on the mesh."""
     sizes = sizes_by_kind(spec, plan)
     counts = {kind: spec.unit_kinds.count(kind) for kind in sizes}
 
@@ -251,7 +248,7 @@ def mesh_bytes(spec: ModelSpec, plan: Plan) -> MeshBytes:
 
 
 class PlanTraits(NamedTuple):
-    """Traits of a plan that affect its peak."""
+    """Settings of a plan that `least_bytes` needs beside its mesh and its trace."""
 
     accumulates: bool  # more than one microbatch per step
     syncs: bool  # gradients are reduced after each microbatch
@@ -260,10 +257,10 @@ class PlanTraits(NamedTuple):
 
 
 def least_bytes(bound: ActivationBound, mesh: MeshBytes, *, traits: PlanTraits) -> int:
-    """Returns a lower bound on the peak of a step, in bytes.
+    """Returns a lower bound on the peak memory of a step, in bytes.
 
-    It is the maximum of the bytes at the end of backward, when the loss is computed, and in a unit's
-    backward, while the unit before it is reduced and the next is gathered.
+    The bound is the maximum over three moments: the end of backward, the loss, and each unit's backward,
+    while the previous unit is reduced and the next is gathered.
     """
     kept = 0
     if traits.accumulates:

@@ -1,4 +1,4 @@
-"""State and activations on the host and its drive: their bytes, and the time they cost per step.
+"""Offloaded state and activations: their bytes on the host and its drive, and their seconds per step.
 
 [Note: tiers]
 P         trained parameters of the rank's own shards
@@ -91,7 +91,7 @@ _ROUNDING_BYTES = 31  # temporaries per element of a piece: see `unit_bytes.upda
 
 
 class HostRates(NamedTuple):
-    """Rates of an offload target."""
+    """Seconds per byte or parameter of an offload target's operations."""
 
     copy: float  # seconds per byte copied to or from the host
     disk: float  # seconds per byte read from or written to the drive
@@ -100,7 +100,7 @@ class HostRates(NamedTuple):
 
 
 def host_rates(plan: Plan, hardware: Hardware) -> HostRates:
-    """Returns the rates of the plan's offload target. Raises PlanError if `hardware` lacks one of them."""
+    """Returns the rates of the plan's offload target. Raises PlanError if `hardware` lacks a rate."""
     section = plan.run.offload
     check_tier(plan.run)
     disk = _disk_seconds(section, hardware)
@@ -115,7 +115,7 @@ def host_rates(plan: Plan, hardware: Hardware) -> HostRates:
 
 
 def host_copy_rate(hardware: Hardware, needed_for: str) -> float:
-    """Returns the bytes per second copied to or from the host. Raises PlanError if they are not known."""
+    """Returns `hardware.host_bytes_per_second`. Raises PlanError, which names `needed_for`, if it is None."""
     if hardware.host_bytes_per_second is None:
         raise PlanError(
             f"{hardware.name}: how fast its host is is not known.",
@@ -126,7 +126,7 @@ def host_copy_rate(hardware: Hardware, needed_for: str) -> float:
 
 
 def faster_update(plan: Plan, hardware: Hardware) -> Literal["host", "device"]:
-    """Returns the meaning of `offload.update = "auto"`: the device that is faster. See [Note: tiers]."""
+    """Returns the faster place for the offloaded update, for `offload.update = "auto"`. See [Note: tiers]."""
     section, copy = plan.run.offload, hardware.host_bytes_per_second
     if not section.takes_optimizer or hardware.device == "cpu" or copy is None:
         return "host"
@@ -137,7 +137,7 @@ def faster_update(plan: Plan, hardware: Hardware) -> Literal["host", "device"]:
 
 
 def _disk_seconds(section: OffloadSection, hardware: Hardware) -> float:
-    """Returns the seconds per byte of the drive; 0 for a target that does not use it."""
+    """Returns the drive's seconds per byte; 0 if it is unknown and the target does not use a drive."""
     rate = hardware.disk_bytes_per_second
     if rate is not None:
         return 1 / rate
@@ -160,7 +160,7 @@ def with_untimed_drive(hardware: Hardware) -> Hardware:
 
 
 def with_host(cost: UnitCost, size: UnitBytes, *, plan: Plan, rates: HostRates) -> UnitCost:
-    """Returns the unit's costs with those of its offload target. See [Note: tiers]."""
+    """Returns `cost` with the fields of the plan's offload target set. See [Note: tiers]."""
     section = plan.run.offload
     if not section.takes_optimizer:
         return cost
@@ -197,14 +197,14 @@ def with_host(cost: UnitCost, size: UnitBytes, *, plan: Plan, rates: HostRates) 
 
 
 def norm_ticks(plan: Plan, trained: int, *, rates: HostRates) -> int:
-    """Returns the host's ticks to read all gradients for their norm: one of an update's seven accesses."""
+    """Returns the host's ticks to read the gradients of `trained` parameters for their norm."""
     return ticks(rates.adam * trained / _ADAM_TOUCHES) if plan.run.optimizer.clip_norm else 0
 
 
 def gathers_of(
     plan: Plan, trace: Trace, *, costs: Sequence[UnitCost], counts: Sequence[int]
 ) -> tuple[int, ...]:
-    """Returns the loads per step of each traced unit's own shard, over all its repeats."""
+    """Returns how often per step the own shard of each traced unit is loaded, over all its repeats."""
     frees = plan.reshard_after_forward is not False
     times = plan.accumulation if frees else 1
     found: list[int] = []
@@ -226,9 +226,11 @@ class Busy(NamedTuple):
 
 
 def busy_of(costs: Iterable[tuple[UnitCost, int, int]], *, reductions: int, norm: int, disk: int) -> Busy:
-    """Returns the busy ticks of a step.
+    """Returns the busy ticks per step of each host stream.
 
-    costs: for each unit, its costs, its count in the model, and its gathers per step.
+    costs: for each unit, its costs, its count in the model, and its shard loads per step.
+    reductions: gradient reductions per step.
+    norm, disk: ticks of the gradient norm on the host, and of drive reads before all-gathers.
     """
     update = into = out = 0
     for cost, count, gathers in costs:
@@ -245,8 +247,8 @@ def least_shards_read(
 ) -> int:
     """Returns a lower bound on the bytes of shards that the drive reads per step.
 
-    An updated unit is gathered once from memory. Each pass over the units starts with those that the previous
-    pass left in memory.
+    The first gather of an updated unit needs no read. Each pass over the units starts with those that the
+    previous pass left in memory.
     """
     ways = 2 * plan.accumulation
     largest = max((cost.shards_on_disk for cost, *_ in units), default=0)
@@ -258,7 +260,7 @@ def least_shards_read(
 
 
 class SlotCounts(NamedTuple):
-    """Bytes of a step's state in the three slots when the update begins."""
+    """Bytes of offloaded state in the three slots when an update begins."""
 
     kept: int = 0  # kept since the last update, so not read again
     ahead: int = 0  # read while the last update was being written
@@ -266,7 +268,7 @@ class SlotCounts(NamedTuple):
 
 
 def slots_hold(plan: Plan, records: Sequence[int]) -> SlotCounts:
-    """Returns the contents of the slots. While a group is read, the two before it may still be written."""
+    """Returns the contents of the slots. `records`: bytes of each group's state, in the order of updates."""
     section, places = plan.run.offload, range(len(records))
     if not section.on_disk or not records:
         return SlotCounts()
@@ -276,7 +278,7 @@ def slots_hold(plan: Plan, records: Sequence[int]) -> SlotCounts:
 
 
 def update_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
-    """Returns the device memory, in bytes, for updating offloaded state on the device. See [Note: tiers]."""
+    """Returns the bytes of device memory for an update of offloaded state there. See [Note: tiers]."""
     section = plan.run.offload
     if not (section.takes_optimizer and section.update == "device"):
         return 0
@@ -289,7 +291,7 @@ def update_bytes(spec: ModelSpec, plan: Plan, *, rank: int = 0) -> int:
 
 
 def records_of(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
-    """Returns the bytes of each group's state on rank 0."""
+    """Returns the bytes of each group's masters and moments on rank 0."""
     return tuple(
         part_bytes(group.numel, master) + 2 * part_bytes(group.numel, _moment_bytes(plan, master))
         for group, master in _groups_of(spec, plan, rank=0)
@@ -297,7 +299,7 @@ def records_of(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
 
 
 def _groups_of(spec: ModelSpec, plan: Plan, *, rank: int) -> Iterator[tuple[Group, int]]:
-    """Yields a rank's groups, each with the bytes per element of its masters."""
+    """Yields the groups of `rank`, each with the bytes per element of its masters."""
     held: list[ShardSize] = []
     itemsizes: dict[str, int] = {}
     for unit in sorted(spec.units, key=lambda unit: unit.position):
@@ -314,7 +316,6 @@ def _groups_of(spec: ModelSpec, plan: Plan, *, rank: int) -> Iterator[tuple[Grou
 
 
 def _rounds(plan: Plan) -> bool:
-    """Returns whether the update rounds masters or moments stochastically."""
     return plan.run.offload.moments != "fp32" or plan.precision.stochastic_rounding
 
 
@@ -327,7 +328,7 @@ def _state_bytes(plan: Plan, master: int) -> int:
     return master + 2 * _moment_bytes(plan, master)
 
 
-def offload_terms(  # signature: what `step_time` knows of an offload target
+def offload_terms(  # signature: from `StepTimer.offload`
     plan: Plan,
     units: Sequence[tuple[UnitBytes, int]],
     *,
@@ -336,7 +337,7 @@ def offload_terms(  # signature: what `step_time` knows of an offload target
     shards_read: int,
     hardware: Hardware,
 ) -> OffloadTerms:
-    """Returns bytes and seconds of the plan's offload target.
+    """Returns the predicted host and drive use of the plan's offload target.
 
     units: sizes of each unit, with its count in the model.
     records: bytes of each group's state.
@@ -374,7 +375,7 @@ def offload_terms(  # signature: what `step_time` knows of an offload target
 
 
 def _in_buffers(units: Sequence[int]) -> int:
-    """Returns the bytes of the unit buffers. `units`: bytes of each unit on the drive."""
+    """Returns the bytes of the host's buffers for units. `units`: bytes of each unit on the drive."""
     return min(UNIT_BUFFERS, sum(size > 0 for size in units)) * max(units, default=0)
 
 
@@ -383,11 +384,11 @@ class Moved(NamedTuple):
 
     out: int  # ticks of copies to the host
     back: int  # ticks of copies from the host
-    waits: bool  # the phase waits for the copies that began before
+    waits: bool  # the phase waits for the copies that began before it
 
 
 def moved_of(phases: Sequence[Phase], plan: Plan, *, hardware: Hardware) -> tuple[Moved, ...]:
-    """Returns the copies of each phase, if any has one. Raises PlanError if the copy rate is not known."""
+    """Returns the copies of each phase, or () without any. Raises PlanError if their rate is unknown."""
     if not moves(phases):
         return ()
     each = host_copy_rate(hardware, 'recompute.mode = "offload"') * plan.tensor_parallel
@@ -400,16 +401,14 @@ def moved_of(phases: Sequence[Phase], plan: Plan, *, hardware: Hardware) -> tupl
 
 
 def moves(phases: Sequence[Phase]) -> bool:
-    """Returns whether any of `phases` copies activations to or from the host."""
+    """Returns True if any of `phases` copies activations to or from the host."""
     return any(phase.out or phase.back for phase in phases)
 
 
 def activation_terms(
     plan: Plan, phases: Sequence[Phase], *, turns: Sequence[int], hardware: Hardware
 ) -> ActivationTerms:
-    """Returns the host bytes and copy seconds of one rank. `turns`: times that each phase runs per
-    microbatch.
-    """
+    """Returns the host use of one rank's activations. `turns`: runs of each phase per microbatch."""
     held = copied = 0
     for phase, times in zip(phases, turns, strict=True):
         for line in phase.out:

@@ -20,19 +20,19 @@ _NEAREST: dict[Dtype, tuple[ComputeDtype, ...]] = {
 
 
 class PhaseCost(NamedTuple):
-    """Cost of a phase. `seconds`: device time. `launches`: kernels launched by the host."""
+    """Cost of a phase: device time in `seconds`, and the number of kernels that the host launches."""
 
     seconds: float
     launches: int
 
 
 def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int, split: int = 1) -> float:
-    """Seconds of one launch.
+    """Returns the seconds of one launch of a kernel.
 
         max(flops / rate(flops), bytes / memory(bytes))
 
-    The rate is the curve of its kind and dtype, or of the nearest dtype that has one. Elementwise launches
-    count bytes only. `split`: number of ranks that share the work.
+    The FLOP rate is that of the kernel's kind and nearest dtype. Elementwise launches count bytes only.
+    `split`: number of ranks that share the work.
     """
     moved = memory_seconds(kernel.bytes.at(microbatch) / split, rates.memory)
     if kernel.kind == "elementwise":
@@ -45,7 +45,7 @@ def kernel_seconds(kernel: Kernel, rates: Rates, *, microbatch: int, split: int 
 
 
 def memory_seconds(count: float, curve: Curve) -> float:
-    """Seconds of one launch that reads and writes `count` bytes; 0 for none."""
+    """Returns the seconds of one launch that reads and writes `count` bytes in all; 0 for 0 bytes."""
     return count / rate_at(curve, count) if count > 0 else 0.0
 
 
@@ -70,7 +70,11 @@ def phase_costs(
     fused: bool,
     split: int = 1,
 ) -> tuple[PhaseCost, ...]:
-    """Returns the cost of each phase. `fused`: runs of elementwise operations are one kernel, as compiled."""
+    """Returns the cost of each phase.
+
+    fused: sequences of elementwise operations are one kernel, as torch.compile fuses them.
+    split: number of ranks that share the work of each kernel.
+    """
     seconds: dict[int, float] = {}
     costs: list[PhaseCost] = []
     for phase in phases:

@@ -9,7 +9,7 @@ from fullshard.spec.model import Event, ModelSpec, Phase, Repeat, Trace
 
 
 class ScheduleStep(NamedTuple):
-    """One phase."""
+    """One phase of a microbatch, as it runs on the model."""
 
     event: Event  # the FSDP2 event that opens it
     unit: int  # the model's unit; in a repeated segment, that of the first turn; -1 for none
@@ -18,7 +18,7 @@ class ScheduleStep(NamedTuple):
 
 
 class ScheduleSegment(NamedTuple):
-    """Phases that run in order, `times` times; each turn moves on by `stride` units."""
+    """Phases that run in order, `times` times; each repeat advances by `stride` units of the model."""
 
     steps: tuple[ScheduleStep, ...]
     times: int = 1
@@ -27,18 +27,18 @@ class ScheduleSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Events of one microbatch."""
+    """Phases of one microbatch in the order in which they run, and the units they belong to."""
 
-    segments: tuple[ScheduleSegment, ...]  # in the order of the phases
+    segments: tuple[ScheduleSegment, ...]
     repeats: tuple[int, ...]  # number of times that each phase runs
     traced: tuple[int, ...]  # for each unit of the model, the traced unit that stands for it
-    # for each unit of the model, the units whose forward ended right before each of its own forwards (-1:
-    # none), in order. FSDP2 prefetches them in backward
+    # for each unit of the model, the unit whose forward ended before each of its own forwards; -1 for none.
+    # FSDP2 prefetches these units in backward.
     before: tuple[tuple[int, ...], ...]
 
     @property
     def first_units(self) -> tuple[int, ...]:
-        """For each traced unit, the first unit of the model that it stands for."""
+        """First unit of the model that each traced unit stands for."""
         found: dict[int, int] = {}
         for unit, traced in enumerate(self.traced):
             found.setdefault(traced, unit)
@@ -46,7 +46,7 @@ class Schedule:
 
 
 def program_of(spec: ModelSpec, trace: Trace, *, phases: Sequence[Phase]) -> Schedule:
-    """Returns the schedule of `phases`. Raises PlanError if the trace's units are not the model's."""
+    """Returns the schedule of `phases`. Raises PlanError if the trace and the model have different units."""
     traced, firsts = _units(spec, trace)
     segments: list[ScheduleSegment] = []
     turns = [1] * len(phases)
@@ -67,7 +67,10 @@ def program_of(spec: ModelSpec, trace: Trace, *, phases: Sequence[Phase]) -> Sch
 
 
 def runs_of(phases: Sequence[Phase], repeats: Sequence[Repeat]) -> list[tuple[int, int, Repeat | None]]:
-    """Returns runs of phases as (start, end, period); phases without a unit amid a period belong to it."""
+    """Returns (start, end, repeat) of each run of phases inside one repeat, or outside of all (None).
+
+    Phases without a unit belong to a repeat if phases of that repeat surround them.
+    """
     of_unit = {unit: r for r in repeats for unit in range(r.first, r.first + r.units)}
     runs: list[tuple[int, int, Repeat | None]] = []
     start, current = 0, None

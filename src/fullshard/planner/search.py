@@ -1,11 +1,11 @@
-"""search(spec, hardware, run): the fastest plan that fits, the next ones, and the nearest if none fits.
+"""Search for the fastest plans that fit, or for the closest plan if none fits.
 
 [Note: exact pruning]
 The search covers all candidates, and its answer is the same as if each were predicted in full. Bounds let it
-skip a candidate that cannot win:
+skip a candidate that
 
-- It cannot finish before another: its computing alone, or one of its streams alone, takes longer.
-- It cannot fit: the bytes of its mesh and of its microbatch, without most of FSDP2's own, are too many.
+- cannot finish before another: its computing alone, or one of its streams alone, takes longer;
+- cannot fit: the bytes of its mesh and of its microbatch, without most of FSDP2's own, are too many.
 
 Candidates are taken in the order of their time bound, so that the fastest come early.
 
@@ -48,14 +48,14 @@ Order = tuple[int, int]
 
 
 class SearchResult(FrozenModel):
-    """Result of a search. Every plan in it carries its prediction.
+    """Result of a search. Each of its plans has a prediction.
 
     best: the fastest plan that fits; None if none does.
     ranked: the fastest plans that fit, best first.
-    fastest: the fastest plan if memory had no limit.
+    fastest: the fastest plan regardless of memory.
     closest: if none fits, the plan that needs the fewest bytes; otherwise None.
-    by_strategy: for each kind (a strategy, or `hpz`: full_shard that reshards to fewer ranks), the fastest
-        plan that fits, or the one that needs the fewest bytes.
+    by_strategy: for each `Candidate.kind`, the fastest plan that fits; if none fits, the plan that needs
+        the fewest bytes.
     considered: number of distinct candidates.
     predicted: number of candidates predicted in full; the others cannot be among these results.
     """
@@ -78,15 +78,15 @@ def search(  # signature: the library's, the same for all its questions
     memory: Memory = peak_bytes,
     what_if: WhatIf | None = None,
 ) -> SearchResult:
-    """Returns the fastest plans of `spec` on all ranks of `hardware`, over everything that `run` leaves open.
+    """Returns the fastest plans of `spec` on all ranks of `hardware`, over the open settings of `run`.
 
-    capacity_bytes: device memory available to one rank, context included; unset, `hardware` decides.
-    memory: function that returns a plan's peak; never below `least_bytes`. See [Note: exact pruning].
+    capacity_bytes: device memory of one rank, including the context; None: that of `hardware`.
+    memory: function that returns a plan's peak, which must not be below `least_bytes`.
     what_if: offload targets and tensor-parallel degrees to try instead of the run's own. If the run leaves
         the offload target open, targets are tried only if nothing fits without one.
 
-    Raises PlanError if the global batch cannot be divided, the pinned settings cannot be laid out, or `spec`
-    was described under other settings.
+    Raises PlanError if the global batch cannot be divided over the ranks, the pinned settings are impossible
+    on them, or `spec` was described under other settings.
     """
     if capacity_bytes is not None:
         chip = hardware.chip.model_copy(update={"memory_bytes": capacity_bytes})
@@ -99,10 +99,8 @@ def search(  # signature: the library's, the same for all its questions
     return found
 
 
-def predict(  # signature: the library's
-    spec: ModelSpec, plan: Plan, hardware: Hardware
-) -> Plan:
-    """Returns `plan` with its prediction: bytes and seconds, term by term.
+def predict(spec: ModelSpec, plan: Plan, hardware: Hardware) -> Plan:  # signature: the library's
+    """Returns `plan` with its prediction of bytes and seconds, term by term.
 
     Ranks are laid out on nodes as in `hardware`, for any number of ranks. Raises PlanError if `spec` lacks
     something that this plan needs (see `peak_bytes`), or `hardware` lacks the link between its nodes.
@@ -111,10 +109,8 @@ def predict(  # signature: the library's
     return _predicted(plan, StepTimer(spec, hardware), memory=memory)
 
 
-def plan(  # signature: the library's
-    spec: ModelSpec, hardware: Hardware, run: Run
-) -> Plan:
-    """Returns the fastest plan that fits.
+def plan(spec: ModelSpec, hardware: Hardware, run: Run) -> Plan:  # signature: the library's
+    """Returns the fastest plan of `run` that fits.
 
     Raises PlanError if none fits, with the closest plan and the changes that would make it fit.
     """
@@ -126,13 +122,13 @@ def plan(  # signature: the library's
 
 
 def prediction_of(plan: Plan) -> Prediction:
-    """Returns the prediction of a plan that a search returned."""
+    """Returns `plan.prediction`, which every plan of a search has."""
     assert plan.prediction is not None, "plans of a search are predicted"
     return plan.prediction
 
 
 def with_workspace(memory: MemoryTerms, hardware: Hardware) -> MemoryTerms:
-    """Returns `memory` with the workspace of the hardware's matmul library."""
+    """Returns `memory` with the bytes of the matmul library's workspace."""
     return memory.model_copy(update={"workspace": hardware.workspace_bytes})
 
 
@@ -148,12 +144,12 @@ def reserve_bytes(hardware: Hardware, memory: MemoryTerms) -> int:
 
 
 def order_of(seconds: float, index: int) -> Order:
-    """Returns the sort key of a candidate. See [Note: exact pruning]."""
+    """Returns the sort key of candidate `index`, whose step takes `seconds`. See [Note: exact pruning]."""
     return math.floor(math.log(seconds) / _SAME), index
 
 
 def no_plan_fits(closest: Plan, *, spec: ModelSpec, hardware: Hardware, run: Run) -> PlanError:
-    """Returns the error for a `run` that no plan fits, with the closest plan and changes that would fit."""
+    """Returns the error that no plan of `run` fits, with the closest plan and changes that would fit."""
     prediction = prediction_of(closest)
     over = prediction.needed_bytes - prediction.capacity_bytes
     outside = prediction.offload or prediction.activations
@@ -166,7 +162,8 @@ def no_plan_fits(closest: Plan, *, spec: ModelSpec, hardware: Hardware, run: Run
         )
     terms = sorted(prediction.memory.terms().items(), key=lambda term: -term[1])
     largest, count = terms[0]
-    change, tier = _change(spec, hardware, run=run), _tier(spec, hardware, run=run)
+    change = _change(spec, hardware, run=run)
+    tier = _tier(spec, hardware, run=run)
     return PlanError(
         f"no plan fits {format_bytes(prediction.capacity_bytes)} per rank.",
         got=f"closest: {describe_plan(closest)} -> {format_bytes(prediction.needed_bytes)}"
@@ -177,7 +174,7 @@ def no_plan_fits(closest: Plan, *, spec: ModelSpec, hardware: Hardware, run: Run
 
 
 def describe_plan(plan: Plan) -> str:
-    """Returns the mechanisms of a plan in one line."""
+    """Returns the strategy, mesh, batch and other settings of a plan in one line."""
     mesh = f"dp_shard={plan.shard_degree}"
     if plan.replicate_degree > 1:
         mesh = f"dp_replicate={plan.replicate_degree}, {mesh}"
@@ -195,7 +192,7 @@ def describe_plan(plan: Plan) -> str:
 
 
 def _suggest_host_memory_changes(plan: Plan, spec: ModelSpec, *, hardware: Hardware) -> list[str]:
-    """Returns settings under which `plan`, which fits its device, also fits its host."""
+    """Returns changes, as text, with which `plan` fits host memory; it already fits its device."""
     prediction, section = prediction_of(plan), plan.run.offload
     ways: list[str] = []
     if section.host_bytes is not None:
@@ -211,7 +208,7 @@ def _suggest_host_memory_changes(plan: Plan, spec: ModelSpec, *, hardware: Hardw
 
 
 def _largest_group(plan: Plan, terms: OffloadTerms, *, timer: StepTimer) -> int | None:
-    """Halves the group size until the plan fits; None if it never does."""
+    """Returns the first halving of the group size with which `plan` fits the host; None if there is none."""
     section, capacity = plan.run.offload, terms.host_capacity_bytes
     beside = prediction_of(plan).host_bytes - terms.host_bytes
     size = section.sub_group_parameters // 2
@@ -227,7 +224,7 @@ def _largest_group(plan: Plan, terms: OffloadTerms, *, timer: StepTimer) -> int 
 
 
 def possible_tiers(hardware: Hardware, run: Run) -> tuple[Tier, ...]:
-    """Returns the offload targets with known rates, if the run's optimizer can be offloaded."""
+    """Returns the offload targets with known rates; none if the run's optimizer cannot be offloaded."""
     drive = hardware.disk_bytes_per_second is not None
     host = hardware.host_bytes_per_second is not None or hardware.device == "cpu"
     if run.optimizer.name.lower() != "adamw" or not host:
@@ -236,7 +233,7 @@ def possible_tiers(hardware: Hardware, run: Run) -> tuple[Tier, ...]:
 
 
 def _tier(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str | None:
-    """Returns the fastest plan that fits with an offload target; None if none fits, or the run has one."""
+    """Returns, as text, the fastest plan that fits with an offload target; None if there is none to try."""
     tiers = possible_tiers(hardware, run)
     if run.offload.tier != "none" or not tiers:
         return None
@@ -250,7 +247,7 @@ def _tier(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str | None:
 
 
 def _change(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str:
-    """Returns one pinned setting to release, else the smallest multiple of ranks that fits."""
+    """Returns, as text, one pinned setting to release, or else the smallest multiple of ranks that fits."""
     for change, freed in _without_pins(run):
         best = search(spec, hardware, freed).best
         if best is not None:
@@ -271,7 +268,7 @@ def _change(spec: ModelSpec, hardware: Hardware, *, run: Run) -> str:
 
 
 def _without_pins(run: Run) -> Iterator[tuple[str, Run]]:
-    """Yields the run with one pinned setting released, and the way to release it; the least change first."""
+    """Yields (change as text, run with this pinned setting released), the least change first."""
     if run.prefetch.mode != "auto":
         section = run.prefetch.model_copy(update={"mode": "auto"})
         yield 'prefetch.mode = "auto"', run.model_copy(update={"prefetch": section})
@@ -330,7 +327,7 @@ def _outside(timer: StepTimer, plan: Plan, *, memory: MemoryTerms) -> OffloadTer
 
 @dataclass
 class _StrategyResult:
-    """Candidates of one kind."""
+    """Results for the candidates of one strategy."""
 
     best: tuple[Order, Plan] | None = None  # the best plan so far, with its order
     # candidates that do not fit, as (bound on bytes, index, candidate)
@@ -338,7 +335,7 @@ class _StrategyResult:
 
 
 class _Search:
-    """One search, with caches of the terms that candidates share."""
+    """State of one search, with caches of the terms that candidates share."""
 
     def __init__(
         self, spec: ModelSpec, hardware: Hardware, *, run: Run, memory: Memory, what_if: WhatIf | None
@@ -387,7 +384,7 @@ class _Search:
         )
 
     def _try(self, candidate: Candidate, index: int, *, least: Order) -> None:
-        """Predicts a candidate, unless it is neither among the fastest nor the fastest of its kind."""
+        """Predicts a candidate and records it, unless its bounds show that it cannot be in the result."""
         kind = self.kinds[candidate.kind]
         if self.fastest is None or least < self.fastest[0]:
             predicted = self._ordered(candidate, index)
@@ -409,7 +406,7 @@ class _Search:
             self.ranked = sorted([*self.ranked, (order, plan)], key=lambda one: one[0])[:RANKED]
 
     def _smallest(self, kind: _StrategyResult) -> tuple[Order, Plan] | None:
-        """Returns the candidate too large for memory that needs the fewest bytes; of equals, the plainest."""
+        """Predicts the too large candidate that needs the fewest bytes; of equals, the plainest."""
         best: tuple[int, int, Candidate] | None = None
         for bound, index, candidate in sorted(kind.too_large, key=lambda one: one[:2]):
             if best is not None and bound > best[0]:
@@ -435,7 +432,6 @@ class _Search:
         return memory.total + reserve_bytes(self.hardware, memory) + self.hardware.context_bytes
 
     def _ordered(self, candidate: Candidate, index: int) -> tuple[Order, Plan]:
-        """Predicts the candidate in full and returns it with its order."""
         self.predicted += 1
         plan = _predicted(self._plan(candidate), self.timer, memory=self._peak(candidate))
         return order_of(prediction_of(plan).time.total, index), plan
@@ -477,7 +473,7 @@ class _Search:
 
 
 def _by_shortfall(one: tuple[Order, Plan]) -> tuple[int, int, int, Order]:
-    """Sort key: bytes over the device's capacity, then over the host's, then bytes needed."""
+    """Sort key: bytes over the device's capacity, then host bytes if they do not fit, then bytes needed."""
     prediction = prediction_of(one[1])
     over = max(0, prediction.needed_bytes - prediction.capacity_bytes)
     return (

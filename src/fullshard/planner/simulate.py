@@ -1,14 +1,12 @@
-"""Simulation of a step on the streams, event by event, with repeated turns skipped.
-
-See [Note: the engine's order] in `planner.streams`.
+"""Simulation of a step on the streams, event by event. See [Note: FSDP2's order] in `planner.streams`.
 
 [Note: skipping]
-A step consists of similar turns: blocks in forward and in backward, and microbatches. The effect of a turn on
-the clocks depends only on their differences. If the differences after a turn equal those some turns ago, all
-further turns except the last few take as long, and are added at once. Clocks are whole numbers, so this is
-exact. Three kinds of clock may differ, because no later event can see them:
+A step consists of similar turns: blocks in forward and in backward, and microbatches. A turn's effect on the
+clocks depends only on the differences between clocks. If the differences after a turn equal those some turns
+ago, all further turns except the last few take as long, and are added at once. Clocks are whole numbers, so
+this is exact. Three kinds of clock may differ, because no later event depends on them:
 
-- reduction clocks that are behind the compute stream's, since every later reduction waits for that;
+- reduction clocks that are behind the compute stream's, since every later reduction waits for that stream;
 - clocks that no event of the turn has touched;
 - the host's clock, as long as the host is ahead and stays ahead.
 """
@@ -31,7 +29,7 @@ from fullshard.planner.unit_costs import UnitCost
 from fullshard.spec.model import Event
 from fullshard.spec.run import PrefetchSection
 
-# Phases that start, and wait for, copies of activations when they begin; in forward, when they end.
+# Phases that copy activations, and wait for copies, when they begin; phases of forward do so when they end.
 _BACKWARD = ("pre_backward", "post_backward", "end_backward")
 _NEVER = 1 << 62
 _REDUCE_CLOCKS = (
@@ -70,12 +68,12 @@ _SUMS = (
 
 
 class Work(NamedTuple):
-    """Work of one microbatch."""
+    """Work of one microbatch: its schedule, and the ticks of each phase."""
 
-    program: Schedule  # the events
+    program: Schedule
     lengths: tuple[tuple[int, int], ...]  # for each phase, ticks of the device and of the host's launches
     sent: tuple[int, ...] = ()  # for each phase, the device ticks of tensor-parallel collectives
-    moved: tuple[Moved, ...] = ()  # for each phase, its copies of activations; empty if there are none
+    moved: tuple[Moved, ...] = ()  # for each phase, its copies of activations; or ()
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class Policy:
 
 
 class _Snapshot(NamedTuple):
-    """State at the end of a turn."""
+    """State of the simulation at the end of a turn."""
 
     compute: int  # clock of the compute stream
     host: int  # clock of the host
@@ -107,13 +105,15 @@ class _Snapshot(NamedTuple):
 
 @dataclass
 class StepSimulation:
-    """Runs microbatches on `streams`. `costs`: for each unit of the trace."""
+    """Simulation of a step's microbatches on `streams`. `costs`: of each unit of the trace."""
 
     streams: Streams
     costs: Sequence[UnitCost]
     policy: Policy
     pending: dict[int, int] = field(default_factory=dict[int, int])  # when each all-gather in flight is done
-    put_back: dict[int, int] = field(default_factory=dict[int, int])  # when each copy for hpZ is made
+    put_back: dict[int, int] = field(
+        default_factory=dict[int, int]
+    )  # when the copy of each unit kept for hpZ is done
     unsharded: set[int] = field(default_factory=set[int])  # units whose parameters are unsharded
     uses: dict[int, int] = field(default_factory=dict[int, int])  # backward prefetches decided per unit
     in_buffers: InBuffers = field(default_factory=InBuffers)  # units in the host's buffers
@@ -122,7 +122,7 @@ class StepSimulation:
     updates: bool = False  # this is the step's first microbatch
 
     def step(self, work: Work, *, accumulating: Work, accumulation: int) -> None:
-        """Runs all microbatches of a step. `accumulating`: the work of those after the first."""
+        """Simulates all microbatches of a step. `accumulating`: the work of each one after the first."""
         marks: list[_Snapshot] = []
         index = 0
         while index < accumulation:
@@ -132,9 +132,9 @@ class StepSimulation:
             # At the next forward the gather streams wait for the compute stream, which waited for reductions.
             _raise_to_compute(self.streams, (*_GATHER_CLOCKS, *_REDUCE_CLOCKS))
             if not first:
-                marks.append(_snapshot(self.streams, self.pending, in_buffers=self.in_buffers))
+                marks.append(_snapshot(self))
             index += 1
-            index += self._skip(marks, left=accumulation - 1 - index, stride=0)
+            index += _skip_repeated(self, marks, left=accumulation - 1 - index, stride=0)
         if self.policy.norm is not None:
             wait_for_gradients(self.streams, norm=self.policy.norm)
 
@@ -160,8 +160,8 @@ class StepSimulation:
             left = segment.times - behind - turn
             if left > 0 and self.policy.skips:
                 _raise_to_compute(self.streams, _REDUCE_CLOCKS)
-                marks.append(_snapshot(self.streams, self.pending, in_buffers=self.in_buffers))
-                skipped = self._skip(marks, left=left, stride=segment.stride)
+                marks.append(_snapshot(self))
+                skipped = _skip_repeated(self, marks, left=left, stride=segment.stride)
                 self._copy_states(segment, turn, skipped=skipped)
                 turn += skipped
             slack = min(slack, self.streams.slack)
@@ -257,7 +257,7 @@ class StepSimulation:
         offload_gradient(streams, cost, adds=adds and not cost.is_replicated)
 
     def _charge_hook(self, unit: int) -> None:
-        """Charges the host for gathering a unit; the hook does nothing if it is already unsharded."""
+        """Adds the host's time for gathering a unit, unless the unit is already unsharded."""
         if unit not in self.unsharded:
             self.streams.on_host(self.policy.act)
 
@@ -308,19 +308,11 @@ class StepSimulation:
             streams.hold_gathers(streams.compute)
         self.unsharded.add(unit)
 
-    def _skip(self, marks: Sequence[_Snapshot], *, left: int, stride: int) -> int:
-        if not self.policy.skips or left <= 0:
-            return 0
-        return _skip_repeated(
-            self.streams, marks, left=left, stride=stride, pending=self.pending, in_buffers=self.in_buffers
-        )
-
     def _copy_states(self, segment: ScheduleSegment, turn: int, *, skipped: int) -> None:
-        """Gives skipped units the state in which the last turn left its units."""
+        """Marks units of skipped turns as sharded or unsharded, like those of the last turn."""
         if not skipped:
             return
-        units = {step.unit for step in segment.steps}
-        for unit in units:
+        for unit in {step.unit for step in segment.steps}:
             is_unsharded = unit + (turn - 1) * segment.stride in self.unsharded
             gone = range(
                 unit + turn * segment.stride, unit + (turn + skipped) * segment.stride, segment.stride
@@ -341,7 +333,7 @@ def simulate_steady_step(  # signature: as `StepSimulation`
 ) -> None:
     """Simulates a step after an equal one, so that frozen shards are still in the host's buffers.
 
-    `works`: of the first microbatch, and of the later ones.
+    `works`: the work of the first microbatch, and of each later one.
     """
     found = InBuffers()
     if any(cost.frozen_on_disk for cost in costs):
@@ -353,38 +345,32 @@ def simulate_steady_step(  # signature: as `StepSimulation`
 
 
 def _raise_to_compute(streams: Streams, clocks: Sequence[str]) -> None:
-    """Raises clocks that are behind the compute stream's to it. See [Note: skipping]."""
+    """Raises `clocks` to the compute stream's clock if they are behind it. See [Note: skipping]."""
     for clock in clocks:
         setattr(streams, clock, max(getattr(streams, clock), streams.compute))
 
 
-def _snapshot(streams: Streams, pending: Mapping[int, int], *, in_buffers: InBuffers) -> _Snapshot:
-    """Returns the current state."""
+def _snapshot(simulation: StepSimulation) -> _Snapshot:
+    streams = simulation.streams
     return _Snapshot(
         streams.compute,
         streams.host,
         tuple(getattr(streams, clock) for clock in _GATHER_CLOCKS),
         tuple(getattr(streams, clock) for clock in _REDUCE_CLOCKS),
         tuple(getattr(streams, name) for name in _SUMS),
-        dict(pending),
-        tuple(tuple(units) for units in in_buffers.kinds),
+        dict(simulation.pending),
+        tuple(tuple(units) for units in simulation.in_buffers.kinds),
         streams.slack,
     )
 
 
-def _skip_repeated(  # signature: all that a turn changes
-    streams: Streams,
-    marks: Sequence[_Snapshot],
-    *,
-    left: int,
-    stride: int,
-    pending: dict[int, int],
-    in_buffers: InBuffers,
-) -> int:
-    """Adds those of the `left` turns that are known to repeat, and returns their number.
+def _skip_repeated(simulation: StepSimulation, marks: Sequence[_Snapshot], *, left: int, stride: int) -> int:
+    """Adds as many of the `left` turns as must repeat the last ones, and returns their number.
 
-    marks: the state after each turn so far. stride: number of units by which the next turn moves on.
+    marks: the state after each turn so far. stride: number of units by which each turn advances.
     """
+    if not simulation.policy.skips:
+        return 0
     for turns in range(1, min(_LONGEST_CYCLE, len(marks) - 1, left) + 1):
         most = _most_cycles(marks, turns, stride=stride)
         if most:
@@ -393,6 +379,7 @@ def _skip_repeated(  # signature: all that a turn changes
         return 0
     before, now, times = marks[-1 - turns], marks[-1], min(left // turns, most)
     length = now.compute - before.compute
+    streams = simulation.streams
     streams.slack = min(streams.slack, streams.slack - times * (now.host - before.host - length))
     for names, old, new in (
         (_GATHER_CLOCKS, before.gathers, now.gathers),
@@ -403,18 +390,14 @@ def _skip_repeated(  # signature: all that a turn changes
         for name, one, other in zip(names, old, new, strict=True):
             setattr(streams, name, other + times * (other - one))
     shift, grown = times * stride * turns, times * length
-    pending.clear()
-    pending.update({unit + shift: at + grown if at else 0 for unit, at in now.pending.items()})
-    for units, old, new in zip(in_buffers.kinds, before.buffered, now.buffered, strict=True):
+    simulation.pending = {unit + shift: at + grown if at else 0 for unit, at in now.pending.items()}
+    for units, old, new in zip(simulation.in_buffers.kinds, before.buffered, now.buffered, strict=True):
         units[:] = new if old == new else (unit + shift for unit in new)
     return times * turns
 
 
 def _most_cycles(marks: Sequence[_Snapshot], turns: int, *, stride: int) -> int:
-    """Returns how often the last `turns` turns repeat while the host stays ahead.
-
-    0 if they did not lead back to the state before them.
-    """
+    """Returns how often the last `turns` turns repeat exactly while the host stays ahead; 0 if never."""
     before, now = marks[-1 - turns], marks[-1]
     length = now.compute - before.compute
     if any(new - old not in (0, length) for old, new in zip(before.gathers, now.gathers, strict=True)):

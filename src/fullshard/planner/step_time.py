@@ -1,8 +1,8 @@
-"""step_seconds(spec, plan, hardware): time of a step, term by term, by simulating one rank's streams.
+"""Predicted time of a step, term by term, from a simulation of one rank's streams.
 
     total = (streams + contention + optimizer + offload) * (1 + stragglers)
 
-streams      when the compute stream finishes all microbatches: see [Note: the engine's order] in
+streams      when the compute stream finishes all microbatches: see [Note: FSDP2's order] in
              `planner.streams`. The time is spent computing, copying, or waiting for a kind of collective.
 contention   hardware.contention * overlapped: the seconds of collectives that overlap the compute stream,
                  overlapped = min(busy, sent + busy - streams)      busy = computing + copies
@@ -52,20 +52,21 @@ _ROUNDING = 1e-6  # bound on the relative error of rounding durations to whole t
 _SUM_BYTES = 32  # loss, count, squared norm and stop, in fp64: see `training.step`
 
 
-def step_seconds(  # signature: as `search.predict`
-    spec: ModelSpec, plan: Plan, hardware: Hardware
-) -> TimeTerms:
-    """Returns the seconds of one optimizer step. Raises PlanError if `spec` or `hardware` lacks something."""
+def step_seconds(spec: ModelSpec, plan: Plan, hardware: Hardware) -> TimeTerms:  # signature: as `predict`
+    """Returns the predicted seconds of one optimizer step, term by term.
+
+    Raises PlanError if `spec` lacks the trace, or `hardware` a rate, that `plan` needs.
+    """
     return StepTimer(spec, hardware).seconds(plan)
 
 
 class Units(NamedTuple):
-    """Units of a trace on one mesh."""
+    """Sizes and costs of a trace's units on one mesh, and the optimizer step's costs."""
 
-    sizes: tuple[UnitBytes, ...]  # bytes of each unit
-    costs: tuple[UnitCost, ...]  # costs of each unit
-    without_host: tuple[UnitCost, ...]  # the same with an infinitely fast host and drive
-    counts: tuple[int, ...]  # number of times that each occurs in the model
+    sizes: tuple[UnitBytes, ...]
+    costs: tuple[UnitCost, ...]
+    without_host: tuple[UnitCost, ...]  # costs with an infinitely fast host and drive
+    counts: tuple[int, ...]  # number of units of the model that each stands for
     all_reduce: int  # ticks of the optimizer step's sum over ranks
     update: int = 0  # ticks of the update on the device
     norm: int | None = None  # ticks of the gradient norm on the host; None without an offload target
@@ -75,7 +76,7 @@ class Units(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """Ticks per step that no order of events can save: see `StepTimer.least_seconds`."""
+    """Least ticks per step of each stream beside computing; inputs of `StepTimer.least_seconds`."""
 
     copied: int  # copies on the compute stream
     network: int  # collectives on the shard axis's network
@@ -87,7 +88,7 @@ class Demand(NamedTuple):
 
 
 class Computing(NamedTuple):
-    """Ticks of a step's phases."""
+    """Ticks of all phases of a step."""
 
     device: int  # ticks of kernels on the device
     issue: int  # ticks of the host's launches
@@ -98,7 +99,7 @@ WorkKey = tuple[int, int, bool, bool, int]
 
 @dataclass
 class StepTimer:
-    """Times plans of one spec on one hardware; caches shared terms. `skips`: see [Note: skipping]."""
+    """Predicts the time of plans of one spec on one hardware. `skips`: see [Note: skipping] in `simulate`."""
 
     spec: ModelSpec
     hardware: Hardware
@@ -113,13 +114,13 @@ class StepTimer:
         self._serial = self.hardware.device == "cpu"
 
     def seconds(self, plan: Plan) -> TimeTerms:
-        """Returns the seconds of one step of `plan`, term by term."""
+        """Returns the predicted seconds of one step of `plan`, term by term."""
         trace = self.spec.trace(plan.run.recompute, plan.microbatch)
         units = self.units(plan, trace)
         again = self._recomputed(plan, trace)
-        if units.norm is None and not moves(trace.phases):
-            return self._terms(plan, self._simulated(plan, trace, units=units), units=units, recompute=again)
         slow = self._simulated(plan, trace, units=units)
+        if units.norm is None and not moves(trace.phases):
+            return self._terms(plan, slow, units=units, recompute=again)
         fast = units._replace(costs=units.without_host, norm=None, ahead=0)
         streams = self._simulated(plan, trace, units=fast, moves_nothing=True)
         terms = self._terms(plan, streams, units=units, recompute=again)
@@ -131,7 +132,7 @@ class StepTimer:
         return longer.model_copy(update={"stragglers": self.hardware.stragglers * longer.total})
 
     def offload(self, plan: Plan) -> OffloadTerms | None:
-        """Returns the terms of the plan's offload target; None without one."""
+        """Returns the predicted host and drive use of the plan's offload target; None without one."""
         trace = self.spec.trace(plan.run.recompute, plan.microbatch)
         units = self.units(plan, trace)
         if units.norm is None:
@@ -148,7 +149,7 @@ class StepTimer:
         )
 
     def activations(self, plan: Plan) -> ActivationTerms | None:
-        """Returns the terms of activations saved on the host; None if there are none."""
+        """Returns the predicted host use of activations that are copied there; None if there are none."""
         trace = self.spec.trace(plan.run.recompute, plan.microbatch)
         if not moves(trace.phases):
             return None
@@ -186,7 +187,7 @@ class StepTimer:
         return self._units[key]
 
     def demand(self, plan: Plan) -> Demand:
-        """Returns the least ticks of a step beside computing, for any recompute mode and prefetch."""
+        """Returns the least ticks per step of each stream, for any recompute mode and prefetch."""
         trace = self.spec.trace(plan.run.recompute, plan.microbatch)
         units = self.units(plan, trace)
         begun = [
@@ -218,11 +219,11 @@ class StepTimer:
                     network += count * cost.all_reduce
                 else:
                     replicas += count * cost.all_reduce
-        host = max(_busy(plan, trace, units=units, hardware=self.hardware)) if units.norm is not None else 0
+        host = 0 if units.norm is None else max(_busy(plan, trace, units=units, hardware=self.hardware))
         return Demand(copied, network, apart, replicas, inline, units.update + units.all_reduce, host)
 
     def computing(self, plan: Plan) -> Computing:
-        """Returns the ticks of a step's computing; the same for all meshes."""
+        """Returns the ticks of all phases of a step, which do not depend on the mesh."""
         trace = self.spec.trace(plan.run.recompute, plan.microbatch)
         device = issue = 0
         for work, times in zip(self._works(plan, trace), (1, plan.accumulation - 1), strict=True):
@@ -232,7 +233,7 @@ class StepTimer:
         return Computing(device, issue)
 
     def least_seconds(self, computing: Computing, demand: Demand, *, inline: bool) -> float:
-        """Returns a lower bound on `seconds(plan).total`, from each stream's work. `inline`: no prefetch."""
+        """Returns a lower bound on a step's seconds, from each stream's work. `inline`: without prefetch."""
         busy = computing.device + demand.copied
         if self._serial:
             busy += computing.issue
@@ -247,7 +248,6 @@ class StepTimer:
         return total * (1 + self.hardware.stragglers) * (1 - _ROUNDING)
 
     def _works(self, plan: Plan, trace: Trace) -> tuple[Work, Work]:
-        """Returns the work of the first microbatch, and of the later ones."""
         fused = plan.run.run.compile is True
         adds = bool(trace.accumulating) and not plan.sync_each_microbatch
         first = self._work_of(plan, trace, fused=fused, adds=False)
@@ -268,15 +268,15 @@ class StepTimer:
             watched = trace.recompute.mode == "selective" and not fused
             launch = ticks(rates.launch_seconds + (rates.watched_seconds if watched else 0.0))
             program = program_of(self.spec, trace, phases=phases)
-            axis = axis_seconds(
-                self.spec, phases, plan=plan, units=program.first_units, hardware=self.hardware
-            )
+            firsts = program.first_units
+            axis = axis_seconds(self.spec, phases, plan=plan, units=firsts, hardware=self.hardware)
             sent = tuple(map(ticks, axis))
             lengths = tuple(
                 (ticks(cost.seconds) + own, cost.launches * launch)
                 for cost, own in zip(costs, sent, strict=True)
             )
-            self._work[key] = Work(program, lengths, sent, moved_of(phases, plan, hardware=self.hardware))
+            moved = moved_of(phases, plan, hardware=self.hardware)
+            self._work[key] = Work(program, lengths, sent, moved)
         return self._work[key]
 
     def _measure(self, plan: Plan, trace: Trace) -> Units:
@@ -311,18 +311,15 @@ class StepTimer:
         )
 
     def _recomputed(self, plan: Plan, trace: Trace) -> int:
-        """Returns the ticks per step that recompute adds, compared with the trace that saves everything."""
+        """Returns the ticks per step that recompute adds to the trace without recompute."""
         none = RecomputeSection(mode="none")
         plain = next((one for one in self.spec.traces if one.holds_for(none, plan.microbatch)), trace)
         if plain is trace:
             return 0
-        own, other = (
-            self._work_of(plan, one, fused=plan.run.run.compile is True, adds=False) for one in (trace, plain)
-        )
-        return (
-            max(0, _device_ticks(own, serial=self._serial) - _device_ticks(other, serial=self._serial))
-            * plan.accumulation
-        )
+        fused = plan.run.run.compile is True
+        own, other = (self._work_of(plan, one, fused=fused, adds=False) for one in (trace, plain))
+        longer = _device_ticks(own, serial=self._serial) - _device_ticks(other, serial=self._serial)
+        return max(0, longer) * plan.accumulation
 
     def _terms(self, plan: Plan, streams: Streams, *, units: Units, recompute: int) -> TimeTerms:
         works = self._works(plan, self.spec.trace(plan.run.recompute, plan.microbatch))
@@ -347,7 +344,7 @@ class StepTimer:
 
 
 def _touched(plan: Plan) -> float:
-    """Returns the number of times that the update reads or writes a value of the size of the shards.
+    """Returns how often the optimizer's update reads or writes each element of the shards.
 
     Stochastic rounding takes about fifty launches instead of one: measured, 0.69 s for 8.03e9 bf16 parameters
     on an H200 that moves 4.0 TB/s (bench/results/2026-11-20-gpu.md), which is 344 bytes per parameter. Raises
@@ -371,7 +368,7 @@ def _touched(plan: Plan) -> float:
 def _busy(
     plan: Plan, trace: Trace, *, units: Units, hardware: Hardware, shards_read: int | None = None
 ) -> Busy:
-    """Returns the busy ticks of the host's streams. `shards_read`: by the drive; None: the least possible."""
+    """Returns the busy ticks of the host's streams. `shards_read`: bytes; None: the least possible."""
     reductions = plan.accumulation if plan.sync_each_microbatch and plan.replicate_degree == 1 else 1
     gathers = gathers_of(plan, trace, costs=units.costs, counts=units.counts)
     each = list(zip(units.costs, units.counts, gathers, strict=True))
@@ -381,7 +378,7 @@ def _busy(
 
 
 def _device_ticks(work: Work, *, serial: bool) -> int:
-    """Returns the ticks of all phases, except tensor-parallel collectives."""
+    """Returns the ticks of all phases of a microbatch, without tensor-parallel collectives."""
     return sum(
         (length - sent + (launched if serial else 0)) * turns
         for (length, launched), sent, turns in zip(work.lengths, work.sent, work.program.repeats, strict=True)
@@ -389,7 +386,7 @@ def _device_ticks(work: Work, *, serial: bool) -> int:
 
 
 def _sent(works: tuple[Work, Work], *, accumulation: int) -> int:
-    """Returns the ticks per step that computing waits for tensor-parallel collectives."""
+    """Returns the ticks per step in which computing waits for tensor-parallel collectives."""
     return sum(
         sent * turns * times
         for work, times in zip(works, (1, accumulation - 1), strict=True)

@@ -1,8 +1,8 @@
-"""Streams of one rank, and FSDP2's work on them, in the order in which FSDP2 issues it.
+"""Clocks of one rank's streams, and FSDP2's work on them, in the order in which FSDP2 issues it.
 
-[Note: the engine's order]
-The engine is `torch.distributed.fsdp._fully_shard` (FSDP2, 2.11 to 2.13) on CUDA. The host issues everything
-and never waits:
+[Note: FSDP2's order]
+This is `torch.distributed.fsdp._fully_shard` (2.11 to 2.13) on CUDA. The host issues everything and never
+waits:
 
 gather        copied into its buffer on a copy-in stream, sent on the all-gather stream. Both first wait for a
               copy-out: in forward that of the unit before the last gathered one (two buffers), in backward
@@ -43,13 +43,9 @@ Cause = Literal["all_gather", "reduce_scatter", "all_reduce", "copy", "host"]
 
 @dataclass(slots=True)
 class Streams:
-    """Clocks in ticks (when each stream finishes the work queued on it), and sums of the time spent.
+    """Clocks (the tick at which each stream finishes its queued work), and sums of ticks spent.
 
-        compute = computed + copied + sum of waited_*
-
-    waited_*: time waiting, by cause.
-
-    The other fields are clocks.
+    compute = computed + copied + sum of waited_*
     """
 
     serial: bool  # host and device share one timeline
@@ -75,7 +71,7 @@ class Streams:
     activation_copy: int = 0  # the last copies of activations
     computed: int = 0  # time in kernels, including `idle`
     copied: int = 0  # time in copies
-    waited_all_gather: int = 0
+    waited_all_gather: int = 0  # time in which the compute stream waited, by cause
     waited_reduce_scatter: int = 0
     waited_all_reduce: int = 0
     waited_host: int = 0
@@ -85,7 +81,7 @@ class Streams:
     slack: int = 0  # the host's least lead since its reset; negative if the compute stream waited
 
     def work(self, length: int, *, issue: int) -> None:
-        """Runs kernels for `length` ticks, once the host, which needs `issue` ticks, has launched them."""
+        """Runs kernels for `length` ticks on the compute stream. The host launches them in `issue` ticks."""
         if self.serial:
             self.compute += length + issue
             self.computed += length + issue
@@ -100,14 +96,13 @@ class Streams:
         self.host += issue
 
     def on_host(self, length: int) -> None:
-        """Runs FSDP2's own host work for an event."""
+        """Adds `length` ticks of FSDP2's own work on the host."""
         self.host += length
         if self.serial:
             self.compute = self.host
             self.copied += length
 
     def copy(self, length: int) -> None:
-        """Runs a copy on the compute stream."""
         if not length:
             return
         self._reach_host()
@@ -117,7 +112,7 @@ class Streams:
             self.host = self.compute
 
     def wait(self, until: int, cause: Cause) -> None:
-        """Makes the compute stream wait."""
+        """Makes the compute stream wait until tick `until`."""
         gap = until - self.compute
         if gap <= 0:
             return
@@ -127,7 +122,7 @@ class Streams:
             self.host = self.compute
 
     def start_gather(self, cost: UnitCost, *, again: bool, inline: bool, after: int) -> int:
-        """Issues an all-gather; returns when it is done. `after`: time that its streams wait for first."""
+        """Issues an all-gather, and returns when it ends. `after`: the earliest tick for its copy-in."""
         into, length = (cost.again_in, cost.backward_gather) if again else (cost.copy_in, cost.gather)
         inline = inline or self.serial
         if inline:
@@ -150,12 +145,12 @@ class Streams:
         return end
 
     def hold_gathers(self, until: int) -> None:
-        """Makes the gather streams wait."""
+        """Makes the copy-in and all-gather streams wait until tick `until`."""
         self.copy_in = max(self.copy_in, until)
         self.gather = max(self.gather, until)
 
     def scatter(self, cost: UnitCost) -> None:
-        """Copies gradients into the buffer and runs the reduce-scatter (over one rank, a copy)."""
+        """Copies gradients into the buffer, and runs the reduce-scatter (over one rank, a copy)."""
         self.reduce = max(self.reduce, self.previous_gradient_out)
         self.wait(self.reduce_input_free, "reduce_scatter" if cost.is_sharded else "copy")
         self.copy(cost.pack)
@@ -168,7 +163,7 @@ class Streams:
         self.reduce_input_free = self.reduce
 
     def move(self, *, out: int, back: int, waits: bool) -> None:
-        """Waits for activations in transit, then starts other copies."""
+        """Waits for activations in transit if `waits`, then starts copies to and from the host."""
         if waits:
             self.wait(self.activation_copy, "host")
         if out:
@@ -177,13 +172,13 @@ class Streams:
             self.activation_copy = self.host_in = max(self.host_in, self.compute) + back
 
     def on_reduce(self, length: int) -> None:
-        """Runs a copy on the reduce-scatter stream, after the compute stream's work so far."""
+        """Runs a copy on the reduce-scatter stream, after the compute stream's queued work."""
         if self.serial:
             self.copy(length)
         self.reduce = max(self.reduce, self.compute) + (0 if self.serial else length)
 
     def start_all_reduce(self, cost: UnitCost, *, settle: int) -> None:
-        """Runs the all-reduce over replicas, and the cast after it."""
+        """Runs the all-reduce over replicas, and then the cast, which takes `settle` ticks."""
         end = max(self.all_reduce, self.reduce) + cost.all_reduce
         if cost.shares_wires:
             end = self.network = max(self.all_reduce, self.reduce, self.network) + cost.all_reduce
@@ -193,7 +188,6 @@ class Streams:
         self.all_reduce = max(end, self.compute) if self.serial else end + settle
 
     def finish(self, *, is_sharded: bool) -> None:
-        """Makes the compute stream wait for all reductions."""
         self.wait(self.reduce, "reduce_scatter" if is_sharded else "copy")
         self.wait(self.all_reduce, "all_reduce")
 
@@ -232,11 +226,10 @@ class InBuffers:
 
 
 def fetch_shard(streams: Streams, cost: UnitCost, *, updates: bool, reads: bool, reads_frozen: bool) -> int:
-    """Loads a unit's own shard to the device before its all-gather; returns when it is there.
+    """Loads a unit's own shard to the device before its all-gather, and returns when it is there.
 
     updates: this is the unit's first gather of the step, so its group is updated first.
-    reads: its own shard is on the drive and not in a buffer.
-    reads_frozen: its frozen shard is on the drive and not in a buffer.
+    reads, reads_frozen: its own shard, or its frozen shard, must be read from the drive.
     """
     ready = 0
     if reads_frozen:
@@ -264,14 +257,14 @@ def fetch_shard(streams: Streams, cost: UnitCost, *, updates: bool, reads: bool,
 
 
 def touch_buffer(unit: int, buffers: list[int]) -> bool:
-    """Returns whether the unit was in `buffers`, and marks it most recently used."""
+    """Marks `unit` as the most recently used of `buffers`, and returns True if it was among them."""
     was_there = unit in buffers
     buffers[:] = [*(one for one in buffers if one != unit), unit][-UNIT_BUFFERS:]
     return was_there
 
 
 def _update(streams: Streams, cost: UnitCost) -> int:
-    """Updates state in host memory; returns when the result is there."""
+    """Updates a group's state, and returns the tick at which the result is in host memory."""
     if not cost.update_in:
         streams.updating = max(streams.updating, streams.disk) + cost.update
         return streams.updating
@@ -284,7 +277,7 @@ def _update(streams: Streams, cost: UnitCost) -> int:
 
 
 def offload_gradient(streams: Streams, cost: UnitCost, *, adds: bool) -> None:
-    """Copies a reduced gradient to the host. `adds`: and adds it to the gradient there."""
+    """Copies a reduced gradient to the host. With `adds`, it is added to the gradient there."""
     if not cost.leave:
         return
     if streams.serial:
@@ -298,12 +291,12 @@ def offload_gradient(streams: Streams, cost: UnitCost, *, adds: bool) -> None:
 
 
 def wait_for_gradients(streams: Streams, *, norm: int) -> None:
-    """Waits until all gradients are on the host, and for `norm` ticks while the host computes their norm."""
+    """Waits until all gradients are on the host, and `norm` ticks more while the host computes their norm."""
     streams.wait(max(streams.host_out, streams.host_sum), "host")
     _spend(streams, norm)
 
 
 def _spend(streams: Streams, length: int) -> int:
-    """Makes computing wait `length` ticks for the host; returns the compute clock."""
+    """Makes the compute stream wait `length` ticks for the host, and returns its clock."""
     streams.wait(streams.compute + length, "host")
     return streams.compute

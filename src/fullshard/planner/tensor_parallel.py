@@ -39,7 +39,7 @@ _OF_A_BLOCK = 4  # collectives of a block per direction
 
 
 def split_shape(shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
-    """Returns the shape on one of `degree` ranks, which split the first dim of a matrix that they divide."""
+    """Returns the shape of a rank's part: the first dim of a matrix that `degree` divides is split."""
     if degree == 1 or len(shape) < 2:
         return shape
     for dim, rows in enumerate(shape):
@@ -49,19 +49,19 @@ def split_shape(shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
 
 
 def width_of(spec: ModelSpec) -> int:
-    """Returns the width d of the hidden state: the size that most of a block's parameters have as a dim."""
+    """Returns the width d of the hidden state: the size that occurs in most parameters of a block."""
     blocks = [unit for unit in spec.units if unit.is_block] or list(spec.units)
     counted = Counter(dim for p in blocks[0].parameters for dim in set(p.shape))
     return max(counted, key=lambda dim: (counted[dim], dim)) if counted else 1
 
 
 def hidden_bytes(spec: ModelSpec, microbatch: int) -> int:
-    """Bytes of b s d values in the compute dtype."""
+    """Returns the bytes of b s d values (the hidden state of a microbatch) in the compute dtype."""
     return microbatch * spec.sequence_length * width_of(spec) * ITEMSIZE[spec.precision.param]
 
 
 def gathered_bytes(spec: ModelSpec, microbatch: int, *, degree: int) -> int:
-    """Bytes that a rank allocates beside its own part of the sequence while a block computes."""
+    """Returns the bytes of gathered sequence parts that a rank allocates while a block computes."""
     return 2 * hidden_bytes(spec, microbatch) * (degree - 1) // degree
 
 
@@ -92,7 +92,7 @@ def check_split(spec: ModelSpec, plan: Plan) -> None:
 def axis_seconds(
     spec: ModelSpec, phases: Sequence[Phase], *, plan: Plan, units: Sequence[int], hardware: Hardware
 ) -> list[float]:
-    """Returns the seconds of the axis's collectives in each phase. See [Note: tensor parallel].
+    """Returns the seconds of tensor-parallel collectives in each phase. See [Note: tensor parallel].
 
     `units`: for each traced unit, the first unit of the model.
     """
@@ -124,7 +124,7 @@ def axis_seconds(
 
 
 def _collectives(unit: UnitSpec) -> float:
-    """Returns the number of collectives per direction."""
+    """Returns the number of a unit's collectives in forward, which equals that in backward."""
     if unit.is_block:
         return _OF_A_BLOCK
     return 1 if any(len(p.shape) > 1 and prod(p.shape) for p in unit.parameters) else 0
@@ -133,7 +133,7 @@ def _collectives(unit: UnitSpec) -> float:
 def _matmul_flops(
     spec: ModelSpec, phases: Sequence[Phase], *, event: str, microbatch: int
 ) -> dict[int, float]:
-    """Returns matmul FLOP by traced unit. Backward has twice those of forward, plus the recomputed ones."""
+    """Returns the FLOP of matmuls in the phases that `event` opens, by traced unit."""
     found: dict[int, float] = {}
     for phase in phases:
         if phase.event != event or phase.unit < 0:

@@ -1,13 +1,12 @@
-"""A trace at one microbatch size, as plain numbers, with its repeated periods shown a few times.
+"""Live bytes of a trace at one microbatch size, with only a few of its repeated periods.
 
 [Note: skipping periods]
 Equal units in the middle of a model behave equally: from one period to the next, live bytes grow or shrink by
-the same amount. So the peak of a run of periods is in the first or the last one. The periods in between are
-skipped; only their change of live bytes is needed. A few periods are kept on either side, as many as FSDP2
-can reach ahead (prefetch).
+the same amount. So the peak of a run of periods is in the first or the last period. The periods in between
+are skipped; only their change of live bytes is needed. A few periods are shown on either side, as many as
+FSDP2 can reach ahead (prefetch).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +29,7 @@ class LiveBytes(NamedTuple):
 
 
 class PhaseBytes(NamedTuple):
-    """Live bytes of one phase."""
+    """Live bytes at the highest moment and at the end of one phase."""
 
     event: Event  # the FSDP2 event that opens it
     unit: int  # index of its unit among those shown; -1 if it has none
@@ -43,7 +42,7 @@ class PhaseBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryTrace:
-    """Phases of a trace, in `phases`. `units`: for each unit that they refer to, its index in the spec."""
+    """Phases of a trace. `units`: for each unit that the phases refer to, its index in the spec."""
 
     phases: tuple[PhaseBytes, ...]
     units: tuple[int, ...]
@@ -58,9 +57,10 @@ def memory_trace(
     accumulating: bool = False,
     tensor: int = 1,
 ) -> MemoryTrace:
-    """Returns the phases of `trace`, cached on the spec, since a search needs the same ones repeatedly.
+    """Returns the live bytes of each phase of `trace`, cached on `spec` because a search repeats calls.
 
-    reach: the most units ahead that FSDP2 acts on. See [Note: skipping periods].
+    reach: the most units ahead that FSDP2 prefetches. See [Note: skipping periods].
+    accumulating: earlier microbatches left unsharded gradients.
     tensor: number of ranks that activations are split over. See [Note: tensor parallel].
     """
     key = (id(trace), microbatch, reach, accumulating, tensor)
@@ -78,7 +78,7 @@ def memory_trace(
 
 
 def _split(found: MemoryTrace, spec: ModelSpec, *, degree: int, gathered: int) -> MemoryTrace:
-    """Returns the bytes on one of `degree` ranks: its share, plus `gathered` bytes while a block computes."""
+    """Returns one rank's share of the bytes, plus `gathered` bytes while a block computes."""
     phases: list[PhaseBytes] = []
     for phase in found.phases:
         computes = phase.event in ("pre_forward", "pre_backward") and phase.unit >= 0
@@ -100,11 +100,12 @@ def _with_periods_skipped(
     while at < len(traced):
         if at not in periods:
             phase = _phase_bytes(traced[at], at, microbatch=microbatch, shift=shift)
-            phases.append(phase._replace(unit=_place(phase.unit, 0, repeats=trace.repeats, shown=shown)))
+            phases.append(phase._replace(unit=_place(phase.unit, 0, shown=shown)))
             at += 1
             continue
         end, repeat = periods[at]
-        growth = _plus(_at(traced[end - 1].end, microbatch), _at(traced[at - 1].end, microbatch), times=-1)
+        before, after = (_at(traced[index].end, microbatch) for index in (at - 1, end - 1))
+        growth = _plus(after, before, times=-1)
         copies = shown[repeat]
         backward = repeat in done  # from the last period to the first
         done.add(repeat)
@@ -113,19 +114,19 @@ def _with_periods_skipped(
             for index in range(at, end):
                 phase = _phase_bytes(traced[index], index, microbatch=microbatch, shift=shift)
                 copy = copies - 1 - number if backward else number
-                phase = phase._replace(unit=_place(phase.unit, copy, repeats=trace.repeats, shown=shown))
+                phase = phase._replace(unit=_place(phase.unit, copy, shown=shown))
                 if index == end - 1:
                     phase = phase._replace(skipped_periods=skips, end=_plus(phase.end, growth, times=skips))
                 phases.append(phase._replace(starts_period=index == at and skips > 0))
             shift = _plus(shift, growth, times=skips + (number < copies - 1))
         at = end
-    return MemoryTrace(tuple(phases), _spec_units(trace.repeats, shown, units=units))
+    return MemoryTrace(tuple(phases), _spec_units(shown, units=units))
 
 
-def _place(unit: int, copy: int, *, repeats: Sequence[Repeat], shown: dict[Repeat, int]) -> int:
-    """Returns the index of a traced unit among the units shown."""
+def _place(unit: int, copy: int, *, shown: dict[Repeat, int]) -> int:
+    """Returns the index of copy `copy` of a traced unit among the units shown."""
     place = unit
-    for repeat in repeats:
+    for repeat in shown:
         if unit >= repeat.first + repeat.units:
             place += (shown[repeat] - 1) * repeat.units
         elif unit >= repeat.first:
@@ -133,11 +134,11 @@ def _place(unit: int, copy: int, *, repeats: Sequence[Repeat], shown: dict[Repea
     return place
 
 
-def _spec_units(repeats: Sequence[Repeat], shown: dict[Repeat, int], *, units: int) -> tuple[int, ...]:
-    """Returns the spec index of each unit shown. Copies at both ends represent a repeated unit."""
+def _spec_units(shown: dict[Repeat, int], *, units: int) -> tuple[int, ...]:
+    """Returns the spec index of each unit shown: of repeated units, the first and the last copies."""
     found: list[int] = []
     index = skipped = 0
-    for repeat in sorted(repeats, key=lambda one: one.first):
+    for repeat in sorted(shown, key=lambda one: one.first):
         first = repeat.first + skipped
         found += range(index, first)
         for copy in range(shown[repeat]):

@@ -1,4 +1,4 @@
-"""Sizes of one unit's tensors, from its shapes and the plan."""
+"""Sizes of one unit's tensors on one rank, from its shapes and the plan."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class UnitBytes:
     shard_degree: int  # N
     replicate_degree: int  # number of replicas
     reshards: bool  # parameters are resharded after forward
-    reshard_degree: int  # number of ranks that they stay sharded over after forward; 1 if it is not set
+    reshard_degree: int  # number of ranks that parameters stay sharded over after forward; 1 for none or all
     shards: int  # own shards on the device, in the master dtype unless offloaded, padded
     own_shards: int  # trained own shards in the compute dtype, wherever they are stored
     on_drive: int  # `own_shards` in a file, where each shard starts at a page boundary
@@ -30,8 +30,7 @@ class UnitBytes:
     frozen_on_drive: int  # `frozen` in a file
     gathered: int  # all parameters in the compute dtype, padded: the all-gather buffer, and again its copy
     cast_copy: int  # own shards cast for the all-gather; 0 if no cast is needed
-    # the same for parameters kept over fewer ranks after forward, per own shard that they consist of
-    kept_copy: int
+    kept_copy: int  # `cast_copy` in backward, per own shard, if parameters stay sharded over fewer ranks
     largest_cast: int  # `cast_copy` of the largest parameter; over one rank, parameters are cast one by one
     whole: int  # gradients as autograd leaves them, unsharded
     whole_reduced: int  # `whole` in the reduce dtype
@@ -49,18 +48,18 @@ class UnitBytes:
 
 
 def padded_numel(shape: tuple[int, ...], shard_degree: int) -> int:
-    """ceil(shape[0] / N) * N * prod(shape[1:]): elements on N ranks of a parameter sharded on dim 0."""
+    """Returns ceil(shape[0] / N) * N * prod(shape[1:]): elements of a sharded parameter on N ranks."""
     return -(-shape[0] // shard_degree) * shard_degree * prod(shape[1:])
 
 
 def shard_numel(shape: tuple[int, ...], shard_degree: int, *, rank: int) -> int:
-    """Elements of the own shard: a chunk of ceil(shape[0] / N) rows; the last chunks are smaller or empty."""
+    """Returns the elements of `rank`'s shard: ceil(shape[0] / N) rows; last ranks have fewer or none."""
     rows = -(-shape[0] // shard_degree)
     return min(rows, max(0, shape[0] - rank * rows)) * prod(shape[1:])
 
 
 def unit_bytes(unit: UnitSpec, plan: Plan, *, rank: int = 0) -> UnitBytes:
-    """Returns the sizes of `unit` on `rank`."""
+    """Returns the sizes of the tensors of `unit` on `rank`."""
     settings = UnitSettings.of(plan, unit.override, kept=unit.kept)
     degree, reshard = settings.shard_degree, settings.reshard_after_forward
     precision = settings.precision
@@ -121,8 +120,7 @@ def _shards_and_casts(
     """
     tier, on_cpu, degree = plan.run.offload, plan.device == "cpu", settings.shard_degree
     compute, master = ITEMSIZE[settings.precision.param], ITEMSIZE[settings.precision.master]
-    # On the CPU, host memory is device memory: masters of an offload target are the shards, unless on the
-    # drive.
+    # On the CPU, host memory is device memory: masters are the shards, unless they are on the drive.
     is_master = not tier.takes_optimizer or (on_cpu and not tier.on_disk)
     shards, casts, again, uncast = 0, list[int](), list[int](), 0
     for parameter in unit.parameters:
@@ -144,9 +142,9 @@ def _shards_and_casts(
 
 
 def _eight_bits(numel: int, itemsize: int) -> int:
-    """Bytes of one moment in 8 bits: codes, a 4-byte scale per block of 256, and a table of 256 fp32 values.
+    """Returns the bytes of a moment in 8 bits: codes, a 4-byte scale per 256 values, and a 1 KiB table.
 
-    Small shards and those that are not whole blocks keep the master dtype. torchao.optim, 0.18.
+    Shards below 4096 elements, and those not divisible by 256, keep the master dtype. torchao.optim, 0.18.
     """
     if numel < 4096 or numel % 256:
         return numel * itemsize
@@ -154,13 +152,13 @@ def _eight_bits(numel: int, itemsize: int) -> int:
 
 
 def split_unit(unit: UnitSpec, degree: int) -> UnitSpec:
-    """Returns the unit as one rank of a tensor-parallel axis has it."""
+    """Returns `unit` with the shapes of one rank's part on a tensor-parallel axis of `degree` ranks."""
     parts = tuple(p.model_copy(update={"shape": split_shape(p.shape, degree)}) for p in unit.parameters)
     return unit.model_copy(update={"parameters": parts})
 
 
 def optimizer_bytes(size: UnitBytes, plan: Plan) -> int:
-    """Returns the bytes of optimizer state on the device for the own shards of a unit.
+    """Returns the bytes of optimizer state on the device for a rank's own shards of a unit.
 
     - AdamW: 2 · numel in the master dtype, and a 4-byte step count per parameter.
     - AdamW in 8 bits: about 2 bytes per element, and the step counts.
@@ -187,10 +185,10 @@ def optimizer_bytes(size: UnitBytes, plan: Plan) -> int:
 
 
 def update_temporaries(sizes: Iterable[UnitBytes], plan: Plan) -> int:
-    """Returns the bytes of the update's temporaries over the units of `sizes`. Fused AdamW works in place.
+    """Returns the bytes of temporaries of an update of the units of `sizes`. Fused AdamW has none.
 
-    Weight decay of SGD copies gradients: one parameter's on the CPU, all on GPUs. The others work parameter
-    by parameter: stochastic rounding with fp32 copies of value, gradient and moments, and the denominator (20
+    Weight decay of SGD copies gradients: one parameter's on the CPU, all on GPUs. Others update parameter by
+    parameter: stochastic rounding with fp32 copies of value, gradient and moments, and the denominator (20
     bytes per element), random bits (4) and masks (7); AdamW in 8 bits with 53 bytes per element on the CPU,
     and less where it is compiled.
     """

@@ -16,9 +16,9 @@ TICKS = 1_000_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """Ticks of the events on one unit, and the properties that decide which events occur."""
+    """Ticks of FSDP2's events on one unit, and the properties that decide which events occur."""
 
-    has_parameters: bool  # the unit has parameters
+    has_parameters: bool
     is_trained: bool  # it has gradients
     is_sharded: bool  # its shard degree is above 1
     is_replicated: bool  # its replicate degree is above 1
@@ -35,11 +35,11 @@ class UnitCost:
     pack: int  # gradients copied into the reduce-scatter buffer
     scatter: int  # the reduce-scatter; over one rank, a copy
     cast_gradient: int  # the reduced chunk cast to the master dtype
-    settle_again: int  # the same, and added to an earlier one
+    settle_again: int  # the reduced chunk cast, and added to an earlier gradient
     add_partial: int  # a chunk not yet reduced over replicas, added to an earlier one
     all_reduce: int  # over replicas
     keep_unsynced: int  # unsharded gradients cast to the reduce dtype, without sync
-    keep_again: int  # the same, and added to earlier ones
+    keep_again: int  # unsharded gradients cast and added to earlier ones, without sync
     # Costs of an offload target: see [Note: tiers] in `planner.offload`.
     leave: int = 0  # the reduced chunk copied to the host
     add: int = 0  # the chunk added to an earlier one on the host
@@ -56,7 +56,7 @@ class UnitCost:
 
 
 def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: int = 1) -> UnitCost:
-    """Returns the costs of one unit. Bytes read and written per event: `_fsdp_collectives` of torch.
+    """Returns the costs of one unit, from the bytes that torch's `_fsdp_collectives` moves per event.
 
     tensor: consecutive ranks with the same sequences; a shard group takes every `tensor`-th rank.
     """
@@ -104,7 +104,7 @@ def unit_cost(size: UnitBytes, hardware: Hardware, *, world_size: int, tensor: i
 
 
 def ticks(seconds: float) -> int:
-    """Returns whole picoseconds."""
+    """Returns `seconds` as whole picoseconds."""
     return round(seconds * TICKS)
 
 

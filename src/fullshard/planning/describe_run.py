@@ -1,4 +1,4 @@
-"""describe_run(plan, device): the spec of the model that a run trains, from the cache if possible."""
+"""describe_run(plan, device): the ModelSpec of the model that a run trains, from the cache if possible."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def describe_run(plan: Plan | Run, device: DeviceType, *, model: "Module | None" = None) -> ModelSpec:
-    """Returns the spec of the run's model as it is trained on `device`: with its own loss and batches.
+    """Returns the spec of the run's model, traced with the run's loss and batches for kernels of `device`.
 
-    model: the same model, if it is already built
+    model: the run's model, if it is already built
 
     torch is imported only if the spec is neither shipped nor cached. Raises the errors of building the model.
     """
@@ -27,7 +27,7 @@ def describe_run(plan: Plan | Run, device: DeviceType, *, model: "Module | None"
 
 
 def describe_anew(plan: Plan | Run, device: DeviceType, *, model: "Module | None" = None) -> ModelSpec:
-    """Returns the same spec as `describe_run`, always from the model itself."""
+    """Traces the run's model without using the cache. Returns the same spec as `describe_run`."""
     from fullshard.models.build import build_model
     from fullshard.tracing.describe import describe
     from fullshard.training.loss import loss_of
@@ -39,7 +39,7 @@ def describe_anew(plan: Plan | Run, device: DeviceType, *, model: "Module | None
 
 
 def _example_batch(plan: Plan | Run, model: "Module") -> Any:
-    """Returns a microbatch for `describe`, or None for plain tokens, which it makes itself.
+    """Returns a microbatch for `describe`, or None if its default batch of tokens and labels will do.
 
     For data from Python, this is the first microbatch of step 0, because only the user knows its shapes.
     """

@@ -65,9 +65,9 @@ def _place(request: Request) -> tuple[int, DeviceType]:
 
 
 def _is_for(plan: Plan, ranks: int, *, device: DeviceType) -> bool:
-    """Returns whether the plan is for these ranks, or False if torchrun may have changed their number.
+    """Returns whether the plan is for this number of ranks. Under torchrun, their number may have changed.
 
-    Raises PlanError for a plan that is for other ranks or another device.
+    Raises PlanError for a plan for another device, or, without torchrun, for other ranks.
     """
     if plan.device != device:
         raise PlanError(f"the plan is for {plan.device}.", got=f"this machine has {device}")
@@ -81,7 +81,7 @@ def _is_for(plan: Plan, ranks: int, *, device: DeviceType) -> bool:
 
 
 def _require_writable_checkpoints(run: Run) -> None:
-    """Raises the error of a run that cannot save, before its model is built: such a run must not train."""
+    """Raises an error if the checkpoint location or the key file is not valid, before the model is built."""
     if run.checkpoint.dir is not None:
         from fullshard.checkpoint.location import location_of
 
@@ -93,10 +93,10 @@ def _require_writable_checkpoints(run: Run) -> None:
 
 
 def _planned(run: Run, *, chosen: Plan | None, plain: Plan) -> Plan:
-    """Returns the plan with its prediction; if the planner cannot decide, without one.
+    """Returns the plan to train with, including its prediction unless the planner cannot decide.
 
-    chosen: the plan that the user gave; None asks for the fastest one
-    plain: the run's plan with plain defaults
+    chosen: the user's plan, which gets a prediction; None to search for the fastest plan
+    plain: the run's plan with plain defaults, returned if there is no other
     """
     device = plain.device
     model = None if _is_checked(run) else _checked_model(run)
@@ -133,13 +133,13 @@ def _planned(run: Run, *, chosen: Plan | None, plain: Plan) -> Plan:
 
 
 def _is_checked(run: Run) -> bool:
-    """Returns whether reading the run has checked it: its model, data and loss belong to this package."""
+    """Returns whether model, data and loss are from this package, so that loading the run checked them."""
     outside = run.train.loss or run.data.tokenizer or run.data.source == "python" or run.adapter.rank
     return isinstance(run.model, DecoderConfig) and not outside
 
 
 def _checked_model(run: Run) -> "Module":
-    """Returns the run's model. Raises the errors that the ranks would raise."""
+    """Builds the run's model. Raises the errors that the ranks would raise for it, the data and the loss."""
     if "torch" not in sys.modules:
         with gc_frozen_imports():  # the user's own modules are imported later
             import_module("torch._dynamo")  # needed by fake tensors
@@ -157,10 +157,10 @@ def _checked_model(run: Run) -> "Module":
 
 
 def _without_recompute(run: Run, hardware: Hardware, *, model: "Module | None") -> Plan | None:
-    """Returns the fastest plan if it is also the fastest when memory is ignored; else None.
+    """Returns the fastest plan without recompute if it fits; None if it does not, or recompute is not auto.
 
-    Recompute trades time for memory, so no plan with recompute is faster, and tracing the model without it
-    takes a quarter of the time of tracing all modes.
+    Recompute trades time for memory, so no plan with recompute is faster. Tracing the model without it takes
+    a quarter of the time of tracing all modes.
     """
     if run.recompute.mode != "auto":
         return None
@@ -170,7 +170,7 @@ def _without_recompute(run: Run, hardware: Hardware, *, model: "Module | None") 
 
 
 def _with_precision(run: Run, device: DeviceType) -> Run:
-    """Replaces `auto` with bf16 if the device supports it, or else fp32."""
+    """Returns the run with the precision `auto` replaced by bf16 if the device supports it, else by fp32."""
     if run.precision.mode != "auto":
         return run
     bf16 = False

@@ -32,7 +32,7 @@ RUNNERS_UP = 3
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A planning question: a model, hardware, and the run that is `asked`, with the user's settings."""
+    """A planning question: the model, its spec, the hardware, and the run with the user's settings."""
 
     subject: PlanTarget
     asked: Run
@@ -65,10 +65,12 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """The chosen plan.
+    """The answer to a planning question.
 
+    best: the chosen plan
     found, explanation: the search that found it, and its reasons
-    largest: name and size of the maximised quantity
+    largest: name and size of the maximised quantity, for --largest
+    dry: memory of a dry run of `best`, for --dry-run
     """
 
     question: PlanRequest
@@ -107,7 +109,7 @@ class PlanResult:
             show_rows(("", line) for rule in rules for line in rule.lines())
 
     def data(self, budget: Budget | None) -> dict[str, object]:
-        """Returns the result as plain data. Its `best` is what --save writes."""
+        """Returns the result as JSON values. `best` is the plan that --save writes."""
         best, spec, hardware = self.best, self.question.spec, self.question.hardware
         data: dict[str, object] = {
             "model": {"name": self.question.subject.name, "parameters": spec.numel},
@@ -150,7 +152,7 @@ def _summary(plan: Plan, budget: Budget | None) -> Mapping[str, object]:
 
 
 def answer_of(question: PlanRequest) -> PlanResult:
-    """Returns the fastest plan that fits. Raises PlanError if none does, with the closest plan and fixes."""
+    """Searches for the fastest plan that fits. Raises PlanError, with the closest plan, if none does."""
     spec, hardware, run = question.spec, question.hardware, question.asked
     found = search(spec, hardware, run)
     if found.best is None:
@@ -160,7 +162,7 @@ def answer_of(question: PlanRequest) -> PlanResult:
 
 
 def largest_of(question: PlanRequest, what: Literal["microbatch", "sequence"]) -> PlanResult:
-    """Returns the plan with the largest microbatch, or sequence, that fits. Raises PlanError if none does."""
+    """Searches for the largest microbatch or sequence that fits. Raises PlanError if none does."""
     spec, hardware, run = question.spec, question.hardware, question.asked
     if what == "microbatch":
         found = largest_microbatch(spec, hardware, run=run)
@@ -179,7 +181,10 @@ def largest_of(question: PlanRequest, what: Literal["microbatch", "sequence"]) -
 
 
 def fewest_gpus(question: PlanRequest, *, days: float, budget: Budget | None) -> PlanRequest:
-    """Returns the question with the fewest GPUs that finish in time. Raises PlanError if none do."""
+    """Returns `question` for the fewest GPUs that process the budget's tokens in `days`.
+
+    Raises PlanError if no number of GPUs does, SpecError without a budget.
+    """
     if budget is None:
         raise SpecError("to be done in days, it must be known with what.", fix="--budget 15T")
     fleet = fewest_ranks(
@@ -190,7 +195,7 @@ def fewest_gpus(question: PlanRequest, *, days: float, budget: Budget | None) ->
 
 
 def with_dry_run(answer: PlanResult) -> PlanResult:
-    """Returns the answer with a dry run of the plan's real step, in a process without data or devices."""
+    """Runs the plan's real step dry, without data or devices. Returns `answer` with its memory."""
     from fullshard.dryrun.process import dry_run
 
     question = answer.question

@@ -1,4 +1,4 @@
-"""The cache of described models: a spec that was traced before is read without importing torch.
+"""The cache of ModelSpecs: a spec that was traced before is read without importing torch.
 
 An entry is a file in `$XDG_CACHE_HOME/fullshard/specs`, or in the directory that FULLSHARD_CACHE names. Its
 name is the digest of its key. Its first line is JSON with the key and the digest of the rest, which is the
@@ -48,7 +48,7 @@ _LIBRARIES = (
 
 
 class SpecKey(FrozenModel):
-    """Everything that a spec depends on.
+    """Everything that a ModelSpec depends on.
 
     settings: settings of the run or plan that `describe` and the building of the model read, as JSON
     torch: version of torch
@@ -61,7 +61,7 @@ class SpecKey(FrozenModel):
 
     @property
     def name(self) -> str:
-        """The name of the entry's file."""
+        """The name of the cache entry's file."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:32] + ".json"
 
 
@@ -73,9 +73,10 @@ class _Head(FrozenModel):
 
 
 def key_of(plan: Plan | Run, device: DeviceType) -> SpecKey | None:
-    """Returns the key of the spec of `plan` with the kernels of `device`. Raises SpecError.
+    """Returns the cache key of the spec of the model of `plan` with the kernels of `device`.
 
-    It is None for code from outside this package and transformers, because this can change undetected.
+    The key is None if the model, data or loss is other code than this package and transformers, because such
+    code can change undetected. Raises SpecError if the model's config.json cannot be read.
     """
     run = plan.run if isinstance(plan, Plan) else plan
     outside = run.train.loss is not None or run.data.source == "python"
@@ -104,7 +105,7 @@ def key_of(plan: Plan | Run, device: DeviceType) -> SpecKey | None:
 
 
 def read_cached(key: SpecKey | None, environment: Mapping[str, str] = os.environ) -> ModelSpec | None:
-    """Returns the spec that was kept under `key`, or shipped, or None if there is no readable one."""
+    """Returns the shipped or cached spec of `key`; None if there is none, or the cache is off."""
     if key is None or environment.get(VARIABLE) == OFF:
         return None
     shipped = read_shipped(SHIPPED_FILE, torch=public_version(key.torch)).get(key.settings)
@@ -130,7 +131,7 @@ def read_cached(key: SpecKey | None, environment: Mapping[str, str] = os.environ
 def write_cached(
     key: SpecKey | None, spec: ModelSpec, *, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Writes `spec` under `key` atomically. Does nothing if the cache is not writable."""
+    """Writes `spec` into the cache atomically. Does nothing if the cache is off or not writable."""
     directory = cache_directory(environment)
     if key is None or directory is None:
         return
@@ -145,7 +146,7 @@ def write_cached(
 
 
 def cache_directory(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Returns the directory of the entries, or None if the cache is off or has no valid path."""
+    """Returns the directory of the cache's entries, or None if the cache is off or has no valid path."""
     named = environment.get(VARIABLE, "")
     if named == OFF:
         return None
@@ -166,7 +167,7 @@ def trim(directory: Path, *, most_bytes: int = MOST_BYTES) -> None:
 
 
 def _model(section: DecoderConfig | HuggingFaceModel) -> dict[str, Any]:
-    """Returns what the built model depends on: its sizes, or a digest of its config.json and the options."""
+    """Returns the model's part of a key: its sizes, or a digest of its config.json and the options."""
     if isinstance(section, DecoderConfig):
         return section.model_dump(mode="json")
     path = locate(section.hf)
@@ -188,7 +189,7 @@ def _version(package: str) -> str | None:
 
 @cache
 def _sources() -> str:
-    """Returns a digest of this package's sources, because a development checkout keeps one version."""
+    """Returns a digest of this package's sources, which change without the version during development."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
         digest.update(hashlib.sha256(path.read_bytes()).digest())
@@ -197,7 +198,7 @@ def _sources() -> str:
 
 @cache
 def read_shipped(path: Path, *, torch: str) -> Mapping[str, str]:
-    """Returns {settings: spec} of the file at `path`, empty if it was made with another version of torch."""
+    """Reads shipped specs, as JSON by `SpecKey.settings`; none if they are for another version of torch."""
     try:
         import lzma  # Python may be built without it
 
@@ -209,7 +210,7 @@ def read_shipped(path: Path, *, torch: str) -> Mapping[str, str]:
 
 
 def pack_specs(specs: Mapping[str, ModelSpec], *, torch: str) -> bytes:
-    """Returns the contents of a file that ships `specs`, by settings."""
+    """Returns the contents of the file of shipped specs. `specs` is keyed by `SpecKey.settings`."""
     import lzma
 
     lines = [public_version(torch)]

@@ -40,10 +40,10 @@ DEFAULT_TOKENS = 2**20
 class PlanTarget:
     """A model to plan for.
 
-    settings: equivalent `--set` arguments, which the user's own override
+    settings: the model as `--set` arguments, which those of the user override
     run_path: a run.toml that defines the model
-    spec: a known spec, in place of the run's own [model]
-    chosen_here: the run was made up for this question, so nobody asked for its steps and batch
+    spec: a saved spec, which replaces the run's own [model]
+    chosen_here: whether the user named only a model, so that its run has no batch size of the user's
     differs: differences of the reference decoder from the named model
     """
 
@@ -55,7 +55,7 @@ class PlanTarget:
     differs: tuple[str, ...] = ()
 
     def run(self, overrides: Sequence[str]) -> Run:
-        """Returns the run with the user's `section.key=value` overrides. Raises SpecError."""
+        """Returns the run for this model with the user's `section.key=value` overrides. Raises SpecError."""
         return Run.load(self.run_path, overrides=[*self.settings, *overrides])
 
     def described(self, run: Run, hardware: Hardware) -> ModelSpec:
@@ -69,7 +69,7 @@ class PlanTarget:
 def find_subject(name: str | None) -> PlanTarget:
     """Returns the model that `name` refers to: a preset, a file, or a repository in the Hugging Face cache.
 
-    None means the embedded default. Raises SpecError for an unknown name, with the nearest presets.
+    None means fullshard's default model. Raises SpecError for an unknown name, with the nearest presets.
     """
     if name is None:
         return PlanTarget(name="the embedded default model", chosen_here=False)
@@ -148,7 +148,7 @@ def _mode_of(spec: ModelSpec) -> str:
 
 
 def _model_settings(model: DecoderConfig) -> tuple[str, ...]:
-    """Returns the model as `--set` arguments, with a sequence length that it has positions for."""
+    """Returns the model as `--set` arguments, with a sequence length that its positions allow."""
     length = min(model.max_sequence, DEFAULT_SEQUENCE)
     own = tuple(f"model.{key}={json.dumps(value)}" for key, value in model)
     return (*own, f"data.sequence_length={length}")
@@ -157,9 +157,9 @@ def _model_settings(model: DecoderConfig) -> tuple[str, ...]:
 def batch_for(run: Run, *, tokens: int | None, ranks: int) -> tuple[int, str | None]:
     """Returns (sequences per step, note for the user): about `tokens`, in whole microbatches of every rank.
 
-    tokens: None means about a million
+    tokens: tokens per step; None means about a million
 
-    Raises PlanError if one sequence per rank is more than twice as much as requested.
+    Raises PlanError if one microbatch per rank has more than twice as many tokens.
     """
     length = run.data.sequence_length
     wanted = DEFAULT_TOKENS if tokens is None else tokens
@@ -193,7 +193,7 @@ def batch_for_any_ranks(run: Run, *, tokens: int | None) -> tuple[int, str | Non
 
 
 def hardware_for(on: str | None, *, ranks: int | None, run: Run) -> Hardware:
-    """Returns the hardware of `--on` with `ranks` ranks, or this machine with the ranks of a training run.
+    """Returns the hardware named by `on` with `ranks` ranks, or this machine if `on` is None.
 
     Raises SpecError for unknown hardware, or ranks that do not fill whole nodes.
     """

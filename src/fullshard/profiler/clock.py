@@ -1,4 +1,4 @@
-"""The time of calls, and the fastest matmul that a rank can do, which is the reference of MFU."""
+"""Measures the time of calls, and the highest FLOP/s of matmuls on a rank, which is the reference of MFU."""
 
 import time
 from collections.abc import Callable
@@ -18,11 +18,11 @@ _EDGES = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096)}
 
 
 Timer = Callable[[Callable[[], object], int], float]
-"""Returns the seconds that a number of calls of a function take."""
+"""Function `timer(work, calls)`, which returns the seconds that `calls` calls of `work` take."""
 
 
 def time_calls(work: Callable[[], object], calls: int, *, device: torch.device) -> float:
-    """Returns the seconds that `calls` calls of `work` take on the device, and waits for their end."""
+    """Calls `work` `calls` times, waits until the device has finished, and returns the seconds taken."""
     if device.type != "cuda":
         started = time.perf_counter()
         for _ in range(calls):
@@ -39,9 +39,9 @@ def time_calls(work: Callable[[], object], calls: int, *, device: torch.device) 
 
 
 def sustained_rate(work: Callable[[], object], *, seconds: float, timer: Timer) -> float:
-    """Returns the calls of `work` per second, over a window of about `seconds`.
+    """Returns the calls of `work` per second, measured over a window of about `seconds`.
 
-    With more ranks than cores, a single call may get a whole core, while a window shows this rank's share.
+    With more ranks than cores, a single call may get a whole core, but a window shows this rank's share.
     """
     work()  # the first call of a shape chooses a kernel
     single: list[float] = []
@@ -54,8 +54,8 @@ def sustained_rate(work: Callable[[], object], *, seconds: float, timer: Timer) 
 def measure_matmul_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> float:
     """Returns the FLOP/s of the fastest of a few square matmuls (2 · n³ FLOP), measured in about `seconds`.
 
-    Collective if there is a process group: all ranks measure at once, so that those that share cores measure
-    their share, and get the mean.
+    Collective if there is a process group: all ranks measure at the same time, so that ranks that share cores
+    measure their share. Returns the mean over the ranks.
     """
     _mean_over_ranks(0.0, device)  # a barrier that every backend has
     best, started = 0.0, time.perf_counter()
@@ -75,10 +75,10 @@ def measure_matmul_peak(device: torch.device, dtype: torch.dtype, *, seconds: fl
 
 
 def find_matmul_peak(device: torch.device, dtype: Dtype) -> MatmulPeak:
-    """Returns the reference of MFU: the catalog's figure for this chip and dtype, or else a measured one.
+    """Returns the matmul FLOP/s that MFU refers to: the catalog's for this chip and dtype, or else measured.
 
-    Collective if there is a process group: if any chip is unknown, all ranks measure; for different chips,
-    the result is the mean.
+    Collective if there is a process group: returns the mean over the ranks' chips. If the catalog lacks any
+    of them, all ranks measure.
     """
     arithmetic = _arithmetic(device, dtype)
     name, listed = _listed(device, arithmetic)
@@ -90,7 +90,7 @@ def find_matmul_peak(device: torch.device, dtype: Dtype) -> MatmulPeak:
 
 
 def _listed(device: torch.device, arithmetic: ComputeDtype) -> tuple[str, float | None]:
-    """Returns (name, FLOP/s) of the device. The rate is None if the catalog does not list it."""
+    """Returns (name, FLOP/s) of the device; the FLOP/s are None if the catalog does not list them."""
     if device.type != "cuda":
         threads = torch.get_num_threads()
         return f"{device.type}, {threads} thread{'s' if threads > 1 else ''}", None
@@ -100,7 +100,7 @@ def _listed(device: torch.device, arithmetic: ComputeDtype) -> tuple[str, float 
 
 
 def _arithmetic(device: torch.device, dtype: Dtype) -> ComputeDtype:
-    """Returns the arithmetic of matmuls in `dtype`: torch may be set to compute `fp32` ones in tf32."""
+    """Returns the dtype in which matmuls of `dtype` compute: `dtype`, or tf32 if torch is set to that."""
     rounded = device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if dtype == "fp32" and rounded else dtype
 

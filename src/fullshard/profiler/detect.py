@@ -1,4 +1,4 @@
-"""Detection of this hardware: from the user's hardware.toml, or from the names that the system reports."""
+"""Detects this machine's hardware, from the user's hardware.toml or the names that the system reports."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from fullshard.spec.rates import default_cpu_rates, efficiencies
 
 HARDWARE_VARIABLE = "FULLSHARD_HARDWARE"
 # Runs in its own process: a CUDA context in the process that starts the ranks would take memory on one of
-# their GPUs, and prevent it from forking. NVML would not cover AMD's GPUs and hidden GPUs.
+# their GPUs, and prevent that process from forking. NVML does not cover AMD's GPUs and hidden GPUs.
 _ASK = """
 import json, torch
 n = torch.cuda.device_count()
@@ -25,7 +25,7 @@ p = torch.cuda.get_device_properties(0) if n else None
 print(json.dumps([n, p.name, p.total_memory] if p else [0, "", 0]))
 """
 # Files that drivers create on Linux: NVIDIA's (also before its device files exist, and on Jetson), AMD's and
-# WSL's. Without any of them, there is no need to ask for GPUs.
+# WSL's. Without any of them, there is no GPU.
 _DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
 
 
@@ -47,16 +47,17 @@ def detect_hardware(
     ranks_per_node: int | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Hardware:
-    """Returns the hardware that a run here would have, with `ranks` ranks in all.
+    """Returns the hardware of a run on this machine, or on machines like it.
 
-    ranks: None takes torchrun's number if it started this process, else one per GPU; on the CPU the number
-        that the calibrated file is for, else one
+    A hardware.toml ($FULLSHARD_HARDWARE, or the file that `fullshard calibrate` wrote) is used if it is for
+    this chip, and on the CPU for this number of ranks per node. Otherwise GPUs are looked up in the catalog,
+    and CPUs get the figures of a measured core.
 
-    A hardware.toml ($FULLSHARD_HARDWARE, or the file that `fullshard calibrate` wrote) is used if it
-    describes this chip, and on the CPU this number of ranks per node. Otherwise the catalog knows GPUs by
-    name, and CPUs get the figures of a measured core.
+    ranks: number of all ranks; None: torchrun's number if it started this process, else one per GPU; on the
+        CPU the number that the file is for, else one
+    ranks_per_node: None: torchrun's number if it started this process, else all ranks
 
-    Raises SpecError for an invalid file, or a GPU that neither source knows.
+    Raises SpecError for an invalid file, and for a GPU that is neither in the file nor in the catalog.
     """
     if ranks is None and "WORLD_SIZE" in environment:
         ranks = int(environment["WORLD_SIZE"])
@@ -74,7 +75,7 @@ def detect_hardware(
         raise SpecError(
             "this GPU is not in the catalog.",
             got=gpus.name,
-            why="nobody has said what it can do",
+            why="its rates are not known",
             fix="fullshard calibrate, which measures it; or a hardware.toml in $FULLSHARD_HARDWARE",
         )
     if saved is None:
@@ -84,7 +85,7 @@ def detect_hardware(
 
 
 def describe_machine(gpus: Gpus, *, ranks: int, ranks_per_node: int) -> Hardware:
-    """Returns this machine by the catalog; a GPU that is not there gets placeholders, to be measured."""
+    """Returns this machine's hardware from the catalog; a GPU that it lacks gets placeholder rates."""
     nodes = max(1, ranks // ranks_per_node)
     if not gpus.number:
         cpu = _cpu(ranks_per_node).on(nodes=nodes, ranks_per_node=ranks_per_node)
@@ -117,7 +118,7 @@ def describe_machine(gpus: Gpus, *, ranks: int, ranks_per_node: int) -> Hardware
 
 
 def user_hardware_path(environment: Mapping[str, str] = os.environ) -> Path:
-    """Returns the path of the user's hardware.toml: $FULLSHARD_HARDWARE, or in the user's configuration."""
+    """Returns the user's hardware.toml: $FULLSHARD_HARDWARE, or in the user's configuration directory."""
     if environment.get(HARDWARE_VARIABLE):
         return Path(environment[HARDWARE_VARIABLE])
     configuration = environment.get("XDG_CONFIG_HOME") or "~/.config"
@@ -125,7 +126,7 @@ def user_hardware_path(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def cpu_name() -> str:
-    """Returns the model and the number of cores that this process may use, such as `AMD EPYC, 2 cores`."""
+    """Returns the CPU's model and the number of cores that this process may use: `AMD EPYC, 2 cores`."""
     cores = _cores()
     return f"{_cpu_model()}, {cores} core{'s' if cores > 1 else ''}"
 
@@ -138,12 +139,12 @@ def _same_chip(saved: Hardware, gpus: Gpus) -> bool:
 
 
 def may_have_gpus() -> bool:
-    """Returns False if there is no GPU driver, so that torch need not be imported to find none."""
+    """Returns False if this is a Linux machine without GPU driver. Does not import torch."""
     return sys.platform != "linux" or any(Path(path).exists() for path in _DRIVER_FILES)
 
 
 def find_gpus(device: Literal["auto", "cpu", "cuda"] = "auto") -> Gpus:
-    """Returns the GPUs that torch can use here; none if `device` is the CPU."""
+    """Returns the GPUs that torch can use on this machine; none if `device` is "cpu"."""
     if device == "cpu" or not may_have_gpus():
         return _NO_GPUS
     torch = sys.modules.get("torch")
@@ -162,7 +163,7 @@ def find_gpus(device: Literal["auto", "cpu", "cuda"] = "auto") -> Gpus:
 
 
 def _cpu(ranks_per_node: int) -> Hardware:
-    """Returns a rank's share of this machine's CPU and memory, based on the measured core of `rates.toml`."""
+    """Returns one rank's share of this CPU and memory, with the rates of the core in `rates.toml`."""
     table = efficiencies().cpu
     cores = max(_cores() / ranks_per_node, 1 / ranks_per_node)
     rates = default_cpu_rates(cores)
@@ -215,7 +216,7 @@ def _cpu_model() -> str:
 
 
 def _host_memory_bytes() -> int:
-    """Returns the machine's memory, or a container's limit if that is lower."""
+    """Returns the bytes of this machine's memory, or the container's limit if that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()

@@ -1,4 +1,4 @@
-"""The memory meter: the peak of live tensor bytes while a block runs, and its parts.
+"""Measures the peak of live tensor bytes while a block of code runs, and the parts of that peak.
 
 On CUDA, the figures are the allocator's own statistics. On the CPU, they are every allocation and release of
 torch's CPU allocator, from the profiler's memory events (`profile_memory=True`), accumulated over time on top
@@ -28,22 +28,16 @@ _STEP = "fullshard::optimizer_step"
 
 @dataclass
 class Peak:
-    """The result of `measure_peak`, set when its block ends.
+    """Peak memory, and its parts. The result of `measure_peak`, which sets it when its context ends."""
 
-    bytes: live tensor bytes at the peak
-    active_bytes: on CUDA, also including freed blocks that another stream may still read; 0 on the CPU
-    reserved_bytes: on CUDA, the device memory that the process reserves; 0 on the CPU
-    parts: the parts of the peak, if a model was given
-    """
-
-    bytes: int = 0
-    active_bytes: int = 0
-    reserved_bytes: int = 0
-    parts: MemoryParts | None = None
+    bytes: int = 0  # of live tensors
+    active_bytes: int = 0  # on CUDA, also of freed blocks that another stream may still read; 0 on the CPU
+    reserved_bytes: int = 0  # on CUDA, device memory that the process reserves; 0 on the CPU
+    parts: MemoryParts | None = None  # of `bytes`, if a model was given
 
 
 def live_bytes(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of the storages behind `tensors`, each once; of a DTensor, of its local part."""
+    """Returns the bytes of the storages of `tensors`, each counted once; for a DTensor, of its local part."""
     return sum(_storages(tensors).values())
 
 
@@ -51,9 +45,9 @@ def live_bytes(tensors: Iterable[Tensor]) -> int:
 def measure_peak(
     device: torch.device, *, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
 ) -> Generator[Peak]:
-    """Measures the block, which runs one step or a few.
+    """Measures the peak memory of the context's block, which runs one or more steps. Yields the result.
 
-    model, optimizer: owners of the tensors that form the baseline and the parts
+    model, optimizer: their tensors exist before the block, and are parts of the peak
 
     On the CPU, gradients must be cleared when the block starts, because the release of a tensor that is older
     than the measurement is not recorded.
@@ -82,7 +76,7 @@ def measure_peak(
 
 @dataclass(frozen=True)
 class _MemoryBlock:
-    """A block of memory, whether FSDP2 allocated it, and the index of the event that did (-1: older)."""
+    """A block of memory: its bytes, whether FSDP2 made it, and the index of that event (-1: older)."""
 
     size: int
     engine: bool
@@ -91,9 +85,10 @@ class _MemoryBlock:
 
 @dataclass(frozen=True)
 class _Timeline:
-    """Allocations and releases in order, and the number of them before each of the optimizer's steps.
+    """Allocations and releases of a profile, in order.
 
-    events: (address, size, whether FSDP2 made it); the size is negative for a release
+    events: (address, bytes, whether FSDP2 made it); the bytes are negative for a release
+    steps: number of events before each of the optimizer's steps
     """
 
     events: list[tuple[int, int, bool]]
@@ -101,6 +96,7 @@ class _Timeline:
 
     @classmethod
     def of(cls, profiler: profile) -> "_Timeline":
+        """Reads the memory events and the optimizer's steps of a profile."""
         assert profiler.kineto_results is not None, "the profiler has ended"
         events: list[tuple[int, int, int, bool]] = []
         steps: list[int] = []
@@ -127,7 +123,7 @@ class _Timeline:
         )
 
     def live_at_peak(self, held: Mapping[int, int]) -> dict[int, _MemoryBlock]:
-        """Returns the blocks alive at the first moment of the peak, by address; `held` are those before."""
+        """Returns address -> block at the first moment of the peak. `held`: address -> bytes at the start."""
         changes = list(self._changes({}))
         totals = list(itertools.accumulate(changes, initial=0))
         live = {pointer: _MemoryBlock(size, engine=False, birth=-1) for pointer, size in held.items()}
@@ -136,7 +132,7 @@ class _Timeline:
         return live
 
     def _changes(self, live: dict[int, _MemoryBlock]) -> Iterator[int]:
-        """Applies the events to `live`, and yields the change of the total in bytes by each."""
+        """Applies the events to `live`, one by one, and yields the bytes by which each changes the total."""
         for index, (pointer, size, engine) in enumerate(self.events):
             # An address that is allocated again was released before, even if unseen: on another thread.
             old = live.pop(pointer, None)
@@ -147,27 +143,26 @@ class _Timeline:
             yield change
 
     def births(self, pointers: Iterable[int], *, before: int | None = None) -> set[int]:
-        """Returns the events that last allocated these addresses, among the first `before`; -1 if older."""
+        """Returns indices, below `before`, of the events that last allocated these addresses; -1: older."""
         last = {event[0]: i for i, event in enumerate(self.events[:before]) if event[1] > 0}
         return {last.get(pointer, -1) for pointer in pointers}
 
 
 class _Holdings:
-    """The tensors that a model and its optimizer keep, read on demand: address -> bytes, by part."""
+    """The storages that a model and its optimizer keep: each method reads one part as address -> bytes."""
 
     def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model = nn.Module() if model is None else model
+        self.optimizer = optimizer
         self._noted: list[dict[int, int]] = []  # gradients at each optimizer step
 
     def parameters(self) -> dict[int, int]:
         # An optimizer with offloaded masters has copies of the shards for FSDP2 to gather.
         copies: Iterable[Tensor] = getattr(self.optimizer, "copies", ())
-        own = _storages(self.model.parameters()) if self.model is not None else {}
-        return own | _storages(copies)
+        return _storages(self.model.parameters()) | _storages(copies)
 
     def gradients(self) -> dict[int, int]:
-        parameters = self.model.parameters() if self.model is not None else []
-        return _storages(p.grad for p in parameters if p.grad is not None)
+        return _storages(p.grad for p in self.model.parameters() if p.grad is not None)
 
     def optimizer_state(self) -> dict[int, int]:
         states = self.optimizer.state.values() if self.optimizer is not None else []
@@ -177,14 +172,14 @@ class _Holdings:
         return own | _storages(passing)
 
     def buffers(self) -> dict[int, int]:
-        return _storages(self.model.buffers()) if self.model is not None else {}
+        return _storages(self.model.buffers())
 
     def storages(self) -> dict[int, int]:
         return self.parameters() | self.gradients() | self.optimizer_state() | self.buffers()
 
     @contextmanager
     def gradients_noted(self) -> Generator[None]:
-        """Records the gradients at each optimizer step, because a step clears them before it ends."""
+        """Records the gradients before each optimizer step in this context, because the step clears them."""
         if self.optimizer is None:
             yield
             return
@@ -200,7 +195,7 @@ class _Holdings:
             handle.remove()
 
     def parts(self, live: Mapping[int, _MemoryBlock], timeline: _Timeline) -> MemoryParts:
-        """Assigns the blocks alive at the peak to parts, by the events that allocated them."""
+        """Returns the bytes of each part of the peak. Assigns `live` blocks by their allocating events."""
         gradients = timeline.births(self.gradients())
         for noted, step in zip(self._noted, timeline.steps, strict=True):
             gradients |= timeline.births(noted, before=step)
@@ -222,7 +217,7 @@ class _Holdings:
         return MemoryParts(**{name: sum(live[pointer].size for pointer in part) for name, part in parts})
 
     def sizes(self) -> list[int]:
-        """Returns the bytes of parameters, gradients (before the last step), state and buffers."""
+        """Returns the bytes of [parameters, gradients before the last step, optimizer state, buffers]."""
         gradients = self.gradients() or (self._noted[-1] if self._noted else {})
         parts = (self.parameters(), gradients, self.optimizer_state(), self.buffers())
         return [sum(storages.values()) for storages in parts]
@@ -240,7 +235,7 @@ def _read_cuda(peak: Peak, device: torch.device, *, holdings: _Holdings) -> None
 
 
 def _held_parts(tensor: Tensor) -> list[Tensor]:
-    """Returns the tensors that hold the bytes of `tensor`: itself, or codes and scales if it is quantised."""
+    """Returns the tensors that hold the data: codes and scales if it is quantised, else the local part."""
     local = local_tensor(tensor)
     if not is_traceable_wrapper_subclass(local):
         return [local]
@@ -248,7 +243,7 @@ def _held_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Returns address -> bytes. Storages without data (meta, or freed by FSDP2) are omitted."""
+    """Returns address -> bytes of the tensors' storages, without those that have no data (meta, freed)."""
     sizes: dict[int, int] = {}
     for tensor in itertools.chain.from_iterable(map(_held_parts, tensors)):
         storage = tensor.untyped_storage()

@@ -1,18 +1,17 @@
-"""The breakdown of a step's seconds: the profiler's record, divided into the terms of `StepSeconds`.
+"""Profiles a step, and divides its seconds into the terms of `StepSeconds`.
 
 [Note: what counts as what]
 Profiler ranges named `fullshard::<kind>` (kinds: compute, all_gather, reduce_scatter, optimizer, data) mark
 the parts of the step, and `FSDP::...` marks FSDP2's work. Every moment of the step is assigned to one kind:
 the first in the order below among those active at that moment, or `other` if none is active.
 
-CPU    The activity of the calling thread, where work and waiting are the same. First the collectives (an
-       all-reduce without a range lasts from its call to the thread's next operation), then the optimizer (in
-       backward FSDP2 calls it), FSDP2, data, and last the range of the microbatch, which contains all of
-       these and is otherwise computing.
+CPU    The activity of the calling thread, whether it works or waits. First the collectives (an all-reduce
+       without a range lasts from its call to the thread's next operation), then the optimizer (which FSDP2
+       may call in backward), FSDP2, data, and last the range of the microbatch, `compute`, which contains the
+       others.
 CUDA   The activity of the device. First kernels of the model, then those that the optimizer and FSDP2
-       launched. A collective thus counts only while none of these runs, which is the meaning of `exposed`. If
-       several collectives run alone, the first in the order counts. A device that is idle while the host
-       fetches data counts as `data`; otherwise an idle device counts as `other`.
+       launched, then collectives, which thus count only while no other kernel runs: they are `exposed`. Time
+       in which the device is idle counts as `data` while the host fetches data, otherwise as `other`.
 """
 
 import os
@@ -49,20 +48,14 @@ DEVICE_ORDER = ("compute", "optimizer", "engine", *_COLLECTIVES, "data")
 
 
 class Event(NamedTuple):
-    """An operation, a kernel or a range of a trace.
-
-    start, end: in ns
-    thread: thread of a host event
-    id: correlation id
-    launched_by: for a kernel, the `id` of the host event that launched it
-    """
+    """An operation, a kernel or a range of a profile. `start` and `end` are in ns."""
 
     name: str
     start: int
     end: int
-    thread: int = 0
-    id: int = 0
-    launched_by: int = 0
+    thread: int = 0  # of a host event
+    id: int = 0  # correlation id
+    launched_by: int = 0  # for a kernel, the `id` of the host event that launched it
     on_device: bool = False
 
 
@@ -76,14 +69,14 @@ class Span(NamedTuple):
 
 @dataclass
 class TracedStep:
-    """The result of `trace_step`, set when its block ends."""
+    """Result of `trace_step`, which sets it when its context ends."""
 
     seconds: StepSeconds | None = None
 
 
 @contextmanager
 def trace_step(device: torch.device) -> Generator[TracedStep]:
-    """Profiles the block, which runs one step. The profiler slows down operations, mostly of computing."""
+    """Profiles the context's block, which runs one step. Yields the result. Profiling slows the step down."""
     traced = TracedStep()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # as in `profiler.memory`: it prints otherwise
     on_cuda = device.type == "cuda"
@@ -99,7 +92,7 @@ def trace_step(device: torch.device) -> Generator[TracedStep]:
 
 
 def step_seconds(events: Sequence[Event]) -> StepSeconds:
-    """Returns the seconds of the step in `events`, by term. See [Note: what counts as what]."""
+    """Returns the seconds of the step recorded in `events`, by term. See [Note: what counts as what]."""
     step = next(event for event in events if event.name == _STEP and not event.on_device)
     device = [event for event in events if event.on_device]
     if not device:
@@ -113,9 +106,9 @@ def step_seconds(events: Sequence[Event]) -> StepSeconds:
 
 
 def shared_out(spans: Iterable[Span], order: Sequence[str], *, start: int, end: int) -> dict[str, int]:
-    """Returns the ns of [start, end] in which a span of each kind, and of none earlier in `order`, is active.
+    """Returns kind -> ns. Each moment of [start, end] counts for the first kind in `order` that is active.
 
-    `other` has the moments without any span. All parts sum to end - start.
+    A kind is active during its spans. `other` has the moments without any span. The sum is end - start.
     """
     place = {kind: index for index, kind in enumerate(order)}
     edges: list[tuple[int, int, int]] = []
@@ -136,7 +129,7 @@ def shared_out(spans: Iterable[Span], order: Sequence[str], *, start: int, end: 
 
 
 def host_spans(events: Iterable[Event]) -> list[Span]:
-    """Returns the spans of the host's ranges and of its all-reduces, which block where they are called."""
+    """Returns the spans of the host's ranges and all-reduces. An all-reduce lasts until the next event."""
     spans: list[Span] = []
     waiting: Event | None = None  # an all-reduce
     around: list[Event] = []  # ranges that are open
@@ -174,19 +167,19 @@ def _range_kind(name: str) -> str | None:
 
 
 def device_spans(events: Iterable[Event]) -> list[Span]:
-    """Returns the device's kernels and copies: collectives by name, others by the launching range."""
+    """Returns a span per kernel and copy of the device. Its kind is that of its name or launching range."""
     events = list(events)
     ranges = _innermost(event for event in events if not event.on_device)
-    spans: list[Span] = []
-    for event in events:
-        if event.on_device:
-            inside = ranges.get(event.launched_by, "") if event.launched_by else ""
-            spans.append(Span(_device_kind(event.name, inside), event.start, event.end))
-    return spans
+    ranges.pop(0, None)  # `launched_by` is 0 if it is unknown
+    return [
+        Span(_device_kind(event.name, ranges.get(event.launched_by, "")), event.start, event.end)
+        for event in events
+        if event.on_device
+    ]
 
 
 def _device_kind(name: str, inside: str) -> str:
-    """Returns the kind of a kernel that was launched directly inside the range `inside`."""
+    """Returns the kind of a kernel. `inside`: name of the innermost range that launched it, or empty."""
     if "nccl" in name.lower():
         named = next((kind for part, kind in _KERNELS.items() if part in name), None)
         if named is not None:
@@ -200,7 +193,7 @@ def _device_kind(name: str, inside: str) -> str:
 
 
 def _innermost(events: Iterable[Event]) -> dict[int, str]:
-    """Returns, for each host event by id, the name of the innermost range that is or contains it."""
+    """Returns id of a host event -> name of the innermost range around it (itself, if it is a range)."""
     found: dict[int, str] = {}
     around: list[Event] = []
     for event in sorted(events, key=lambda one: (one.thread, one.start, -one.end)):
@@ -213,7 +206,7 @@ def _innermost(events: Iterable[Event]) -> dict[int, str]:
 
 
 def _events(profiler: profile) -> list[Event]:
-    """Returns the profiler's events, without the copies of ranges on the device's timeline."""
+    """Returns the profiler's events, except asynchronous ones, driver calls, and device copies of ranges."""
     assert profiler.kineto_results is not None, "the profiler has ended"
     events: list[Event] = []
     for one in profiler.kineto_results.events():

@@ -1,1 +1,1 @@
-"""Human-readable output of values. Nothing in this package imports torch."""
+"""Human-readable output of plans, measurements and calibrations. This package does not import torch."""

@@ -1,14 +1,14 @@
-"""The result of `fullshard calibrate` as a short table."""
+"""Result of `fullshard calibrate` as a short table."""
 
 from collections.abc import Iterator
 
 from fullshard.quantities import format_bytes, format_count, format_seconds
 from fullshard.spec.calibration import Calibration
-from fullshard.spec.hardware import Curve, Hardware, Link
+from fullshard.spec.hardware import CollectiveRate, Curve, Hardware, Link
 
 
 def calibration_rows(calibration: Calibration) -> Iterator[tuple[str, str]]:
-    """Yields (label, text) lines: the best point of each curve, where it is reached, and the fit errors."""
+    """Yields (label, text) lines: the best point of each rate curve, other rates, and the fit errors."""
     hardware, rates = calibration.hardware, calibration.hardware.rates
     yield "hardware", _layout(hardware)
     yield "measured in", f"{format_seconds(calibration.took_seconds)}, all ranks at once; a rank's rates:"
@@ -54,12 +54,8 @@ def _best(curve: Curve, *, amount: str) -> str:
 
 def _collectives(axis: str, link: Link, *, calibration: Calibration) -> Iterator[tuple[str, str]]:
     ranks = calibration.hardware.ranks_per_node if axis == "within" else calibration.hardware.nodes
-    kinds = {
-        "all_gather": link.all_gather,
-        "reduce_scatter": link.reduce_scatter,
-        "all_reduce": link.all_reduce,
-    }
-    for kind, rate in kinds.items():
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        rate: CollectiveRate = getattr(link, kind)
         latency = format_seconds(rate.base_seconds + rate.hop_seconds * (ranks - 1))
         error = calibration.fit_errors[f"{axis}.{kind}"]
         line = f"{format_count(rate.bytes_per_second)}B/s after {latency}"

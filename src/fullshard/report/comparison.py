@@ -1,16 +1,16 @@
-"""Predicted | measured: the prediction of a run beside its measurement, term by term.
+"""Comparison of a run's prediction with its measurement, term by term.
 
-[Note: terms that are one line]
-Terms that the meters cannot separate share one line, with the sum of their predictions.
+[Note: terms that share a line]
+Terms that cannot be measured separately share one line, with the sum of their predictions.
 
-bytes     The rest (batch, whole gradients, activations, loss, backward) is one part on the CPU. CUDA's
+bytes     The rest (batch, whole gradients, activations, loss, backward) is one line on the CPU. CUDA's
           allocator does not report which tensors are alive at the peak, so on CUDA the rest also contains
           gradients and units in flight.
 seconds   Recompute is part of compute, contention slows compute down, and gaps in which the device waits
           for the host are predicted as compute: all of these are compared with measured compute and other.
           Stragglers are predicted separately, and measured as part of the waiting. With an offload target,
-          the predicted delay by host and drive is compared with the measured optimizer, because the update
-          is there, although gathers may wait for some of it. If the drive's rate was unknown, terms that
+          the predicted delay by host and drive is added to the optimizer, because the update is measured
+          there, although gathers may wait for some of it. If the drive's rate was unknown, terms that
           need it were not predicted.
 """
 
@@ -29,7 +29,6 @@ from fullshard.spec.value import FrozenModel
 HEADER = ("", "predicted", "measured", "error")
 CRUMB_BYTES = 1e-5  # fraction of a rank's bytes below which a term gets no line of its own
 _LABELS = {
-    "rest": "activations, rest",
     "compute": "compute, host",
     "data": "waiting: data",
     "total": "in all",
@@ -39,12 +38,12 @@ _LABELS = {
     "tokens_per_second": "tokens/s",
     "mfu": "MFU",
 }
-_NOT_TOLD_BY_CUDA = ("gradients", "units_in_flight")
+_NOT_MEASURED_ON_CUDA = ("gradients", "units_in_flight")
 _SAME_SECONDS = ("exposed_all_gather", "exposed_reduce_scatter", "exposed_all_reduce", "engine")
 
 
 class Compared(FrozenModel):
-    """One line. A term that was not predicted, or cannot be measured separately, is None."""
+    """One term of a comparison. A value that was not predicted, or cannot be measured separately, is None."""
 
     term: str
     predicted: float | None = None
@@ -60,7 +59,7 @@ class Compared(FrozenModel):
 
 
 class Comparison(FrozenModel):
-    """The lines of each part of the comparison. Parts that were not measured are empty.
+    """Lines of each part of a comparison. Parts that were not measured are empty.
 
     memory: bytes at the peak of the rank that uses most, then `total` and `reserved`
     drive: bytes that a rank moves to and from its offload drive in one step
@@ -75,7 +74,7 @@ class Comparison(FrozenModel):
 
 
 def compare(prediction: Prediction, measurement: Measurement) -> Comparison:
-    """Compares a prediction with a measurement. See [Note: terms that are one line]."""
+    """Compares a prediction with a measurement. See [Note: terms that share a line]."""
     peak = measurement.peak_bytes
     return Comparison(
         memory=() if peak is None else tuple(_memory(prediction, peak)),
@@ -86,28 +85,25 @@ def compare(prediction: Prediction, measurement: Measurement) -> Comparison:
 
 
 def show_comparison(comparison: Comparison, *, file: TextIO | None = None) -> None:
-    """Prints the table to `file` (standard output)."""
+    """Prints the comparison as a table to `file` (standard output by default)."""
     show_grid(HEADER, comparison_rows(comparison), file=file)
 
 
 def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Returns the cells, under one heading per part, without terms that are zero on both sides.
+    """Returns the table's cells, row by row, with one heading per part.
 
-    Memory below CRUMB_BYTES of the whole is left out too, such as what offload leaves on the device.
+    Left out are terms that are zero on both sides, and memory below CRUMB_BYTES of the whole.
     """
     rows: list[tuple[str, ...]] = []
-    if comparison.memory:
-        whole = max(line.measured or 0.0 for line in comparison.memory)
-        rows.append(("memory", "", "", ""))
-        rows += _cells(
-            [one for one in comparison.memory if _larger(one) >= CRUMB_BYTES * whole], format_bytes
-        )
-    if comparison.drive:
-        rows.append(("drive", "", "", ""))
-        rows += _cells(comparison.drive, format_bytes)
-    if comparison.step:
-        rows.append(("step", "", "", ""))
-        rows += _cells(comparison.step, format_seconds)
+    least = CRUMB_BYTES * max((line.measured or 0.0 for line in comparison.memory), default=0.0)
+    memory = [line for line in comparison.memory if max(line.predicted or 0.0, line.measured or 0.0) >= least]
+    for heading, lines, show in (
+        ("memory", memory, format_bytes),
+        ("drive", comparison.drive, format_bytes),
+        ("step", comparison.step, format_seconds),
+    ):
+        if lines:
+            rows += [(heading, "", "", ""), *_cells(lines, show)]
     for line in comparison.speed:
         show = format_count if line.term == "tokens_per_second" else _percent
         rows += _cells([line], show, indent="")
@@ -116,7 +112,7 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
 
 def _memory(prediction: Prediction, peak: PeakBytes) -> Iterable[Compared]:
     on_cuda = peak.allocated is not None
-    apart = {"rest", *(_NOT_TOLD_BY_CUDA if on_cuda else ())}
+    apart = {"rest", *(_NOT_MEASURED_ON_CUDA if on_cuda else ())}
     seen = {name: count for name, count in peak.parts().items() if name not in apart}
     predicted = prediction.memory.terms()
     total = peak.total if peak.allocated is None else peak.allocated
@@ -165,8 +161,7 @@ def _step(prediction: Prediction, measurement: Measurement) -> Iterable[Compared
 
 
 def _speed(prediction: Prediction, measurement: Measurement) -> Iterable[Compared]:
-    rate = measurement.tokens_per_second
-    timed = prediction.is_timed
+    rate, timed = measurement.tokens_per_second, prediction.is_timed
     if rate is not None:
         predicted = prediction.tokens_per_second if timed else None
         yield Compared(term="tokens_per_second", predicted=predicted, measured=rate)
@@ -186,10 +181,6 @@ def _cells(
                 "-" if line.measured is None else show(line.measured),
                 "" if error is None else f"{error:+,.{1 if abs(error) < 1000 else 0}f} %",
             )
-
-
-def _larger(line: Compared) -> float:
-    return max(line.predicted or 0.0, line.measured or 0.0)
 
 
 def _percent(part: float) -> str:

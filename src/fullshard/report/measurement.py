@@ -1,4 +1,4 @@
-"""The short table after a run: a Measurement in readable form, beside its prediction if there is one."""
+"""Short table after a run: its Measurement, beside its prediction if there is one."""
 
 from collections.abc import Iterator
 from textwrap import indent
@@ -16,7 +16,7 @@ from fullshard.system.terminal import printable
 def show_measurement(
     measurement: Measurement, *, prediction: Prediction | None = None, file: TextIO | None = None
 ) -> None:
-    """Prints the table to `file` (standard output).
+    """Prints the measurement as a table to `file` (standard output by default).
 
     With a `prediction`, a second table compares bytes and seconds with the predicted ones, term by term.
     """
@@ -32,7 +32,7 @@ def show_measurement(
 def measurement_rows(
     measurement: Measurement, *, prediction: Prediction | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yields (label, text) lines, except figures that were not measured or that `prediction`'s table has."""
+    """Yields (label, text) lines of what was measured, without figures that the table of `prediction` has."""
     m = measurement
     yield (
         "run",
@@ -81,12 +81,8 @@ def _speed(m: Measurement) -> Iterator[tuple[str, str]]:
         why = "were warmup" if not pace.untimed_steps else "were warmup or measured otherwise"
         yield "speed", f"not known: all {pace.steps} steps {why}"
         return
-    each = (
-        f" on all ranks, {format_count(rate / m.world_size)} a rank"
-        if m.world_size > 1
-        else " on the one rank"
-    )
-    yield "speed", f"{format_count(rate)} tokens/s{each}"
+    many = f"on all ranks, {format_count(rate / m.world_size)} a rank"
+    yield "speed", f"{format_count(rate)} tokens/s {many if m.world_size > 1 else 'on the one rank'}"
     slowed = f", and {pace.untimed_steps} that were profiled" if pace.untimed_steps else ""
     yield "", f"over {pace.timed_steps} steps, the {left_out} warmup steps before them left out{slowed}"
     step, data = pace.seconds / pace.timed_steps, pace.data_seconds / pace.timed_steps
@@ -108,7 +104,7 @@ def _memory(peak: PeakBytes) -> Iterator[tuple[str, str]]:
     yield "memory", f"{format_bytes(peak.total)} at the peak of the fullest rank"
     for name, count in peak.parts().items():
         if count > CRUMB_BYTES * peak.total:
-            yield f"  {'activations, rest' if name == 'rest' else label_of(name)}", format_bytes(count)
+            yield f"  {label_of(name)}", format_bytes(count)
     if peak.host is not None:
         yield "host memory", f"{format_bytes(peak.host)} a rank beside, for its tier"
     cuda = [("active", peak.active), ("allocated", peak.allocated), ("reserved", peak.reserved)]
@@ -118,6 +114,6 @@ def _memory(peak: PeakBytes) -> Iterator[tuple[str, str]]:
 
 
 def _flops(count: float) -> str:
-    """Returns a readable FLOP count: `1.02e11` -> `102 GFLOP`."""
+    """Returns a FLOP count with its unit: `1.02e11` -> `102 GFLOP`."""
     text = format_count(count)
     return f"{text[:-1]} {text[-1]}FLOP" if text[-1].isalpha() else f"{text} FLOP"

@@ -1,4 +1,4 @@
-"""A plan before it runs, in readable form: settings, bytes, seconds, speed, cost, and reasons."""
+"""Report about a plan before it runs: settings, bytes, seconds, speed, cost, and reasons."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TextIO
@@ -14,8 +14,9 @@ BAR_COLUMNS = 24
 CRUMB = 1e-3  # fraction of the whole below which a term gets no line of its own
 
 _COMPARED = ("strategy", "mesh", "batch", "recompute", "bytes a rank", "step", "tokens/s", "MFU", "")
-# Labels of the fields of `MemoryTerms` and `TimeTerms` that do not have their own names, with blanks.
+# Labels of terms whose label is not the name of the term with blanks.
 _LABELS = {
+    "rest": "activations, rest",
     "loss": "logits and loss",
     "workspace": "kernels' workspace",
     "exposed_all_gather": "waiting: all-gather",
@@ -27,21 +28,18 @@ _LABELS = {
 
 
 def label_of(term: str) -> str:
-    """Returns the words for a term of `MemoryTerms` or `TimeTerms`."""
+    """Returns the printed label for a field of `MemoryTerms` or `TimeTerms`, or for the `rest`."""
     return _LABELS.get(term, term.replace("_", " "))
 
 
 class Budget(FrozenModel):
-    """A number of training tokens and their price.
-
-    tokens: tokens to train on
-    price_per_hour: dollars per rank; None if unknown
-    """
+    """A number of tokens to train on, and their price."""
 
     tokens: PositiveInt
-    price_per_hour: PositiveFloat | None = None
+    price_per_hour: PositiveFloat | None = None  # dollars per rank; None if unknown
 
     def seconds(self, prediction: Prediction) -> float:
+        """Returns the seconds that training on the tokens takes."""
         return self.tokens / prediction.tokens_per_second
 
     def rank_hours(self, plan: Plan, prediction: Prediction) -> float:
@@ -52,32 +50,25 @@ class Budget(FrozenModel):
 
 
 class PlanPage(NamedTuple):
-    """The contents of the page about one plan.
-
-    model, hardware: one line about each
-    rates: the source of the rates
-    why: paragraphs of reasons
-    budget: tokens to train on, if any
-    dry_run: bytes by part, as counted by a dry run of the real step
-    """
+    """Contents of the report about one plan."""
 
     plan: Plan
-    asked: Run
-    model: str
-    hardware: str
-    rates: str = ""
-    why: Sequence[str] = ()
-    budget: Budget | None = None
-    dry_run: Mapping[str, int] | None = None
+    asked: Run  # the settings that the user pinned or left open
+    model: str  # one line about the model
+    hardware: str  # one line about the hardware
+    rates: str = ""  # source of the hardware's rates
+    why: Sequence[str] = ()  # paragraphs of reasons
+    budget: Budget | None = None  # tokens to train on, if any
+    dry_run: Mapping[str, int] | None = None  # bytes by part, counted by a dry run of the real step
 
 
 def show_plan(page: PlanPage, *, file: TextIO | None = None) -> None:
-    """Prints the page to `file` (standard output)."""
+    """Prints the report to `file` (standard output by default)."""
     show_rows(plan_rows(page), file=file)
 
 
 def plan_rows(page: PlanPage) -> Iterator[tuple[str, str]]:
-    """Yields (label, text) lines; empty parts have none."""
+    """Yields the (label, text) lines of the report. Empty parts have none."""
     plan, prediction = page.plan, page.plan.prediction
     yield "model", page.model
     yield "hardware", page.hardware
@@ -106,12 +97,12 @@ def plan_rows(page: PlanPage) -> Iterator[tuple[str, str]]:
 
 
 def show_plans(chosen: Plan, others: Iterable[Plan], *, file: TextIO | None = None) -> None:
-    """Prints one line per plan that has a prediction to `file` (standard output), `chosen` first."""
+    """Prints a table of the plans that have a prediction, `chosen` first, to `file` (standard output)."""
     show_grid(_COMPARED, plan_cells(chosen, others), file=file)
 
 
 def plan_cells(chosen: Plan, others: Iterable[Plan]) -> list[tuple[str, ...]]:
-    """Returns the cells: the chosen plan, other plans that fit, by speed, then the rest, by bytes."""
+    """Returns the table's cells: the chosen plan, other plans that fit, by speed, then the rest, by bytes."""
     assert chosen.prediction is not None, "the chosen plan is predicted"
     predicted = [(plan, plan.prediction) for plan in others if plan.prediction is not None and plan != chosen]
     predicted.sort(key=lambda one: _order(one[1]))
@@ -142,7 +133,7 @@ def _plan_cells(plan: Plan, prediction: Prediction, *, chosen: Prediction) -> tu
 
 
 def _verdict(prediction: Prediction, *, chosen: Prediction) -> str:
-    """Compares a plan with the chosen one: the additional time per token, or what does not fit."""
+    """Returns a plan's extra time per token over the chosen one, or the bytes by which it does not fit."""
     if not prediction.fits:
         return f"{format_bytes(prediction.needed_bytes - prediction.capacity_bytes)} over"
     if prediction is chosen:
@@ -165,8 +156,7 @@ def mesh_text(plan: Plan) -> str:
 
 def recompute_text(run: Run) -> str:
     """Returns `every 2nd block`, `offload, every 2nd block`, `full`, `selective`, `offload` or `none`."""
-    section = run.recompute
-    every = section.period
+    section, every = run.recompute, run.recompute.period
     if section.mode not in ("every", "offload") or (section.mode == "offload" and every == 1):
         return section.mode
     ends = {1: "st", 2: "nd", 3: "rd"}
@@ -228,7 +218,7 @@ def _memory(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def traffic_lines(prediction: Prediction) -> Iterator[str]:
-    """Yields a step's drive traffic, and how fast it wears the drive if the step's time is known."""
+    """Yields lines about a step's drive traffic, and the wear per day if the step's time is known."""
     terms = prediction.offload
     assert terms is not None, "there is a tier"
     all_there = "" if terms.disk_read_bytes else " (the state that an update needs is still in memory)"
@@ -242,7 +232,6 @@ def traffic_lines(prediction: Prediction) -> Iterator[str]:
 
 
 def _outside(prediction: Prediction) -> Iterator[tuple[str, str]]:
-    """Yields the offload target's use of the host and the drive."""
     terms = prediction.offload
     assert terms is not None, "there is a tier"
     capacity = terms.host_capacity_bytes
@@ -260,7 +249,7 @@ def _outside(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def _on_host(terms: ActivationTerms, *, held: int) -> Iterator[tuple[str, str]]:
-    """Yields the activations' use of the host. `held` also counts the offload target's bytes."""
+    """Yields lines about the activations' use of the host. `held`: host bytes with the offload target's."""
     capacity = terms.host_capacity_bytes
     of = f" of {format_bytes(capacity)}" if capacity is not None else ""
     room = "" if capacity is None or held <= capacity else ": TOO MUCH"
@@ -273,7 +262,7 @@ def _on_host(terms: ActivationTerms, *, held: int) -> Iterator[tuple[str, str]]:
 
 
 def _dry_run(parts: Mapping[str, int], prediction: Prediction) -> Iterator[tuple[str, str]]:
-    """Yields the tensors of the real step beside the predicted ones. `rest` is everything else."""
+    """Yields lines that compare the bytes counted in a dry run with the predicted ones, part by part."""
     terms = prediction.memory.terms()
     predicted = {name: terms.get(name, 0) for name in parts}
     predicted["rest"] = prediction.memory.total - sum(predicted.values())
@@ -285,8 +274,10 @@ def _dry_run(parts: Mapping[str, int], prediction: Prediction) -> Iterator[tuple
     )
     for name, count in parts.items():
         if count or predicted[name]:
-            label = "activations, rest" if name == "rest" else label_of(name)
-            yield f"  {label}", f"{format_bytes(count):>10}; predicted {format_bytes(predicted[name])}"
+            yield (
+                f"  {label_of(name)}",
+                f"{format_bytes(count):>10}; predicted {format_bytes(predicted[name])}",
+            )
 
 
 def _time(prediction: Prediction) -> Iterator[tuple[str, str]]:
@@ -334,13 +325,13 @@ def _spending(budget: Budget, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def format_duration(seconds: float) -> str:
-    """Returns a readable time: `90` -> `1 min 30 s`; from two days on, `41.2 days`."""
+    """Returns the seconds as text: `90` -> `1 min 30 s`; from two days on, `41.2 days`."""
     days = seconds / 86400
     return format_seconds(seconds) if days < 2 else f"{days:,.1f} days"
 
 
 def _rounded(value: float) -> str:
-    """Returns `1234567.8` as `1,234,568`; small figures keep two decimals."""
+    """Returns `1234567.8` as `1,234,568`, and values below 100 with two decimals."""
     return f"{value:,.0f}" if value >= 100 else f"{value:,.2f}"
 
 

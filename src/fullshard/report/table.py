@@ -1,4 +1,4 @@
-"""Label-text lines and tables. They are fitted to a terminal; elsewhere they are plain, up to 100 columns."""
+"""Prints (label, text) lines and tables, fitted to a terminal, or else plain and 100 columns wide."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ PLAIN_COLUMNS = 100
 
 
 def show_rows(rows: Iterable[tuple[str, str]], *, file: TextIO | None = None) -> None:
-    """Prints (label, text) lines; long texts continue on the lines below."""
+    """Prints (label, text) lines in two columns. Long texts continue on the lines below."""
     out: TextIO = file or sys.stdout
     rows = [(printable(label), printable(text)) for label, text in rows]
     console = Console(file=out, highlight=False, soft_wrap=True)
@@ -42,7 +42,7 @@ def show_grid(header: Sequence[str], rows: Sequence[Sequence[str]], *, file: Tex
 
 
 def grid_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:
-    """Returns the lines of that table."""
+    """Yields the lines of a table, with the first column left-aligned and the others right-aligned."""
     rows = [[printable_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, *rows]:

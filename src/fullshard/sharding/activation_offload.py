@@ -1,4 +1,4 @@
-"""Activation offload: tensors that blocks save for backward move to the host, and return for backward.
+"""Activation offload: moves tensors that blocks save for backward to the host, and back for backward.
 
 [Note: moving activations]
 Each storage that a block's forward saves is copied whole, once, however many views of it are saved:
@@ -6,24 +6,24 @@ Each storage that a block's forward saves is copied whole, once, however many vi
 forward    When a block is done, its saved storages are copied to the host while the next of these blocks
            computes. When that block is done, the computing stream waits for the copies, and the storages may
            be freed. So at most two blocks' storages are on the device: one being copied, one being computed.
-backward   The first saved tensor that a block's backward requests brings back all that the block saved. It
-           also starts the copies for the preceding block, which run beside this block's backward.
-last       The last of the blocks saves on the device: its backward runs next, or nearly so.
+backward   When a block's backward requests its first saved tensor, all that the block saved is copied back.
+           Then the copies for the preceding block start, and run beside this block's backward.
+last       The last of the blocks keeps its storages on the device: its backward runs next, or nearly so.
 
 These stay on the device: parameters (FSDP2 frees and gathers their storages itself, and a copy of one would
-keep it whole); buffers; storages that are small compared with the block's input; tensors that are not plain
-strided ones, or are on another device.
+keep it whole); buffers; storages that are small compared with the block's input; tensors that are not strided
+or are on another device.
 
-As without hooks, changing a tensor in place after it was saved is an error in backward. Torch does not check
-tensors that pass through hooks, so this module does.
+Changing a tensor in place after it was saved is an error in backward, as it is without hooks. Torch does not
+check tensors that pass through hooks, so this module does.
 
 Copies run on one stream. They wait for the computation enqueued before them, and the computing stream waits
-for their event. Device memory is allocated on the computing stream, and held until that has waited, so that
-it is never reused while a copy reads or writes it. Pinned memory that a copy still reads is kept from reuse
-by torch's own pinned allocator, which knows of the copy.
+for their event. Device memory is allocated on the computing stream, and held until that stream has waited, so
+that it is never reused while a copy reads or writes it. Torch's pinned allocator does not reuse pinned memory
+that a copy still reads.
 
-On the CPU, device and host memory are the same: a saved tensor is copied, and the copy is what backward gets.
-This saves nothing, but runs the same steps.
+On the CPU, device and host memory are the same: a saved tensor is copied, and backward gets the copy. This
+saves nothing, but runs the same steps.
 """
 
 import weakref
@@ -49,11 +49,13 @@ Forward = Callable[..., Any]
 def offload_activations(
     blocks: Sequence[nn.Module], *, least: float, device: DeviceType, copier: HostCopy | None = None
 ) -> None:
-    """Makes `blocks`, given in order of use, keep saved tensors on the host. See [Note: moving activations].
+    """Makes `blocks`, in order of use, keep tensors saved for backward on the host.
 
-    least: smallest storage to move, as a fraction of the bytes of the block's input
+    See [Note: moving activations].
+
+    least: size of the smallest storage to move, as a fraction of the bytes of the block's input
     device: the plan's device
-    copier: copier, in place of the device's own
+    copier: the copier to use; None chooses the device's
     """
     mover = ActivationOffloader(device, copier=copier)
     for block in blocks:
@@ -61,7 +63,7 @@ def offload_activations(
 
 
 def _moved(block: nn.Module, mover: "ActivationOffloader", *, least: float | None) -> Forward:
-    """Returns the block's forward under the hooks of `mover`. If `least` is None, nothing moves."""
+    """Returns the block's forward with saved-tensor hooks of `mover`. If `least` is None, nothing moves."""
     forward = block.forward
 
     @wraps(forward)
@@ -81,25 +83,25 @@ def _moved(block: nn.Module, mover: "ActivationOffloader", *, least: float | Non
 
 @dataclass(eq=False)
 class Storage:
-    """One device storage that was saved."""
+    """A device storage that was saved for backward, and its copies."""
 
     reference: "weakref.ref[torch.UntypedStorage]"
     version: int  # version of the tensor when it was saved
-    source: Tensor | None  # flat view of all of it on the device, until it has been copied to the host
-    host: Any = None  # its copy on the host
-    copy: Tensor | None = None  # flat view of all of it on the device, once it was copied back
-    coming: "PendingFetch | None" = None  # the copy back that computing has not waited for
-    overwritten: bool = False  # whether it was changed in place since
+    source: Tensor | None  # flat view of the whole storage, until it has been copied to the host
+    host: Any = None  # copy on the host
+    copy: Tensor | None = None  # flat tensor on the device, once the storage was copied back
+    coming: "PendingFetch | None" = None  # the copy back, if computing has not waited for it
+    overwritten: bool = False  # whether it was changed in place after it was saved
 
     def check(self) -> None:
-        """Records whether the source was changed in place since it was saved."""
+        """Sets `overwritten` if the source was changed in place after it was saved."""
         if self.source is not None and self.source._version != self.version:
             self.overwritten = True
 
 
 @dataclass(eq=False)
 class PendingFetch:
-    """Copies that computing has not waited for yet: `flats` must be held until it has."""
+    """Copies to the device that computing has not waited for, and the tensors to hold until then."""
 
     ticket: Any
     flats: list[Tensor]
@@ -107,18 +109,18 @@ class PendingFetch:
 
 @dataclass(eq=False)
 class BlockForward:
-    """One forward of one block."""
+    """One forward call of one block, with the storages that it saved."""
 
     block: nn.Module
     device: torch.device | None
-    least_bytes: float | None  # smaller storages stay on the device; if None, all do
-    before: "weakref.ref[BlockForward] | None"  # the forward before it
-    held: set[int] | None  # storages of parameters and buffers, which stay; None until these are gathered
+    least_bytes: float | None  # smaller storages stay on the device; None: all storages stay
+    before: "weakref.ref[BlockForward] | None"  # the preceding forward call, of any block
+    held: set[int] | None  # storages of parameters and buffers, which stay; None: not gathered yet
     saved: list["weakref.ref[Storage]"] = field(default_factory=list["weakref.ref[Storage]"])
     is_in_backward: bool = False
 
     def keeps_on_device(self, tensor: Tensor) -> bool:
-        """Returns whether `tensor` stays on the device, as autograd would keep it."""
+        """Returns True if `tensor` stays on the device."""
         if self.least_bytes is None or tensor.device != self.device:
             return True
         if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
@@ -142,7 +144,7 @@ class KeptTensor(NamedTuple):
 
 
 class MovedView(NamedTuple):
-    """A saved tensor whose storage is moved, as a view of that storage."""
+    """A saved tensor whose storage is moved: the storage, and how the tensor views it."""
 
     call: BlockForward
     storage: Storage
@@ -153,7 +155,7 @@ class MovedView(NamedTuple):
 
 
 class ActivationOffloader:
-    """Copies in progress from and to the host, for all blocks of a model.
+    """Moves the saved storages of all blocks of a model to the host and back.
 
     Invariant: a device tensor that is being copied is held here until computing has waited for the copy.
     """
@@ -167,7 +169,7 @@ class ActivationOffloader:
         self._coming: list[PendingFetch] = []
 
     def enter(self, block: nn.Module, entering: Tensor | None, *, least_bytes: float | None) -> BlockForward:
-        """Begins a forward of a block whose input is `entering`."""
+        """Starts a forward call of `block`. `entering` is its first floating-point input, if any."""
         gathered = not any(isinstance(parameter, DTensor) for parameter in block.parameters())
         call = BlockForward(
             block,
@@ -180,7 +182,7 @@ class ActivationOffloader:
         return call
 
     def pack(self, call: BlockForward, tensor: Tensor) -> KeptTensor | MovedView:
-        """Packs a `tensor` that autograd saves."""
+        """Returns the object that autograd saves in place of `tensor`: the pack hook of saved tensors."""
         if call.keeps_on_device(tensor):
             # Detached: the output of an operation would form a reference cycle, which is never freed.
             return KeptTensor(call, tensor.detach(), tensor._version)
@@ -190,7 +192,7 @@ class ActivationOffloader:
         return MovedView(call, storage, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def leave(self, call: BlockForward) -> None:
-        """Ends the forward: frees the sources of the previous one, and starts copying those of this one."""
+        """Ends a forward call: frees the device storages of the previous call, starts copying this call's."""
         while self._leaving:
             ticket, storages = self._leaving.pop()
             self._copier(call).wait(ticket)
@@ -200,17 +202,15 @@ class ActivationOffloader:
             self._copier(call).wait(coming.ticket)
         self._coming.clear()
         leaving = [one for one in _alive(call) if one.source is not None and one.host is None]
-        copier = self._copier(call) if leaving else None
-        if copier is None:
+        if not leaving:
             return
-        if copier.beside:
-            self._depart(leaving, copier)
-            return
-        for storage in leaving:  # one at a time, so that at most one is in memory twice
-            self._depart([storage], copier)
+        copier = self._copier(call)
+        # If copies are not concurrent, at most one storage at a time is in memory twice.
+        for storages in [leaving] if copier.beside else [[storage] for storage in leaving]:
+            self._depart(storages, copier)
 
     def unpack(self, saved: KeptTensor | MovedView) -> Tensor:
-        """Returns a saved tensor to backward."""
+        """Returns the tensor that was packed as `saved`: the unpack hook, which backward calls."""
         self._begin_backward(saved.call)
         if isinstance(saved, KeptTensor):
             if saved.tensor._version != saved.version:
@@ -236,7 +236,7 @@ class ActivationOffloader:
         return self._own
 
     def _storage(self, tensor: Tensor) -> Storage:
-        """Returns the record of `tensor`'s storage in its present version, and makes one if there is none."""
+        """Returns the record of `tensor`'s storage at its present version; makes one if there is none."""
         key = (storage_key(tensor), tensor._version)
         found, storage = self._storages.get(key), tensor.untyped_storage()
         if found is None or found.reference() is not storage:
@@ -256,13 +256,12 @@ class ActivationOffloader:
             self._leaving.append((ticket, storages))
 
     def _begin_backward(self, call: BlockForward) -> None:
-        """Copies back a forward's storages at its first use in backward, then starts on the preceding one."""
+        """At a call's first unpack, copies its storages back, then starts copying the preceding call's."""
         if call.is_in_backward:
             return
         call.is_in_backward = True
-        own = list(_alive(call))
-        self._bring(own, call)
-        for storage in own:
+        self._bring(list(_alive(call)), call)
+        for storage in _alive(call):
             self._await(storage)
         before = call.before() if call.before is not None else None
         if before is not None:
@@ -297,7 +296,7 @@ def _drop_source(storage: Storage) -> None:
 
 
 def _held_by(block: nn.Module) -> set[int]:
-    """Returns the storages of a block's parameters and buffers, except parameters that are not gathered."""
+    """Returns the storage keys of a block's buffers and parameters, except those that are not gathered."""
     held = [*block.parameters(), *block.buffers()]
     return {storage_key(tensor) for tensor in held if not isinstance(tensor, DTensor)}
 

@@ -1,4 +1,4 @@
-"""shard(model, plan): applies the plan to a module, in the order that must hold.
+"""Applies a Plan to a module, in the order that must hold.
 
 Recompute, then compile (both per block), then `fully_shard` from the innermost unit to the root, then values.
 The optimizer is built afterwards: one built earlier would hold parameters that the model no longer has.
@@ -29,22 +29,19 @@ from fullshard.spec.run import PrefetchSection
 
 
 class ShardSink(Protocol):
-    """Receives each unit's initialised shards when the plan offloads them."""
+    """Receives the initialised shards of each unit when the plan offloads them."""
 
     def start(self, model: nn.Module, *, unset: bool) -> None:
-        """Takes over the model, whose parameters FSDP2 holds on the meta device.
+        """Prepares to receive the shards of `model`, whose parameters are on the meta device under FSDP2.
 
-        If `unset`, `put_unit` gets NaN only, and a later load sets the values.
+        If `unset`, `put_unit` receives only NaN, and a later load sets the values.
         """
-        ...
 
     def put_unit(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Takes the parameters of one unit, by name, with their values. Units come in the order of use."""
-        ...
+        """Receives the parameters of one unit, by name, with values. Called in the units' order of use."""
 
     def finish(self) -> None:
-        """Finishes, after the last unit."""
-        ...
+        """Waits until all shards are stored. Called after the last unit."""
 
 
 def shard(
@@ -56,22 +53,22 @@ def shard(
     methods: Sequence[str] = (),
     keeper: ShardSink | None = None,
 ) -> nn.Module:
-    """Shards `model` in place as `plan` says, and sets its values. Returns the same module.
+    """Shards `model` in place according to `plan`, and sets its values. Returns the same module.
 
-    A model on the meta device is initialised shard by shard, so that its values depend on `run.seed` and the
-    model only, not on ranks or strategy. A model that holds its weights, on every rank or on rank 0 only,
-    gets rank 0's. A rank holds at most one whole unit at a time.
+    A model on the meta device is initialised unit by unit. Its values depend on `run.seed` and the model, but
+    not on ranks or strategy. A model that holds its weights, on every rank or on rank 0 only, gets rank 0's.
+    Each rank holds at most one whole unit at a time.
 
     units: predicate `units(name, module)` that overrides the plan's unit policy
-    init: the initialiser, `init(module)`; unset, the modules' own `reset_parameters`, then the model's
-        `_init_weights(module)`. "none" leaves parameters on the meta device to a load
-        (`load_pretrained`), and their shards are NaN until then.
-    methods: names of methods of `model` that compute with its parameters as `forward` does (`generate`), so
-        that these are gathered for them too
+    init: the initialiser, `init(module)`; by default the modules' own `reset_parameters`, then the model's
+        `_init_weights(module)`. With "none", shards of meta parameters are NaN until a load
+        (`load_pretrained`).
+    methods: names of methods of `model`, such as `generate`, that compute with its parameters, so that FSDP2
+        gathers these as for `forward`
     keeper: receives the shards if they are offloaded
 
-    Raises PlanError if the ranks are not the plan's, and ShardError for a model that cannot be sharded like
-    this. A model whose sharding failed cannot be used. Warns of units that are too small or too large
+    Raises PlanError if the number of ranks is not the plan's, and ShardError for a model that cannot be
+    sharded like this; that model cannot be used any more. Warns of units that are too small or too large
     (UnitSizeWarning), and of a model that lacks some of its weights (MissingWeightsWarning).
     """
     prepared = prepare(model, plan, units=units)
@@ -94,16 +91,16 @@ def shard(
 
 @dataclass(frozen=True)
 class ShardingInputs:
-    """Units, blocks and meshes for sharding a model."""
+    """The units, blocks and meshes with which a model is sharded."""
 
     units: list[Unit]
     blocks: Sequence[nn.Module]  # the modules that recompute and the compiler apply to
-    mesh: DeviceMesh
+    mesh: DeviceMesh  # of sharded units
     unsharded_mesh: DeviceMesh  # of units that are not sharded; `mesh` if there are none
 
 
 def prepare(model: nn.Module, plan: Plan, *, units: Predicate | None = None) -> ShardingInputs:
-    """Runs the first part of `shard`, which does not change the model. Raises what `shard` does."""
+    """Chooses units, blocks and meshes, without changing the model. Raises the same errors as `shard`."""
     check_runs(plan.run)
     _refuse(model)
     section = plan.run.sharding.units
@@ -125,8 +122,9 @@ def apply_fully_shard(
     methods: Sequence[str] = (),
     stands_for: DeviceType | None = None,
 ) -> None:
-    """Applies FSDP2, with all shards on the meta device. `stands_for`: the device that fake tensors stand
-    for.
+    """Applies recompute, compilation and FSDP2 to `model`. All shards are on the meta device.
+
+    stands_for: the device that fake tensors stand for, if it is not the plan's
     """
     units = prepared.units
     meta_parameters(model, units, plan=plan)
@@ -143,7 +141,7 @@ def apply_fully_shard(
 
 
 def finish_sharding(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> None:
-    """Runs the last part of `shard`, once shards and buffers are allocated."""
+    """Casts the buffers and sets the prefetch of units, once shards and buffers are allocated."""
     cast_buffers(model, plan.precision)
     in_order = [cast(FSDPModule, unit.modules[0]) for unit in _in_forward_order(model, units)]
     _apply_prefetch(in_order, plan.run.prefetch)
@@ -185,30 +183,29 @@ def _check_overrides(units: Sequence[Unit], plan: Plan) -> None:
 def _recompute_and_compile(
     blocks: Sequence[nn.Module], units: Sequence[Unit], *, plan: Plan, device: DeviceType
 ) -> None:
-    """Replaces `forward`s, not modules, so that names in the state dict do not change."""
+    """Compiles and recomputes blocks. Replaces `forward`s, not modules, so that state-dict names stay."""
     section = plan.run.recompute
-    if not plan.run.run.compile or section.mode == "offload":
-        # Offload hooks go around the compiled forward, which saves tensors like eager code.
-        for block in blocks if plan.run.run.compile else ():
-            block.forward = torch.compile(block.forward)
-        apply_recompute(blocks, section, device=device)
-        return
-    # An all-gather breaks the graph, and the compiler recomputes a whole graph or none. So a block that holds
-    # units is compiled first, in pieces, and recomputed around them. Others are compiled with recompute.
-    inner = {module for unit in units if not unit.is_root for module in unit.modules}
-    in_pieces = [block for block in blocks if any(m in inner for m in block.modules() if m is not block)]
-    if in_pieces and section.mode == "selective":
+    compiled = blocks if plan.run.run.compile else ()
+    # Offload hooks go around the compiled forward, which saves tensors like eager code.
+    compiled_first = list(compiled)
+    if section.mode != "offload":
+        # An all-gather breaks the graph, and the compiler recomputes a whole graph or none. So a block that
+        # holds units is compiled first, in pieces, and recomputed around them. Others are compiled with
+        # recompute.
+        inner = {module for unit in units if not unit.is_root for module in unit.modules}
+        compiled_first = [one for one in compiled if any(m in inner for m in one.modules() if m is not one)]
+    if compiled_first and section.mode == "selective":
         raise ShardError(
-            f"{type(in_pieces[0]).__name__} cannot be compiled with selective recompute.",
+            f"{type(compiled_first[0]).__name__} cannot be compiled with selective recompute.",
             got="a block that holds units of its own (experts, tied weights, or as sharding.units says)",
             why="gathering breaks the graph, and the compiler takes a recomputed block whole or not at all",
             fix='recompute.mode = "full", run.compile = false, or sharding.units.separate_experts = false',
         )
-    for block in in_pieces:
+    for block in compiled_first:
         block.forward = torch.compile(block.forward)
-    apply_recompute(blocks, section, compiled=True)
-    for block in blocks:
-        if block not in in_pieces:
+    apply_recompute(blocks, section, compiled=bool(plan.run.run.compile), device=device)
+    for block in compiled:
+        if block not in compiled_first:
             block.forward = torch.compile(block.forward)
 
 
@@ -246,8 +243,9 @@ def _fully_shard(unit: Unit, plan: Plan, *, mesh: DeviceMesh, scalars: set[nn.Pa
 
 
 def _reduce_unused_parameters(module: FSDPModule) -> None:
-    """Does what `set_reduce_scatter_unused_params(True)` does since torch 2.13: parameters without a gradient
-    are reduced as zeros. Without it, ranks would reduce different parameters with each other.
+    """Makes the unit of `module` reduce zeros for parameters without a gradient, so that all ranks take part.
+
+    For torch before 2.13, which has no `set_reduce_scatter_unused_params`.
     """
     group = module._get_fsdp_state()._fsdp_param_group  # pyright: ignore[reportPrivateUsage]
     if group is None:
@@ -267,7 +265,7 @@ def _reduce_unused_parameters(module: FSDPModule) -> None:
 
 
 def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `forward` with a clear error for a parameter that is not gathered."""
+    """Wraps `forward` so that a parameter that is not gathered raises ShardError, not torch's error."""
 
     @wraps(forward)
     def explained(*args: Any, **kwargs: Any) -> Any:  # signature: the model's own
@@ -288,9 +286,9 @@ def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apply_prefetch(units: Sequence[FSDPModule], section: PrefetchSection) -> None:
-    """Sets the prefetch of `units`, given in order of use.
+    """Sets which units FSDP2 prefetches. `units` are in order of use.
 
-    Number of units unsharded at once, besides the root and units kept unsharded:
+    Number of units unsharded at once, in addition to the root and units kept unsharded:
 
         none                     1
         implicit                 2: FSDP2 overlaps the next one
@@ -310,6 +308,6 @@ def _apply_prefetch(units: Sequence[FSDPModule], section: PrefetchSection) -> No
 
 
 def _in_forward_order(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
-    """Returns the units in order of registration, the root first: its pre-forward runs before all others."""
+    """Sorts units in order of registration, the root first, since its pre-forward runs before all others."""
     by_module = {unit.modules[0]: unit for unit in units}
     return [by_module[module] for module in model.modules() if module in by_module]

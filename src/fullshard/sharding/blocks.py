@@ -1,4 +1,4 @@
-"""Structure of a module tree for sharding: repeated blocks, modules around them, and called modules."""
+"""Finds repeated blocks, the modules around them, and the modules that are called, in a module tree."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -9,12 +9,12 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def is_called(module: nn.Module) -> bool:
-    """Returns whether `module` can be called: lists and dicts of modules or parameters only hold them."""
+    """Returns True if `module` defines `forward`. Lists and dicts of modules or parameters do not."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def called_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns modules below the root that hold parameters and are called, so that FSDP2's hooks run."""
+    """Returns the modules below the root that have parameters and are called, so that FSDP2's hooks run."""
     modules = dict(model.named_modules())
     return {
         name: module
@@ -24,7 +24,7 @@ def called_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def nearest_called(modules: Mapping[str, nn.Module], name: str) -> str:
-    """Returns the module's name if it is called, else of the nearest called one above; `""` is the root."""
+    """Returns the name of the nearest called module: `name` itself or an ancestor; `""` is the root."""
     while name:
         parent = modules[name.rpartition(".")[0]]
         # Attention reads the weights of its output projection, and never calls it.
@@ -35,16 +35,16 @@ def nearest_called(modules: Mapping[str, nn.Module], name: str) -> str:
 
 
 def holds_parameters(module: nn.Module) -> bool:
-    """Returns whether `module` or a module below it has a parameter."""
+    """Returns True if `module` or a module below it has a parameter."""
     return any(True for _ in module.parameters())
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the repeated blocks: members of the outermost containers that hold two modules of one class.
+    """Returns the repeated blocks: members of outermost containers that hold two modules of one class.
 
-    A list of a single block counts too, so that a model of one layer still has blocks. Containers in a
-    container are its stages, and their members are the blocks. If any blocks hold other modules, repeated
-    plain layers (an MLP beside a transformer) are not blocks.
+    The member of a ModuleList of length one is a block too, if it has submodules. Containers within a
+    container are its stages, and their members are the blocks. If any blocks have submodules, repeated layers
+    without submodules (an MLP beside a transformer) are not blocks.
     """
     groups = list(_repeated_groups("", model))
     composite = [group for group in groups if _any_composite(group)]
@@ -54,10 +54,11 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 def around_blocks(
     model: nn.Module, blocks: Mapping[str, nn.Module], *, left_out: set[int]
 ) -> list[dict[str, nn.Module]]:
-    """Returns runs of modules outside the blocks that hold parameters themselves, in order of registration.
+    """Groups the modules outside the blocks that hold parameters into runs, in order of registration.
 
-    The first run comes before all blocks, the last after them, each other between two; any may be empty.
-    Modules that contain blocks, or a parameter of `left_out` (ids), are in no run.
+    Returns one dict (name -> module) per run: the modules before the first block, those between two
+    neighbouring blocks, and those after the last block. The first and last may be empty. Modules that contain
+    blocks, or a parameter whose id is in `left_out`, are in no run.
     """
     runs: list[dict[str, nn.Module]] = [{}]
     modules = dict(model.named_modules())
@@ -81,15 +82,11 @@ def around_blocks(
 def _repeated_groups(name: str, module: nn.Module) -> Iterator[dict[str, nn.Module]]:
     members = _members(name, module)
     stages = {key: child for key, child in members.items() if _is_stage(child)}
-    if not isinstance(module, _CONTAINERS):
-        inner = members
-    elif stages:
-        inner = stages
-    elif repeated := _repeated(name, module):
+    is_container = isinstance(module, _CONTAINERS)
+    if is_container and not stages and (repeated := _repeated(name, module)):
         yield repeated
         return
-    else:
-        inner = members
+    inner = stages if is_container and stages else members
     for key, child in inner.items():
         if len(stages) == len(members) and not _repeated(key, child):
             yield _called_below(key, child)  # [[attention, feed-forward], [attention, feed-forward], ...]
@@ -98,9 +95,7 @@ def _repeated_groups(name: str, module: nn.Module) -> Iterator[dict[str, nn.Modu
 
 
 def _repeated(name: str, container: nn.Module) -> dict[str, nn.Module]:
-    """Returns the members that repeat: all of a ModuleList if any does, else those of a class that occurs
-    twice.
-    """
+    """Returns the members whose class occurs twice, or all members of a ModuleList if a class does."""
     members = _members(name, container)
     classes = Counter(type(child) for child in members.values())
     if isinstance(container, nn.ModuleList):
@@ -113,14 +108,14 @@ def _repeated(name: str, container: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_stage(module: nn.Module) -> bool:
-    """Returns whether `module` is a container in another one, which holds blocks or is not called itself."""
+    """Returns True if this member of a container is a container that holds blocks or is not called."""
     if not isinstance(module, _CONTAINERS):
         return False
     return not is_called(module) or _any_composite(_repeated("", module))
 
 
 def _called_below(name: str, module: nn.Module) -> dict[str, nn.Module]:
-    """Returns the topmost called modules below one that is not called."""
+    """Returns the topmost called modules below `module`, which is not called, by name."""
     found: dict[str, nn.Module] = {}
     for key, child in _members(name, module).items():
         found |= {key: child} if is_called(child) else _called_below(key, child)
@@ -143,5 +138,5 @@ def _is_inside(name: str, blocks: Mapping[str, nn.Module]) -> bool:
 
 
 def _is_below(name: str, above: str) -> bool:
-    """Returns whether `name` is below `above`. The root's name is empty; all other modules are below it."""
+    """Returns True if the module `name` is below the module `above`. The root's name is empty."""
     return name.startswith(f"{above}.") if above else bool(name)

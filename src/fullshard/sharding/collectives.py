@@ -1,6 +1,6 @@
-"""Collectives that replace FSDP2's own on gloo, where these are slow or need more memory.
+"""Collectives that replace gloo's in FSDP2 on CPU meshes, because gloo's are slow or need more memory.
 
-Each has its own range in a profiler's trace, by which `fullshard.profiler.trace` distinguishes the kinds.
+Each opens a profiler range, `fullshard::<collective>`, by which `fullshard.profiler.trace` finds it.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ _REDUCTION = 1  # message tag: a prefetched all-gather may run between the same 
 class DirectReduceScatter:
     """Reduce-scatter for gloo: each rank sends every other its chunk, and adds up the chunks it receives.
 
-    gloo's own all-reduces a copy of its input, which moves twice the necessary bytes. Compared with an
-    all-reduce in place, this took 0.5× the time for 26 MB over two ranks, and 0.6× over three and four. It
-    needs no extra memory: the first chunk arrives in the output, and each later one in the place of a chunk
-    already sent. The sum starts with the rank's own chunk and continues with those of the preceding ranks, in
-    the reduce dtype.
+    gloo's own reduce-scatter all-reduces a copy of its input, which moves twice the necessary bytes. Compared
+    with an all-reduce in place, this took 0.5× the time for 26 MB over two ranks, and 0.6× over three and
+    four. It needs no extra memory: the first chunk arrives in the output, and each later one in the place of
+    a chunk already sent. The sum, in the reduce dtype, starts with the rank's own chunk and continues with
+    those of the preceding ranks.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -52,10 +52,10 @@ class DirectReduceScatter:
 
 
 class DirectAllGather:
-    """All-gather for gloo: every rank sends its chunk to every other, straight into its place in the output.
+    """All-gather for gloo: each rank sends its chunk to every other rank, which receives it in its output.
 
-    gloo's own gathers into a second buffer as large as the result, and its thread frees both late. This took
-    0.6× the time for 4 MB over two ranks, and its peak memory follows from the shapes alone.
+    gloo's own all-gather uses a second buffer as large as the result, and its thread frees both late. This
+    class took 0.6× the time for 4 MB over two ranks, and its peak memory follows from the shapes alone.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -85,6 +85,6 @@ def _wait(works: Sequence[dist.Work | None]) -> None:
 
 
 def use_gloo_collectives(unit: FSDPModule) -> None:
-    """Sets both collectives on a unit of a CPU mesh."""
+    """Sets DirectAllGather and DirectReduceScatter as the collectives of `unit`, which is on a CPU mesh."""
     unit.set_custom_all_gather(cast(Any, DirectAllGather()))
     unit.set_custom_reduce_scatter(cast(Any, DirectReduceScatter()))

@@ -1,4 +1,4 @@
-"""Copies of tensors between a device and its host: on a CUDA stream, in plain memory, or only reported."""
+"""Copies tensors between a device and its host: on a CUDA stream, within CPU memory, or as a fake."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
@@ -9,35 +9,35 @@ from torch import Tensor
 from fullshard.spec.plan import DeviceType
 
 Way = Literal["out", "back", "wait"]
-Report = Callable[[Way, int], None]  # the act, and the bytes of one storage (0 for a wait)
+Report = Callable[[Way, int], None]  # the kind of act, and the bytes of one tensor (0 for a wait)
 
 
 class HostCopy(Protocol):
-    """Copies flat tensors. A ticket marks the end of some copies; a ticket of None needs no waiting.
+    """Copies flat tensors to the host and back. A ticket stands for copies in progress; None: none are.
 
-    The form in which tensors are kept on the host is up to the implementation.
+    Each implementation has its own form for the copies on the host.
 
-    beside: whether copies run concurrently with computing; the tensors that `to_host` reads and `to_device`
-        writes must then be kept until computing has waited for the ticket
+    beside: whether copies run concurrently with computing; the device tensors of a copy must then stay
+        allocated until computing has waited for its ticket
     """
 
     beside: bool
 
     def to_host(self, flats: Sequence[Tensor]) -> tuple[list[Any], Any]:
-        """Copies to the host, after all computation enqueued so far. Returns the copies and their ticket."""
+        """Copies to the host, after the computation enqueued so far. Returns (host copies, ticket)."""
         ...
 
     def to_device(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
-        """Copies back to the device. The host's copies may be dropped at once."""
+        """Copies back to the device. Returns (tensors, ticket). `hosts` may be freed after the call."""
         ...
 
     def wait(self, ticket: Any) -> None:
-        """Makes computation enqueued from now on wait for the copies of `ticket`."""
+        """Makes the computation enqueued after this call wait for the copies of `ticket`."""
         ...
 
 
 class CpuHostCopy:
-    """Copies on the CPU, where device and host memory are the same. `to_device` returns the copies made."""
+    """Copier for the CPU, where device memory is host memory. `to_host` clones the tensors."""
 
     beside = False
 
@@ -52,7 +52,7 @@ class CpuHostCopy:
 
 
 class CudaHostCopy:
-    """Copies through pinned memory, on one stream, so that a copy back runs after the copy out."""
+    """Copier for CUDA: copies to and from pinned memory, in order, on one stream of its own."""
 
     beside = True
 
@@ -69,8 +69,8 @@ class CudaHostCopy:
             return list(hosts), self._stream.record_event()
 
     def to_device(self, hosts: Sequence[Any], *, device: torch.device) -> tuple[list[Tensor], Any]:
-        # Allocated on the computing stream, where another tensor may have used this memory until just now. So
-        # the copy waits for that stream too.
+        # Allocated on the computing stream, which may still use this memory for an earlier tensor. So the
+        # copy waits for that stream too.
         flats = [torch.empty(host.shape, dtype=host.dtype, device=device) for host in hosts]
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -83,7 +83,7 @@ class CudaHostCopy:
 
 
 class FakeHostCopy:
-    """Copies nothing, for fake tensors that stand for a GPU's, and reports the copies to a callback."""
+    """Copier for fake tensors in place of a GPU's: copies nothing, calls `report` for each copy."""
 
     beside = True
 
@@ -106,7 +106,7 @@ class FakeHostCopy:
 
 
 def host_copy_for(device: DeviceType, actual: torch.device) -> HostCopy:
-    """Returns the copier of a plan for `device` whose tensors lie on `actual`."""
+    """Returns the copier for a plan's `device`. `actual`: the tensors' device, the CPU for fake tensors."""
     if device == "cpu":
         return CpuHostCopy()
     return CudaHostCopy(actual) if actual.type == "cuda" else FakeHostCopy()

@@ -1,4 +1,4 @@
-"""layout(model): a table of the parameters that this rank holds."""
+"""A table of a model's parameters: units, shapes and placements on this rank."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from fullshard.quantities import format_bytes, format_count
 
 @dataclass(frozen=True)
 class LayoutRow:
-    """One parameter as this rank holds it."""
+    """One parameter, with its unit, and its shape, placement and bytes on this rank."""
 
     unit: str
     parameter: str
@@ -30,7 +30,7 @@ class LayoutRow:
 
 @dataclass(frozen=True)
 class Layout:
-    """All parameters of a model in order. Prints as a table with one line per parameter."""
+    """The rows of all parameters of a model. `str()` gives a table with one line per parameter."""
 
     rows: tuple[LayoutRow, ...]
 
@@ -46,19 +46,16 @@ class Layout:
 
     def __str__(self) -> str:
         header = ("unit", "parameter", "global", "local", "dtype", "device", "placement", "")
-        body = [_cells(row) for row in self.rows]
-        widths = [max(len(cells[i]) for cells in [header, *body]) for i in range(len(header))]
-        lines = [
-            "  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip()
-            for cells in [header, *body]
-        ]
+        table = [header, *(_cells(row) for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
         numel = sum(prod(row.global_shape) for row in self.rows)
         total = f"{format_count(numel)} parameters in {len({row.unit for row in self.rows})} units; "
         return "\n".join([*lines, total + f"this rank holds {format_bytes(self.local_bytes)}"])
 
 
 def sharding_table(model: nn.Module) -> Layout:
-    """Returns the unit, shape, dtype, device and placement of each parameter of `model` on this rank.
+    """Returns the unit, shapes, dtype, device and placement of each parameter of `model` on this rank.
 
     In an unsharded module, every parameter is whole and in no unit.
     """
@@ -73,9 +70,7 @@ def _row(parameter: nn.Parameter, names: list[str], *, units: dict[str, str]) ->
     local = local_tensor(parameter)
     placement = "whole"
     if isinstance(parameter, DTensor):
-        axes = parameter.device_mesh.mesh_dim_names or tuple(
-            str(i) for i in range(parameter.device_mesh.ndim)
-        )
+        axes = parameter.device_mesh.mesh_dim_names or range(parameter.device_mesh.ndim)
         placed = zip(axes, parameter.placements, strict=True)
         placement = " ".join(f"{axis}={p}" for axis, p in placed)
     return LayoutRow(
@@ -93,7 +88,7 @@ def _row(parameter: nn.Parameter, names: list[str], *, units: dict[str, str]) ->
 
 
 def _unit_names(model: nn.Module) -> dict[str, str]:
-    """Returns module name -> its unit, which FSDP2's state object, shared by its modules, identifies."""
+    """Returns module name -> unit name. The modules of a unit share one FSDP2 state object."""
     grouped: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):

@@ -1,14 +1,14 @@
-"""Values for a module that was sharded on the meta device: initialised, or rank 0's.
+"""Sets the values of a module that was sharded on the meta device: initialised values, or rank 0's.
 
 [Note: the same values at any rank count]
-Modules initialise whole parameters, and each rank then cuts out its shard. One unit at a time is whole. The
-other parameters are on the meta device meanwhile, where writes cost nothing, so that a module may initialise
-parameters of several units.
+Modules initialise whole parameters, and each rank then cuts out its shard. Only one unit at a time is whole.
+The other parameters are on the meta device meanwhile, where writes cost nothing, so that a module may
+initialise parameters of several units.
 
-Every random operation is seeded by the run's seed, the name of the module whose initialiser runs, and the
-number of random operations that it has run before, including those on the meta device. So values depend
-neither on ranks nor strategy nor units. (DTensor's own random operators do not work on CPU meshes, and give
-each mesh its own numbers.)
+Every random operation is seeded with the run's seed, the name of the module whose initialiser runs, and the
+number of random operations that the initialiser has run before, including those on the meta device. So values
+depend neither on ranks nor strategy nor units. (DTensor's own random operators do not work on CPU meshes, and
+give each mesh its own numbers.)
 """
 
 import hashlib
@@ -38,9 +38,9 @@ Keep = Callable[[Mapping[str, nn.Parameter]], None]
 
 @contextmanager
 def parameters_on_meta() -> Generator[None]:
-    """Makes modules put their parameters on the meta device, and compute their buffers as usual, while open.
+    """Makes modules built in this context put parameters on the meta device, and compute buffers as usual.
 
-    For modules that fill buffers in their constructor and could not fill them again later. It replaces
+    Use it for modules that fill buffers in their constructor and cannot fill them again later. It replaces
     `nn.Module.register_parameter`, so other threads must not build modules at the same time.
     """
     register = nn.Module.register_parameter
@@ -62,8 +62,8 @@ def parameters_on_meta() -> Generator[None]:
 def meta_parameters(model: nn.Module, units: Sequence[Unit], *, plan: Plan) -> None:
     """Replaces every parameter by one on the meta device, trainable ones in their unit's master dtype.
 
-    Ties are kept. Frozen parameters keep their dtype: they have no updates that rounding could lose. Scalars,
-    which cannot be sharded, also become meta parameters, and real ones again in `fill_shards`.
+    Tied parameters stay tied. Frozen parameters keep their dtype, since they have no updates that rounding
+    could lose. `fill_shards` makes real parameters again, also of scalars, which are not sharded.
     """
     masters = {
         id(p): TORCH_DTYPE[unit.settings(plan).precision.master]
@@ -97,20 +97,23 @@ def fill_shards(
     init: Initialise | Literal["none"] | None,
     keep: Keep | None = None,
 ) -> None:
-    """Allocates the shards and sets their values, unit by unit, and then the buffers.
+    """Allocates the shards and sets their values, unit by unit, and then sets the buffers.
 
-    See [Note: the same values at any rank count]. Parameters that `values` lacks are initialised; for
-    `init = "none"` they are NaN until a load. `keep` gets the parameters of each unit. `values` is emptied as
-    it is used, so that rank 0 frees the values that it has sent. Raises ShardError for parameters and buffers
-    that nothing initialises.
+    See [Note: the same values at any rank count]. Raises ShardError for parameters and buffers that nothing
+    initialises.
+
+    values: rank 0's values, removed as they are used, so that rank 0 frees what it has sent
+    init: initialiser of the parameters that `values` lacks; with "none" they are NaN until a load
+    keep: called with the parameters of each unit, once they are set
     """
-    own = None if init == "none" else init
-    filler = _Filler(model, device_of(plan), seed=plan.run.run.seed, init=own)
+    filler = _Filler(model, device_of(plan), seed=plan.run.run.seed, init=None if init == "none" else init)
     filler.register(filler.stand_ins)
     try:
         for unit in units:
             missing = [name for name in filler.names_in(unit) if name not in values.tensors]
-            whole = filler.unset(missing) if init == "none" else filler.initialised(missing)
+            if init == "none":
+                filler.unset(missing)
+            whole = {} if init == "none" else filler.initialised(missing)
             filler.fill_unit(unit, whole, values=values)
             if keep is not None:
                 keep(unit.parameters)
@@ -120,9 +123,9 @@ def fill_shards(
 
 
 def initialise(model: nn.Module, names: Iterable[str], *, plan: Plan, init: Initialise | None = None) -> None:
-    """Sets the parameters `names` of a sharded (or plain) model to the values that `shard` would give them.
+    """Sets the parameters `names` of a model, sharded or not, to the values that `shard` would give them.
 
-    See [Note: the same values at any rank count]. One module's parameters are whole at a time. Raises
+    See [Note: the same values at any rank count]. One module's parameters at a time are whole. Raises
     ShardError for names that the model does not have, and for parameters that nothing initialises.
     """
     for module in model.modules():
@@ -145,7 +148,7 @@ def initialise(model: nn.Module, names: Iterable[str], *, plan: Plan, init: Init
 
 
 def allocate_fake(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Allocates shards and buffers on the CPU without values, for fake tensors, which have none."""
+    """Allocates shards and buffers on the CPU without setting values, for models of fake tensors."""
     filler = _Filler(model, torch.device("cpu"), seed=0, init=None)
     filler.unset(list(filler.parameters), marked=False)
     filler.register(filler.parameters)
@@ -157,9 +160,9 @@ def allocate_fake(model: nn.Module, units: Sequence[Unit]) -> None:
 def materialize(
     model: nn.Module, *, seed: int, device: torch.device | None = None, init: Initialise | None = None
 ) -> nn.Module:
-    """Gives an unsharded meta model, on this process alone, exactly the values that `shard` would.
+    """Gives an unsharded model on the meta device exactly the values that `shard` would, in this process.
 
-    Returns the model. Raises ShardError for parameters and buffers that nothing initialises.
+    Returns the same model. Raises ShardError for parameters and buffers that nothing initialises.
     """
     filler = _Filler(model, device or torch.device("cpu"), seed=seed, init=init)
     filler.register(filler.stand_ins)
@@ -174,11 +177,11 @@ def materialize(
 
 
 class _Filler:
-    """Fills one model.
+    """Sets the parameters and buffers of one model.
 
-    parameters: by first name
-    slots: the modules and keys under which each parameter is registered
-    stand_ins: a meta parameter for each
+    parameters: the model's parameters, each by its first name
+    slots: parameter name -> every (module, key) under which it is registered
+    stand_ins: parameter name -> a meta parameter, registered in its place while other units are set
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, seed: int, init: Initialise | None) -> None:
@@ -196,18 +199,18 @@ class _Filler:
         }
 
     def register(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Registers parameters wherever those of the same names belong."""
+        """Registers `parameters`, by name, in all modules that hold the parameter of that name."""
         for name, parameter in parameters.items():
             for module, key in self.slots[name]:
                 module._parameters[key] = parameter  # pyright: ignore[reportPrivateUsage]
 
     def names_in(self, unit: Unit) -> list[str]:
-        """Returns the names of the unit's parameters; the root also has the scalars, which are in no unit."""
+        """Returns the names of the unit's parameters; for the root, also of scalars, which are in no unit."""
         scalars = [name for name, p in self.parameters.items() if p.ndim == 0] if unit.is_root else []
         return [*scalars, *unit.parameters]
 
     def fill_unit(self, unit: Unit, whole: dict[str, Tensor], *, values: Rank0Values) -> None:
-        """Fills a unit from `whole`, which is emptied, else from `values`. Only this unit is whole then."""
+        """Sets a unit's shards from `whole`, or else from `values`. Removes the values that it uses."""
         for name in self.names_in(unit):
             if name in whole or name in values.tensors:
                 value = whole.pop(name) if name in whole else values.take(name, self.device)
@@ -216,7 +219,7 @@ class _Filler:
             unit.parameters[name] = self.parameters[name]
 
     def _put(self, name: str, data: Tensor) -> None:
-        """Sets a parameter's data. FSDP2 knows a DTensor by identity, which is kept; a scalar is replaced."""
+        """Sets a parameter's data. A DTensor stays the same object, as FSDP2 needs; a scalar is replaced."""
         old = self.parameters[name]
         new = nn.Parameter(data, requires_grad=old.requires_grad)
         if isinstance(old, DTensor):
@@ -224,8 +227,8 @@ class _Filler:
         else:
             self.parameters[name] = new
 
-    def unset(self, names: Sequence[str], *, marked: bool = True) -> dict[str, Tensor]:
-        """Replaces parameters by shards without values, NaN if `marked`. Returns no values to cut."""
+    def unset(self, names: Sequence[str], *, marked: bool = True) -> None:
+        """Allocates the shards of these parameters without values: NaN if `marked`, else uninitialised."""
         for name in names:
             old = self.parameters[name]
             shape = old.to_local().shape if isinstance(old, DTensor) else old.shape
@@ -233,10 +236,9 @@ class _Filler:
             if marked:
                 _fill_nan(local)
             self._put(name, shard_like(old, local) if isinstance(old, DTensor) else local)
-        return {}
 
     def initialised(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Returns whole, initialised values of these parameters, in fp32 (or their own dtype if frozen)."""
+        """Runs the initialisers of these parameters. Returns whole values by name, in fp32 if trainable."""
         if not names:
             return {}
         self.register({name: self._uninitialised(self.parameters[name]) for name in names})
@@ -258,7 +260,7 @@ class _Filler:
         return nn.Parameter(data, requires_grad=False)
 
     def _run_initialisers(self, concerned: set[nn.Module]) -> None:
-        """Initialises children before parents, which may refine their values, as `nn.Module.apply` does."""
+        """Initialises the modules `concerned`, children before parents, as `nn.Module.apply` does."""
         with _random_states_kept(self.device), torch.no_grad():
             for module in self.order:
                 if module in concerned:
@@ -297,7 +299,7 @@ class _Filler:
                 )
 
     def fill_buffers(self, values: Rank0Values) -> None:
-        """Sets buffers to rank 0's, else the module computes them again. Raises ShardError if it cannot."""
+        """Sets buffers to rank 0's; recomputes other meta buffers. Raises ShardError if a module cannot."""
         own = [(name, buffer) for name, buffer in self.model.named_buffers() if name in values.tensors]
         replace_buffers(self.model, {id(b): values.take(name, self.device).clone() for name, b in own})
         for module in self.model.modules():
@@ -327,12 +329,12 @@ class _Filler:
 
 
 class _SeededRandom(TorchDispatchMode):
-    """Seeds each random operation separately. See [Note: the same values at any rank count]."""
+    """Dispatch mode that seeds each random operation. See [Note: the same values at any rank count]."""
 
     def __init__(self, seed: int, name: str, *, device: torch.device) -> None:
         super().__init__()
         self.seed, self.name, self.operations = seed, name, 0
-        # torch.manual_seed formats a stack for each kind of device that is not there.
+        # torch.manual_seed is slow: it formats a stack for each kind of device that is absent.
         self.seed_all = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -354,7 +356,7 @@ def _random_states_kept(device: torch.device) -> Generator[None]:
 
 
 def _cut(whole: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Returns this rank's part of `whole`, as `parameter` is placed. Every rank has the same `whole`."""
+    """Returns this rank's part of `whole`, with the placements and dtype of `parameter`. Not collective."""
     if not isinstance(parameter, DTensor):
         return whole.to(parameter.dtype, copy=True)
     mesh, placements, local = parameter.device_mesh, parameter.placements, whole
@@ -373,7 +375,7 @@ def device_of(plan: Plan) -> torch.device:
 
 
 def _fill_nan(tensor: Tensor) -> None:
-    """Fills with NaN, which marks values that no initialiser sets."""
+    """Fills a tensor with NaN, which marks it as not initialised. Integer tensors stay unchanged."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
 
@@ -401,16 +403,12 @@ def _parents(model: nn.Module) -> dict[nn.Module, set[nn.Module]]:
     return parents
 
 
-def _with_ancestors(
-    modules: Iterable[nn.Module], parents: Mapping[nn.Module, set[nn.Module]]
-) -> set[nn.Module]:
-    found: set[nn.Module] = set()
-    left = list(modules)
+def _with_ancestors(modules: set[nn.Module], parents: Mapping[nn.Module, set[nn.Module]]) -> set[nn.Module]:
+    found, left = set(modules), list(modules)
     while left:
-        module = left.pop()
-        if module not in found:
-            found.add(module)
-            left += parents.get(module, ())
+        new = parents.get(left.pop(), set[nn.Module]()) - found
+        found |= new
+        left += new
     return found
 
 
@@ -421,10 +419,10 @@ def _post_order(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _class_name(module: nn.Module) -> str:
-    """Returns the name of the user's class, without the prefix of the class that FSDP2 derives from it."""
+    """Returns the name of the module's class, without the prefix `FSDP` that FSDP2 adds."""
     return type(module).__name__.removeprefix("FSDP")
 
 
 def _seed_of(seed: int, name: str) -> int:
-    """Returns 63 bits of a hash of both: modules' seeds are independent, also when names are added."""
+    """Returns a seed for the module or operation `name`: 63 bits of a hash of the run's seed and the name."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1

@@ -1,4 +1,4 @@
-"""The ranks of a run, and the device mesh of a Plan."""
+"""Opens the process group of a run, and builds the device mesh of a Plan."""
 
 import importlib
 import os
@@ -26,21 +26,17 @@ _TURN_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's ranks, global and on its machine, and its device.
+    """This process's global and local rank, the numbers of ranks, and its device."""
 
-    rank, world_size: over all machines
-    local_rank, local_world_size: on this machine
-    """
-
-    rank: int
+    rank: int  # over all machines
     world_size: int
-    local_rank: int
+    local_rank: int  # on this machine
     local_world_size: int
-    device: torch.device  # the device that this process alone uses
+    device: torch.device  # no other process uses it
 
 
 def pick_device_type(asked: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceType:
-    """Returns the device type; `auto` prefers CUDA. Raises LaunchError if CUDA is asked for and absent."""
+    """Returns `asked`, or for `auto` CUDA if available, else CPU. Raises LaunchError for absent CUDA."""
     if asked == "cuda" and not torch.cuda.is_available():
         raise LaunchError(
             "this machine has no CUDA device that torch can use.",
@@ -56,13 +52,12 @@ def pick_device_type(asked: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceTy
 def process_group(
     device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_seconds: float = 600
 ) -> Generator[Ranks]:
-    """Opens the default process group, from torchrun's environment, or with a single rank if there is none.
+    """Opens the default process group, and closes it when the context ends.
 
-    A group that is already initialised is used, and stays open afterwards. On CUDA the group serves CPU
-    tensors too (gloo beside NCCL), so that offloaded gradients can be reduced.
-
-    If all ranks are on this machine, their sockets use its loopback interface: GLOO_SOCKET_IFNAME and
-    NCCL_SOCKET_IFNAME are set while the context is open, unless they are set already.
+    The ranks are those of torchrun's environment; without that, there is a single rank. A group that is
+    already initialised is used, and stays open. On CUDA the group also serves CPU tensors (with gloo), so
+    that offloaded gradients can be reduced. If all ranks are on this machine, they use its loopback
+    interface: see `fullshard.distributed.loopback`.
     """
     kind = pick_device_type(device)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -144,14 +139,14 @@ def _agent_store(timeout: timedelta) -> dist.Store:
 
 
 def agree_on_store_prefix(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Returns a part of `store` that only the ranks of this attempt use. Every rank calls it.
+    """Returns `store` with a key prefix that only the ranks of this attempt use. Every rank calls this.
 
-    torchrun's store survives its restarts, and gloo and NCCL use any address that they find in it, also those
-    of a dead attempt (https://github.com/pytorch/pytorch/issues/135712). Agents count their own restarts, so
-    a count does not identify an attempt. Instead, rank 0 names it, and answers each rank that asks under a
-    unique name; nobody reads its answers to dead ranks.
+    torchrun's store survives restarts, and gloo and NCCL use any address that they find in it, even one of a
+    dead attempt (https://github.com/pytorch/pytorch/issues/135712). Agents count only their own restarts, so
+    a count does not identify an attempt. Instead, rank 0 chooses a random prefix. Each other rank asks for it
+    under a unique key, and rank 0 answers under that key. Nobody reads its answers to dead ranks.
 
-    Raises LaunchError if the ranks do not all come within `timeout`.
+    Raises LaunchError if not all ranks ask within `timeout`.
     """
     try:
         if rank == 0:
@@ -180,7 +175,7 @@ def _named(store: dist.Store, *, world_size: int, timeout: timedelta) -> str:
     if asks:
         store.wait(asks, timeout)
     while (here := store.add(f"{attempt}/here", 0)) < len(asks):
-        # A rank may ask after its dead predecessor was answered: a later turn of the loop answers it.
+        # A rank may ask after its dead predecessor was answered. Then a later iteration answers it.
         for own in set(store.multi_get(asks)) - answered:
             store.set(f"{_MEETING}/answer/{own.decode()}", attempt)
             answered.add(own)
@@ -199,9 +194,9 @@ def _not_all_there(rank: int, world_size: int, *, got: str) -> LaunchError:
 
 
 def build_mesh(plan: Plan) -> DeviceMesh:
-    """Returns the mesh of the plan: (`dp_shard`,), or (`dp_replicate`, `dp_shard`) if it replicates.
+    """Builds the plan's mesh: axes (`dp_shard`,), or (`dp_replicate`, `dp_shard`) if the plan replicates.
 
-    Raises PlanError if the plan is for another number of ranks than there are.
+    Raises PlanError if there is no process group, or its size is not the plan's.
     """
     if not dist.is_initialized():
         raise PlanError(
@@ -222,18 +217,17 @@ def build_mesh(plan: Plan) -> DeviceMesh:
 
 
 def replicating_mesh(device: DeviceType, *, replicate_degree: int, shard_degree: int) -> DeviceMesh:
-    """Returns a mesh (`dp_replicate`, `dp_shard`). Adjacent ranks shard, since their links are faster."""
+    """Builds a mesh (`dp_replicate`, `dp_shard`). Adjacent ranks shard, since their links are faster."""
     shape = (replicate_degree, shard_degree)
     return init_device_mesh(device, shape, mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))
 
 
 @contextmanager
 def shared_post_forward_mesh() -> Generator[None]:
-    """Makes units that stay sharded over fewer ranks after forward (`reshard_after_forward`) share one mesh.
+    """Makes calls of `fully_shard(reshard_after_forward=<int>)` in this context share one post-forward mesh.
 
-    `fully_shard(reshard_after_forward=<int>)` makes one, with process groups, for every unit, and accepts
-    none. So its `DeviceMesh` class is replaced meanwhile. A torch without that name makes groups for each
-    unit.
+    `fully_shard` makes such a mesh, with process groups, for every unit, and does not accept one. So its name
+    `DeviceMesh` is replaced while the context is open. A torch without that name makes groups for each unit.
     """
     engine: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_init")
     mesh_class = getattr(engine, "DeviceMesh", None)

@@ -1,4 +1,4 @@
-"""The plan's dtypes as torch dtypes, and as FSDP2's mixed-precision policy."""
+"""Applies the plan's precision: torch dtypes, FSDP2's mixed-precision policy, and dtypes of buffers."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ TORCH_DTYPE: dict[Dtype, torch.dtype] = {
 
 
 def engine_policy(precision: Precision, *, is_root: bool) -> MixedPrecisionPolicy:
-    """Returns the policy for `fully_shard`. Only the root casts outputs; blocks keep their compute dtype."""
+    """Returns FSDP2's mixed-precision policy for one unit. Only the root unit casts its outputs."""
     output = TORCH_DTYPE[precision.output] if precision.output and is_root else None
     return MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE[precision.param],
@@ -27,7 +27,7 @@ def engine_policy(precision: Precision, *, is_root: bool) -> MixedPrecisionPolic
 
 
 def cast_buffers(model: nn.Module, precision: Precision) -> None:
-    """Casts floating-point buffers to the plan's buffer dtype. A buffer that modules share stays shared."""
+    """Casts the model's floating-point buffers to the plan's buffer dtype; does nothing if that is unset."""
     if precision.buffer is None:
         return
     dtype = TORCH_DTYPE[precision.buffer]
@@ -36,7 +36,7 @@ def cast_buffers(model: nn.Module, precision: Precision) -> None:
 
 
 def replace_buffers(model: nn.Module, replaced: Mapping[int, Tensor]) -> None:
-    """Registers other tensors in place of buffers, by their ids. A shared buffer stays shared."""
+    """Replaces the model's buffers by other tensors. `replaced` maps the id of a buffer to its new tensor."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if id(buffer) in replaced:

@@ -1,4 +1,4 @@
-"""Values that a module holds before it is sharded: rank 0's, which are sent to all ranks."""
+"""Collects the values that rank 0's module holds before it is sharded, and broadcasts them to all ranks."""
 
 import warnings
 from collections.abc import Mapping
@@ -14,16 +14,15 @@ from fullshard.errors import ShardError
 
 @dataclass
 class Rank0Values:
-    """Rank 0's parameters and buffers. Names, and so the order of broadcasts, are the same on all ranks."""
+    """Rank 0's parameters and buffers. All ranks have the same names, in the order of broadcasts."""
 
     # rank 0's tensors by name; on the other ranks, meta tensors of the same shapes and dtypes
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    receive_buffer: Tensor = field(
-        default_factory=lambda: torch.empty(0, dtype=torch.uint8)
-    )  # of all broadcasts
+    # the memory in which this rank receives all broadcasts
+    receive_buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     def take(self, name: str, device: torch.device) -> Tensor:
-        """Returns the whole tensor on every rank, valid until the next `take`. Collective."""
+        """Broadcasts and removes a tensor. Returns it on all ranks, valid until the next call. Collective."""
         value = self.tensors[name]
         if value.is_meta:
             # One buffer for all: gloo's thread may keep a tensor for a while after its broadcast has ended.
@@ -40,13 +39,13 @@ class Rank0Values:
 
 
 class MissingWeightsWarning(UserWarning):
-    """Some weights are missing in a model that holds its weights, and are initialised."""
+    """Warning of a model that holds only some of its weights; the missing ones are initialised."""
 
 
 def warn_of_missing(model: nn.Module, values: Rank0Values, *, stacklevel: int) -> None:
-    """Issues a MissingWeightsWarning, on rank 0, for a model that is partly on the meta device.
+    """Issues a MissingWeightsWarning on rank 0 if `values` lacks some, but not all, parameters of `model`.
 
-    For new adapters this is intended. Without the warning, weights missing from a checkpoint would go
+    New adapters lack values on purpose. Without the warning, weights missing from a checkpoint would go
     unnoticed (NeMo Automodel#1148).
     """
     missing = [name for name, _ in model.named_parameters() if name not in values.tensors]
@@ -60,7 +59,7 @@ def warn_of_missing(model: nn.Module, values: Rank0Values, *, stacklevel: int) -
 
 @dataclass(frozen=True)
 class _TensorInfo:
-    """Description of a rank's tensor, for comparison with rank 0's."""
+    """Properties of a rank's tensor, for comparison with rank 0's."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -70,9 +69,9 @@ class _TensorInfo:
 
 
 def collect_rank0_values(model: nn.Module) -> Rank0Values:
-    """Returns rank 0's real parameters and buffers.
+    """Returns rank 0's real parameters and buffers. Collective.
 
-    Raises ShardError on all ranks if they hold different models, or one holds weights that rank 0 does not.
+    Raises ShardError on all ranks if they hold different models, or one holds weights that rank 0 lacks.
     """
     tensors: dict[str, Tensor] = dict([*model.named_parameters(), *model.named_buffers()])
     own = {
@@ -89,7 +88,7 @@ def collect_rank0_values(model: nn.Module) -> Rank0Values:
 
 
 def _agree(own: dict[str, _TensorInfo]) -> dict[str, _TensorInfo]:
-    """Returns rank 0's tensors. If one rank's differ, all ranks raise, so that none waits."""
+    """Returns rank 0's tensor properties. Raises on all ranks if `own` differs from them on one rank."""
     sent = [own]
     dist.broadcast_object_list(sent, src=0)
     for rank, error in enumerate(gathered(_disagreement(sent[0], own))):

@@ -1,4 +1,4 @@
-"""Activation checkpointing (recompute) and activation offload, applied per block.
+"""Applies activation checkpointing (recompute) and activation offload, per block.
 
 Recompute: Chen et al., arXiv:1604.06174.
 """
@@ -18,7 +18,7 @@ from fullshard.spec.plan import DeviceType
 from fullshard.spec.run import RecomputeSection
 
 _ATEN = torch.ops.aten
-# Matmuls and attention: most of a block's FLOPs, but less than half of the bytes that it would save.
+# Matmuls and attention: most of a block's FLOPs, but less than half of the bytes that the block would save.
 # Looked up by name, since a build of torch has only the attention kernels of its own devices.
 _SAVED_NAMES = (
     "mm",
@@ -34,9 +34,7 @@ _SAVED_NAMES = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
 )
-_MATMULS = frozenset(
-    getattr(_ATEN, name).default for name in ("mm", "addmm", "bmm", "baddbmm") if hasattr(_ATEN, name)
-)
+_MATMULS = frozenset(operation.default for operation in (_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm))
 SAVED_OPERATIONS = frozenset(getattr(_ATEN, name).default for name in _SAVED_NAMES if hasattr(_ATEN, name))
 
 
@@ -48,13 +46,13 @@ def apply_recompute(
     device: DeviceType = "cpu",
     copier: HostCopy | None = None,
 ) -> None:
-    """Makes the blocks recompute or offload the activations that `section` says not to save on the device.
+    """Makes every `section.period`-th block recompute or offload activations, according to `section.mode`.
 
     The block's `forward` is replaced, not the block, so that names in the state dict do not change.
 
-    compiled: whether the blocks are going to be compiled; mode `offload` is applied after compilation instead
+    compiled: whether the blocks are compiled afterwards; for mode `offload` they are compiled before
     device: the device on which the blocks will run
-    copier: copier of mode `offload`, in place of the device's own
+    copier: the copier of mode `offload`; None chooses the device's
     """
     if section.mode == "none":
         return
@@ -72,9 +70,9 @@ def apply_recompute(
 
 
 class _SavePolicy:
-    """Torch's policy for selective recompute: saves attention and every k-th matmul of a block.
+    """Policy function for selective recompute: saves attention and every `every`-th matmul of a block.
 
-    Forward and recompute count apart, and so choose the same matmuls.
+    Matmuls of forward and of recompute are counted separately, so that both choose the same ones.
     """
 
     def __init__(self, every: int) -> None:
@@ -92,15 +90,16 @@ class _SavePolicy:
 
 
 def _contexts(save_matmuls: int, *, compiled: bool) -> tuple[Any, Any]:
-    saving, giving = create_selective_checkpoint_contexts(_SavePolicy(save_matmuls))
-    return (saving, giving) if compiled else (_SavePolicyForSaved(saving), _SavePolicyForSaved(giving))
+    """Returns the contexts for forward and for recompute. `save_matmuls`: save every n-th matmul."""
+    save, reuse = create_selective_checkpoint_contexts(_SavePolicy(save_matmuls))
+    return (save, reuse) if compiled else (_SavePolicyForSaved(save), _SavePolicyForSaved(reuse))
 
 
 class _SavePolicyForSaved(TorchDispatchMode):
-    """Passes SAVED_OPERATIONS, and no others, to one of torch's contexts.
+    """Wraps one of torch's selective-recompute contexts, and passes only SAVED_OPERATIONS to it.
 
-    Torch's contexts count every operation, and raise if forward and recompute differ. A unit inside the block
-    is gathered in only one of them, by operations that are not in SAVED_OPERATIONS.
+    Torch's contexts count every operation, and raise if forward and recompute differ. They may differ in the
+    operations that gather a unit inside the block, which are not in SAVED_OPERATIONS.
     """
 
     def __init__(self, context: TorchDispatchMode) -> None:

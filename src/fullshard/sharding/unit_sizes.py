@@ -1,4 +1,4 @@
-"""Warnings for units whose size makes sharding inefficient."""
+"""Warns of units whose size makes sharding inefficient."""
 
 import warnings
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from fullshard.quantities import format_bytes
 from fullshard.sharding.units import Unit
 from fullshard.spec.plan import ITEMSIZE, Plan
 
-# A ring of N ranks gathers in N - 1 hops, each of a latency and one rank's share of the bytes (Thakur,
-# Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005). With 5 µs per
-# hop and the 50 GB/s of a 400 Gb/s link, latency is half of the time at 5 µs · 50 GB/s = 250 kB per rank, and
-# most of it below.
+# A ring of N ranks gathers in N - 1 hops. Each hop takes a latency, and the time of one rank's share of the
+# bytes (Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005).
+# With 5 µs per hop and the 50 GB/s of a 400 Gb/s link, latency is half of the time at 5 µs · 50 GB/s = 250 kB
+# per rank, and more than half below.
 LEAST_BYTES_A_RANK = 256 * 1024
 # Below this share, most of the model stays sharded while a unit is gathered.
 LARGEST_SHARE = 0.5
@@ -23,21 +23,21 @@ FEW_UNITS = 8
 
 
 class UnitSizeWarning(UserWarning):
-    """Units that are too small to be worth their collectives, or too large to be worth sharding."""
+    """Warning of units that are too small to be worth their collectives, or too large to save memory."""
 
 
 def warn_of_unit_sizes(units: Sequence[Unit], plan: Plan, *, stacklevel: int) -> None:
-    """Issues a UnitSizeWarning for each of `unit_size_findings`, on rank 0 only."""
+    """Issues the messages of `unit_size_findings` as UnitSizeWarnings, on rank 0 only."""
     if dist.get_rank() == 0:
         for finding in unit_size_findings(units, plan):
             warnings.warn(finding, UnitSizeWarning, stacklevel=stacklevel + 1)
 
 
 def unit_size_findings(units: Sequence[Unit], plan: Plan) -> list[str]:
-    """Returns problems with the sizes of `units` under `plan`, with figures; none for a model below 64 MiB.
+    """Returns messages about units whose size is inefficient under `plan`; none for a model below 64 MiB.
 
-    Too small: most units, and at least 8, are gathered from less than 256 KiB per rank. Too large: a unit is
-    more than half of the model, and units are resharded after use.
+    Too small: each rank gives less than 256 KiB to the all-gather, for most units and for at least 8. Too
+    large: a unit is more than half of the model, although units are resharded after use.
     """
     gathered = {unit: _gathered_bytes(unit, plan) for unit in units if unit.parameters}
     if sum(gathered.values()) < LEAST_MODEL_BYTES:

@@ -1,4 +1,4 @@
-"""Communication units: modules whose parameters are gathered, used and freed together."""
+"""Divides a model into communication units, whose parameters are gathered, used and freed together."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,11 +25,11 @@ ROOT = "(root)"
 
 @dataclass(eq=False)
 class Unit:
-    """Modules that are gathered together, and the parameters that belong to this unit only."""
+    """A communication unit: modules that are gathered together, and the parameters of this unit only."""
 
-    name: str  # the first module's name, with the others after a `+`
+    name: str  # the names of the modules, joined by `+`
     modules: tuple[nn.Module, ...]
-    is_block: bool = False  # chosen as a repeated block, or by name, size or predicate
+    is_block: bool = False  # whether it was chosen as a repeated block, or by name, size or predicate
     keep_until_backward: bool = False  # whether its backward comes right after its forward
     override: UnitOverride | None = None  # the override of `sharding.units` that applies to it
     parameters: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
@@ -48,16 +48,16 @@ class Unit:
         return any("experts" in name.split(".") for name in self.parameters)
 
     def settings(self, plan: Plan) -> UnitSettings:
-        """Returns the unit's settings under `plan`, with its override applied."""
+        """Returns the unit's settings: the plan's, with the unit's override applied."""
         return UnitSettings.of(plan, self.override, kept=self.is_root or self.keep_until_backward)
 
 
 def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate | None = None) -> list[Unit]:
-    """Returns the units of `model` in order of registration, inner units before the outer one, the root last.
+    """Returns the units of `model` in order of registration, inner units before outer ones, the root last.
 
-    Every parameter that has a dimension to shard belongs to exactly one unit. A parameter that modules of two
-    units share (tied weights) forms a unit of its own with all the modules that hold it, or joins the root.
-    The same holds for a module that occurs in two units.
+    Every parameter that has a dimension to shard belongs to exactly one unit. If modules of two units share a
+    parameter (tied weights), all modules that hold it form a unit of their own, or are in the root. A module
+    that occurs in two units also becomes a unit of its own.
 
     Raises ShardError if there is nothing to shard, no repeated block is found, or a name matches no module.
     """
@@ -75,9 +75,9 @@ def find_units(model: nn.Module, section: UnitSection, *, predicate: Predicate |
 
 
 def find_repeated(model: nn.Module, section: UnitSection, *, units: Sequence[Unit]) -> list[nn.Module]:
-    """Returns the blocks that recompute and compile apply to, whatever the units are.
+    """Returns the blocks that recompute and compilation apply to: the named blocks, or the repeated blocks.
 
-    If no blocks repeat or are named, these are the outermost modules chosen as units.
+    If the model has neither, these are the outermost modules chosen as units.
     """
     if section.policy == "block" and section.names:
         return list(_matching(model, section.names).values())
@@ -134,7 +134,7 @@ def _by_block(model: nn.Module, section: UnitSection) -> list[Unit]:
 
 
 def _run_units(paths: Mapping[str, nn.Module], run: Mapping[str, nn.Module], *, last: bool) -> list[Unit]:
-    """Makes one unit of the run, and one of each module that is called from several places."""
+    """Makes one unit of the run's modules, except modules called from several places: one unit of each."""
     places = Counter(paths.values())
     alone = {name: module for name, module in run.items() if places[module] > 1}
     together = {name: module for name, module in run.items() if name not in alone}
@@ -145,11 +145,11 @@ def _run_units(paths: Mapping[str, nn.Module], run: Mapping[str, nn.Module], *, 
 
 
 def _expert_units(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[Unit]:
-    """Makes the `experts` of a block units apart from its attention.
+    """Makes units of the modules named `experts`, so that they are separate from their block's attention.
 
-    A list of experts is never called. One of its experts may not be called on a rank whose tokens did not
-    reach it, while the other ranks wait in the all-gather. So all experts form one unit with the module that
-    holds and calls them; if that is the block itself, they stay in the block.
+    A rank does not call an expert that its tokens did not reach, while the other ranks would wait for it in
+    the expert's all-gather. So all experts of a block form one unit. If `experts` is a list, which is never
+    called, the unit is the module that holds the list; if that is the block, the experts stay in the block.
     """
     modules = dict(model.named_modules())
     experts = [
@@ -166,7 +166,7 @@ def _expert_units(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[Uni
 
 
 def _by_size(model: nn.Module, min_parameters: int) -> list[Unit]:
-    """Makes a module a unit, bottom up, once its parameters not yet in a unit below it reach the minimum."""
+    """Makes units bottom up: a module whose parameters outside of lower units reach `min_parameters`."""
     units: list[Unit] = []
     taken: set[int] = set()
     called = set(called_modules(model).values())
@@ -196,7 +196,7 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
 
 
 def _is_outermost_match(name: str, pattern: str) -> bool:
-    """Returns whether the name matches and no name above it: `blocks.*` means the blocks only."""
+    """Returns True if `name` matches and no ancestor's name does: `blocks.*` matches only the blocks."""
     above = name.rpartition(".")[0]
     while above and not fnmatchcase(above, pattern):
         above = above.rpartition(".")[0]
@@ -211,12 +211,12 @@ def _named_units(named: Mapping[str, nn.Module], *, what: str) -> list[Unit]:
 
 # Sharing #
 def _settle_shared(paths: Mapping[str, nn.Module], units: list[Unit]) -> None:
-    """Changes `units` until no module and no parameter is in two of them, or in one and in the root.
+    """Changes `units` in place until no module and no parameter is in two units; the root counts as a unit.
 
-    A module that is becomes a unit of its own. The modules that hold one parameter are joined into one unit:
-    FSDP2 gathers a parameter once for the modules of one `fully_shard` call. A tied weight in two calls would
-    be sharded twice, and its two copies would drift apart (accelerate#4171, torchtitan#2495). Parameters that
-    the root itself reads stay with the root, and so do all modules on the path to them.
+    A module in two units becomes a unit of its own. The modules that hold one parameter are joined into one
+    unit, because a tied weight in two `fully_shard` calls would be sharded twice, and its two copies would
+    drift apart (accelerate#4171, torchtitan#2495). Parameters that the root itself reads stay in the root,
+    and so do all modules on the path to them.
     """
     names, tied = _first_names(paths), list(_tied(paths).values())
     free = {paths[""]}  # modules that no unit may hold
@@ -239,7 +239,7 @@ def _settle_shared(paths: Mapping[str, nn.Module], units: list[Unit]) -> None:
 
 
 def _torn_module(paths: Mapping[str, nn.Module], owners: Mapping[str, Unit | None]) -> nn.Module | None:
-    """Returns the first called module whose places have different owners."""
+    """Returns the first called module that occurs in two units, one of which may be the root, or None."""
     seen: dict[nn.Module, Unit | None] = {}
     for name, module in paths.items():
         apart = seen.setdefault(module, owners[name]) is not owners[name]
@@ -249,9 +249,8 @@ def _torn_module(paths: Mapping[str, nn.Module], owners: Mapping[str, Unit | Non
 
 
 def _and_above(name: str) -> list[str]:
-    """Returns a name and the names above it: `"a.b.c"` -> `["a.b.c", "a.b", "a"]`."""
-    parts = name.split(".")
-    return [".".join(parts[:i]) for i in range(len(parts), 0, -1)] if name else []
+    """Returns the name and its ancestors' names: `"a.b.c"` -> `["a.b.c", "a.b", "a"]`."""
+    return [name, *_and_above(name.rpartition(".")[0])] if name else []
 
 
 def _unit_of(modules: Sequence[nn.Module], names: Mapping[nn.Module, str]) -> Unit:
@@ -266,7 +265,7 @@ def _first_names(paths: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
 
 
 def _tied(paths: Mapping[str, nn.Module]) -> dict[int, set[nn.Module]]:
-    """Returns id(parameter) -> the modules that hold it, if several do; see `nearest_called`."""
+    """Returns id(parameter) -> the called modules that hold it, for parameters with several such modules."""
     holders: dict[int, set[nn.Module]] = defaultdict(set)
     for name, module in paths.items():
         for parameter in module.parameters(recurse=False):
@@ -275,7 +274,7 @@ def _tied(paths: Mapping[str, nn.Module]) -> dict[int, set[nn.Module]]:
 
 
 def _owners(paths: Mapping[str, nn.Module], units: Iterable[Unit]) -> dict[str, Unit | None]:
-    """Returns for each path of a module the innermost unit that it lies in; None is the root."""
+    """Returns module path -> the innermost unit that contains the module there; None stands for the root."""
     by_module = {module: unit for unit in units for module in unit.modules}
     owners: dict[str, Unit | None] = {}
     for name, module in paths.items():
@@ -286,13 +285,13 @@ def _owners(paths: Mapping[str, nn.Module], units: Iterable[Unit]) -> dict[str, 
 
 # Order #
 def _innermost_first(paths: Mapping[str, nn.Module], units: Sequence[Unit]) -> list[Unit]:
-    """Sorts units in order of registration, with a unit that lies in another before it."""
+    """Sorts units in order of registration, inner units before outer ones. Joins units inside each other."""
     names = _first_names(paths)
     position = {module: i for i, module in enumerate(names)}
     units = sorted(units, key=lambda unit: min(position[module] for module in unit.modules))
     inside = _inside(paths, units)
     for unit in units:
-        # Units that lie in each other (crossed tied weights) can only be gathered as one.
+        # Units that are inside each other (crossed tied weights) can only be gathered as one unit.
         ring = [other for other in inside[unit] if other is not unit and unit in inside[other]]
         if ring:
             modules = {module for one in (unit, *ring) for module in one.modules}
@@ -311,7 +310,7 @@ def _innermost_first(paths: Mapping[str, nn.Module], units: Sequence[Unit]) -> l
         place(unit)
     owners = _owners(paths, units)
     for unit in ordered:
-        # Modules that lie in other modules of the same unit, in all of their places, are gathered with these.
+        # Only the outermost modules are listed; the unit's modules inside them are gathered with them.
         apart = {paths[name] for name in paths if owners.get(name.rpartition(".")[0]) is not unit or not name}
         if outermost := [module for module in unit.modules if module in apart]:
             unit.modules, unit.name = tuple(outermost), "+".join(names[module] for module in outermost)
@@ -319,7 +318,7 @@ def _innermost_first(paths: Mapping[str, nn.Module], units: Sequence[Unit]) -> l
 
 
 def _inside(paths: Mapping[str, nn.Module], units: Sequence[Unit]) -> dict[Unit, set[Unit]]:
-    """Returns for each unit the units that lie in it, directly or in a unit inside it."""
+    """Returns unit -> all units inside it, at any depth."""
     by_module = {module: unit for unit in units for module in unit.modules}
     inside: dict[Unit, set[Unit]] = {unit: set() for unit in units}
     around: dict[str, frozenset[Unit]] = {}
@@ -341,7 +340,7 @@ def _inside(paths: Mapping[str, nn.Module], units: Sequence[Unit]) -> dict[Unit,
 
 
 def _assign_parameters(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Assigns each parameter to the innermost unit of its modules. Scalars stay whole and get no unit."""
+    """Adds each parameter to the innermost unit of its module. Scalars, which stay whole, are in no unit."""
     owners = _owners(dict(model.named_modules()), units[:-1])
     for name, parameter in model.named_parameters():
         if parameter.ndim > 0:

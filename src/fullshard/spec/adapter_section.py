@@ -1,4 +1,4 @@
-"""[adapter]: fine-tuning by low-rank matrices beside a frozen base."""
+"""[adapter]: settings of low-rank fine-tuning (LoRA) of a frozen base model."""
 
 from typing import Any, Literal, Self
 
@@ -20,7 +20,7 @@ _REFUSED = {
 
 
 class AdapterSection(FrozenModel):
-    """LoRA (Hu et al., arXiv:2106.09685) through peft (extra `hf`).
+    """Settings of LoRA (Hu et al., arXiv:2106.09685) through peft (extra `hf`).
 
     A linear module W of `targets` computes W x + alpha / rank · B A x. A and B, of `rank` rows and columns,
     are trained; W is frozen.
@@ -46,7 +46,7 @@ class AdapterSection(FrozenModel):
 
     @property
     def saved_alone(self) -> bool:
-        """True if checkpoints hold the adapters without the base."""
+        """True if checkpoints contain the adapters without the base model."""
         return self.rank > 0 and self.save == "adapters"
 
     @model_validator(mode="after")

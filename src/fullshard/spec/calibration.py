@@ -31,17 +31,17 @@ class CalibrationSettings(FrozenModel):
 
 
 class MeasuredStep(FrozenModel):
-    """Seconds of one step of a decoder, run with `plan` on these ranks."""
+    """Measured seconds of one training step of a decoder under `plan`."""
 
     plan: Plan
     seconds: PositiveFloat
 
 
 class Calibration(FrozenModel):
-    """Result of a calibration.
+    """Result of a calibration: the measured hardware, and the errors of its model.
 
-    steps: whole steps that were measured too
-    step_errors: predicted over measured seconds of each of `steps`, minus 1
+    steps: whole training steps that were also measured
+    step_errors: for each of `steps`, predicted / measured seconds - 1
     fit_errors: for each collective (`within.all_gather`), the largest relative error of its fitted line over
         the measured sizes
     took_seconds: duration of the measurement

@@ -1,7 +1,4 @@
-"""The catalog of known accelerators and of the links between them, from datasheets.
-
-The figures are in `catalog.toml` and `links.toml`, whose heads explain them.
-"""
+"""The catalog of known accelerators and of the links between them, from `catalog.toml` and `links.toml`."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +13,7 @@ from fullshard.spec.value import FrozenModel, NonNegativeFloat, PositiveFloat, P
 
 
 class ListedChip(FrozenModel):
-    """One entry of `catalog.toml`, whose head explains each field."""
+    """A chip in `catalog.toml`, whose head explains each field."""
 
     name: str
     device_names: tuple[str, ...]
@@ -48,23 +45,25 @@ class ListedChip(FrozenModel):
         )
 
     def answers_to(self, key: str) -> bool:
-        """Returns True if `key`, in the form of `chip_key`, is one of the chip's names."""
+        """Returns True if `key`, a result of `chip_key`, is a name, alias or device name of the chip."""
         return key in {chip_key(name) for name in (self.name, *self.aliases, *self.device_names)}
 
 
 @cache
 def listed_chips() -> tuple[ListedChip, ...]:
-    """Returns all chips of the catalog."""
+    """Reads all chips of `catalog.toml`."""
     entries = read_toml(Path(__file__).with_name("catalog.toml"))["chips"]
     return tuple(ListedChip.parse(entry, source=f"catalog.toml, {entry['name']}") for entry in entries)
 
 
 def find_chip(device_name: str, *, memory_bytes: int | None = None) -> Chip | None:
-    """Returns the chip that torch calls `device_name`, or None.
+    """Returns the chip with torch's name `device_name`, or None if the catalog does not have it.
 
-    Names are compared whole, never in part: `NVIDIA H100 PCIe`, `NVIDIA H100 NVL` and `NVIDIA H100 80GB HBM3`
-    (SXM) are three chips, and `NVIDIA A100-SXM4-40GB MIG 3g.20gb` is a slice of one. A partition with the
-    whole chip's name (AMD's) is recognised by `memory_bytes` that is not close to the chip's own.
+    Only whole names match: `NVIDIA H100 PCIe`, `NVIDIA H100 NVL` and `NVIDIA H100 80GB HBM3` (SXM) are three
+    chips, and `NVIDIA A100-SXM4-40GB MIG 3g.20gb` is a slice of one.
+
+    memory_bytes: the device's memory. If it differs from the chip's, the device is a partition that has the
+        whole chip's name (AMD's), and the result is None.
     """
     name = " ".join(device_name.lower().split())
     for vendor in ("nvidia ", "amd ", "intel "):
@@ -81,7 +80,7 @@ def find_entry(chip: Chip) -> ListedChip | None:
 
 
 def chip_key(name: str) -> str:
-    """Returns a name without its case, blanks, dashes and vendor: `NVIDIA H100-PCIe` -> `h100pcie`."""
+    """Returns a chip's name without case, blanks, dashes and vendor: `NVIDIA H100-PCIe` -> `h100pcie`."""
     key = re.sub(r"[^a-z0-9]", "", name.lower())
     for word in ("nvidia", "amd", "intel", "geforce", "instinct"):
         key = key.removeprefix(word)
@@ -89,7 +88,7 @@ def chip_key(name: str) -> str:
 
 
 class ListedLink(FrozenModel):
-    """One entry of `links.toml`, whose head explains each field."""
+    """A link in `links.toml`, whose head explains each field."""
 
     bytes_per_second: PositiveFloat
     efficiency: float = Field(gt=0, le=1)
@@ -100,16 +99,16 @@ class ListedLink(FrozenModel):
 
 @cache
 def listed_links() -> dict[str, ListedLink]:
-    """Returns all links of the catalog, by name."""
+    """Reads all links of `links.toml`, by name."""
     entries = read_toml(Path(__file__).with_name("links.toml"))
     return {name: ListedLink.parse(entry, source=f"links.toml, {name}") for name, entry in entries.items()}
 
 
 def find_link(name: str) -> Link:
-    """Returns the catalog link `name` with the rates of its collectives. Raises KeyError for an unknown name.
+    """Returns the link `name` of the catalog, with the rates of its collectives. Raises KeyError.
 
     An all-reduce is a reduce-scatter and an all-gather: a ring moves each byte twice, so it has half the rate
-    and twice the hops. Switches that reduce (NVLink SHARP) are faster; the catalog does not assume them.
+    and twice the hops. The catalog does not assume switches that reduce (NVLink SHARP), which are faster.
     """
     entry = listed_links()[name]
     rate = entry.bytes_per_second * entry.efficiency

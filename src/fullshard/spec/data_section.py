@@ -1,4 +1,4 @@
-"""[data]: the training data of a run."""
+"""[data]: settings of the training data of a run."""
 
 from typing import Any, Literal, Self
 
@@ -20,7 +20,7 @@ TokenDtype = Literal["uint8", "uint16", "uint32", "int16", "int32", "int64"]
 
 
 class SourceFields(FrozenModel):
-    """The files or dataset of one source, and which of its fields are text.
+    """Settings of one data source: its files or dataset, and the fields of its records.
 
     `paths`: files or globs (`**` and `~` are expanded); for `datasets`, directories
     `name`, `subset`, `split`: a dataset by name, from this machine's cache; `split` also applies to a dataset
@@ -50,10 +50,10 @@ class SourceFields(FrozenModel):
 
 
 class DataSource(SourceFields):
-    """One of several sources.
+    """One of several data sources of a run.
 
-    `weight`: its exact share of a run's sequences, relative to the other weights. Either all sources have a
-        weight or none. Without weights, all are one source, whose epoch has each token once.
+    `weight`: exact share of the run's sequences, relative to the other weights. Either all sources have a
+        weight or none. Without weights, all sources are one, whose epoch contains each token once.
     """
 
     source: Literal["text", "jsonl", "parquet", "datasets", "memmap"]
@@ -66,7 +66,7 @@ class DataSource(SourceFields):
 
 
 class DataSection(SourceFields):
-    """The training data, its tokenizer and how documents fill sequences.
+    """Settings of the training data, its tokenizer and the packing of documents into sequences.
 
     `source`: `stdlib`: the standard library of the running interpreter. `text`: one document per file.
         `python`: any Batches from `factory`. The others: docs/data.md.
@@ -84,7 +84,7 @@ class DataSection(SourceFields):
     `train_on`: `assistant` trains only on the assistant's part of `messages`; `completion` excludes the
         prompt of `completion` records
     `on_error`: a corrupt record ends the run (`stop`), or is left out and counted (`skip`)
-    `cache`: directory where tokens are kept
+    `cache`: directory of the token cache
     `processes`: number of processes that tokenize; 0 is one per core
     `prefetch_steps`: number of steps whose microbatches are prepared in the background
     """
@@ -108,7 +108,7 @@ class DataSection(SourceFields):
 
     @property
     def kinds(self) -> set[str]:
-        """Kinds of all sources, each once."""
+        """The distinct values of `source` of all data sources, such as `jsonl`."""
         return {source.source for source in self.sources} or {self.source}
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""`package.module:name`: references of a run.toml to the user's own code."""
+"""Importing the functions and classes that a run.toml names as `package.module:name`."""
 
 import importlib
 import sys
@@ -10,11 +10,9 @@ from fullshard.errors import SpecError
 
 
 def import_object(dotted: str, *, key: str) -> Callable[..., Any]:
-    """Returns the callable that `dotted` names, from an installed package or the working directory.
+    """Imports the callable `dotted` (`package.module:name`) from a package or the working directory.
 
-    key: its key in the run, for the message
-
-    Raises SpecError if the module or the name does not exist, or the object is not callable.
+    Raises SpecError, which names the run's setting `key`, if no such callable exists.
     """
     module_name, _, name = dotted.partition(":")
     if not module_name or not name or not all(part.isidentifier() for part in module_name.split(".")):
@@ -24,9 +22,7 @@ def import_object(dotted: str, *, key: str) -> Callable[..., Any]:
             fix=f'{key} = "mypackage.mymodule:myfunction"',
         )
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
-        sys.path.append(
-            str(Path.cwd())
-        )  # as `python -m` does, so that the command and its ranks import the same modules
+        sys.path.append(str(Path.cwd()))  # the ranks, started by `python -m`, have it too
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

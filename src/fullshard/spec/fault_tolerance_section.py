@@ -1,4 +1,4 @@
-"""[checkpoint] and [fault_tolerance]: what a run saves, and how it reacts to faults."""
+"""[checkpoint] and [fault_tolerance]: settings of checkpoints, and of reactions to faults."""
 
 from typing import Annotated, Literal, Self
 
@@ -8,7 +8,7 @@ from fullshard.spec.value import NUMBER, Count, FrozenModel, PathText, PositiveS
 
 
 class CheckpointSection(FrozenModel):
-    """Checkpoints: where, when and how they are saved.
+    """Settings of checkpoints: location, interval, format and verification.
 
     `dir`: a directory, or the URL of an object store (s3://bucket/run); unset, in `run.dir`
     `every`: steps between saves; 0 saves only at the end and when interrupted
@@ -17,7 +17,7 @@ class CheckpointSection(FrozenModel):
     `mode`: `async` writes in the background, from a copy in host memory
     `storage`: `per_node` if nodes do not share disks; each node then keeps the files that its ranks write
     `layout`: any ranks can load `sharded`; `ranks` is a file per rank, which only the same ranks can load
-    `on_failure`: what a failed save does to the run; if the last one fails, the run ends with an error
+    `on_failure`: reaction to a failed save; if the last save of a run fails, the run ends with an error
     `read_back`: acknowledges a save only after every byte was read again and verified
     `store_seconds`: limit on a request to an object store with its retries; 1 s more per MiB it carries
     `key_file`: path of a secret key that signs checkpoints; only signed ones are loaded (docs/security.md)
@@ -53,7 +53,7 @@ class CheckpointSection(FrozenModel):
 
 
 class FaultToleranceSection(FrozenModel):
-    """Reactions to ranks that hang or diverge, and to loss spikes. See docs/survival.md.
+    """Settings of reactions to ranks that hang or diverge, and to loss spikes. See docs/survival.md.
 
     `watchdog_timeout_seconds`: time in one phase (data, forward, …) after which a rank counts as hung; 0
         disables it
@@ -87,7 +87,7 @@ class FaultToleranceSection(FrozenModel):
 
     @property
     def group_timeout_seconds(self) -> float:
-        """Timeout of the process group: longer than the watchdog's longest wait, whose report says more."""
+        """Timeout of the process group, s; longer than the watchdog's, whose report has more detail."""
         return max(
             self.collective_timeout_seconds, 1.2 * self.watchdog_timeout_seconds * self.slow_phase_factor
         )

@@ -1,4 +1,4 @@
-"""Groups of a rank's trained shards: the portions that an offload target reads, updates and writes."""
+"""Groups of a rank's trained shards, which an offload target reads, updates and writes one by one."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ _BEGIN_ELEMENTS = 64  # segments begin at multiples of this: full vectors from t
 
 @dataclass(frozen=True)
 class ShardSize:
-    """Size of one trained parameter's shards.
+    """Sizes of the shards of one trained parameter.
 
-    name: the parameter
-    numel: elements that this rank holds
-    most: the most elements that any rank holds
-    dtype: as torch names it: `float32`
+    name: the parameter's name
+    numel: elements of this rank's shard
+    most: elements of the largest shard of any rank
+    dtype: torch's name of the dtype (`float32`)
     """
 
     name: str
@@ -34,7 +34,7 @@ class ShardSize:
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements `begin` to `end` of this rank's shard of the parameter `name`.
+    """A part of this rank's shard of the parameter `name`: its elements from `begin` to `end`.
 
     offset: position of the first element in the group
     """
@@ -50,21 +50,21 @@ class Segment:
 
     @property
     def in_group(self) -> slice:
-        """Place of the elements in each part of the group's state."""
+        """Position of the segment in each flat state tensor (such as a moment) of its group."""
         return slice(self.offset, self.offset + self.numel)
 
     @property
     def in_shard(self) -> slice:
-        """Place of the elements in this rank's flat shard."""
+        """Position of the segment in this rank's flat shard of the parameter."""
         return slice(self.begin, self.end)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Segments of one dtype that are read, updated and written together.
+    """Segments of shards of one dtype, which an offload target reads, updates and writes together.
 
-    names: the parameters, identical on every rank
-    segments: this rank's elements of them, possibly none
+    names: the group's parameters, identical on every rank
+    segments: this rank's elements of these parameters, possibly none
     """
 
     index: int
@@ -74,28 +74,27 @@ class Group:
 
     @property
     def numel(self) -> int:
-        """Elements from the first to the end of the last segment, including gaps."""
+        """Number of elements up to the end of the last segment, including gaps between segments."""
         return self.segments[-1].offset + self.segments[-1].numel if self.segments else 0
 
 
 def piece_elements(groups: Iterable[Group]) -> int:
-    """Returns the elements copied into device memory at once: 1/16 of the largest group, at most 4 Mi."""
+    """Returns the number of elements to copy to the device at once: 1/16 of the largest group, up to 4 Mi."""
     largest = max((group.numel for group in groups), default=0)
     return max(CUT_ELEMENTS, min(_PIECE_ELEMENTS, largest // 16) // CUT_ELEMENTS * CUT_ELEMENTS)
 
 
 def part_bytes(numel: int, itemsize: int) -> int:
-    """Returns the bytes, in whole pages, of one part of a group's state (such as a moment), or of a shard."""
+    """Returns the bytes of `numel` elements, rounded up to whole pages of 4 KiB."""
     return -(-numel * itemsize // PAGE_BYTES) * PAGE_BYTES
 
 
 def group_shards(held: Iterable[ShardSize], *, sub_group_parameters: int) -> tuple[Group, ...]:
-    """Returns groups of at most `sub_group_parameters` elements (at least CUT_ELEMENTS), in `held`'s order.
+    """Returns the shards `held`, in their order, in groups of at most `sub_group_parameters` elements.
 
-    Every rank gets the same number of groups, with the same parameters. A parameter that fits into a group is
-    not split. Each part of a split parameter except the last fills its group.
-
-    Raises PlanError for more groups than an update can process one by one.
+    The limit is at least CUT_ELEMENTS. Every rank gets the same number of groups, with the same parameters. A
+    parameter that fits into a group is not split. Each part of a split parameter except the last fills its
+    group. Raises PlanError for more than 100,000 groups.
     """
     held = tuple(held)
     limit = max(CUT_ELEMENTS, sub_group_parameters // CUT_ELEMENTS * CUT_ELEMENTS)
@@ -135,7 +134,7 @@ def group_shards(held: Iterable[ShardSize], *, sub_group_parameters: int) -> tup
 
 
 def portions(groups: Sequence[Group]) -> Iterator[tuple[Group, ...]]:
-    """Yields the smallest runs of consecutive groups that contain each of their parameters whole."""
+    """Yields the smallest tuples of consecutive groups in which no parameter is split across two tuples."""
     portion: list[Group] = []
     for group, after in pairwise([*groups, None]):
         assert group is not None, "None is the last alone"

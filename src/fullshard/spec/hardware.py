@@ -1,4 +1,4 @@
-"""Hardware: the chips, links, rank counts and measured rates that a run is planned for."""
+"""Hardware that a run is planned for: its chip, links, number of ranks and measured rates."""
 
 import math
 from bisect import bisect_left
@@ -28,7 +28,7 @@ ComputeDtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
 
 class Chip(FrozenModel):
-    """One accelerator.
+    """A kind of accelerator.
 
     device_names: all names that drivers use for it, in lower case and without the vendor
     memory_bytes: memory on the chip, bytes. Vendors print GB and mean GiB; the driver keeps a few percent.
@@ -46,7 +46,7 @@ class Chip(FrozenModel):
 
 
 class Point(NamedTuple):
-    """A point of a rate curve: one launch of `size` (FLOP or bytes) runs at `rate` (FLOP/s or bytes/s)."""
+    """A point of a rate curve: a launch of `size` (FLOP or bytes) runs at `rate` (FLOP/s or bytes/s)."""
 
     size: float
     rate: float
@@ -56,10 +56,10 @@ Curve = Annotated[tuple[Point, ...], Field(min_length=1)]
 
 
 def rate_at(curve: tuple[Point, ...], size: float) -> float:
-    """Returns the rate at `size`, interpolated linearly in the logarithms between two points.
+    """Returns the rate of a launch of `size`, interpolated linearly in the logarithms between two points.
 
-    Beyond the last point, the rate is constant. Before the first point, a launch takes as long as the first
-    point's, because a launch has a minimum duration.
+    Beyond the last point, the rate is constant. Before the first point, the duration is constant, because a
+    launch has a minimum duration.
     """
     if size >= curve[-1].size:
         return curve[-1].rate
@@ -72,12 +72,12 @@ def rate_at(curve: tuple[Point, ...], size: float) -> float:
 
 
 def slower(curve: tuple[Point, ...], factor: float) -> tuple[Point, ...]:
-    """Returns the curve on which every launch takes `factor` times as long."""
+    """Returns a copy of the rate curve on which every launch takes `factor` times as long."""
     return tuple(point._replace(rate=point.rate / factor) for point in curve)
 
 
 class Rates(FrozenModel):
-    """Rates of one rank while the others work too: measured, or fractions of the chip's peaks.
+    """Compute rates and host times of one rank while all ranks work: measured, or fractions of peaks.
 
     matmul: by dtype, [FLOP of one launch, FLOP/s]
     attention, attention_backward: by dtype, [FLOP of one launch, for computed pairs of positions, FLOP/s]
@@ -102,18 +102,17 @@ class Rates(FrozenModel):
 
 
 class CollectiveRate(FrozenModel):
-    """Seconds of one collective of B bytes (the whole, unsharded) over n ranks of a mesh axis:
+    """Parameters of the duration of one kind of collective, of B unsharded bytes over n ranks of a mesh axis:
 
-        base_seconds + hop_seconds * (n - 1) + x / bytes_per_second,    x = B * (n - 1) / n
+        base_seconds + hop_seconds * (n - 1) + x / bytes_per_second + wait_seconds,    x = B * (n - 1) / n
 
-    This is the time of a ring. An all-reduce has its own rate, as measured (a ring's is half). A measured
-    curve replaces the line: x / curve(x) + hop_seconds * (n - curve_ranks). Either way, `wait_seconds` is
-    added.
+    This is the time of a ring. A measured curve replaces all but the wait by
+    x / curve(x) + hop_seconds * (n - curve_ranks).
 
     base_seconds: latency of a collective, s
     hop_seconds: additional latency for each rank beyond the first, s
     bytes_per_second: bytes/s
-    curve: [bytes that a rank receives, bytes/s including latency]; replaces the line
+    curve: [bytes that a rank receives, bytes/s including latency]
     curve_ranks: number of ranks of the curve's measurement
     wait_seconds: time that ranks in the midst of a step wait for each other, s per collective. The ranks of
         a measurement all start at once.
@@ -127,6 +126,7 @@ class CollectiveRate(FrozenModel):
     wait_seconds: NonNegativeFloat = 0.0
 
     def seconds(self, count: float, ranks: int) -> float:
+        """Returns the duration of a collective of `count` unsharded bytes."""
         if ranks <= 1:
             return 0.0
         moved = count * (ranks - 1) / ranks
@@ -137,20 +137,19 @@ class CollectiveRate(FrozenModel):
         return line + self.wait_seconds
 
     def slower(self, factor: float) -> "CollectiveRate":
-        """Returns the rate at which every collective takes `factor` times as long."""
-        curve = self.curve and slower(self.curve, factor)
+        """Returns a copy in which all times except `wait_seconds` are `factor` times as long."""
         return self.model_copy(
             update={
                 "base_seconds": self.base_seconds * factor,
                 "hop_seconds": self.hop_seconds * factor,
                 "bytes_per_second": self.bytes_per_second / factor,
-                "curve": curve,
+                "curve": self.curve and slower(self.curve, factor),
             }
         )
 
 
 class Link(FrozenModel):
-    """The connection between ranks.
+    """The connection between ranks, with the rates of its collectives.
 
     bytes_per_second: peak of one rank in one direction, bytes/s
     source: the source of that figure
@@ -169,10 +168,10 @@ Rates are those of one rank while all ranks work. They may be edited; `fullshard
 
 
 class Hardware(FrozenModel):
-    """`nodes` × `ranks_per_node` ranks of one chip.
+    """The machines of a run: `nodes` × `ranks_per_node` ranks of one chip.
 
     nodes: groups of ranks that `across` joins
-    ranks_per_node: ranks of a node, which `within` joins
+    ranks_per_node: ranks of a node
     within: the link between the ranks of a node. A node is the set of ranks that `within` joins: for GB200,
         all 72 of a rack.
     across: the link between nodes. Its rates are those of one rank while all ranks of its node use their
@@ -222,11 +221,11 @@ class Hardware(FrozenModel):
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of one rank's device that a process may use, including its context."""
+        """Bytes of a device's memory that one rank may use, including the context of its process."""
         return int(self.chip.memory_bytes * self.usable_fraction)
 
     def on(self, *, nodes: int, ranks_per_node: int) -> "Hardware":
-        """Returns this hardware with other node and rank counts. Raises SpecError beyond MOST_RANKS."""
+        """Returns a copy with other numbers of nodes and ranks. Raises SpecError beyond MOST_RANKS ranks."""
         if nodes * ranks_per_node > MOST_RANKS:
             raise SpecError(
                 "there is no machine of so many ranks.",
@@ -237,14 +236,14 @@ class Hardware(FrozenModel):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads a whole hardware.toml, as `save` writes it. Raises SpecError for any other file.
+        """Reads a complete hardware.toml, as `save` writes it. Raises SpecError for any other file.
 
-        `fullshard.spec.hardware_text.hardware_on` also accepts a file that leaves out what the catalog knows.
+        `hardware_on` also accepts a file without the figures that are in the catalog.
         """
         return cls.parse(read_toml(Path(path), fix=CALIBRATE), source=str(path))
 
     def save(self, path: str | Path) -> None:
-        """Writes TOML that reads back equal. Raises SpecError if it cannot be written."""
+        """Writes a hardware.toml with comments, which `load` reads back. Raises SpecError if it cannot."""
         notes: dict[str, str] = {}
         for section in (Chip, Rates, Link, CollectiveRate, Hardware):
             notes |= field_notes(section)

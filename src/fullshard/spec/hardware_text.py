@@ -1,4 +1,4 @@
-"""Short texts that name hardware (`8xH100`, `32x8xH100`, `my.toml`), and the files that they may name."""
+"""Parsing of texts that name hardware (`8xH100`, `32x8xH100`, `my.toml`), and of hardware.toml files."""
 
 import difflib
 import re
@@ -19,13 +19,13 @@ _EXAMPLES = "8xH100, 32x8xH100 (32 nodes of 8), H200, or a hardware.toml"
 def hardware_on(text: str) -> Hardware:
     """Returns the hardware that `text` names, e.g. for `--on`.
 
-        H200              one
-        8xMI300X          eight; more than a node holds are laid out on nodes of the usual size
-        2x8xA100-80GB     two nodes of eight
-        my.toml           as the file says; `4x8xmy.toml`: this many of the file's chip
+        H200              one chip
+        8xMI300X          eight chips; more chips than fit into a node are placed on several nodes
+        2x8xA100-80GB     two nodes of eight chips
+        my.toml           the hardware in the file; `4x8xmy.toml`: four nodes of eight of the file's chip
 
     Case, blanks and dashes are ignored; `H100` and `A100` are the SXM variants, the latter with 80 GB.
-    Uncalibrated chips get rates from the catalog. A file may leave out what the catalog knows: `chip =
+    Uncalibrated chips get rates from the catalog. A file may leave out the figures in the catalog: `chip =
     "H100"` is enough, and a `[chip]` of its own with `name`, `memory_bytes`, `memory_bytes_per_second` and
     `flops_per_second` gets rates and links like any other chip (`within = "nvlink4"`).
 
@@ -48,7 +48,7 @@ def hardware_on(text: str) -> Hardware:
 
 
 def hardware_of(entry: ListedChip) -> Hardware:
-    """Returns one rank on this chip, uncalibrated; `Hardware.on` returns more."""
+    """Returns hardware of one rank on a chip of the catalog, with the catalog's rates."""
     table = efficiencies()
     memory = table.memory_use
     rates = default_rates(
@@ -89,7 +89,7 @@ def _named(name: str, text: str) -> ListedChip:
 
 
 def _split(count: int, hardware: Hardware, *, text: str) -> tuple[int, int]:
-    """Returns (nodes, ranks per node) for `count` chips."""
+    """Returns (nodes, ranks per node) for `count` chips. Raises SpecError if they do not fill the nodes."""
     entry = find_entry(hardware.chip)
     size = entry.ranks_per_node if entry is not None else hardware.ranks_per_node
     if count <= size:
@@ -105,21 +105,16 @@ def _split(count: int, hardware: Hardware, *, text: str) -> tuple[int, int]:
 
 
 def _laid_out(hardware: Hardware, *, nodes: int, ranks_per_node: int) -> Hardware:
-    """Returns the hardware with these node and rank counts, and with a pair's link if the chip has one."""
+    """Returns the hardware with these numbers; two ranks per node get the chip's link of pairs, if any."""
     entry = find_entry(hardware.chip)
     laid_out = hardware.on(nodes=nodes, ranks_per_node=ranks_per_node)
-    if (
-        entry is None
-        or entry.pair is None
-        or ranks_per_node != 2
-        or hardware.within != find_link(entry.within)
-    ):
-        return laid_out
-    return laid_out.model_copy(update={"within": find_link(entry.pair)})
+    if entry and entry.pair and ranks_per_node == 2 and hardware.within == find_link(entry.within):
+        return laid_out.model_copy(update={"within": find_link(entry.pair)})
+    return laid_out
 
 
 def _from_file(path: Path) -> Hardware:
-    """Reads a hardware.toml, and fills in missing figures from the catalog."""
+    """Reads a hardware.toml, and adds its missing figures from the catalog."""
     data = read_toml(path, fix=CALIBRATE)
     if "rates" in data and isinstance(data.get("chip"), Mapping) and isinstance(data.get("within"), Mapping):
         return Hardware.parse(data, source=str(path))

@@ -26,13 +26,12 @@ def model_flops_per_token(parameters: int, *, layers: int, d_model: int, sequenc
 
         6 * parameters + 12 * layers * d_model * sequence_length
 
-    parameters: those that every token is multiplied with: all except the input embedding table (a head tied
-        to it is multiplied with, and counts)
+    parameters: number of parameters that every token is multiplied with: all except the input embedding
+        table, which counts only if it is also the head
     d_model: query heads * head size
 
-    Attention counts all pairs of positions, as the paper does, although a causal kernel computes half of
-    them. MFU is therefore comparable with published figures, and too high at long sequences. Recompute does
-    not count.
+    Attention counts all pairs of positions, as in the paper, although a causal kernel computes half of them.
+    MFU is therefore comparable with published figures, and too high at long sequences. Recompute is excluded.
     """
     return 6 * parameters + 12 * layers * d_model * sequence_length
 
@@ -40,7 +39,7 @@ def model_flops_per_token(parameters: int, *, layers: int, d_model: int, sequenc
 class MatmulPeak(FrozenModel):
     """Peak dense matmul FLOP/s of one rank, the reference of MFU.
 
-    source: from the catalog (`device` is the chip's name there), or measured at the start of the run
+    source: the catalog (`device` is the chip's name there), or a measurement at the start of the run
     """
 
     flops_per_second: PositiveFloat
@@ -50,13 +49,14 @@ class MatmulPeak(FrozenModel):
 
 
 def peak_tokens_per_second(peak: MatmulPeak, *, flops_per_token: float, world_size: int) -> float:
-    """Returns the tokens/s of all ranks at which MFU is 1: only the model's own matmuls, at their peak."""
+    """Returns the tokens/s of all ranks at which MFU is 1."""
     return world_size * peak.flops_per_second / flops_per_token
 
 
 class Pace(FrozenModel):
-    """The speed of a run so far: sums over its steps after the first `warmup_steps`.
+    """Sums of a run's tokens and seconds, from which its speed follows.
 
+    warmup_steps: number of first steps that are not timed
     steps: all steps, including warmup
     untimed_steps: steps after the warmup that are excluded because measuring slowed them
     tokens: tokens of all ranks in the timed steps
@@ -74,9 +74,9 @@ class Pace(FrozenModel):
     def with_step(
         self, *, tokens: int, seconds: float, data_seconds: float = 0.0, measured: bool = False
     ) -> "Pace":
-        """Returns the pace after one more step.
+        """Returns the sums after one more step.
 
-        measured: the memory meter or the profiler was on, so the step's time is not counted
+        measured: True excludes the step's time, because the memory meter or the profiler slowed the step
         """
         warm = self.steps >= self.warmup_steps
         timed = warm and not measured
@@ -105,7 +105,7 @@ class Pace(FrozenModel):
 
 
 class StepSeconds(FrozenModel):
-    """Seconds of one step by cause; `total` is their sum. See `fullshard.profiler.trace`.
+    """Measured seconds of one step by cause. See `fullshard.profiler.trace`.
 
     compute                 forward and backward (including recompute); on CUDA, while one of its kernels runs
     exposed_all_gather      waiting for parameters, while nothing is computed
@@ -146,7 +146,7 @@ class StepSeconds(FrozenModel):
 
 
 class MemoryParts(FrozenModel):
-    """Bytes of live tensors on one rank at the peak; they sum to the peak.
+    """Bytes of live tensors on one rank at the peak, by kind.
 
     parameter_shards: the rank's shards of the parameters
     gradients: the rank's shards of the gradients
@@ -174,13 +174,13 @@ class MemoryParts(FrozenModel):
 
 
 class PeakBytes(MemoryParts):
-    """Parts of the peak of the rank that uses most, and CUDA's and the host's figures beside them.
+    """Peak memory of the rank that uses most: bytes by kind, and figures of CUDA and of the host.
 
     active: CUDA only: bytes in allocated blocks and blocks that another stream may still read
     allocated: CUDA only: bytes that the allocator assigned to tensors
     reserved: CUDA only: bytes that the allocator reserved from the device
-    host: beside these, host memory of the offload target on the rank that uses most; also on CPU ranks, where
-        its masters are the shards that are gathered. None without an offload target.
+    host: bytes of host memory of the offload target, on the rank that uses most; None without an offload
+        target. On CPU ranks, this includes the master weights, which are the shards that are gathered.
     """
 
     active: NonNegativeInt | None = None
@@ -190,26 +190,26 @@ class PeakBytes(MemoryParts):
 
 
 class DriveBytes(FrozenModel):
-    """Bytes that a rank reads from and writes to its offload drive in one step."""
+    """Bytes that one rank reads from and writes to its offload drive in one step."""
 
     read: NonNegativeInt
     written: NonNegativeInt
 
 
 class Measurement(FrozenModel):
-    """Measured results of one command's part of a run, written to `<run.dir>/measurement.json`.
+    """Measured results of the steps of a run that one command made, in `<run.dir>/measurement.json`.
 
-    The JSON also contains the rates; `load` recomputes them.
+    The JSON also contains the computed rates, which `load` ignores.
 
-    offload: the offload target, with its location if it is a drive; None without one
+    offload: the offload target, with its location if it is a drive; None without an offload target
     drive: bytes that rank 0 moved in the median step, from its update to the next
     first_step: number of the first step of this command (1 for a new run)
-    repeated_steps: steps that a rollback undid; `pace` counts them too
+    repeated_steps: steps that a rollback undid; `pace` also counts them
     first_loss, last_loss, validation_loss: nats per token
-    byte_entropy: entropy of the byte frequencies, which a model must beat, nats per token
+    byte_entropy: entropy of the byte frequencies, the loss of a model that knows only them, nats per token
     flops_per_token: see `model_flops_per_token`
     step_seconds: mean timed step of `pace`, divided into causes as in the least disturbed profiled step on
-        the slowest rank (the one that waited least for collectives). None if no step was profiled or timed.
+        the slowest rank (the rank that waited least for collectives). None if no step was profiled or timed.
     startup_seconds: seconds from the command to the end of its first step
     sample: text that the trained model generated
     """
@@ -271,5 +271,5 @@ class Measurement(FrozenModel):
         return cls.read_json(path, what="a saved measurement")
 
     def save(self, path: str | Path) -> None:
-        """Writes JSON atomically: a reader finds either the old file or the new one. Raises OSError."""
+        """Writes JSON atomically. Raises OSError."""
         write_whole(Path(path), self.model_dump_json(indent=2) + "\n")

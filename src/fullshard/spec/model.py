@@ -1,4 +1,4 @@
-"""ModelSpec: the planner's description of a model. It has shapes and bytes, but no weights and no torch."""
+"""ModelSpec: the planner's description of a model by shapes, bytes and kernels, without weights and torch."""
 
 from collections.abc import Hashable, Sequence
 from functools import cached_property
@@ -23,13 +23,12 @@ Event = Literal[
 
 
 class ParamSpec(FrozenModel):
-    """One parameter.
+    """The name, shape and dtype size of one parameter of a model.
 
-    name: its first name
-    shape: its whole (unsharded) shape
-    itemsize: bytes per element in the module. Trained parameters are nevertheless sharded in the plan's
-        master dtype and computed with in its param dtype.
-    aliases: the other names of a tied parameter
+    shape: unsharded shape
+    itemsize: bytes per element in the module. Under a plan, shards of trained parameters have its master
+        dtype, and computation its param dtype.
+    aliases: other names of a tied parameter
     """
 
     name: str
@@ -45,11 +44,12 @@ class ParamSpec(FrozenModel):
 
 
 class UnitSpec(FrozenModel):
-    """One communication unit: parameters that are gathered, used and freed together.
+    """A communication unit: parameters that are gathered, used and freed together.
 
-    position: its index among the units by registration of their modules, the root first
-    kept: stays gathered between forward and backward: the root, and the unit whose backward comes right after
-        its forward
+    position: index of the unit in the order in which modules are registered, the root first
+    is_block: True for one of the model's repeated blocks
+    kept: True if the unit stays gathered between forward and backward: the root, and the unit whose backward
+        comes right after its forward
     """
 
     name: str
@@ -75,11 +75,11 @@ class Line(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Bytes of live tensors that the model's own computation allocated, by origin.
+    """Bytes of live tensors at one moment of a microbatch, by the computation that allocated them.
 
-    activations: the units' forward passes
-    loss: computation between the last unit's forward and the first unit's backward
-    backward: backward passes, including recomputation
+    activations: tensors from the units' forward passes
+    loss: tensors from between the last unit's forward and the first unit's backward
+    backward: tensors from backward passes, including recomputation
     gradients: whole gradients of parameters, as autograd produces them
     """
 
@@ -90,7 +90,7 @@ class Moment(NamedTuple):
 
 
 class Kernel(FrozenModel):
-    """One kind of launch: the same operation on the same shapes.
+    """A kind of kernel launch: one operation on fixed shapes.
 
     flops: FLOP of one launch. `attention` counts only pairs of positions that are computed: about half of all
         if it is `causal`.
@@ -105,25 +105,25 @@ class Kernel(FrozenModel):
 
 
 class Launches(NamedTuple):
-    """A number (`times`) of launches of `ModelSpec.kernels[kernel]`."""
+    """The number of launches (`times`) of the kernel with index `kernel` in `ModelSpec.kernels`."""
 
     kernel: int
     times: int
 
 
 class Phase(FrozenModel):
-    """The computation of a microbatch between two points at which FSDP2 acts.
+    """The computation of a microbatch between two hooks of FSDP2.
 
-    event: the point of unit `unit` that opens the phase
-    unit: an index; -1 for the run itself
-    peaks: moments of which one is the highest of the phase, for any microbatch
-    end: live tensors at its end. Gradients that a `post_backward` passes to FSDP2 are already excluded from
-        the phase that it opens.
+    event: the hook that opens the phase
+    unit: index of the hook's unit; -1 for the whole model
+    peaks: moments of the phase; for any microbatch, one of them is the moment with the most bytes
+    end: live tensors at the end of the phase. A phase that opens with `post_backward` excludes the gradients
+        that the hook passes to FSDP2.
     work: launches in eager mode
-    fused: launches if runs of elementwise operations are one kernel, as after compilation
-    out: storages whose copies to the host begin when the phase's unit ends its forward
-    back: storages whose copies from the host begin when its backward begins, beside later launches
-    waits: compute first waits for the copies that began earlier
+    fused: launches if consecutive elementwise operations are fused into one kernel, as after compilation
+    out: storages whose copies to the host start when the unit's forward ends
+    back: storages whose copies from the host start when the unit's backward starts, beside later launches
+    waits: True if compute first waits for the copies that started earlier
     """
 
     event: Event
@@ -138,10 +138,10 @@ class Phase(FrozenModel):
 
 
 class Repeat(FrozenModel):
-    """Units that the trace contains once, but the model `times` times.
+    """A period of units that the trace contains once, and the model `times` times in a row.
 
-    The units `first` to `first + units - 1` of the trace form one period, which occurs `times` in a row in
-    the model. The trace contains at least one identical period before them and one after.
+    The period consists of the units `first` to `first + units - 1` of the trace, which contains at least one
+    identical period before them and one after.
     """
 
     first: int
@@ -150,12 +150,11 @@ class Repeat(FrozenModel):
 
 
 class Trace(FrozenModel):
-    """One microbatch, forward and backward, under one recompute setting.
+    """The phases of one microbatch, forward and backward, under one recompute setting.
 
-    microbatch: the only microbatch size that it is valid for; None for any
-    phases: phases of the model, without the units that `repeats` leaves out; `Phase.unit` counts the trace's
-        units
-    accumulating: phases on top of whole gradients of earlier microbatches, if those are accumulated in place
+    microbatch: the only microbatch size for which the trace is valid; None if it is valid for any
+    phases: phases of the trace's units, which `Phase.unit` counts; `repeats` lists units to repeat
+    accumulating: phases of a microbatch that adds to whole gradients of earlier microbatches in place
         (accumulation without sync, gradients computed in the dtype that they are reduced in)
     """
 
@@ -167,6 +166,7 @@ class Trace(FrozenModel):
     repeats: tuple[Repeat, ...] = ()
 
     def holds_for(self, recompute: RecomputeSection, microbatch: int) -> bool:
+        """Returns True if the trace is valid for these settings."""
         asked, own = recompute, self.recompute
         same = asked.mode == own.mode and (
             asked.period == own.period
@@ -177,10 +177,10 @@ class Trace(FrozenModel):
 
 
 class ModelSpec(FrozenModel):
-    """A model: its units in order of use, its buffers, and the allocations and kernels of a microbatch.
+    """A model's units in order of use, its buffers, and the allocations and kernels of a microbatch.
 
-    device_type: the device whose kernels the traces contain
-    scalars: number of parameters without a dimension to shard; they are whole on every rank and in no unit
+    device_type: type of device whose kernels the traces contain
+    scalars: number of parameters without dimensions, which are replicated and in no unit
     flops_per_token: see `fullshard.spec.measurement.model_flops_per_token`. It is counted from the traced
         matmuls, so a mixture of experts counts only the experts that a token reaches.
     active_numel: number of parameters that a token is multiplied with
@@ -200,12 +200,12 @@ class ModelSpec(FrozenModel):
 
     @property
     def numel(self) -> int:
-        """Number of parameters; a tied one counts once."""
+        """Number of elements of all parameters; tied parameters count once."""
         return sum(unit.numel for unit in self.units) + self.scalars
 
     @cached_property
     def kept(self) -> dict[Hashable, object]:
-        """Cache of values derived from this spec. It is not part of the spec's value."""
+        """Cache in which the planner stores values that it derives from this spec."""
         return {}
 
     @cached_property
@@ -220,7 +220,10 @@ class ModelSpec(FrozenModel):
         return tuple(kinds)
 
     def trace(self, recompute: RecomputeSection, microbatch: int) -> Trace:
-        """Returns the trace for these settings, or for any microbatch. Raises PlanError if there is none."""
+        """Returns the trace that is valid for these settings. Raises PlanError if there is none.
+
+        A trace for exactly this microbatch is preferred to one for any microbatch.
+        """
         fitting = [trace for trace in self.traces if trace.holds_for(recompute, microbatch)]
         if not fitting:
             raise PlanError(

@@ -7,15 +7,14 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from fullshard.spec.value import NUMBER, FrozenModel, Options, PathText, PositiveCount, PositiveScalar
 
-MOST_LAYERS = 2_048
-"""The deepest models ever trained have about a thousand layers."""
+MOST_LAYERS = 2_048  # the deepest models ever trained have about a thousand layers
 
 
 class DecoderConfig(FrozenModel):
-    """The reference transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+    """Sizes of the reference decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-    The defaults are the embedded default model, small enough to learn in two minutes on two cores. Instead of
-    sizes, the section may have `hf` (a transformers model) or `python` (any module): docs/models.md.
+    The defaults are a model that is small enough to learn in two minutes on two cores. Instead of sizes, the
+    section may have `hf` (a transformers model) or `python` (any module): docs/models.md.
     """
 
     vocabulary: PositiveCount = 256
@@ -41,7 +40,7 @@ class DecoderConfig(FrozenModel):
 
 
 class HuggingFaceModel(FrozenModel):
-    """A transformers model (extra `hf`).
+    """Settings of a model of the library transformers (extra `hf`).
 
     `hf`: a name in this machine's cache, a directory, or a config.json
     `weights`: `auto` reads the weights beside the config, if any, and reports it; `require` fails without
@@ -64,12 +63,12 @@ class HuggingFaceModel(FrozenModel):
 
     @property
     def source(self) -> str:
-        """The section's key and value, for messages."""
+        """The setting `hf` and its value, for messages."""
         return f"hf = {self.hf!r}"
 
 
 class PythonModel(FrozenModel):
-    """Any `nn.Module`.
+    """Settings of any `nn.Module`, which a function of the user creates.
 
     `python`: `package.module:factory`, which is called with `options`. Tensors that it creates with
         `torch.empty` (parameters) take no memory.
@@ -80,7 +79,7 @@ class PythonModel(FrozenModel):
 
     @property
     def source(self) -> str:
-        """The section's key and value, for messages."""
+        """The setting `python` and its value, for messages."""
         return f"python = {self.python!r}"
 
 

@@ -1,4 +1,4 @@
-"""Plan: the settings chosen for a Run on given ranks. Every runtime package reads its settings from it."""
+"""Plan: all settings of a run on a number of ranks. Every runtime package reads its settings from it."""
 
 from pathlib import Path
 from typing import Literal, Self
@@ -17,8 +17,8 @@ ITEMSIZE: dict[Dtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 class Precision(FrozenModel):
     """The dtypes of one unit. `master` is the dtype of the shards, and thus of the optimizer's state.
 
-    Bytes per parameter, over N ranks (shards, gradient, AdamW's two moments | while unsharded |
-    communicated):
+    Bytes per parameter over N ranks: of its shard, its gradient and AdamW's two moments; while it is
+    unsharded; in communication:
 
     fp32         (4 + 4 + 8) / N     4    4 gathered, 4 reduced
     bf16         (4 + 4 + 8) / N     2    2 gathered, 4 reduced     fp32 sums: the default on bf16 hardware
@@ -38,7 +38,7 @@ class Precision(FrozenModel):
 
     @classmethod
     def of(cls, mode: PrecisionMode, run: Run | None = None) -> Self:
-        """Returns the dtypes of a named mode, with the output and buffer dtypes that the Run sets."""
+        """Returns the dtypes of a precision mode, with the output and buffer dtypes of `run`."""
         param, reduce, master = _MODES[mode]
         section = (run or Run()).precision
         return cls(
@@ -63,9 +63,7 @@ _MODES: dict[PrecisionMode, tuple[Dtype, Dtype, Dtype]] = {
 
 
 class Plan(FrozenModel):
-    """The settings chosen for a run on `world_size` ranks.
-
-    The mesh is `replicate_degree` × `shard_degree` × `tensor_parallel` = `world_size` ranks.
+    """The settings of a run on `world_size` = `replicate_degree` × `shard_degree` × `tensor_parallel` ranks.
 
     run: the run with every `auto` resolved
     reshard_after_forward: True frees a unit's gathered parameters after its forward, False keeps them for its
@@ -96,7 +94,7 @@ class Plan(FrozenModel):
 
     @property
     def gradients_leave(self) -> bool:
-        """True if reduced gradients are copied to the host as they arrive; False on the CPU."""
+        """True if the plan copies each reduced gradient from a GPU to the host for an offload target."""
         return self.run.offload.takes_optimizer and self.device == "cuda"
 
     @property
@@ -108,7 +106,7 @@ class Plan(FrozenModel):
     def from_run(
         cls, run: Run, *, world_size: int, device: DeviceType = "cpu", bf16_hardware: bool | None = None
     ) -> Self:
-        """Returns the plan with the settings that `run` pins, and plain defaults for the rest.
+        """Returns a plan with the settings of `run`, and defaults for its `auto` settings (no search).
 
         bf16_hardware: decides `precision.mode = "auto"`; unset, GPUs are assumed to support bf16
 
@@ -121,7 +119,7 @@ class Plan(FrozenModel):
     def for_prediction(
         cls, run: Run, *, world_size: int, device: DeviceType = "cpu", bf16_hardware: bool | None = None
     ) -> Self:
-        """Returns the plan as `from_run` does, but also for settings that can only be predicted yet."""
+        """Returns a plan as `from_run` does, also for settings that can be predicted but not run yet."""
         run = _settled(run)
         tensor = run.sharding.tensor_parallel
         ranks = _data_ranks(world_size, tensor)
@@ -132,12 +130,8 @@ class Plan(FrozenModel):
         if mode == "auto":
             mode = "bf16" if (device == "cuda" if bf16_hardware is None else bf16_hardware) else "fp32"
         sync = run.train.gradient_sync
-        if sync == "auto":
-            sync = (
-                "last_microbatch"
-                if run.sharding.strategy in (Strategy.NO_SHARD, Strategy.ZERO1)
-                else "every_microbatch"
-            )
+        if sync == "auto" and run.sharding.strategy not in (Strategy.NO_SHARD, Strategy.ZERO1):
+            sync = "every_microbatch"
         return cls(
             run=run,
             device=device,
@@ -172,10 +166,9 @@ class UnitSettings(FrozenModel):
 
     @classmethod
     def of(cls, plan: Plan, override: UnitOverride | None, *, kept: bool) -> Self:
-        """Returns the settings of a unit.
+        """Returns the plan's settings for a unit, with the unit's override.
 
-        kept: the unit is used last in forward and first in backward, so that it would be gathered again at
-            once if it were freed
+        kept: True keeps the unit gathered after forward, because its backward comes next
         """
         unsharded = override is not None and override.strategy is not None
         named = override.precision if override is not None else None
@@ -208,7 +201,7 @@ def check_runs(run: Run) -> None:
 
 
 def check_tier(run: Run) -> None:
-    """Raises PlanError for an offload target with an optimizer whose state can only be on the device."""
+    """Raises PlanError for an offload target with an optimizer whose state cannot be offloaded."""
     section = run.optimizer
     if run.offload.takes_optimizer and (section.name.lower() != "adamw" or section.options):
         options = ", with options" if section.options else ""
@@ -231,7 +224,7 @@ def _data_ranks(world_size: int, tensor_parallel: int) -> int:
 
 
 def _settled(run: Run) -> Run:
-    """Returns `run` with the plain default for every mechanism that it leaves to the planner."""
+    """Returns `run` with a default in place of every `auto` (except of the precision and gradient sync)."""
     hybrid = run.sharding.shard_degree is not None
     plain: dict[str, dict[str, object]] = {
         "run": {"compile": False},
@@ -248,7 +241,7 @@ def _settled(run: Run) -> Run:
 
 
 def _mesh_degrees(run: Run, world_size: int) -> tuple[int, int]:
-    """Returns (replicate, shard), whose product is `world_size`."""
+    """Returns (replicate degree, shard degree), whose product is `world_size`. Raises PlanError."""
     strategy, degree = run.sharding.strategy, run.sharding.shard_degree
     if strategy is Strategy.NO_SHARD:
         return world_size, 1
@@ -271,14 +264,12 @@ def _mesh_degrees(run: Run, world_size: int) -> tuple[int, int]:
 
 
 def _microbatches(run: Run, world_size: int) -> tuple[int, int]:
-    """Returns (microbatch, accumulation): sequences per rank at once, and microbatches per step."""
+    """Returns (sequences per rank in a microbatch, microbatches per step). Raises PlanError."""
     batch, pinned = run.train.global_batch, run.train.microbatch
     once = world_size * (pinned or 1)
     if batch % once:
         below, above = batch // once * once, (batch // once + 1) * once
-        ranks = (
-            f"{world_size} ranks × microbatch {pinned} = {once} at once" if pinned else f"{world_size} ranks"
-        )
+        ranks = f"{world_size} ranks" + (f" × microbatch {pinned} = {once} at once" if pinned else "")
         raise PlanError(
             f"a global batch of {batch} sequences cannot be shared out evenly.",
             got=f"train.global_batch = {batch}, {ranks}",

@@ -8,16 +8,14 @@ from fullshard.spec.value import FrozenModel, Large, NonNegativeFloat, PositiveF
 
 
 class MemoryTerms(FrozenModel):
-    """Bytes of live tensors on one rank at the peak of a step; `total` is their sum.
+    """Predicted bytes of live tensors on one rank at the peak of a step. See `fullshard.planner.memory`.
 
-    P parameters, N shards; all of it padded so that dim 0 divides by N. See `fullshard.planner.memory` for
-    the derivation of each.
+    P: parameters; N: shards; master: bytes per element of a shard. Shards are padded so that N divides dim 0.
 
     parameter_shards     P · master / N
     gradients            P · master / N once all units are reduced; less during backward
-    optimizer_state      optimizer state of the rank's own shards: 2 · P · master / N for AdamW; for an
-    offload
-                         target that is updated on the device, the buffers that state passes through
+    optimizer_state      optimizer state of the rank's shards: 2 · P · master / N for AdamW. For an offload
+                         target with updates on the device: the buffers that state passes through
     buffers              the module's buffers, whole on every rank
     batch                the microbatch itself
     units_in_flight      gathered parameters, and the buffers of all-gather, reduce-scatter and all-reduce
@@ -47,7 +45,7 @@ class MemoryTerms(FrozenModel):
 
     @property
     def staged_bytes(self) -> int:
-        """Host memory of the copy from which a background checkpoint is written."""
+        """Bytes of host memory of the copy from which a background checkpoint is written."""
         return self.parameter_shards + self.optimizer_state
 
     def terms(self) -> dict[str, int]:
@@ -56,7 +54,7 @@ class MemoryTerms(FrozenModel):
 
 
 class TimeTerms(FrozenModel):
-    """Seconds of one optimizer step on the slowest rank; `total` is their sum.
+    """Predicted seconds of one optimizer step on the slowest rank, by cause.
 
     compute                 forward and backward kernels, with the gaps in which the device waits for the host
     recompute               the part of backward that recomputes activations
@@ -94,12 +92,12 @@ class TimeTerms(FrozenModel):
 
 
 class OffloadTerms(FrozenModel):
-    """Host and drive use of one rank's offload target.
+    """Predicted use of the host and drive by one rank's offload target.
 
     Each `_seconds` field is a lower bound: a step takes at least the longest of the three.
 
-    host_bytes, disk_bytes: bytes held there
-    disk_read_bytes, disk_written_bytes: bytes of one step. Written bytes wear the drive.
+    host_bytes, disk_bytes: bytes in host memory and on the drive
+    disk_read_bytes, disk_written_bytes: bytes read and written in one step. Written bytes wear the drive.
     disk_seconds: busy seconds of the drive in a step. None if its speed is unknown; predicted step times then
         exclude the drive.
     update_seconds: seconds of the update in a step, on the host, or on the device if it updates there
@@ -122,7 +120,7 @@ class OffloadTerms(FrozenModel):
 
     @property
     def binds(self) -> Literal["disk", "update", "copies"]:
-        """The longest of the three known bounds on the step."""
+        """The longest work of the offload target, which bounds the step: disk, update or copies."""
         longest = max(self.disk_seconds or 0.0, self.update_seconds, self.copy_seconds)
         if self.disk_seconds == longest:
             return "disk"
@@ -130,11 +128,11 @@ class OffloadTerms(FrozenModel):
 
 
 class ActivationTerms(FrozenModel):
-    """Host use of one rank's activations that are saved in host memory.
+    """Predicted use of the host by one rank's activations that are saved in host memory.
 
-    host_bytes: the most bytes held there
-    copied_bytes: bytes of one step in each of the two directions
-    copy_seconds: seconds of both directions in a step
+    host_bytes: largest number of bytes in host memory
+    copied_bytes: bytes copied in one step in each direction
+    copy_seconds: seconds of copies in both directions in a step
     host_capacity_bytes: a rank's share of the host's memory; None if unknown
     """
 
@@ -148,11 +146,12 @@ class Prediction(FrozenModel):
     """The predicted memory, step time and speed of a plan, for the rank that uses most memory.
 
     memory: live tensors (`max_memory_allocated`)
-    allocator_reserve_bytes: with `memory`, bytes that the allocator reserves (`max_memory_reserved`)
-    context_bytes: with both, all bytes that the process needs, which must not exceed `capacity_bytes`
+    allocator_reserve_bytes: bytes that the allocator reserves (`max_memory_reserved`) beyond `memory`
+    context_bytes: bytes of the process on the device outside the allocator
+    capacity_bytes: limit on the sum of these three
     offload: use of the host and drive by the plan's offload target; None without one
     activations: use of the host by blocks that save activations there; None without any
-    flops_per_token: of the model; see `fullshard.spec.measurement.model_flops_per_token`
+    flops_per_token: see `fullshard.spec.measurement.model_flops_per_token`
     mfu: model FLOP utilisation; None if the chip's peak is unknown
     """
 
@@ -179,7 +178,7 @@ class Prediction(FrozenModel):
 
     @property
     def is_timed(self) -> bool:
-        """True if `time` covers the whole step, including its drive."""
+        """True if `time` includes the drive of the offload target, whose speed may be unknown."""
         return self.offload is None or self.offload.disk_seconds is not None
 
     @property
@@ -192,7 +191,7 @@ class Prediction(FrozenModel):
 
 
 def host_fits(*terms: OffloadTerms | ActivationTerms | None) -> bool:
-    """Returns True if all terms together fit in host memory, as far as its capacity is known."""
+    """Returns True if the terms together fit in one rank's share of host memory, or the share is unknown."""
     known = [one for one in terms if one is not None]
     held = sum(one.host_bytes for one in known)
     return all(one.host_capacity_bytes is None or held <= one.host_capacity_bytes for one in known)

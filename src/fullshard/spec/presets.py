@@ -1,6 +1,6 @@
-"""Known models as sizes of the reference decoder, which are in `presets.toml`.
+"""Presets: the sizes of known models, as settings of the reference decoder, from `presets.toml`.
 
-Models that the reference decoder would only distort (another norm, activation, head size, or experts) are not
+Models that the reference decoder cannot represent (another norm, activation, head size, or experts) are not
 listed. They are planned from their own `config.json`, see `fullshard.spec.pretrained`.
 """
 
@@ -37,9 +37,10 @@ _NOT_EXPRESSED = (
 
 
 class Preset(FrozenModel):
-    """A model under a short name.
+    """A known model with its sizes as a reference decoder.
 
-    repository: on huggingface.co; its config.json has these figures
+    name: short name of the model
+    repository: name on huggingface.co, where its config.json has these sizes
     differs: parts of the model that the reference decoder leaves out; empty if both have the same tensors
     """
 
@@ -55,7 +56,7 @@ class Preset(FrozenModel):
 
 @cache
 def presets() -> tuple[Preset, ...]:
-    """Returns all presets."""
+    """Reads all presets of `presets.toml`."""
     tables = read_toml(Path(__file__).with_name("presets.toml"))
     found: list[Preset] = []
     for family in tables.values():

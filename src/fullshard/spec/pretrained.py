@@ -1,4 +1,4 @@
-"""Hugging Face `config.json` files: finding them on this machine, and converting them to decoder sizes."""
+"""Finding Hugging Face `config.json` files on this machine, and converting them to decoder sizes."""
 
 import os
 import re
@@ -21,17 +21,20 @@ _EXPRESSED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
 
 class AsDecoder(FrozenModel):
-    """The DecoderConfig that represents a config.json, and what it leaves out (nothing: the same tensors)."""
+    """The reference decoder with the sizes of a config.json.
+
+    differs: parts of the model that the reference decoder leaves out; empty if both have the same tensors
+    """
 
     model: DecoderConfig
     differs: tuple[str, ...] = ()
 
 
 def cached_config(name: str, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Returns the config.json of the repository `name` in the Hugging Face cache; None if it is not cached.
+    """Returns the config.json of repository `name` in the Hugging Face cache, or None if it is not cached.
 
-    It is `models--org--name/snapshots/<revision>/config.json` below HF_HUB_CACHE, else HF_HOME/hub, else
-    ~/.cache/huggingface/hub; of `main`, else of the revision that was fetched last.
+    The path is `models--org--name/snapshots/<revision>/config.json` below HF_HUB_CACHE, else HF_HOME/hub,
+    else ~/.cache/huggingface/hub. The revision is `main`, else the revision that was fetched last.
     https://huggingface.co/docs/huggingface_hub/guides/manage-cache
     """
     if not _REPOSITORY.fullmatch(name):
@@ -48,9 +51,9 @@ def cached_config(name: str, environment: Mapping[str, str] = os.environ) -> Pat
 
 
 def locate(source: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Returns the config.json that `source` names: a file, a directory, or a repository in the local cache.
+    """Returns the path of a config.json on this machine. Raises SpecError if there is none; never downloads.
 
-    Raises SpecError if it is not on this machine; nothing is downloaded.
+    source: a file, a directory that contains a config.json, or a repository in the Hugging Face cache
     """
     path = Path(os.path.expanduser(source))
     if os.path.isfile(path):
@@ -75,10 +78,8 @@ def locate(source: str, environment: Mapping[str, str] = os.environ) -> Path:
 def _cache(environment: Mapping[str, str]) -> Path:
     if environment.get("HF_HUB_CACHE"):
         return Path(os.path.expanduser(environment["HF_HUB_CACHE"]))
-    home = environment.get("HF_HOME")
-    if not home:
-        home = Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return Path(os.path.expanduser(home), "hub")
+    cache = Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(os.path.expanduser(environment.get("HF_HOME") or cache), "hub")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def _named_numbers(value: Any, key: str) -> Iterator[tuple[str, int]]:
 
 
 def not_a_decoder_reason(config: Mapping[str, Any]) -> str | None:
-    """Returns why the reference decoder cannot represent this model, or None if it can."""
+    """Returns the reason why the reference decoder cannot represent this model, or None if it can."""
     kind = config.get("model_type")
     if kind not in _EXPRESSED:
         return f"model_type {kind!r}"
@@ -134,7 +135,7 @@ def not_a_decoder_reason(config: Mapping[str, Any]) -> str | None:
 
 
 def expressed(config: Mapping[str, Any], *, source: str) -> AsDecoder:
-    """Returns the decoder with the sizes of `config`. Raises SpecError if there is none."""
+    """Returns the reference decoder with the sizes of `config`. Raises SpecError if there is none."""
     reason = not_a_decoder_reason(config)
     if reason is not None:
         raise SpecError(f"{source}: the reference decoder cannot express it.", got=reason)

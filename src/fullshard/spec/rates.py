@@ -1,4 +1,4 @@
-"""Rates of uncalibrated chips: fractions of their peaks, by the size of a launch (`rates.toml`)."""
+"""Rates of uncalibrated hardware, estimated from peaks and the figures in `rates.toml`."""
 
 from functools import cache
 from pathlib import Path
@@ -9,12 +9,12 @@ from fullshard.spec.hardware import Chip, ComputeDtype, Curve, Point, Rates
 from fullshard.spec.toml_file import read_toml
 from fullshard.spec.value import FrozenModel, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-# (seconds at the chip's peak, fraction of the rate that is reached), sorted by seconds.
+# (seconds of a launch at the chip's peak rate, fraction of the sustained rate), sorted by seconds.
 Shape = tuple[tuple[float, float], ...]
 
 
 class _Figures(FrozenModel):
-    model_config = ConfigDict(extra="ignore")  # the sources of the figures
+    model_config = ConfigDict(extra="ignore")  # each table also has sources of its figures
 
 
 class _Matmul(_Figures):
@@ -60,7 +60,7 @@ class _Cpu(_Figures):
 
 
 class Efficiencies(FrozenModel):
-    """All of `rates.toml`, whose comments explain each figure."""
+    """The figures in `rates.toml`, whose comments explain each of them."""
 
     matmul: _Matmul
     memory: _Memory
@@ -73,7 +73,7 @@ class Efficiencies(FrozenModel):
 
 @cache
 def efficiencies() -> Efficiencies:
-    """Returns the table that all chips share."""
+    """Reads the figures in `rates.toml`, which apply to all chips."""
     tables = read_toml(Path(__file__).with_name("rates.toml"))
     return Efficiencies.parse(tables, source="rates.toml")
 
@@ -81,13 +81,13 @@ def efficiencies() -> Efficiencies:
 def default_rates(
     chip: Chip, *, matmul_flops_per_second: float | None, attention: tuple[float, float] | None
 ) -> Rates:
-    """Returns the rates of one GPU of this kind, estimated from its peaks.
+    """Returns the rates of one GPU of this kind, estimated from its peaks and the curves in `rates.toml`.
 
-        matmul(FLOP)  = sustained * part(FLOP / peak)
-        memory(bytes) = peak bytes/s * part(bytes / peak bytes/s)
+        matmul rate(FLOP)  = sustained * curve(FLOP / peak FLOP/s)
+        memory rate(bytes) = peak bytes/s * curve(bytes / peak bytes/s)
 
-    `matmul_flops_per_second` is the sustained bf16 rate; other dtypes sustain the same fraction of their
-    peaks. Attention follows the curve of matmuls up to its own fractions of the peak (forward, backward).
+    matmul_flops_per_second: the sustained bf16 rate; other dtypes sustain the same fraction of their peaks
+    attention: (forward, backward), the sustained fractions of the matmul peak; the curve is that of matmuls
     """
     table = efficiencies()
     known = chip.flops_per_second
@@ -112,7 +112,7 @@ def default_rates(
 
 
 def default_cpu_rates(cores: float) -> Rates:
-    """Returns the rates of a rank with `cores` cores, assuming cores like those measured for the table."""
+    """Returns the rates of a CPU rank with `cores` cores, each with the rates per core in `rates.toml`."""
     cpu = efficiencies().cpu
     flops = (Point(1.0e6, cpu.flops_per_second * cores),)
     memory = (Point(1.0e4, cpu.bytes_per_second * cores),)
@@ -132,5 +132,5 @@ def _curve(peak: float, shape: Shape, *, part: float = 1.0) -> Curve:
 
 
 def _short(figure: float) -> float:
-    """Rounds to four digits, which is more than the sources have."""
+    """Returns `figure` rounded to four significant digits, which is more than the sources have."""
     return float(f"{figure:.4g}")

@@ -1,4 +1,4 @@
-"""Run: the user's settings, read from a `run.toml`. Every default is defined on its field here."""
+"""Run: the user's settings, read from a `run.toml`. Every default is defined on its field."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -57,7 +57,10 @@ STRATEGY_ALIASES = {
 
 
 def parse_strategy(name: object) -> object:
-    """Returns the Strategy that `name` means, or "auto". Raises ValueError for any other name."""
+    """Returns the Strategy with this name or alias, or "auto". Raises ValueError for any other text.
+
+    A value that is not text is returned unchanged.
+    """
     if not isinstance(name, str) or isinstance(name, Strategy):
         return name
     key = name.lower().replace("-", "_").strip("_")
@@ -72,7 +75,7 @@ def parse_strategy(name: object) -> object:
 
 
 class TrainSection(FrozenModel):
-    """Batch sizes, duration, loss and validation. Accumulation follows from the batch sizes and the ranks.
+    """Settings of batch sizes, duration, loss and validation. Gradient accumulation follows from them.
 
     `global_batch`, `microbatch`: sequences per step over all ranks, and per rank in one forward pass
     `gradient_sync`: when ranks reduce gradients. `every_microbatch` keeps gradients sharded (least memory).
@@ -96,7 +99,7 @@ class TrainSection(FrozenModel):
 
 
 class OptimizerSection(FrozenModel):
-    """The optimizer and its hyperparameters.
+    """Settings of the optimizer and its hyperparameters.
 
     `name`: `adamw`, `sgd`, `adamw8bit` (8-bit moments: the extra `lowbit`), or the dotted name of any
         `torch.optim.Optimizer` (which takes `options`)
@@ -127,7 +130,7 @@ class OptimizerSection(FrozenModel):
 
 
 class ScheduleSection(FrozenModel):
-    """The learning rate over steps: linear warmup, then `kind` down to `min_lr_ratio` of the peak.
+    """Settings of the learning rate: linear warmup, then decay of `kind` to `min_lr_ratio` of the peak.
 
     `kind`: `wsd` stays at the peak until the last `decay_fraction` of the steps, then decays linearly
     """
@@ -155,7 +158,7 @@ class UnitOverride(FrozenModel):
 
 
 class UnitSection(FrozenModel):
-    """The modules that communicate as one unit.
+    """Settings of the division of a model into communication units.
 
     `policy`: `block`: the repeated blocks, detected automatically or matched by `names`; embeddings and head
         are separate units. `size`: modules of at least `min_parameters`, bottom up. `names`: exactly the
@@ -177,7 +180,7 @@ class UnitSection(FrozenModel):
 
 
 class ShardingSection(FrozenModel):
-    """Sharding of parameters, gradients and optimizer state over ranks.
+    """Settings of the sharding of parameters, gradients and optimizer state over ranks.
 
     `strategy`: `auto` is the fastest that fits
     `shard_degree`: number of ranks that a hybrid strategy shards over; it replicates over the others
@@ -222,7 +225,7 @@ class ShardingSection(FrozenModel):
 
 
 class PrecisionSection(FrozenModel):
-    """Dtypes of parameters, gradients, inputs, outputs and buffers, and the fp16 loss scale.
+    """Settings of dtypes (of parameters, gradients, inputs, outputs, buffers) and of the fp16 loss scale.
 
     `mode`: see `fullshard.spec.plan.Precision`, also for the cost of each; `auto` is bf16 on bf16 hardware
     `output_dtype`, `buffer_dtype`: of the model's outputs and floating-point buffers; unset, unchanged
@@ -237,7 +240,7 @@ class PrecisionSection(FrozenModel):
 
 
 class RecomputeSection(FrozenModel):
-    """Activation checkpointing: activations that backward recomputes, or that are offloaded to host memory.
+    """Settings of activation checkpointing: which activations are recomputed or offloaded to host memory.
 
     `mode`: `full` recomputes every block; `every`, every k-th block; `selective` saves attention and every
         `save_matmuls`-th matmul of a block, and recomputes the rest; `offload` saves activations in host
@@ -254,16 +257,17 @@ class RecomputeSection(FrozenModel):
 
     @property
     def period(self) -> int:
-        """Number of consecutive blocks of which one is recomputed or offloaded."""
+        """Number of consecutive blocks of which the first is recomputed or offloaded."""
         if self.mode == "every":
             return self.every or 2
         return self.every or 1 if self.mode == "offload" else 1
 
 
 class PrefetchSection(FrozenModel):
-    """All-gathers issued ahead of a unit's use. `auto` is the planner's choice.
+    """Settings of prefetch: all-gathers that are issued before a unit is used.
 
-    `mode`: `implicit`: FSDP2's own overlap of one unit; `explicit`: `forward` and `backward` units ahead
+    `mode`: `implicit`: FSDP2's own overlap of one unit; `explicit`: `forward` and `backward` units ahead;
+        `auto`: the planner's choice
     """
 
     mode: Literal["auto", "none", "implicit", "explicit"] = "auto"
@@ -272,7 +276,7 @@ class PrefetchSection(FrozenModel):
 
 
 class OffloadSection(FrozenModel):
-    """State that is kept in host memory or on the host's drive (NVMe) instead of on the device.
+    """Settings of the offload target: state in host memory or on the host's drive (NVMe).
 
     `tier`: the offload target: AdamW's state with its master weights, or the parameter shards as well.
         `auto`: nothing, unless the planner finds that nothing else fits.
@@ -309,7 +313,7 @@ class OffloadSection(FrozenModel):
 
 
 class LogSection(FrozenModel):
-    """Logging, profiling and experiment trackers (any of tensorboard, wandb, mlflow).
+    """Settings of logging, profiling and experiment trackers.
 
     `every`: steps between log lines
     `profile_steps`: steps profiled for the table of where the time goes, from the fourth on; excluded from
@@ -323,7 +327,7 @@ class LogSection(FrozenModel):
 
 
 class RunSection(FrozenModel):
-    """The run's directory, seed, device and ranks.
+    """Settings of the run's directory, seed, device, ranks and restarts.
 
     `dir`: holds only the run's log, checkpoints and report; a new run renames an earlier one to `<dir>.1`
     `ranks`: 0 is every GPU, else 2 ranks on the CPU
@@ -340,7 +344,7 @@ class RunSection(FrozenModel):
 
 
 class Run(FrozenModel):
-    """A run's settings: model, data, steps, and every mechanism that the user pins."""
+    """All settings of a run, by section. The planner chooses those that are `auto`."""
 
     renamed = {"survival": "fault_tolerance"}
 
@@ -362,7 +366,7 @@ class Run(FrozenModel):
 
     @classmethod
     def load(cls, path: str | Path | None = None, *, overrides: Sequence[str] = ()) -> Self:
-        """Reads a `run.toml` (or the defaults, for None), then applies `section.key=value` overrides.
+        """Reads a `run.toml` (None: the defaults), and applies `section.key=value` overrides.
 
         Raises SpecError for a file that is missing or not TOML, an unknown key or an invalid value.
         """
@@ -376,7 +380,7 @@ class Run(FrozenModel):
 
     @property
     def decoder(self) -> DecoderConfig:
-        """The sizes of the reference decoder. Raises SpecError if the run is for another model."""
+        """The section [model] of a run of the reference decoder. Raises SpecError for any other model."""
         if not isinstance(self.model, DecoderConfig):
             raise SpecError(
                 "this is for the reference decoder alone.",
@@ -387,24 +391,19 @@ class Run(FrozenModel):
 
     @model_validator(mode="after")
     def _in_backward_fits(self) -> Self:
-        wants = {
-            'precision.mode = "fp16"': (
-                self.precision.mode == "fp16",
-                "with a loss scale a step is left out after backward",
-            ),
-            f'fault_tolerance.on_spike = "{self.fault_tolerance.on_spike}"': (
-                self.fault_tolerance.on_spike != "none",
-                "a step is flagged as a spike after backward",
-            ),
-            f'offload.tier = "{self.offload.tier}"': (
-                self.offload.takes_optimizer,
-                "a tier updates group by group, and its gradients leave the device anyway",
-            ),
-        }
-        for setting, (is_set, why) in wants.items():
-            if self.optimizer.in_backward and is_set:
-                raise ValueError(f"optimizer.in_backward = true does not go with {setting}: {why}")
-        return self
+        if not self.optimizer.in_backward:
+            return self
+        if self.precision.mode == "fp16":
+            setting, why = 'precision.mode = "fp16"', "with a loss scale a step is left out after backward"
+        elif self.fault_tolerance.on_spike != "none":
+            setting = f'fault_tolerance.on_spike = "{self.fault_tolerance.on_spike}"'
+            why = "a step is flagged as a spike after backward"
+        elif self.offload.takes_optimizer:
+            setting = f'offload.tier = "{self.offload.tier}"'
+            why = "a tier updates group by group, and its gradients leave the device anyway"
+        else:
+            return self
+        raise ValueError(f"optimizer.in_backward = true does not go with {setting}: {why}")
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
@@ -419,7 +418,10 @@ class Run(FrozenModel):
 
 
 def _override(data: dict[str, Any], override: str) -> str:
-    """Sets `train.steps=500` in `data`, and returns `train.steps`. A value that is not TOML is a string."""
+    """Applies an override such as `train.steps=500` to `data`, and returns its key, `train.steps`.
+
+    A value that is not TOML is a string. Raises SpecError for an override without a section, key or value.
+    """
     name, separator, text = override.partition("=")
     *path, key = name.strip().split(".")
     if not separator or not path or not key:

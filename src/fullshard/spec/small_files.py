@@ -1,8 +1,8 @@
-"""Small files that are read whole, and the JSON and TOML in them.
+"""Reading small files, and parsing the JSON and TOML in them, with limits on size and nesting.
 
-A file that a user names may be anything: a device without an end, a fifo that nobody writes to, text nested
-until the stack overflows. So reading and parsing are limited. Here, every problem with a file is an OSError
-and every problem with a text is a ValueError; callers raise the FullshardError of their own package.
+A file that a user names may be anything: an endless device, a fifo without a writer, text nested until the
+stack overflows. Here, every problem with a file is an OSError and every problem with a text is a ValueError;
+callers raise the FullshardError of their own package.
 """
 
 import errno
@@ -20,12 +20,8 @@ from typing import Any, Self, cast
 from fullshard.errors import FullshardError
 from fullshard.quantities import format_bytes
 
-SETTINGS_BYTES = 1 << 20
-"""Limit for files that people write by hand: a run.toml, a config of another tool."""
-
-VALUE_BYTES = 32 << 20
-"""Limit for files that programs write for programs: a plan, a traced model, a config.json."""
-
+SETTINGS_BYTES = 1 << 20  # limit for files that people write by hand: a run.toml, a config of another tool
+VALUE_BYTES = 32 << 20  # limit for files that programs write: a plan, a traced model, a config.json
 DEEPEST = 100
 _LARGEST_INTEGER = 2**63
 _SHOWN_CHARACTERS = 300
@@ -40,10 +36,9 @@ class TomlError(ValueError):
 
 
 class ForeignErrors:
-    """A context for calls of another library that parse a user's file.
+    """Context that raises `error(message)` in place of any exception of another library that parses a file.
 
-    Such a library can raise anything for an unexpected file. The context raises `error(message)` instead. A
-    FullshardError passes unchanged, and so do exceptions that end the process.
+    A FullshardError passes unchanged, and so do exceptions that end the process.
     """
 
     def __init__(self, error: Callable[[str], Exception]) -> None:
@@ -63,10 +58,7 @@ class ForeignErrors:
 
 
 def read_bytes(path: str | Path, *, most_bytes: int) -> bytes:
-    """Returns the bytes of a regular file of at most `most_bytes`.
-
-    Raises OSError, whose `strerror` gives the reason, for everything else that a path may name.
-    """
+    """Reads a regular file of at most `most_bytes`. Raises OSError, whose `strerror` gives the reason."""
     try:
         mode = os.stat(path).st_mode
     except ValueError as error:  # a NUL, or half a surrogate pair
@@ -83,7 +75,7 @@ def read_bytes(path: str | Path, *, most_bytes: int) -> bytes:
 
 
 def read_text(path: str | Path, *, most_bytes: int) -> str:
-    """Returns the UTF-8 text of a file. Raises what `read_bytes` raises, and ValueError for other text."""
+    """Reads a UTF-8 file of at most `most_bytes`. Raises OSError, or ValueError for other encodings."""
     try:
         return read_bytes(path, most_bytes=most_bytes).decode()
     except UnicodeDecodeError as error:
@@ -91,7 +83,7 @@ def read_text(path: str | Path, *, most_bytes: int) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns the value of the JSON `text`. Raises ValueError for other text, or deeper than `DEEPEST`."""
+    """Returns the value of the JSON `text`. Raises ValueError for other text or more than 100 levels."""
     text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     try:
         tree: Any = json.loads(text)
@@ -110,7 +102,7 @@ def parse_json(text: str | bytes) -> Any:
 def parse_toml(text: str) -> dict[str, Any]:
     """Returns the tables of the TOML `text`.
 
-    Raises TomlError for other text, ValueError for tables deeper than `DEEPEST` or integers over 64 bits.
+    Raises TomlError for other text, and ValueError for more than 100 levels or integers of over 64 bits.
     """
     try:
         tree = tomllib.loads(f"{text}\n")  # with the newline, an error at the end has a line, too
@@ -126,7 +118,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def check_depth(tree: Any, *, most: int) -> None:
-    """Raises ValueError for nesting deeper than `DEEPEST`, or for more than `most` values on a level.
+    """Raises ValueError for more than 100 levels of nesting in `tree`, or more than `most` values on a level.
 
     References within a text can turn a few lines into many values.
     """
@@ -147,7 +139,7 @@ def _inner(value: Any) -> Iterable[Any]:
 
 
 def check_integers(value: Any, keys: tuple[str, ...] = ()) -> None:
-    """Raises ValueError that names the keys of an integer of more than 64 bits in `value`."""
+    """Raises ValueError for an integer of more than 64 bits in `value`, which is found at `keys`."""
     if isinstance(value, dict):
         for key, inner in cast(dict[Any, Any], value).items():
             check_integers(inner, (*keys, str(key)))
@@ -159,7 +151,7 @@ def check_integers(value: Any, keys: tuple[str, ...] = ()) -> None:
 
 
 def _plainly(message: str, text: str) -> str:
-    """Returns tomllib's message; for a duplicate key, one that names the key."""
+    """Returns tomllib's message about `text`; for a duplicate key, a message that names the key."""
     twice = _TWICE.match(message)
     if twice is None:
         return message

@@ -1,4 +1,4 @@
-"""TOML files of settings and of measured hardware: reading and writing."""
+"""Reading and writing TOML files."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from fullshard.spec.small_files import SETTINGS_BYTES, parse_toml, read_text
 
 
 def read_toml(path: Path, *, fix: str | None = None) -> dict[str, Any]:
-    """Returns the file's tables. Raises SpecError for any other file, with `fix` if it is unreadable."""
+    """Reads the tables of a TOML file. Raises SpecError, with `fix` if the file cannot be read."""
     try:
         return parse_toml(read_text(path, most_bytes=SETTINGS_BYTES))
     except OSError as error:
@@ -22,10 +22,10 @@ def read_toml(path: Path, *, fix: str | None = None) -> dict[str, Any]:
 
 
 def toml_text(data: Mapping[str, Any], *, head: str, comment: Callable[[list[str]], str | None]) -> str:
-    """Returns `data` as TOML that reads back to identical values.
+    """Returns `data` as TOML text that reads back to identical values.
 
-    head: the text of the first comment
-    comment: returns the comment on a key or table, given by its path
+    head: text of the comment at the top
+    comment: returns the comment on a key or table from its path, or None
     """
     head_lines = [f"# {_printable(line)}" for line in head.splitlines()]
     return "\n".join([*head_lines, *_table(data, [], comment=comment)]) + "\n"
@@ -63,7 +63,7 @@ def _key(name: str) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Returns a number, text, boolean, list or mapping as TOML; a list of lists has one line for each."""
+    """Returns a number, text, boolean, list or mapping as TOML text; each inner list has its own line."""
     if isinstance(value, bool | str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, int):

@@ -1,4 +1,4 @@
-"""FrozenModel, the base of all values in `spec`: frozen, strict about fields, stored as JSON."""
+"""FrozenModel, the pydantic base class of all values in `spec`, and types of its fields."""
 
 import difflib
 import re
@@ -27,13 +27,13 @@ def _plain(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _not_a_truth_value(value: Any) -> Any:
-    """Raises ValueError for booleans, which Python accepts as 0 and 1: `steps = true` is a mistake."""
+    """Returns `value`. Raises ValueError for a boolean, which pydantic would accept as a number."""
     if isinstance(value, bool):
         raise ValueError(f"it is a number, not {str(value).lower()}")
     return value
 
 
-# Used in every number that a person writes.
+# Part of the type of every number that a person writes.
 NUMBER = BeforeValidator(_not_a_truth_value)
 NonNegativeFloat = Annotated[float, NUMBER, Field(ge=0)]
 PositiveFloat = Annotated[float, NUMBER, Field(gt=0)]
@@ -61,17 +61,18 @@ _QUOTED = re.compile(r"'([^']*)'")
 
 
 class FrozenModel(BaseModel):
-    """A frozen value. Unknown fields raise an error that names the nearest known field."""
+    """A pydantic model that is immutable and rejects unknown fields."""
 
-    renamed: ClassVar[Mapping[str, str]] = {}  # earlier names of fields; their errors give the present ones
+    renamed: ClassVar[Mapping[str, str]] = {}  # earlier name of a field -> its name now, for error messages
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
     def parse(cls, data: Mapping[str, Any], *, source: str, overridden: Sequence[str] = ()) -> Self:
-        """Returns a value from plain data. Raises SpecError that names `source`, the field and its values.
+        """Returns a value with the fields `data`. Raises SpecError, which names the invalid field.
 
-        overridden: the keys (`train.steps`) that come from `--set` instead of `source`
+        source: name of the file that contains the data, for the message
+        overridden: keys (`train.steps`) whose values come from `--set` instead
         """
         try:
             return cls.model_validate(dict(data))
@@ -80,7 +81,7 @@ class FrozenModel(BaseModel):
 
     @classmethod
     def read_json(cls, path: str | Path, *, what: str) -> Self:
-        """Reads a value saved as JSON. Raises SpecError that another file is not `what` ("a saved plan")."""
+        """Reads a value from a JSON file. Raises SpecError: "<path> is not <what>" ("a saved plan")."""
         try:
             return cls.model_validate_json(read_bytes(path, most_bytes=VALUE_BYTES))
         except ValidationError as error:
@@ -93,7 +94,7 @@ class FrozenModel(BaseModel):
 
 
 def field_notes(section: type[BaseModel]) -> dict[str, str]:
-    """Returns the first sentence about each field in the docstring of a section."""
+    """Returns the first sentence about each field in the docstring of `section`, by field name."""
     found: dict[str, str] = {}
     entries = re.findall(r"^([a-z_]+(?:, [a-z_]+)*): (.+(?:\n {4}.+)*)", getdoc(section) or "", re.MULTILINE)
     for names, text in entries:
@@ -105,7 +106,7 @@ def field_notes(section: type[BaseModel]) -> dict[str, str]:
 def _spec_error(
     cls: type[FrozenModel], error: ValidationError, *, source: str, overridden: Sequence[str]
 ) -> SpecError:
-    # An unknown key comes first: it may be a needed one, misspelled.
+    # An unknown key comes first: it may be a misspelled required key.
     errors = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     first, name = errors[0], _name(cls, errors[0]["loc"])
     same = [one for one in errors if _name(cls, one["loc"]) == name]  # one for each branch of a union
@@ -118,12 +119,8 @@ def _spec_error(
         )
     if first["type"] == "missing":
         return SpecError(f"{source}: {name} is missing{more}.", fix=f"set {name}")
-    reason, fix = (
-        " or: ".join(
-            one["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list") for one in same
-        ),
-        None,
-    )
+    messages = (one["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list") for one in same)
+    reason, fix = " or: ".join(messages), None
     if all(one["type"] == "literal_error" for one in same):
         names = [text for one in same for text in _QUOTED.findall(one["ctx"]["expected"])]  # type: ignore
         reason, fix = f"it is one of {', '.join(names)}", _nearest(str(first["input"]), names)
@@ -148,21 +145,21 @@ def _shown(value: object) -> str:
 
 
 def _nearest(text: str, names: Sequence[str]) -> str | None:
-    """Returns the names that contain `text`, or else the most similar ones; None if there are none."""
+    """Returns the names that contain `text`, else similar names, joined by "or"; None if there are none."""
     key = text.lower()
     near = [name for name in names if key and key in name.lower()]
     return " or ".join(near or difflib.get_close_matches(key, names, n=3, cutoff=0.5)) or None
 
 
 def _name(cls: type[FrozenModel], location: Sequence[str | int]) -> str:
-    """Returns `train.steps` for `("train", "steps", "int")`; pydantic appends the branch of a union."""
+    """Returns the dotted key of a pydantic error location: `train.steps` for `("train", "steps", "int")`."""
     return ".".join(_path(cls, location)[0])
 
 
 def _path(cls: type[FrozenModel], location: Sequence[str | int]) -> tuple[list[str], type[FrozenModel]]:
-    """Returns (keys as in the file, the section that contains the last key).
+    """Returns (keys of a pydantic error location, the section that contains the last key).
 
-    For a union of sections, pydantic inserts the class name of the chosen one between the keys.
+    In a union, pydantic adds the branch to the location: for sections, the class name between the keys.
     """
     section, inner, parts = cls, [cls], list[str]()
     for part in location:
@@ -201,7 +198,7 @@ def _unknown_key(cls: type[FrozenModel], location: Sequence[str], *, source: str
 def _of_another_kind(
     cls: type[FrozenModel], locations: Sequence[Sequence[str]], *, source: str
 ) -> SpecError | None:
-    """Returns the error for keys of another section type that may replace this one; None if none has them."""
+    """Returns the error for keys that only another type in the union of sections has; None if none has."""
     paths = [_path(cls, location) for location in locations]
     ([*path, key], section), kinds = paths[0], [cls]
     for part in path:
@@ -225,7 +222,7 @@ def _of_another_kind(
 
 
 def _keys(cls: type[FrozenModel], prefix: str = "") -> Iterator[str]:
-    """Yields the dotted name of every key of a section; for a union of sections, of the first."""
+    """Yields the dotted name of every key of a section. For a union of sections, the first is used."""
     for name, field in cls.model_fields.items():
         inner = _models_of(field.annotation)
         if inner and not field.is_required() and not isinstance(field.default, tuple):
@@ -235,7 +232,7 @@ def _keys(cls: type[FrozenModel], prefix: str = "") -> Iterator[str]:
 
 
 def _models_of(annotation: Any) -> list[type[FrozenModel]]:
-    """`Section` and `tuple[Section, ...]` -> [Section]; `A | B` -> [A, B]; without a model -> []."""
+    """Returns the FrozenModel types in a field's annotation: `A | tuple[B, ...]` -> [A, B]."""
     if isinstance(annotation, type) and issubclass(annotation, FrozenModel):
         return [annotation]
     return [model for inner in get_args(annotation) for model in _models_of(inner)]

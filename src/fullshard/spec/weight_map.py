@@ -1,7 +1,7 @@
-"""Mapping between two namings of a model's tensors, as boxes of elements to copy.
+"""Mapping from the tensors in a file (sources) to a model's tensors (targets), as boxes of elements to copy.
 
-A Hugging Face file may hold three tensors where the model has one, or the reverse. The mapping is a plain
-value: code that reads or writes the bytes needs to know nothing about the model.
+A Hugging Face file may contain three tensors where the model has one, or the reverse. Code that reads or
+writes the bytes needs only the mapping, not the model.
 """
 
 import math
@@ -13,15 +13,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a target, and the elements of one source that fill it.
+    """A copy of elements of one source tensor into a box (a rectangular slice) of a target tensor.
 
-    Element i of the box (a multi-dimensional index) is element `begin` + sum(i · `strides`) of the source as
-    stored in its file: row-major.
+    Element i of the box (a multi-dimensional index) is element `begin` + sum(i · `strides`) of the source,
+    which its file stores in row-major order.
 
     source: name of the source tensor
     begin: offset of the box's first element in the source, in elements
     strides: source elements from one index to the next, for each dim of the box
-    at: start of the box in the target
+    at: index of the box's first element in the target
     shape: shape of the box
     """
 
@@ -38,13 +38,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """The parts of every target, and unused sources.
+    """Mapping from the tensors in a file (sources) to a model's tensors (targets).
 
-    parts: for each target, boxes that fill it without overlapping
-    shapes: shapes of the converted targets
+    parts: for each target, copies into boxes that fill it without overlapping
+    shapes: shape of each target
     surplus: sources that no target uses
-
-    `converted` lists the targets that are not an unchanged copy of one source.
     """
 
     parts: Mapping[str, tuple[Part, ...]]
@@ -53,6 +51,7 @@ class WeightMap:
 
     @property
     def converted(self) -> tuple[str, ...]:
+        """Names of the targets that are not an unchanged copy of one source."""
         return tuple(
             name
             for name, parts in self.parts.items()
@@ -66,23 +65,23 @@ Naming = Callable[[Mapping[str, Shape]], WeightMap]
 
 def row_major(shape: Shape) -> tuple[int, ...]:
     """Returns the element strides of a contiguous tensor, one for each dim."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    sizes = [max(size, 1) for size in shape]
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def whole(source: str, shape: Shape) -> tuple[Part, ...]:
-    """Returns the parts of a target that is an unchanged copy of `source`, of `shape`."""
+    """Returns the parts of a target that is an unchanged copy of the tensor `source` with `shape`."""
     return (Part(source, begin=0, strides=row_major(shape), at=(0,) * len(shape), shape=shape),)
 
 
 def by_name(
     wanted: Mapping[str, Shape], saved: Mapping[str, Shape], *, prefixes: tuple[str, ...]
 ) -> WeightMap:
-    """Maps tensors by equal names; also by names with a missing or additional prefix (`model.`)."""
+    """Maps each tensor in a file to the model's tensor with an equal name.
+
+    wanted, saved: shapes of the model's and of the file's tensors, by name
+    prefixes: prefixes such as `model` that a name may lack, or have in addition
+    """
     parts: dict[str, tuple[Part, ...]] = {}
     surplus: list[str] = []
     for source, shape in saved.items():

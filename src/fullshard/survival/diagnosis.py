@@ -1,7 +1,4 @@
-"""Diagnosis of a hang: which rank the others wait for.
-
-It uses the report of each rank, and the process state of the ranks that do not report.
-"""
+"""Diagnosis of a hang, from the ranks' reports: names the rank that the others wait for."""
 
 import socket
 import sys
@@ -16,14 +13,14 @@ from fullshard.system.process import pid_namespace, stat_fields
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Last position that a rank published.
+    """The position that a rank published last.
 
     host: see `this_host`
     process: process id
-    step: finished steps
+    step: number of finished steps
     phase: the RunPhase that the rank is in
-    unmoved_seconds: time since it entered `phase`
-    limit_seconds: longest time it may stay there
+    unmoved_seconds: time since the rank entered `phase`
+    limit_seconds: longest time that the rank may stay in `phase`
     at: time of publication, in seconds since the epoch
     """
 
@@ -38,12 +35,12 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Report:
-    """Report of a rank, requested once the run is believed to hang.
+    """The report of a rank, which the watchdogs request when a rank hangs.
 
-    seen: its position now
-    waits: whether it is in a collective
-    place: innermost line outside libraries
-    collective: last one in torch's flight recorder, or "" if none is recorded
+    seen: the rank's position now
+    waits: whether the rank is in a collective
+    place: innermost line of Python outside libraries
+    collective: last collective in torch's flight recorder, or "" if none is recorded
     stacks: stacks of all threads
     """
 
@@ -56,19 +53,19 @@ class Report:
 
 @dataclass(frozen=True)
 class UnresponsiveRank:
-    """The last heartbeat of a rank that sent no report, if any, and its `process_state`."""
+    """A rank that sent no report: its last heartbeat, if any, and its `process_state`."""
 
     last: Heartbeat | None
     state: str | None
 
 
 def this_host() -> str:
-    """Returns an identity that processes share if they see each other under /proc: host and pid namespace."""
+    """Returns host name and pid namespace, equal for processes that see each other under /proc."""
     return f"{socket.gethostname()} {pid_namespace()}".strip()
 
 
 def process_state(seen: Heartbeat) -> str | None:
-    """Returns a process's state letter (man proc_pid_stat), "" if it is gone, None if it is not known."""
+    """Returns the state letter of a rank's process (man proc_pid_stat); "" if it is gone, None if unknown."""
     if sys.platform != "linux" or seen.host != this_host():
         return None
     return next(iter(stat_fields(seen.process)), "")
@@ -76,7 +73,7 @@ def process_state(seen: Heartbeat) -> str | None:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why the run ends, and stacks of a few culprits and of one rank from each of a few other groups."""
+    """The error that ends a hanging run, and the stacks of a few culprits and a few other ranks."""
 
     error: TrainError
     stacks: str
@@ -87,12 +84,14 @@ def diagnose(
 ) -> Diagnosis:
     """Names the ranks that the others wait for. Every rank is in either `reports` or `silent`.
 
-    These are the silent ranks, if any, else those that are not in a collective while others are, else those
-    in another place than most. Of two equal groups, the one that is further ahead has left something out.
+    The culprits are the silent ranks, if any; else the ranks outside a collective while others are in one;
+    else the ranks in another place than most. Of two groups of one size, the one further ahead is named.
+
+    now: seconds since the epoch
     """
     groups = _groups(reports)
     if silent:
-        culprits, what = sorted(silent), _silent(silent, now=now)
+        culprits, what = sorted(silent), _silent(silent)
     else:
         culprits, what = _by_report(reports, groups)
     lines = [f"{named_ranks([rank])}: {_last_seen(one, now=now)}" for rank, one in sorted(silent.items())]
@@ -110,7 +109,7 @@ def diagnose(
 
 
 def store_lost(rank: int, report: Report) -> Diagnosis:
-    """Returns the diagnosis of a hanging rank that cannot reach any other rank."""
+    """Returns the diagnosis of a hanging `rank` that cannot reach the other ranks' store."""
     error = TrainError(
         f"rank {rank} hangs and can reach no other: {_where(report)}.",
         got="the store in which the ranks meet does not answer",
@@ -125,7 +124,7 @@ _SHOWN = 4
 
 
 def _groups(reports: Mapping[int, Report]) -> list[list[int]]:
-    """Returns the ranks grouped by position, smallest groups first."""
+    """Returns the ranks, grouped by equal position and collective, smallest groups first."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for rank, one in sorted(reports.items()):
         key = (one.seen.step, one.seen.phase, one.waits, one.place, one.collective)
@@ -134,7 +133,7 @@ def _groups(reports: Mapping[int, Report]) -> list[list[int]]:
 
 
 def _by_report(reports: Mapping[int, Report], groups: Sequence[list[int]]) -> tuple[list[int], str]:
-    """Returns the culprits and the sentence that names them, once every rank has reported."""
+    """Returns the culprits and a sentence that names them, if every rank has reported."""
     waiting = [rank for rank, one in sorted(reports.items()) if one.waits]
     busy = [rank for rank in sorted(reports) if rank not in waiting]
     if waiting and busy:
@@ -165,7 +164,7 @@ def _progress(seen: Heartbeat) -> tuple[int, int]:
 
 
 def _phase(seen: Heartbeat) -> str:
-    """Returns the phase with its step, as in `forward of step 4`: one more than the finished steps."""
+    """Returns the phase and its step, for example `forward of step 4` or `saving after step 3`."""
     in_step = seen.phase in _OF_A_STEP
     return f"{seen.phase} of step {seen.step + 1}" if in_step else f"{seen.phase} after step {seen.step}"
 
@@ -182,7 +181,7 @@ def _position(report: Report) -> str:
     return _where(report, ", waits in a collective" if report.waits else "") + last
 
 
-def _silent(silent: Mapping[int, UnresponsiveRank], *, now: float) -> str:
+def _silent(silent: Mapping[int, UnresponsiveRank]) -> str:
     first = min(silent)
     others = f" (and {named_ranks(sorted(silent)[1:])})" if len(silent) > 1 else ""
     last = silent[first].last

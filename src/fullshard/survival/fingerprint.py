@@ -1,7 +1,7 @@
-"""Check that all ranks take the same step, by numbers that are summed along with each step's one all-reduce.
+"""Check that all ranks take the same step, by numbers that are summed in each step's one all-reduce.
 
-A rank that skips a step, or issues a different collective of the same shape, causes no error. The sums then
-combine numbers that do not belong together, and the run ends as if all were well.
+A rank that skips a step, or issues a different collective of the same shape, causes no error by itself: the
+collectives sum numbers that do not belong together, and the run finishes with a wrong model.
 
 [Note: equal by sums] An all-reduce sums and cannot compare. But Σx = N·x and Σx² = N·x² hold together only if
 all N numbers are x (their variance Σx²/N - (Σx/N)² is then 0). The numbers are cut to as many bits as keep
@@ -23,9 +23,9 @@ from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
 
 WIDTH = 6
-"""Numbers that are summed with a step's all-reduce: two for each field of a Fingerprint."""
+"""Number of values that a Fingerprint adds to a step's all-reduce: two for each field."""
 
-# Once a check has failed, other ranks publish their fingerprints at once, or wait in another collective.
+# After a failed check, a rank publishes its fingerprint at once, unless it waits in another collective.
 _ANSWER_SECONDS = 5.0
 _DIFFERENCES = {
     "step": "the number of the step differs",
@@ -36,11 +36,11 @@ _DIFFERENCES = {
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """One rank's step.
+    """Facts about one rank's step, which must be equal on all ranks.
 
     step: number of the step, from 1
-    collectives: collectives of the default group that this rank has issued so far
-    settings: checksum of the step's settings (learning rate, batch, position in the data)
+    collectives: number of collectives of the default group that the rank has issued in this step
+    settings: checksum of the step's settings, see `settings_checksum`
     """
 
     step: int
@@ -48,14 +48,14 @@ class Fingerprint:
     settings: int
 
     def numbers(self, world_size: int) -> list[float]:
-        """Returns the numbers that are summed over ranks. See [Note: equal by sums]."""
+        """Returns the `WIDTH` numbers to sum over ranks: each field and its square. [Note: equal by sums]"""
         modulus = 1 << ((53 - world_size.bit_length()) // 2)
         cut = [value % modulus for value in astuple(self)]
         return [float(number) for value in cut for number in (value, value * value)]
 
 
 def settings_checksum(plan: Plan, *, learning_rate: float, data_offset: int) -> int:
-    """Returns a checksum of the settings of a step, which must be equal on all ranks."""
+    """Returns a checksum of a step's learning rate, batch and position in the data."""
     packed = struct.pack("<dqqq", learning_rate, plan.microbatch, plan.accumulation, data_offset)
     return zlib.crc32(packed)
 
@@ -63,7 +63,7 @@ def settings_checksum(plan: Plan, *, learning_rate: float, data_offset: int) -> 
 def collectives_issued(device: torch.device) -> int:
     """Returns the number of collectives that this rank has issued on the default group.
 
-    The backend of `device` counts them (gloo also point-to-point messages); 0 if it reports no count.
+    The backend for `device` counts them (gloo also counts point-to-point messages); 0 if it does not.
     """
     group = dist.group.WORLD
     if group is None:
@@ -77,17 +77,20 @@ def collectives_issued(device: torch.device) -> int:
 
 
 def check_same(own: Fingerprint, totals: Sequence[float], *, world_size: int) -> None:
-    """Raises TrainError, on all ranks, unless `totals`, the sums over all ranks, are of equal fingerprints.
+    """Raises TrainError, on all ranks, unless the fingerprints of all ranks are equal.
 
-    The error names the ranks that differ. They are asked over the store, because the collectives themselves
-    may be out of order.
+    own: this rank's fingerprint
+    totals: sums of `Fingerprint.numbers` over all ranks
+
+    The error names the ranks that differ. Ranks exchange their fingerprints through the store, because the
+    collectives themselves may be out of order.
     """
     if [world_size * number for number in own.numbers(world_size)] != list(totals):
         raise disagreement(_exchange(own, world_size), own=own, world_size=world_size)
 
 
 def disagreement(reported: Mapping[int, Fingerprint], *, own: Fingerprint, world_size: int) -> TrainError:
-    """Returns the error for ranks whose fingerprints differ. Ranks without one are in another collective."""
+    """Returns the error for differing fingerprints. Ranks not in `reported` are in another collective."""
     names = [field.name for field in fields(Fingerprint)]
     differing = [name for name in names if len({getattr(one, name) for one in reported.values()}) > 1]
     shown = differing or ["step", "collectives"]
@@ -109,7 +112,7 @@ def disagreement(reported: Mapping[int, Fingerprint], *, own: Fingerprint, world
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Returns the name of a list of ranks: [0, 1, 2, 5] -> `ranks 0-2, 5`."""
+    """Returns a text that names the ranks: [0, 1, 2, 5] -> `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -121,7 +124,7 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 
 def default_store() -> dist.Store | None:
-    """Returns the store of the default group, if there is one."""
+    """Returns the store of the default process group, or None if there is no default group."""
     find = getattr(dist.distributed_c10d, "_get_default_store", None)
     return find() if find is not None and dist.is_initialized() else None
 
@@ -132,7 +135,7 @@ def _shown(one: Fingerprint, name: str) -> str:
 
 
 def _exchange(own: Fingerprint, world_size: int) -> dict[int, Fingerprint]:
-    """Publishes this rank's fingerprint and returns those of all ranks that publish theirs in time."""
+    """Publishes `own`, and returns the fingerprints, by rank, of all ranks that publish theirs in time."""
     store, reported = default_store(), {dist.get_rank(): own}
     if store is None:
         return reported

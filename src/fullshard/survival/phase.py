@@ -1,10 +1,10 @@
-"""Phase of a rank's run: written by the training loop, read by the watchdog."""
+"""The phase of a run that a rank is in, which the training loop sets and the watchdog reads."""
 
 from enum import StrEnum
 
 
 class RunPhase(StrEnum):
-    """Activity of a rank."""
+    """Phase of a run, of which a rank is in one at a time. DATA to OPTIMIZER are parts of a step."""
 
     STARTING = "starting"
     LOADING = "loading"
@@ -22,14 +22,14 @@ class RunPhase(StrEnum):
 SLOW_PHASES = frozenset(
     {RunPhase.STARTING, RunPhase.LOADING, RunPhase.SAVING, RunPhase.VALIDATING, RunPhase.FINISHING}
 )
-"""Phases without a usual length."""
+"""Phases without a usual duration, for which the watchdog waits longer."""
 
 
 class PhaseTracker:
-    """Number of finished steps of this rank, and its current phase.
+    """The current phase of this rank, and its number of finished steps.
 
-    changes: number of phase changes; while it stays the same, nothing has moved
-    has_finished_step: whether compilation and first allocations are over
+    changes: number of times that a phase was entered; the watchdog takes an increase as progress
+    has_finished_step: whether this process has finished a step, and thus compilation and first allocations
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""Check that ranks that hold the same part of the state hold the same bits.
+"""Check that ranks with the same part of the state (replicas) hold the same bits.
 
-Replicas start alike and take the same updates, so they stay equal bit for bit. If they differ, one of them
+Replicas start equal and take the same updates, so they stay equal bit for bit. If they differ, one of them
 computed, stored or received something wrong (arXiv:2407.21783, section 3.3.4, counts such faults).
 """
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.distributed.agreement import gathered
 from fullshard.distributed.tensors import local_tensor
 from fullshard.errors import TrainError
 from fullshard.spec.plan import Plan
@@ -30,7 +31,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 @dataclass
 class _ReplicaGroup:
-    """Tensors that the ranks of one group replicate, and their checksums."""
+    """A group of ranks, and the names and checksums of the tensors that these ranks replicate."""
 
     ranks: tuple[int, ...]
     group: Any
@@ -40,7 +41,7 @@ class _ReplicaGroup:
 
 @dataclass(frozen=True)
 class _Mismatch:
-    """One rank's checksum of the first tensor that differs among `holders`."""
+    """The checksum on `rank` of `name`, the first tensor that differs among the ranks `holders`."""
 
     holders: tuple[int, ...]
     rank: int
@@ -74,8 +75,9 @@ class ReplicaCheck:
         """Compares parameters and optimizer state over the ranks that replicate them, if due. Collective.
 
         tensors: returns the tensors of the training state, by their names in checkpoints
+        step: number of finished steps
 
-        Raises TrainError on all ranks, which names the first tensor and the ranks that differ from most.
+        If they differ, raises TrainError on all ranks, which names the first such tensor and the ranks.
         """
         if self._world_size == 1 or not self._every or step % self._every:
             return
@@ -87,16 +89,14 @@ class ReplicaCheck:
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
         if not count.item():
             return
-        everything: list[Any] = [None] * self._world_size
-        dist.all_gather_object(everything, found)
-        raise _differ(step, [one for rank in everything for one in cast(list[_Mismatch], rank)])
+        raise _differ(step, [one for of_rank in gathered(found) for one in of_rank])
 
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """Returns Σ (2i + 1) · word_i mod 2^64 over the bits of this rank's part, as an int64 scalar tensor.
+    """Returns Σ (2i + 1) · word_i mod 2^64 over the words of this rank's part, as an int64 scalar tensor.
 
-    The factors are odd, so a change of one word always changes the sum, and differ, so a swap does too.
+    The factors are odd, so a change of one word always changes the sum. They differ, so a swap does too.
     """
     local = local_tensor(tensor.detach()).contiguous().reshape(-1)
     words = local.view(_WORDS[local.element_size()])
@@ -109,7 +109,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _holders(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[_ReplicaGroup]:
-    """Returns the replicated tensors by the ranks that hold the same part, in one order on all ranks."""
+    """Groups the replicated tensors by the ranks that hold the same part, in one order on all ranks."""
     parameters = {f"model.{name}" for name, _ in model.named_parameters()}
     device = next(model.parameters()).device
     groups: dict[tuple[int, ...], _ReplicaGroup] = {}
@@ -126,7 +126,7 @@ def _holders(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[_ReplicaGr
 
 
 def _replicating_group(tensor: Tensor) -> Any:
-    """Returns the group of ranks that hold the same part of `tensor`, or None if only one rank holds it."""
+    """Returns the process group whose ranks hold the same part of `tensor` as this rank; None if alone."""
     if not isinstance(tensor, DTensor):
         return dist.group.WORLD
     mesh = tensor.device_mesh
@@ -140,7 +140,7 @@ def _replicating_group(tensor: Tensor) -> Any:
 
 
 def _compared(holders: _ReplicaGroup) -> list[_Mismatch]:
-    """Returns this rank's checksum of the first tensor that differs among `holders`, if any."""
+    """Compares checksums within one group. Returns at most one mismatch, of the first differing tensor."""
     own = torch.stack(holders.checksums)
     bounds = torch.cat([own, ~own])  # the least of ~x is ~ the greatest of x
     dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=holders.group)
@@ -153,7 +153,7 @@ def _compared(holders: _ReplicaGroup) -> list[_Mismatch]:
 
 
 def _differ(step: int, found: Sequence[_Mismatch]) -> TrainError:
-    """Returns the error for the mismatches of all ranks: one tensor per group, and the ranks that differ."""
+    """Returns the error that names, for each group of replicas, the tensor and the ranks that differ."""
     lines: list[str] = []
     for holders in sorted({one.holders for one in found}):
         ours = [one for one in found if one.holders == holders]

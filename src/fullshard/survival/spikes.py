@@ -1,10 +1,10 @@
-"""Detection of steps whose loss or gradient norm stands out from earlier steps.
+"""Detection of spikes: steps whose loss or gradient norm x stands out from earlier steps.
 
     x > mean + sigma · max(deviation, MIN_RELATIVE_STD · |mean|)
 
-The mean and the deviation are over the last `spike_window` steps that were not skipped themselves. No step is
-judged before half of the window is filled. OLMo-core's SkipStepOptimizer uses the same kind of test (a
-rolling window of 128, 6 sigma), and skips such steps.
+The mean and the deviation are over the last `spike_window` steps that were not skipped. No step is judged
+before half of the window is filled. OLMo-core's SkipStepOptimizer skips steps by the same kind of test (a
+rolling window of 128, 6 sigma).
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from statistics import fmean, pstdev
 from fullshard.spec.fault_tolerance_section import FaultToleranceSection
 
 MIN_RELATIVE_STD = 1e-3
-"""Least relative deviation assumed for a curve; otherwise any rise on a flat curve would stand out."""
+"""Least relative deviation that the test assumes; otherwise any rise of a flat curve would be a spike."""
 
 
 @dataclass
 class RecentSteps:
-    """Losses and gradient norms of the last steps that were taken.
+    """Losses and gradient norms of the last steps that were not skipped.
 
     They are part of the training state, so a resumed run judges steps as the uninterrupted run would.
     """
@@ -28,7 +28,7 @@ class RecentSteps:
     norms: list[float] = field(default_factory=list[float])
 
     def spikes(self, loss: float, norm: float, *, section: FaultToleranceSection) -> bool:
-        """Returns whether a step with this loss or norm stands out from the recent ones."""
+        """Returns whether a step with this loss and norm is a spike, if `on_spike` asks for the test."""
         if section.on_spike == "none" or len(self.losses) < section.spike_window // 2:
             return False
         return any(

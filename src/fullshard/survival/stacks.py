@@ -1,4 +1,4 @@
-"""Information that a hanging process can report about itself: its threads' stacks and its last collective."""
+"""Information that a hanging process reports about itself: its threads' stacks and its last collective."""
 
 import importlib
 import json
@@ -7,10 +7,11 @@ import os
 import sys
 import sysconfig
 import threading
+import traceback
 from types import FrameType
 from typing import Any
 
-# Files that hold the innermost frame of a thread that waits for other ranks.
+# Parts of the paths of files in which a thread waits for other ranks.
 _IN_COLLECTIVES = (
     f"{os.sep}torch{os.sep}distributed{os.sep}",
     f"{os.sep}fullshard{os.sep}sharding{os.sep}collectives.py",
@@ -20,21 +21,18 @@ _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 def frames_of(thread: int) -> list[FrameType]:
     """Returns the frames of a thread, innermost first, or an empty list if the thread has ended."""
-    innermost, frames = sys._current_frames().get(thread), list[FrameType]()  # pyright: ignore[reportPrivateUsage]
-    while innermost is not None:
-        frames.append(innermost)
-        innermost = innermost.f_back
-    return frames
+    innermost = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
+    return [frame for frame, _ in traceback.walk_stack(innermost)] if innermost is not None else []
 
 
 def in_collective(thread: int) -> bool:
-    """Returns whether a thread is within torch.distributed or in one of fullshard's own collectives."""
+    """Returns whether a thread's innermost frame is in torch.distributed or fullshard's own collectives."""
     frames = frames_of(thread)
     return bool(frames) and any(part in frames[0].f_code.co_filename for part in _IN_COLLECTIVES)
 
 
 def user_frame(thread: int) -> str:
-    """Returns `file:line in function` of the innermost frame outside libraries, if any, or of all."""
+    """Returns `file:line in function` of a thread's innermost frame, outside libraries if there is one."""
     frames = frames_of(thread)
     libraries = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
     near = [frame for frame in frames if not frame.f_code.co_filename.startswith(libraries)] or frames
@@ -45,13 +43,13 @@ def user_frame(thread: int) -> str:
 
 
 def other_threads() -> list[int]:
-    """Returns all threads except the calling one."""
+    """Returns the identifiers of all threads except the calling one."""
     own = threading.get_ident()
     return [thread for thread in sys._current_frames() if thread != own]  # pyright: ignore[reportPrivateUsage]
 
 
 def all_stacks() -> str:
-    """Returns the stacks of every thread except the watchdog's own, each with its innermost frame last."""
+    """Returns the stacks of all threads except fullshard's own, each with its innermost frame last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines: list[str] = []
     for thread in other_threads():
@@ -66,9 +64,9 @@ def all_stacks() -> str:
 
 
 def last_collective() -> str:
-    """Returns a collective from torch's flight recorder: `gloo:all_reduce 17 of default_pg [10] Double`.
+    """Describes the newest unfinished collective in torch's flight recorder, or else the newest.
 
-    It is the newest one that has not ended, or else the newest; "" if this torch does not record any.
+    For example, `gloo:all_reduce 17 of default_pg [10] Double`; "" if this torch records none.
     """
     entries = [entry for name in _RECORDERS for entry in _entries(name)]
     pending = [entry for entry in entries if not entry.get("retired", True)]
@@ -78,8 +76,8 @@ def last_collective() -> str:
     group = "/".join(str(part) for part in newest.get("process_group", ())[1:])
     sizes = " ".join(str(size) for size in newest.get("input_sizes", ()))
     dtypes = " ".join(newest.get("input_dtypes", ()))
-    said = f"{newest.get('profiling_name')} {newest.get('collective_seq_id')} of {group} {sizes} {dtypes}"
-    return " ".join(said.split())
+    text = f"{newest.get('profiling_name')} {newest.get('collective_seq_id')} of {group} {sizes} {dtypes}"
+    return " ".join(text.split())
 
 
 def _entries(recorder: str) -> list[dict[str, Any]]:

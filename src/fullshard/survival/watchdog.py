@@ -1,14 +1,14 @@
-"""A watchdog per rank: when the ranks stop moving, it reports where each one is and ends the job.
+"""A watchdog per rank, which detects that the run hangs, reports each rank's position, and ends the run.
 
-[Note: how a hang is detected] Every second or so a thread of each rank publishes where the rank is. It uses
-its own connection to the store in which the ranks found each other. If a rank stays in one phase for too
-long, it asks all ranks for a report; each then reports its position and its stacks. The rank that asked first
-waits briefly for the reports and names the culprit (`diagnosis.py`). Then all ranks exit. None of this needs
-a collective or the rank's main thread, which may be blocked in a collective for good.
+[Note: how a hang is detected] Every second or so, the watchdog thread of each rank publishes the rank's
+position, over a connection of its own to the store in which the ranks found each other. If a rank stays in
+one phase for too long, its watchdog requests a report from all ranks: their positions and stacks. The rank
+that requested first waits briefly for the reports and names the culprit (`diagnosis.py`). Then all ranks
+exit. No part of this needs a collective or the main thread, which may be blocked in a collective forever.
 
 If native code holds a rank's interpreter lock, that rank's watchdog thread cannot run. The other ranks look
-at its process and name it. In addition, the watchdog thread restarts a C timer (faulthandler) at each tick;
-when the timer expires, it prints the rank's stacks and ends the process.
+at its process and name it. In addition, the watchdog thread restarts a C timer (faulthandler) at each tick.
+When the timer expires, it prints the rank's stacks and ends the process.
 """
 
 import faulthandler
@@ -22,7 +22,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -47,8 +46,8 @@ from fullshard.system.terminal import printable
 
 T = TypeVar("T")
 
-# Fractions of the limit: how often a rank publishes its position, how long the rank that asks for reports
-# waits for them, and how long the store may take to answer.
+# Fractions of the limit: the time between two heartbeats, the time to wait for reports, and the time that
+# the store may take to answer. Each has bounds in seconds.
 _TICK, _GRACE, _STORE = 1 / 16, 1 / 8, 1 / 4
 _TICK_SECONDS = (0.1, 2.0)
 _GRACE_SECONDS = (1.0, 10.0)
@@ -60,7 +59,7 @@ _LEAVE_SECONDS = 1.0
 
 @contextmanager
 def watching(where: PhaseTracker, section: FaultToleranceSection) -> Generator[None]:
-    """Watches this thread, whose phase `where` holds, and all ranks while the context is open.
+    """Context in which a watchdog watches this thread, whose phase `where` holds, and the other ranks.
 
     If the run hangs, prints the diagnosis to standard error and exits with TrainError's exit code, or with 1
     if native code holds the interpreter. All ranks open the context with the same settings. Does nothing if
@@ -78,10 +77,10 @@ def watching(where: PhaseTracker, section: FaultToleranceSection) -> Generator[N
 
 
 class _StatusBoard:
-    """Heartbeats, reports and the verdict of the ranks, in the group's store; a single rank uses a HashStore.
+    """Heartbeats, reports and the verdict of the ranks, in the store of the default process group.
 
     Each request runs on a thread of its own, because it may never return if a link is cut. Once the store has
-    not answered in time, every request raises RuntimeError: the store's client does not recover.
+    not answered in time, every request raises RuntimeError, because the store's client does not recover.
     """
 
     def __init__(self, *, answer_seconds: float) -> None:
@@ -100,7 +99,7 @@ class _StatusBoard:
         self._do(lambda store: store.set(f"seen/{self.rank}", json.dumps(asdict(seen))))
 
     def request_reports(self) -> bool:
-        """Asks all ranks for their reports. Returns True if no rank has asked before."""
+        """Asks all ranks for their reports. Returns whether this rank is the first to ask."""
         return self._do(lambda store: store.add("called", 1)) == 1
 
     def called(self) -> bool:
@@ -130,7 +129,6 @@ class _StatusBoard:
         return TrainError(words.pop("what"), **words)
 
     def readers(self) -> int:
-        """Returns the number of ranks that have read the verdict."""
         return self._do(lambda store: store.add("read", 0))
 
     def _read(self, kind: str) -> dict[int, Any]:
@@ -143,8 +141,14 @@ class _StatusBoard:
         if self._lost:
             raise RuntimeError("the store has not answered before")
         answer = Future[T]()
-        asking = partial(_answer, answer, partial(act, self._store))
-        thread = threading.Thread(target=asking, name="fullshard store", daemon=True)
+
+        def ask() -> None:
+            try:
+                answer.set_result(act(self._store))
+            except RuntimeError as error:
+                answer.set_exception(error)
+
+        thread = threading.Thread(target=ask, name="fullshard store", daemon=True)
         thread.start()
         thread.join(timeout=self._answer_seconds)
         try:
@@ -152,13 +156,6 @@ class _StatusBoard:
         except (RuntimeError, TimeoutError) as error:
             self._lost = True
             raise RuntimeError("the store does not answer") from error
-
-
-def _answer(answer: Future[T], act: Callable[[], T]) -> None:
-    try:
-        answer.set_result(act())
-    except RuntimeError as error:
-        answer.set_exception(error)
 
 
 class _Watchdog:
@@ -177,7 +174,7 @@ class _Watchdog:
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
 
     def start(self) -> None:
-        """Arms the timer and publishes a first heartbeat before anything can happen; starts the thread."""
+        """Starts the timer, publishes a first heartbeat, and starts the watchdog thread."""
         self._set_timer()
         with suppress(RuntimeError):
             self._board.publish(self._seen())
@@ -253,7 +250,7 @@ class _Watchdog:
         )
 
     def _end(self) -> None:
-        """Reports this rank, diagnoses the hang or waits for the rank that does, and exits the process."""
+        """Publishes this rank's report, diagnoses the hang or waits for another rank's verdict, and exits."""
         own, first = self._report(), True
         with suppress(RuntimeError):
             self._board.report(own)
@@ -262,7 +259,7 @@ class _Watchdog:
         if error is None:
             verdict = self._judge(own)
             error = verdict.error
-            # A receiver shows the error itself. The stacks are printed here, by one rank for all.
+            # If there are receivers, they print the error. One rank prints the stacks for all.
             text = verdict.stacks if receivers() else f"{error}\n\n{verdict.stacks}"
             with suppress(OSError):  # standard error may be closed
                 print(f"\n{printable(text)}", file=sys.stderr, flush=True)
@@ -298,14 +295,13 @@ class _Watchdog:
         deadline = time.monotonic() + 2 * self._grace
         with suppress(RuntimeError):
             while time.monotonic() < deadline:
-                error = self._board.verdict()
-                if error is not None:
+                if (error := self._board.verdict()) is not None:
                     return error
                 time.sleep(self._tick / 2)
         return None
 
     def _await_readers(self) -> None:
-        """Waits until the other ranks have read the verdict, since the store may end with this process."""
+        """Waits until the other ranks have read the verdict, because the store may end with this process."""
         deadline = time.monotonic() + _LEAVE_SECONDS
         while self._board.readers() < self._board.world_size - 1 and time.monotonic() < deadline:
             time.sleep(self._tick / 2)

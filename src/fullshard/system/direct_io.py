@@ -1,12 +1,12 @@
-"""New files, written as fast as the disk takes them and with little processor time.
+"""Writing new files with direct I/O, which is fast and uses little processor time.
 
-[Note: past the page cache] Bytes go to the disk directly (O_DIRECT). A large run of whole memory pages that
-align with pages of the file is written in place. Other bytes are copied into aligned blocks, one of which is
-filled while the other is written. The kernel's page cache would copy all bytes once more, and write them back
-in threads that compete with training. That cost ten times the processor time per gigabyte, and slowed steps
-during a save by half (bench/results/2026-11-20-checkpoints.md). Bytes that a file system does not accept
-directly go through its cache, in small calls, since large ones took three times as long. Writeback is started
-early; otherwise the flush at the end would wait for all of them.
+[Note: past the page cache] Bytes go to the disk directly (O_DIRECT). Large data whose memory pages align with
+pages of the file is written in place. Other data is copied into aligned blocks, one of which is filled while
+the other is written. The kernel's page cache would copy all bytes once more, and write them back in threads
+that compete with training. That cost ten times the processor time per gigabyte, and slowed steps during a
+save by half (bench/results/2026-11-20-checkpoints.md). If the file system rejects direct I/O, data goes
+through the page cache in small calls, because large calls took three times as long. Its writeback starts
+after each call; otherwise the flush at the end would wait for all of it.
 """
 
 import errno
@@ -30,10 +30,10 @@ _BLOCKS = 2  # one is written while the other is filled
 
 
 class StreamedFile:
-    """Writes bytes in order into a file that must not exist yet. Uses two blocks of memory of 16 MiB.
+    """Writes bytes in order into the new file `path`, through two blocks of memory of 16 MiB.
 
-    Once the context ends without error, all bytes are on the disk. Every method may raise
-    OSError, also for bytes of an earlier write.
+    Once the context ends without error, all bytes are on the disk. Raises FileExistsError if the file exists.
+    Every method may raise OSError, also for bytes of an earlier write.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,7 +58,7 @@ class StreamedFile:
             os.close(self._file)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Writes all of `data`, which may be changed afterwards. Returns its size in bytes."""
+        """Writes or copies all of `data`, which the caller may then change. Returns its size in bytes."""
         left = memoryview(data).cast("B")
         count = left.nbytes
         while left.nbytes:
@@ -66,14 +66,14 @@ class StreamedFile:
         return count
 
     def finish(self) -> None:
-        """Writes the remaining bytes, and flushes the file to the disk."""
+        """Writes the copied bytes that are not written yet, and flushes the file to the disk."""
         self._wait()
         self._put(self._copies(), self._offset)
         self._offset, self._filled = self._offset + self._filled, 0
         os.fsync(self._file)
 
     def _straight(self, data: memoryview) -> int:
-        """Writes the part of `data` that can go to the disk in place. Returns its size in bytes."""
+        """Writes the start of `data` without a copy, if large and aligned. Returns the bytes written."""
         whole = min(_whole(data), BLOCK_BYTES)
         aligned = (self._offset + self._filled) % ALIGNMENT == 0 and address(data) % ALIGNMENT == 0
         if not (aligned and whole >= LARGE_BYTES and self._is_direct):
@@ -85,7 +85,7 @@ class StreamedFile:
         return whole
 
     def _before_page(self, data: memoryview) -> int:
-        """Returns the number of bytes to copy before the rest can be written in place; all if none can."""
+        """Returns the bytes to copy until the rest can be written without a copy; all bytes if it cannot."""
         end = self._offset + self._filled
         in_step = (address(data) - end) % ALIGNMENT == 0
         if not (in_step and data.nbytes >= LARGE_BYTES + ALIGNMENT and self._is_direct):
@@ -93,7 +93,7 @@ class StreamedFile:
         return -end % ALIGNMENT or data.nbytes
 
     def _copied(self, data: memoryview) -> int:
-        """Copies as much of `data` as fits into the block. Returns its size in bytes."""
+        """Copies as much of `data` as fits into the block. Returns the number of bytes copied."""
         part = data[: BLOCK_BYTES - self._filled]
         block = np.frombuffer(self._block(), dtype=np.uint8)
         # NumPy lets other threads run while it copies.
@@ -126,7 +126,7 @@ class StreamedFile:
             writing.result()
 
     def _put(self, parts: list[memoryview], offset: int) -> None:
-        """Writes all of `parts`, of which all except the last consist of aligned blocks."""
+        """Writes `parts` in order from `offset` on. All except the last must consist of aligned blocks."""
         begin = offset
         while parts:
             direct = self._is_direct and offset % ALIGNMENT == 0 and parts[0].nbytes >= ALIGNMENT
@@ -138,7 +138,7 @@ class StreamedFile:
             except OSError as error:
                 # EFAULT: memory that a device cannot read, such as another device's.
                 if not direct or error.errno not in (errno.EINVAL, errno.EFAULT):
-                    raise _named(error, self.path) from error
+                    raise OSError(error.errno, error.strerror, str(self.path)) from error
                 leave_direct(self._file)
                 continue
             parts, offset = _behind(parts, count), offset + count
@@ -154,7 +154,7 @@ class StreamedFile:
 def open_direct(
     path: Path, flags: int, *, mode: int = 0o666, opener: Callable[[Path, int, int], int] = os.open
 ) -> int:
-    """Opens a file past the page cache, or through it if the file system has no direct I/O."""
+    """Opens a file with direct I/O if the file system supports it. Returns the descriptor."""
     try:
         return opener(path, flags | DIRECT, mode)
     except OSError as error:
@@ -166,7 +166,7 @@ def open_direct(
 
 
 def is_direct(descriptor: int) -> bool:
-    """Returns whether an open file bypasses the page cache."""
+    """Returns True if reads and writes of an open file bypass the page cache."""
     return bool(DIRECT and fcntl.fcntl(descriptor, fcntl.F_GETFL) & DIRECT)
 
 
@@ -176,10 +176,10 @@ def leave_direct(descriptor: int) -> None:
 
 
 def aligned_memory(size_bytes: int) -> mmap.mmap:
-    """Returns zeroed memory that begins at a page and is freed as soon as nothing refers to it.
+    """Allocates zeroed memory that begins at a page boundary and is freed with its last reference.
 
-    It uses huge pages if the system has them, since a disk's driver looks up each page that it is given.
-    Forked processes do not inherit it: after a fork, writing to it would require a copy.
+    The memory uses huge pages if the system has them, because a disk's driver looks up each page.
+    Forked processes do not inherit the memory: after a fork, each write would first copy a page.
     """
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # Linux
@@ -195,7 +195,7 @@ def address(data: bytes | bytearray | memoryview) -> int:
 
 
 def _whole(data: memoryview) -> int:
-    """Returns the number of bytes in the whole aligned blocks of `data`."""
+    """Returns the size of `data` in bytes, rounded down to a multiple of ALIGNMENT."""
     return data.nbytes - data.nbytes % ALIGNMENT
 
 
@@ -207,7 +207,3 @@ def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
             left.append(part[count:])
         count = max(0, count - part.nbytes)
     return left
-
-
-def _named(error: OSError, path: Path) -> OSError:
-    return OSError(error.errno, error.strerror, str(path))

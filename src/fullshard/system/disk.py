@@ -16,7 +16,7 @@ _FULL = "free some space, keep fewer checkpoints, or save elsewhere"
 _ROOM = "free some space there, or {directory} on a disk with room"
 _WRITABLE, _OTHER = "{directory} that can be written", "{directory} elsewhere"
 _CHECK_DISK = "{directory} on another disk, and a look at the system's log"
-# Why a call failed, and what to try, by errno; `{directory}` is a directory, or the setting that names one.
+# (why, fix) by errno; `{directory}` is a directory, or the setting that names one.
 _REASONS: dict[int, tuple[str, str]] = {
     errno.ENOSPC: ("the disk is full", _ROOM),
     errno.EDQUOT: ("the disk quota is used up", _ROOM),
@@ -41,7 +41,7 @@ _REASONS: dict[int, tuple[str, str]] = {
 
 
 class ExplainedError(OSError):
-    """An OSError raised by fullshard itself, which carries its reason and its fix."""
+    """An OSError that fullshard itself raises, with the reason and a fix for the user."""
 
     def __init__(
         self, number: int, what: str, *, place: str, why: str | None = None, fix: str | None = None
@@ -51,7 +51,10 @@ class ExplainedError(OSError):
 
 
 def reason(error: OSError, *, directory: str = "a directory") -> tuple[str | None, str | None]:
-    """Returns (why, fix) for an error of the operating system; `directory` names one in the fix."""
+    """Returns the reason of an OSError and a fix, or None for each that is unknown.
+
+    directory: how the fix names the directory to change, e.g. the setting that contains its path
+    """
     if isinstance(error, ExplainedError):
         return error.why, error.fix
     why, fix = _REASONS.get(error.errno or 0, (None, None))
@@ -59,7 +62,7 @@ def reason(error: OSError, *, directory: str = "a directory") -> tuple[str | Non
 
 
 def os_error(what: str, error: OSError) -> CheckpointError:
-    """Returns the CheckpointError for an OSError."""
+    """Returns a CheckpointError for `error`, with `what` (the failure) as its first line."""
     why, fix = reason(error)
     fix = _FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else fix
     place = f" ({error.filename})" if error.filename else ""
@@ -67,7 +70,7 @@ def os_error(what: str, error: OSError) -> CheckpointError:
 
 
 def forget(path: Path) -> None:
-    """Asks the system to drop a flushed file from its page cache, so that the disk is read next."""
+    """Asks the system to drop a flushed file from the page cache, so that the next read uses the disk."""
     if hasattr(os, "posix_fadvise"):  # not on macOS
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -78,20 +81,20 @@ def forget(path: Path) -> None:
 
 @contextmanager
 def replace_atomically(path: Path) -> Generator[StreamedFile]:
-    """Opens a file that replaces `path`, flushed to the disk, if the block succeeds."""
+    """Opens a new file that atomically replaces `path` when the block succeeds, flushed to the disk."""
     with replacing(path) as draft, StreamedFile(draft) as file:
         yield file
     flush(path.parent)
 
 
 def free_bytes(path: Path) -> int:
-    """Returns the number of bytes that this user may still write where `path` is or will be."""
+    """Returns the free bytes for this user on the disk of `path`, which need not exist yet."""
     existing = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     return shutil.disk_usage(existing).free
 
 
 def require_space(path: Path, *, needed_bytes: int, available_bytes: int) -> None:
-    """Raises CheckpointError if fewer than `needed_bytes` are free."""
+    """Raises CheckpointError, with `path`, if `needed_bytes` exceeds `available_bytes`."""
     if needed_bytes > available_bytes:
         raise CheckpointError(
             f"not enough space for {path}.",

@@ -10,9 +10,9 @@ from pathlib import Path
 
 
 def open_regular(path: str | Path, flags: int, *, mode: int = 0o666) -> int:
-    """Opens a regular file and nothing else. Can serve as an `opener` of `open`.
+    """Opens a regular file, and returns its descriptor. Can be passed to `open` as `opener`.
 
-    Raises OSError, with ELOOP for a link and ENXIO for anything else that is not a regular file.
+    Raises OSError, with ELOOP for a symbolic link and ENXIO for anything else that is not a regular file.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
@@ -30,11 +30,11 @@ def open_regular(path: str | Path, flags: int, *, mode: int = 0o666) -> int:
 
 @contextmanager
 def replacing(path: Path, *, draft: Path | None = None) -> Generator[Path]:
-    """Yields a new path, whose file replaces `path` if the block succeeds, and is removed otherwise.
+    """Yields a path beside `path` for the block to create. That file then atomically replaces `path`.
 
-    A reader finds the old file or the new one. A link is replaced, not followed. Raises OSError.
+    If the block fails, the new file is removed. A link is replaced, not followed. Raises OSError.
 
-    draft: the path to yield, which a killed process may have left; by default a random one
+    draft: the path to yield, whose file from a killed process is removed first; by default a random name
     """
     if draft is None:
         draft = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
@@ -49,7 +49,7 @@ def replacing(path: Path, *, draft: Path | None = None) -> Generator[Path]:
 
 
 def write_whole(path: Path, text: str | bytes) -> None:
-    """Replaces `path` atomically by a file that holds `text`, flushed to the disk. Raises OSError."""
+    """Atomically replaces `path` by a file that contains `text`, flushed to the disk. Raises OSError."""
     with replacing(path) as draft, draft.open("xb") as file:
         file.write(text.encode() if isinstance(text, str) else text)
         file.flush()
@@ -57,7 +57,7 @@ def write_whole(path: Path, text: str | bytes) -> None:
 
 
 def flush(path: Path, *, fsync: Callable[[int], object] = os.fsync) -> None:
-    """Calls fsync on a file or a directory. A rename is durable once its directory is flushed."""
+    """Flushes a file or directory to the disk. A rename is durable once its directory is flushed."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fsync(descriptor)

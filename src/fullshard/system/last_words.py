@@ -1,4 +1,7 @@
-"""Receivers of the error with which a watchdog ends this process. No torch: every rank imports it first."""
+"""Callbacks for the error with which a watchdog ends this process.
+
+This module does not import torch, because every rank imports it first.
+"""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -12,7 +15,7 @@ _RECEIVERS: list[Receiver] = []
 
 @contextmanager
 def on_watchdog_exit(receiver: Receiver) -> Generator[None]:
-    """Has a watchdog call `receiver` with the error before it ends this process, while open."""
+    """Context in which a watchdog calls `receiver` with the error before the watchdog ends this process."""
     _RECEIVERS.append(receiver)
     try:
         yield

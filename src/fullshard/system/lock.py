@@ -31,15 +31,15 @@ def exclusive_lock(
     required: bool = True,
     mode: int = 0o666,
 ) -> Generator[None]:
-    """Holds the lock file `path`, which is created if it is missing and names its holder.
+    """Context in which this process alone holds a lock on the file `path`.
 
-    held_error: makes the error from the name of a process that does not release the lock
-    patience_seconds: time to wait for another holder; for one that has died, at least ten seconds
-    waiting: called again and again while another process holds the lock
-    required: whether a file system without locks is an error; otherwise nothing is excluded there
+    The file is created if it is missing, and contains the name of its holder.
+
+    held_error: makes the error to raise from the name of another holder after `patience_seconds`
+    patience_seconds: time to wait for another holder; at least ten seconds for a holder that has died
+    waiting: called repeatedly while another process holds the lock
+    required: True raises OSError on a file system without locks; False continues there without a lock
     mode: permissions of a new lock file
-
-    Raises `held_error` if another process holds the lock for longer; OSError.
     """
     began = time.monotonic()
     while (descriptor := _open_locked(path, required=required, mode=mode)) is None:
@@ -61,7 +61,7 @@ def exclusive_lock(
 
 
 def lock_holder(path: Path) -> str | None:
-    """Returns who holds the lock file `path`, or None if it is free or missing. Raises OSError."""
+    """Returns the name of the holder of the lock file `path`; None if no process holds it. Raises OSError."""
     try:
         descriptor = open_regular(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -75,7 +75,7 @@ def lock_holder(path: Path) -> str | None:
 
 
 def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """Locks an open file; returns False if another process holds the lock. Raises OSError."""
+    """Locks an open file without waiting. Returns False if another process holds the lock. Raises OSError."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -84,7 +84,7 @@ def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
 
 
 def _open_locked(path: Path, *, required: bool, mode: int) -> int | None:
-    """Returns a locked descriptor of `path`, or None if another process holds or has removed the file."""
+    """Opens and locks `path`. Returns None if another process holds its lock or has removed the file."""
     descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, mode=mode)
     try:
         if try_lock(descriptor) and os.path.samestat(os.fstat(descriptor), path.stat()):
@@ -101,7 +101,7 @@ def _open_locked(path: Path, *, required: bool, mode: int) -> int | None:
 
 
 def _is_dead(holder: str) -> bool:
-    """Returns whether the holder was a process on this machine that has ended, as far as can be seen."""
+    """Returns True if `holder` names a process of this machine that is not running; False if unknown."""
     match holder.split():
         case ["process", pid, "on", host] if pid.isdecimal() and host == socket.gethostname():
             return not is_running(int(pid))

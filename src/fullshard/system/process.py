@@ -1,4 +1,4 @@
-"""Identity and state of processes, as the kernel gives them; "" where a system does not have /proc."""
+"""Identity and state of processes, read from the kernel."""
 
 import os
 from contextlib import suppress
@@ -6,21 +6,21 @@ from pathlib import Path
 
 
 def boot_id() -> str:
-    """Returns an identifier of the running kernel: another one after each boot."""
+    """Returns an identifier of the running kernel, which changes with each boot; "" without /proc."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
 
 
 def pid_namespace() -> str:
-    """Returns an identifier of the namespace in which this process's pid is valid."""
+    """Returns an identifier of the namespace in which this process's pid is valid; "" without /proc."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""
 
 
 def is_running(pid: int) -> bool:
-    """Returns whether a process of this kernel and pid namespace has the process id `pid`."""
+    """Returns True if this kernel and pid namespace have a process with the id `pid`."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -31,9 +31,9 @@ def is_running(pid: int) -> bool:
 
 
 def stat_fields(pid: int) -> list[str]:
-    """Returns the fields of /proc/<pid>/stat behind the command's name, or [] if there are none.
+    """Returns the fields of /proc/<pid>/stat from the third (the state) on, or [] if it cannot be read.
 
-    Field 3 of man proc_pid_stat, the state, comes first.
+    `man proc_pid_stat` explains the fields.
     """
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

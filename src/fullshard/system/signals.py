@@ -1,4 +1,4 @@
-"""Signals that are only recorded, for a loop that acts on them between two of its steps."""
+"""Recording of signals, for a loop that handles them between its steps."""
 
 import signal
 import threading
@@ -14,7 +14,7 @@ _SAME_CTRL_C_SECONDS = 0.5
 
 @dataclass
 class NotedSignals:
-    """Signals and their times, in the order of arrival."""
+    """Signals and their times (of `time.monotonic`), in the order of arrival."""
 
     noted: list[tuple[signal.Signals, float]] = field(default_factory=list[tuple[signal.Signals, float]])
 
@@ -24,7 +24,7 @@ class NotedSignals:
 
     @property
     def interrupted_twice(self) -> bool:
-        """True if another SIGINT came after the first signal: the user does not want to wait."""
+        """True if a SIGINT followed over half a second after the first signal: the user will not wait."""
         return any(
             number == signal.SIGINT and at > self.noted[0][1] + _SAME_CTRL_C_SECONDS
             for number, at in self.noted[1:]
@@ -33,12 +33,12 @@ class NotedSignals:
 
 @contextmanager
 def note_signals(*numbers: signal.Signals, raise_second_interrupt: bool = False) -> Generator[NotedSignals]:
-    """Context in which these signals are only recorded.
+    """Context in which the signals `numbers` are recorded in the value that it yields, and do nothing else.
 
     raise_second_interrupt: a second SIGINT raises KeyboardInterrupt
 
-    Ignored signals stay ignored: under nohup, and in a shell's background jobs. Outside the main thread,
-    where Python allows no handlers, nothing is recorded.
+    Signals that the process already ignores (under nohup, in a shell's background jobs) are not recorded, nor
+    are any outside the main thread, where Python allows no handlers.
     """
     signals = NotedSignals()
 

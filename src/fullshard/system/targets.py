@@ -1,4 +1,4 @@
-"""Checks that a command writes into no checkpoint, and over no run record or file of another kind."""
+"""Checks before a command writes: not into a checkpoint, and not over a run's record or an unrelated file."""
 
 import os
 import re
@@ -21,10 +21,10 @@ _LARGEST_BYTES = 64 << 20
 def require_file(path: Path, *, is_kind: IsKind | None, force: bool, streams: bool = False) -> None:
     """Raises SpecError if a command may not write the file `path`.
 
-    is_kind: returns whether an existing file is of the kind that the command writes, and so may be replaced;
-        None if no file may be
-    force: whether any other file may be replaced, too
-    streams: whether the command can write to a pipe or a device
+    is_kind: returns True for an existing file of the kind that the command writes, which may be replaced;
+        None if no existing file may be replaced
+    force: True allows replacing any regular file
+    streams: True allows writing to a pipe or a device
     """
     require_outside(path)
     if os.path.isdir(path):
@@ -45,8 +45,8 @@ def require_file(path: Path, *, is_kind: IsKind | None, force: bool, streams: bo
 def require_directory(path: Path, *, is_kind: IsKind, force: bool) -> None:
     """Raises SpecError if a command may not write files into the directory `path`.
 
-    It may be absent, empty, or hold only files of the kind that the command writes; any other only with
-    `force`.
+    The directory may be missing, empty, or contain only files for which `is_kind` returns True. With `force`,
+    it may contain other files too, except checkpoints.
     """
     require_outside(path)
     if not os.path.exists(path):
@@ -69,7 +69,7 @@ def require_directory(path: Path, *, is_kind: IsKind, force: bool) -> None:
 
 
 def require_outside(path: Path) -> None:
-    """Raises SpecError for a path in a checkpoint and for the records of a run, which are never replaced."""
+    """Raises SpecError if `path` is in a checkpoint, or is a record of a run (launch.json, plan.json, …)."""
     place = Path(os.path.realpath(path))
     for depth, directory in enumerate((place, *place.parents)):
         # Checkpoints are flat, so farther parents are checked only if their names are those of steps.
@@ -88,7 +88,7 @@ def require_outside(path: Path) -> None:
 
 
 def read_by(load: Callable[[Path], object], *, most_bytes: int | None = _LARGEST_BYTES) -> IsKind:
-    """Returns a test of whether `load` can read a file, without an error and of at most `most_bytes`."""
+    """Returns a predicate that is True for files of at most `most_bytes` that `load` reads without error."""
 
     def is_kind(path: Path) -> bool:
         if most_bytes is not None and path.stat().st_size > most_bytes:

@@ -1,7 +1,7 @@
-"""Untrusted text for a terminal or a log: control characters are escaped.
+"""Escaping of control characters in untrusted text for a terminal or a log.
 
-A name in a checkpoint, a directory name or a model's output may hold escapes that clear the screen, set the
-title or reverse the line. Such a character is shown as `\\u001b`, which JSON and TOML can read back.
+A name in a checkpoint, a directory name or a model's output may contain escapes that clear the screen, set
+the title or reverse the line. Such a character is shown as `\\u001b`, which JSON and TOML can read back.
 """
 
 import logging
@@ -19,12 +19,12 @@ def printable(text: str) -> str:
 
 
 def printable_line(text: str) -> str:
-    """Returns `text` as one line: newlines and tabs are escaped, too."""
+    """Returns `text` as one line, with its control characters escaped, including newlines and tabs."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def escape_logs() -> None:
-    """Escapes all messages that fullshard logs, in its own processes."""
+    """Makes the logger `fullshard` escape control characters in all its messages."""
     logging.getLogger("fullshard").addFilter(_escape)
 
 

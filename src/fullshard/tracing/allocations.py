@@ -1,4 +1,4 @@
-"""Counts tensor bytes without an allocator: a storage is counted from its first use until its release."""
+"""Counts tensor bytes without an allocator: a storage counts from its first use until its release."""
 
 import weakref
 from dataclasses import dataclass, field
@@ -35,16 +35,16 @@ class Recorded:
     unit: int  # index of its unit; -1 if the event belongs to none
     # (kind, bytes) of each allocation (positive) and release (negative), in order
     changes: list[tuple[Kind, int]] = field(default_factory=list[tuple[Kind, int]])
-    given: int = 0  # first changes that belong to the event (gradients handed over), not to the phase
-    work: list[KernelLaunch] = field(default_factory=list[KernelLaunch])  # each kernel launch
-    fused: list[KernelLaunch] = field(default_factory=list[KernelLaunch])  # elementwise runs fused
-    # (way, bytes) of copies to and from the host beside the launches, and of waits for them
+    given: int = 0  # number of first changes that belong to the event (gradients handed over), not the phase
+    work: list[KernelLaunch] = field(default_factory=list[KernelLaunch])  # every kernel launch
+    fused: list[KernelLaunch] = field(default_factory=list[KernelLaunch])  # with elementwise runs fused
+    # (way, bytes) of copies to and from the host, and of waits for them (0 bytes)
     copies: list[tuple[Way, int]] = field(default_factory=list[tuple[Way, int]])
 
 
 @dataclass
 class _TracedBlock:
-    """Live storage. `serial`: number of storages made before it, which no other storage has."""
+    """A live storage. `serial`: number of storages that were created before it, which identifies it."""
 
     size: int
     kind: Kind | None
@@ -54,7 +54,7 @@ class _TracedBlock:
 
 @dataclass
 class _Fusing:
-    """Run of elementwise operations that a compiler fuses into one kernel."""
+    """Sequence of elementwise operations that a compiler fuses into one kernel."""
 
     born: int  # serials from this one on belong to storages that the run created
     read: dict[int, int] = field(default_factory=dict[int, int])  # bytes of older storages, by serial
@@ -63,10 +63,10 @@ class _Fusing:
 
 
 class Allocations(TorchDispatchMode):
-    """Counts every storage that an operation returns under `kind`, from its creation to its release.
+    """Records every storage that an operation returns, under the current `kind`, and every kernel launch.
 
-    Enter it inside a FakeTensorMode. `transients`: whether to also count memory that CUDA kernels allocate
-    and free within one operation. Transient memory of CPU kernels is never seen.
+    It must be entered inside a FakeTensorMode. With `transients`, memory that CUDA kernels allocate and free
+    within one operation counts too. Transient memory of CPU kernels is never seen.
     """
 
     def __init__(self, *, transients: bool = False) -> None:
@@ -99,7 +99,7 @@ class Allocations(TorchDispatchMode):
         return result
 
     def ignore(self, tensor: Tensor) -> None:
-        """Excludes the storage of `tensor` from the count, because it exists outside the microbatch."""
+        """Excludes the storage of `tensor`, which exists outside the microbatch, from the count."""
         self._track(tensor, None)
 
     def move(self, tensor: Tensor, kind: Kind) -> None:
@@ -143,7 +143,10 @@ class Allocations(TorchDispatchMode):
         return -1 if block is None else block.serial
 
     def _end_run(self) -> None:
-        """Records the run as one kernel that reads outside storages and writes those that outlive it."""
+        """Records the current elementwise run as one kernel, and starts the next run.
+
+        The kernel reads storages that existed before the run, and writes storages that are still alive.
+        """
         run, self._fusing = self._fusing, _Fusing(self._born)
         if run.last is not None:
             alive = {block.serial for block in self._blocks.values()}

@@ -52,7 +52,10 @@ def _rms_norm(  # signature: aten::rms_norm
 
 
 class _RmsNorm(torch.autograd.Function):
-    """One kernel per direction; saves its input and one fp32 number per row. The values are arbitrary."""
+    """RMS norm as one kernel per direction, which saves its input and one fp32 number per row.
+
+    Only shapes and dtypes are right; the values are not.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor) -> Tensor:

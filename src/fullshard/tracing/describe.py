@@ -1,4 +1,4 @@
-"""describe(model, plan): any nn.Module -> ModelSpec, without its weights.
+"""describe(model, plan): the ModelSpec of any nn.Module, without its weights.
 
 Microbatches run forward and backward on fake tensors (shapes without data). Every storage is counted from its
 creation to its release, as the allocator would count it. The FLOP and bytes of every operation are recorded.
@@ -9,10 +9,9 @@ The record is cut into phases at the points where FSDP2 acts (a unit's forward a
 - A tensor moved to the host is no longer counted if the device is a GPU. On the CPU, device memory is host
   memory, and the copy counts.
 
-Repeated blocks are traced only a few times (`fullshard.tracing.repeated_blocks`), and two microbatch sizes
-predict all others (`fullshard.tracing.phases`). A model whose trace changes structure between the two sizes
-is traced whole, for the plan's own microbatch. Operations are not compiled, so memory that `torch.compile`
-saves is not seen.
+Only a few of the repeated blocks are traced (`fullshard.tracing.repeated_blocks`), and traces of two
+microbatch sizes predict all others (`fullshard.tracing.phases`). A model whose trace changes structure
+between them is traced whole, for the plan's own microbatch. Memory that `torch.compile` saves is not seen.
 """
 
 import copy
@@ -20,7 +19,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -83,7 +82,7 @@ def describe(
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ShardError(
             f"{type(model).__name__} is sharded already.",
-            why="each rank's part does not tell the whole",
+            why="each rank has only a part of it",
             fix="describe the model before shard(model, plan)",
         )
     given = find_units(model, plan.run.sharding.units, predicate=units)
@@ -154,55 +153,43 @@ def _on_one_rank(run: Run, device: DeviceType) -> tuple[Plan, tuple[RecomputeSec
     """Returns a one-rank plan with the settings that a trace depends on, and the recomputes to trace."""
     microbatch = run.train.microbatch or 1
     train = run.train.model_copy(update={"microbatch": microbatch, "global_batch": microbatch})
-    sharding = run.sharding.model_copy(
-        update={
-            "strategy": Strategy.FULL_SHARD,
-            "shard_degree": None,
-            "reshard_after_forward": None,
-            "tensor_parallel": 1,
-        }
-    )
+    unset = {"shard_degree": None, "reshard_after_forward": None, "tensor_parallel": 1}
+    sharding = run.sharding.model_copy(update={"strategy": Strategy.FULL_SHARD, **unset})
     # A trace covers the whole model on one device; offload and tensor parallelism are derived from it.
     offload = run.offload.model_copy(update={"tier": "none"})
     alone = run.model_copy(update={"train": train, "sharding": sharding, "offload": offload})
-    open_ = run.recompute.mode == "auto"
-    return Plan.from_run(alone, world_size=1, device=device), RECOMPUTES if open_ else (run.recompute,)
+    recomputes = RECOMPUTES if run.recompute.mode == "auto" else (run.recompute,)
+    return Plan.from_run(alone, world_size=1, device=device), recomputes
 
 
 @dataclass
 class _DescribedModel:
-    """Recording of one microbatch size."""
+    """Recordings of one microbatch size."""
 
     recording: list[Recorded]  # phases without earlier gradients
     accumulating: list[Recorded]  # with earlier gradients; empty if FSDP2 accumulates them itself
     batch_bytes: int  # bytes of the microbatch's storages
 
 
+@dataclass
 class _Study:
     """Traces one model under each recompute setting in turn."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        *,
-        loss: LossFunction,
-        batch: Any,
-        predicate: Predicate | None,
-        device: DeviceType,
-    ) -> None:
-        self.model, self.plan, self.loss, self.batch = model, plan, loss, batch
-        self.predicate = predicate
-        self.device: DeviceType = device
-        self.table = KernelIndex()
-        self.buffer_bytes = 0
-        self._single_differs: bool | None = None  # unknown before the first trace
+    model: nn.Module
+    plan: Plan
+    loss: LossFunction
+    batch: Any
+    predicate: Predicate | None
+    device: DeviceType
+    table: KernelIndex = field(default_factory=KernelIndex)
+    buffer_bytes: int = 0
+    _single_differs: bool | None = None  # unknown before the first trace
 
     def traces(self, recompute: RecomputeSection, given: Sequence[Unit]) -> list[Trace]:
-        """Returns the traces under one recompute setting.
+        """Returns the traces under one recompute setting: one for any microbatch, or two.
 
-        This is one trace for any microbatch, plus one for a single sequence if that differs. For a model
-        whose trace changes structure with the microbatch, it is one trace for the plan's own microbatch.
+        The second is for a single sequence, if that differs. For a model whose trace changes structure with
+        the microbatch, the only trace is for the plan's own microbatch.
         """
         run = self.plan.run.model_copy(update={"recompute": recompute})
         plan = self.plan.model_copy(update={"run": run})
@@ -232,8 +219,9 @@ class _Study:
     def _prepared(
         self, plan: Plan, given: Sequence[Unit], *, short: bool
     ) -> tuple[Callable[[int], _DescribedModel] | None, TruncatedModel]:
-        """Returns a function that records a microbatch on a fake copy of the model; None if truncating
-        failed.
+        """Returns a function that records a microbatch of a given size on a fake copy of the model.
+
+        It is None if the model should be truncated (`short`) and cannot be.
         """
         section = plan.run.sharding.units
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
@@ -294,7 +282,7 @@ class _Study:
 
 
 def _periodic(recording: Sequence[Recorded], repeats: Sequence[Repeat]) -> bool:
-    """Returns whether each period that stands for others behaved the same as the next one."""
+    """Returns whether each period of blocks that represents removed ones did the same as the next period."""
 
     def done_by(first: int, count: int) -> list[tuple[object, ...]]:
         return [
@@ -310,7 +298,7 @@ def _periodic(recording: Sequence[Recorded], repeats: Sequence[Repeat]) -> bool:
 
 
 def _per_token(trace: Trace, kernels: Sequence[Kernel], *, sequence_length: int) -> tuple[float, int]:
-    """Returns (FLOP of forward and backward, active parameters) per token, as `model_flops_per_token`."""
+    """Returns (FLOP of forward and backward, active parameters) per token: see `model_flops_per_token`."""
     microbatch = trace.microbatch or 1
     matmul = attention = 0.0
     for phase, times in _forward_phases(trace):
@@ -335,7 +323,7 @@ def _forward_phases(trace: Trace) -> Iterator[tuple[Phase, int]]:
 
 
 def _fake_twin(model: nn.Module, units: Sequence[Unit], *, plan: Plan, fakes: FakeTensorMode) -> nn.Module:
-    """Copies the module tree without data, with parameters in the dtype in which they are gathered."""
+    """Copies the module tree on fake tensors, with parameters in the dtype in which they are gathered."""
     gathered = {
         id(parameter): TORCH_DTYPE[unit.settings(plan).precision.param]
         for unit in units

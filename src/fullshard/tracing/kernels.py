@@ -1,4 +1,4 @@
-"""Cost of one operation: its kind, FLOP and bytes, from the shapes of its arguments."""
+"""Kind, FLOP and bytes of one operation, from the shapes of its arguments."""
 
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
@@ -39,7 +39,7 @@ class OpCall(NamedTuple):
 
 
 class KernelLaunch(NamedTuple):
-    """One operation on its shapes. `flops` of causal attention counts only the unmasked pairs."""
+    """One kernel launch. `flops` of causal attention counts only the unmasked pairs of positions."""
 
     kind: KernelKind
     dtype: Dtype
@@ -49,7 +49,7 @@ class KernelLaunch(NamedTuple):
 
 
 def launch_of(call: OpCall, result: Any) -> KernelLaunch | None:
-    """Returns the kernel that `call` launches; None for views, allocations and queries about a tensor."""
+    """Returns the launch for `call`; None for views, allocations and queries about a tensor."""
     name = call.name
     if getattr(call.func, "is_view", False) or name.startswith(_NO_WORK) or name == "_unsafe_view":
         return None
@@ -70,7 +70,7 @@ def launch_of(call: OpCall, result: Any) -> KernelLaunch | None:
 
 
 def transient_bytes(call: OpCall) -> int:
-    """Returns the bytes that the CUDA kernel of `call` allocates beside its results and frees when it ends.
+    """Returns the bytes that the CUDA kernel of `call` allocates, besides its results, and frees at its end.
 
     - Attention backward: the gradient of the queries in fp32; one fp32 number per row; and with fewer
       key/value heads than query heads, the gradients of keys and values per query head, before they are
@@ -92,7 +92,7 @@ def transient_bytes(call: OpCall) -> int:
 
 
 def _attention(call: OpCall, *, moved: int) -> KernelLaunch:
-    """Counts two matmuls in forward and five in backward over the unmasked pairs of positions."""
+    """Returns the launch for attention, with the FLOP of two matmuls in forward and five in backward."""
     named = call.named()
     query, key = named["query"], named["key"]
     batch, heads, rows, width = query.shape
@@ -106,16 +106,15 @@ def _attention(call: OpCall, *, moved: int) -> KernelLaunch:
 
 def grouped_shape(call: OpCall) -> tuple[int, ...]:
     """Returns the result shape of a grouped matmul (the experts of a mixture), whose groups end at `offs`."""
-    left, right, ends = (call.named().get(name) for name in ("self", "mat2", "offs"))
-    assert left is not None, "a matmul is of two"
-    assert right is not None, "a matmul is of two"
+    named = call.named()
+    left, right, ends = named["self"], named["mat2"], named.get("offs")
     groups = ends.shape[0] if ends is not None else max(left.shape[0], right.shape[0])
     rows, columns = left.shape[-2], right.shape[-1]
     return (groups, rows, columns) if left.ndim == right.ndim else (rows, columns)
 
 
 def _grouped_flops(call: OpCall) -> int:
-    """Counts each row against the matrix of its own group only."""
+    """Returns the FLOP of a grouped matmul, which multiplies each row by the matrix of its own group only."""
     named = call.named()
     left, right = named["self"], named["mat2"]
     each = 2 * left.shape[-2] * left.shape[-1] * right.shape[-1]

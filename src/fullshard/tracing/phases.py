@@ -1,8 +1,8 @@
 """Phases for any microbatch size, merged from recordings at two sizes.
 
 An operation on twice as many sequences allocates either twice as much, or the same (a weight's gradient). So
-every change is a line over the microbatch, given by two recordings, and so is every running total. The
-highest moment of a phase is one of the lines of their upper envelope, for any microbatch.
+two recordings define every change, and every running total, as a line over the microbatch. For any
+microbatch, the highest moment of a phase is on the upper envelope of the lines of its running totals.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,10 @@ class KernelIndex:
     def launches(
         self, low: Sequence[KernelLaunch], *, high: Sequence[KernelLaunch], microbatch: int
     ) -> tuple[Launches, ...]:
-        """Returns the number of launches per kernel, in order of first use."""
+        """Returns the number of launches per kernel, in order of first use.
+
+        low, high: the same launches at `microbatch` and at one more sequence
+        """
         counts: dict[int, int] = {}
         for a, b in zip(low, high, strict=True):
             kernel = Kernel(
@@ -47,7 +50,10 @@ class KernelIndex:
 def merge_recordings(
     low: Recording, high: Recording, *, microbatch: int, table: KernelIndex
 ) -> tuple[Phase, ...]:
-    """Returns the phases of recordings at `microbatch` and one more. Of equal ones, sizes are fixed."""
+    """Returns phases for any microbatch from recordings at `microbatch` and at one more sequence.
+
+    If `low` and `high` are the same recording, the sizes are those of `microbatch` only.
+    """
     phases: list[Phase] = []
     state = Moment()
     for a, b in zip(low, high, strict=True):
@@ -70,12 +76,12 @@ def merge_recordings(
 
 
 def same_structure(low: Recording, high: Recording) -> bool:
-    """Returns whether both recordings hold the same events, ignoring the sizes of tensors."""
+    """Returns whether both recordings are equal except for the sizes of tensors."""
     return [_form(one) for one in low] == [_form(one) for one in high]
 
 
 def extrapolate(smaller: Recording, *, low: Recording, high: Recording) -> bool:
-    """Returns whether the lines through `low` (at 2) and `high` (at 3) predict `smaller` (at 1)."""
+    """Returns whether lines through recordings of 2 (`low`) and 3 sequences (`high`) predict one of 1."""
     if not same_structure(low, smaller):
         return False
     return all(
@@ -121,8 +127,7 @@ def _envelope(states: Sequence[Moment]) -> list[Moment]:
     def sums(state: Moment) -> tuple[float, float]:
         return sum(line.per_sequence for line in state), sum(line.fixed for line in state)
 
-    # Order by slope, and keep the highest of equal slope. Each line must become the highest before the next
-    # does.
+    # Ordered by slope, with the highest of equal slope, each line must become the highest before the next.
     ordered = sorted(((*sums(state), i) for i, state in enumerate(states)), key=lambda one: (one[0], one[1]))
     steepest = [list(group)[-1] for _, group in groupby(ordered, key=lambda one: one[0])]
     kept: list[tuple[float, float, int]] = []
@@ -134,7 +139,7 @@ def _envelope(states: Sequence[Moment]) -> list[Moment]:
 
 
 def _overtakes(kept: list[tuple[float, float, int]], *, slope: float, fixed: float) -> bool:
-    """Returns whether the last kept line is nowhere the highest, at 1 or more, beside a steeper line."""
+    """Returns whether the last of `kept` is never the highest line, at 1 or more, beside a steeper line."""
     last_slope, last_fixed, _ = kept[-1]
     meets = (last_fixed - fixed) / (slope - last_slope)
     if meets <= 1:

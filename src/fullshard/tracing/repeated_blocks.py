@@ -1,7 +1,7 @@
 """Removal of repeated blocks from a model, so that tracing a few of them describes all.
 
-Blocks repeat with a period: one block, or several if only some of them recompute or share an attention kind.
-Two periods are kept in front and two or more behind. The inner ones then have the same surroundings as a
+Blocks repeat with a period: one block, or several if only some of them recompute or have the same attention.
+Two periods are kept in front and two or more behind. The inner ones of these have the same neighbours as a
 block in the middle, and can be compared with each other.
 """
 
@@ -22,19 +22,19 @@ _COUNTS = ("idx", "index", "number", "layer_id", "block_id", "depth")
 
 @dataclass(frozen=True)
 class TruncatedModel:
-    """Result of the truncation."""
+    """Units removed from a model, and the remaining ones that represent them."""
 
     left_out: frozenset[str] = frozenset()  # names of the removed units
-    repeats: tuple[Repeat, ...] = ()  # the periods that stand for them, as unit indices of the trace
+    repeats: tuple[Repeat, ...] = ()  # the periods that represent them, as unit indices of the trace
 
 
 def truncate_repeated_blocks(
     model: nn.Module, units: Sequence[Unit], *, blocks: Sequence[nn.Module], plan: Plan
 ) -> TruncatedModel:
-    """Removes blocks that look alike from the lists that hold them, in place; names of the others stay.
+    """Removes equal blocks from the ModuleLists that contain them, in place, without renaming the others.
 
-    Alike: the same classes, shapes, settings and overrides. The caller checks in the trace that they behave
-    alike too.
+    Equal blocks have the same classes, shapes, settings and overrides. The caller checks in the trace that
+    they also do the same.
     """
     owner = {module: unit for unit in units for module in unit.modules}
     left_out: set[str] = set()
@@ -78,7 +78,7 @@ def _units_below(block: nn.Module, units: Sequence[Unit]) -> list[str]:
 
 
 def _period(signatures: Sequence[Any], plan: Plan) -> int | None:
-    """Returns the number of blocks after which they repeat. The first period may differ from all others."""
+    """Returns the number of blocks after which signatures repeat, or None. The first period may differ."""
     step = plan.run.recompute.period
     for period in range(step, max(step, _LONGEST_PERIOD) + 1, step):
         later = range(2 * period, len(signatures) - period)

@@ -27,7 +27,7 @@ LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int]]
 
 
 class Tracer:
-    """Runs microbatches of `model`, whose parameters are fake. `transients`: see `Allocations`."""
+    """Traces microbatches of `model`, whose parameters are fake tensors. `transients`: see `Allocations`."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Tracer:
         self._backward_began = False
 
     def microbatch(self, loss: LossFunction, batch: Any) -> list[Recorded]:
-        """Returns the phases of one forward and backward, without gradients of earlier microbatches."""
+        """Returns a record of each phase of one forward and backward. Earlier gradients do not count."""
         self.allocations = Allocations(transients=self.transients)
         self._finished, self._backward_began = set(), False
         self._to_run = [set() for _ in self.units]
@@ -69,7 +69,7 @@ class Tracer:
         return self.allocations.recorded
 
     def hold_gradients(self) -> None:
-        """Gives every trained parameter an unsharded gradient, as left by an earlier microbatch."""
+        """Allocates the unsharded gradient of every trained parameter, as after an earlier microbatch."""
         with self.fakes, torch.no_grad():
             for unit in self.units:
                 for parameter in unit.parameters.values():
@@ -77,8 +77,7 @@ class Tracer:
                         parameter.grad = torch.empty_like(parameter)
 
     def _ignore_given(self, batch: Any) -> None:
-        given = [*self.model.parameters(), *self.model.buffers(), *tree_leaves(batch)]
-        for tensor in given:
+        for tensor in [*self.model.parameters(), *self.model.buffers(), *tree_leaves(batch)]:
             if isinstance(tensor, Tensor):
                 self.allocations.ignore(tensor)
                 if tensor.grad is not None:
@@ -166,7 +165,7 @@ class Tracer:
             self.allocations.move(parameter.grad, "gradients")
 
     def _post_backward(self, index: int) -> None:
-        """Drops the unit's gradients, as FSDP2 does; those that autograd accumulates into stay uncounted."""
+        """Opens the unit's post-backward phase and drops its gradients, as FSDP2 does."""
         self._in_backward.discard(index)
         self._finished.add(index)
         self.allocations.open("post_backward", index)
@@ -175,7 +174,7 @@ class Tracer:
         self.allocations.given()
 
     def _pending(self) -> list[int]:
-        """Returns the units whose backward no input gradient ended, in FSDP2's order: module registration."""
+        """Returns the units whose backward no input gradient has ended, in the order of their modules."""
         position = {module: i for i, module in enumerate(self.model.modules())}
         left = [i for i, u in enumerate(self.units) if u.parameters and i not in self._finished]
         return sorted(left, key=lambda i: position[self.units[i].modules[0]])

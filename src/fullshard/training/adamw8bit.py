@@ -1,11 +1,11 @@
-"""AdamW with 8-bit moments: torchao's, in blocks of 256 with one scale each (arXiv:2110.02861).
+"""torchao's AdamW with 8-bit moments, in blocks of 256 values with one scale each (arXiv:2110.02861).
 
 [Note: moments in a checkpoint]
-Blocks are counted from the start of each rank's shard, and a shard that is not whole blocks (or has fewer
-than 4096 elements) keeps its moments in fp32. What is quantised thus depends on the ranks, so checkpoints
-hold the moments in fp32 (8 bytes per parameter of the shard), and each load quantises them again. A block
-with the same boundaries gets the same codes, and the same scale up to the last bit: the scale follows from
-the block's largest value, whose code is the last (the first for a negative value).
+Blocks are counted from the start of each rank's shard. A shard whose size is not a multiple of 256, or less
+than 4096, keeps its moments in fp32. Which moments are quantised thus depends on the number of ranks.
+Therefore checkpoints hold the moments in fp32 (8 bytes per parameter), and each load quantises them again. A
+block with the same boundaries gets the same codes, and the same scale up to the last bit: the scale follows
+from the block's largest value, whose code is the last (the first for a negative value).
 """
 
 import importlib
@@ -25,7 +25,10 @@ from fullshard.models.quiet_import import import_quietly
 
 @cache
 def eight_bit_adamw() -> type[torch.optim.Optimizer]:
-    """Returns torchao's AdamW8bit, not compiled on the CPU. Raises MissingExtraError."""
+    """Imports torchao's AdamW8bit, and returns it as a class that does not compile its step on the CPU.
+
+    Raises MissingExtraError if torchao is not installed.
+    """
     try:
         base: Any = import_quietly("torchao.optim").AdamW8bit
     except ImportError as error:
@@ -42,7 +45,7 @@ def eight_bit_adamw() -> type[torch.optim.Optimizer]:
 
 
 def dequantize(value: Tensor) -> Tensor:
-    """Returns a quantised moment in fp32, and any other tensor unchanged."""
+    """Returns `value` in fp32 if it is a quantised moment, and unchanged otherwise."""
     local = local_tensor(value)
     if not hasattr(local, "dequantize") or not hasattr(local, "codes"):
         return value
@@ -53,23 +56,24 @@ def dequantize(value: Tensor) -> Tensor:
 def quantize_like(
     optimizer: torch.optim.Optimizer, parameter: Tensor, *, state: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Returns the state of `parameter`, whose moments are in fp32, in the form that `optimizer` keeps it."""
+    """Returns a copy of `state` with its moments quantised, if `optimizer` keeps 8-bit moments.
+
+    state: optimizer state of `parameter`, with moments in fp32
+    """
     new_buffer = getattr(optimizer, "_new_buffer", None)
     if new_buffer is None:
         return dict(state)
-    kept: dict[str, Tensor] = {}
+    kept = dict(state)
     for key, value in state.items():
-        if key == "step":
-            kept[key] = value
-            continue
-        kept[key] = new_buffer(parameter, key == "exp_avg")
-        _fill(local_tensor(kept[key]), local_tensor(value))
+        if key != "step":
+            kept[key] = new_buffer(parameter, key == "exp_avg")
+            _fill(local_tensor(kept[key]), local_tensor(value))
     return kept
 
 
 @torch.no_grad()
 def _fill(kept: Any, full: Tensor) -> None:
-    """Writes `full` into `kept`. See [Note: moments in a checkpoint]."""
+    """Copies `full` into `kept`, quantised if `kept` is. See [Note: moments in a checkpoint]."""
     if type(kept).__name__ != "OptimState8bit":
         kept.copy_(full)
         return

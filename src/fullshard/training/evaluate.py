@@ -1,4 +1,4 @@
-"""Evaluation on text that the model was not trained on: its loss, and a sample."""
+"""Evaluation of a model: the validation loss, and generated text."""
 
 from collections.abc import Iterable
 from typing import Any, cast
@@ -16,7 +16,7 @@ _TEMPERATURE = 0.7
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss) -> float:
-    """Returns the mean loss over all ranks' microbatches, the same number on every rank. Collective."""
+    """Returns the mean loss over the microbatches of all ranks, equal on every rank. Collective."""
     device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     was_training = model.training
@@ -35,11 +35,10 @@ def validation_loss(model: nn.Module, microbatches: Iterable[Any], *, loss: Loss
 
 @torch.no_grad()
 def generate(model: nn.Module, prompt: list[int], *, tokens: int, window: int) -> list[int]:
-    """Returns `prompt` followed by `tokens` more tokens, drawn one by one on rank 0. Collective.
+    """Returns the token ids of `prompt`, followed by generated ones, which rank 0 samples. Collective.
 
+    tokens: number of tokens to generate, each with a forward pass over the whole window
     window: number of most recent tokens that the model sees
-
-    Each token costs one forward pass over the whole window.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)

@@ -1,5 +1,6 @@
-"""Gradients between backward and update: their norm, their scale, and the reduction of scalars."""
+"""Operations on gradients between backward and update: norms, scaling, and averaging of scalars."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,7 +14,7 @@ from fullshard.offload.adamw import StreamingAdamW
 
 
 def gradients_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Returns the gradients of all parameters that have one, from where they wait for their update."""
+    """Returns the gradients of all parameters that have one, including those of offloaded parameters."""
     if not isinstance(optimizer, StreamingAdamW):
         return [p.grad for p in model.parameters() if p.grad is not None]
     names, outside = optimizer.offloaded.names_of, optimizer.gradients
@@ -22,7 +23,7 @@ def gradients_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Ten
 
 
 def clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Clears the gradients of all parameters, also of those that the optimizer does not hold."""
+    """Clears the gradients of all parameters, including those that the optimizer does not update."""
     model.zero_grad(set_to_none=True)
     if isinstance(optimizer, StreamingAdamW):
         optimizer.gradients.clear()
@@ -30,7 +31,7 @@ def clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def reduce_scalars(gradients: Sequence[Tensor]) -> None:
-    """Averages the gradients of scalars over ranks, because FSDP2 cannot shard scalars."""
+    """Averages the gradients of scalar parameters over ranks in place, because FSDP2 does not shard these."""
     scalars = [g for g in gradients if g.ndim == 0]
     if not scalars or world_size() == 1:
         return
@@ -42,7 +43,7 @@ def reduce_scalars(gradients: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def local_norms(gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-    """Returns the norm of this rank's part of each gradient, in fp32 also for bf16 gradients."""
+    """Returns the L2 norm of this rank's part of each gradient, in fp32 even for bf16 gradients."""
     if not gradients:
         return {}
     local = [local_tensor(gradient) for gradient in gradients]
@@ -52,9 +53,9 @@ def local_norms(gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
 
 @torch.no_grad()
 def squared_norm(norms: Mapping[Tensor, Tensor]) -> Tensor:
-    """Returns this rank's share of the squared global norm: summed over ranks, every element counts once.
+    """Returns this rank's share of the squared global norm, which is the sum of all ranks' shares.
 
-    norms: norm of this rank's part, by the gradient or another tensor with the same placement
+    norms: L2 norm of this rank's part of each gradient, keyed by the gradient or its parameter
     """
     if not norms:
         return torch.zeros((), dtype=torch.float64)
@@ -76,8 +77,5 @@ def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
 def _replicas(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return world_size()
-    shards = 1
-    for axis, placement in enumerate(tensor.placements):
-        if placement.is_shard():
-            shards *= tensor.device_mesh.size(axis)
-    return world_size() // shards
+    sharding_axes = (axis for axis, placement in enumerate(tensor.placements) if placement.is_shard())
+    return world_size() // math.prod(map(tensor.device_mesh.size, sharding_axes))

@@ -1,4 +1,4 @@
-"""train(state, plan): a generator that yields each finished step."""
+"""The training loop `train`, a generator that yields each finished step."""
 
 import itertools
 import logging
@@ -35,10 +35,10 @@ class Step(StepResult):
     """A finished step, with its figures over all ranks (see `StepResult`).
 
     index: number of the step, from 1
-    seconds: duration of the whole step
+    seconds: duration of the whole step on this rank
     data_seconds: the part of `seconds` spent waiting for data
-    rollback: `fault_tolerance.on_spike = "rollback"` asks the caller to call `roll_back` and then `train`
-        again; without these calls, the step is only skipped
+    rollback: whether the caller should call `roll_back` and then `train` again, because
+        `fault_tolerance.on_spike` is "rollback"; without these calls, the step is only skipped
     """
 
     index: int
@@ -55,14 +55,14 @@ def train(
     loss: Loss = next_token_loss,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Step]:
-    """Runs `state` from its current step to the last step of the run, one step per `next`. Collective.
+    """Trains `state` from its current step to the last step of the run, and yields each step. Collective.
 
     loss: `loss(model, microbatch)`, see `training.loss.Loss`
     should_stop: called before each step; if it returns True on any rank, that step is the last on all ranks
 
-    After a `break`, another `train` of the same state continues where it stopped. A plain iterable of data
-    ends the run on all ranks as soon as it ends on any rank; another `train`, and a resumed run, start it
-    from the beginning: only `data.Batches` resumes exactly.
+    After a `break`, another `train` of the same state continues where it stopped. If `state.data` is a plain
+    iterable, training ends on all ranks as soon as the iterable ends on any rank; another `train`, and a
+    resumed run, start the iterable from the beginning. Only `data.Batches` resumes exactly.
 
     Raises TrainError if there is no data, after `train.max_skipped_steps` skipped steps in a row, if the
     ranks are not in the same step, and if replicas compared by `fault_tolerance.check_replicas_every` differ.
@@ -104,7 +104,7 @@ def train(
 
 
 def _start_loss_scale(state: TrainState, plan: Plan) -> None:
-    """Initialises the loss scale, or keeps the one loaded from a checkpoint of the same precision."""
+    """Initialises the loss scale, or keeps the scale that a checkpoint of the same precision brought."""
     section = plan.run.precision
     if not plan.precision.loss_scaling:
         state.loss_scale = LossScale()
@@ -115,7 +115,7 @@ def _start_loss_scale(state: TrainState, plan: Plan) -> None:
 
 
 def _microbatches(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any] | None]:
-    """Returns a function from a step to this rank's microbatches. It returns None if any rank has no more."""
+    """Returns a function that maps a step to this rank's microbatches, or to None if any rank has no more."""
     if hasattr(state.data, "microbatches"):
         batches = cast(Batches, state.data)
         return lambda step: batches.microbatches(step, rank=rank(), plan=plan)
@@ -150,7 +150,7 @@ def _microbatches(state: TrainState, plan: Plan) -> Callable[[int], Iterable[Any
 
 
 def _warn_of_another_size(batch: Any, plan: Plan) -> None:
-    """Warns if microbatches differ from the plan's size, as those of packed rows may."""
+    """Logs a warning if the rows of `batch` differ from the plan's microbatch, as packed rows may."""
     rows = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
     if rows and plan.microbatch not in rows:
         logger.warning(
@@ -164,7 +164,7 @@ def _warn_of_another_size(batch: Any, plan: Plan) -> None:
 
 
 class _Timed:
-    """Adds the time spent waiting for microbatches to `seconds`."""
+    """An iterable of `batches` that adds the time spent waiting for them to `seconds`."""
 
     def __init__(self, batches: Iterable[Any], *, seconds: float) -> None:
         self.batches, self.seconds = batches, seconds

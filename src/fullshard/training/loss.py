@@ -15,18 +15,18 @@ from fullshard.spec.dotted import import_object
 from fullshard.spec.model_section import HuggingFaceModel
 from fullshard.spec.run import Run
 
-# (model, microbatch) -> the summed loss and the number of items summed, or a mean alone, which counts as one
-# item: means of microbatches of different lengths then weigh the same.
+# (model, microbatch) -> the summed loss and the number of items in the sum, or only a mean, which counts as
+# one item: means of microbatches of different lengths then weigh the same.
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int]]
 
 IGNORED_LABEL = -100
 
 
 def loss_of(run: Run, model: nn.Module) -> Loss:
-    """Returns the loss that `run` trains on: `train.loss`, the model's own, or `next_token_loss`.
+    """Returns the loss function of `run`: `train.loss`, or else the default for the model.
 
-    The model's own is for a transformers model that is not a causal language model. Raises SpecError if the
-    name cannot be imported.
+    The default is `model_loss` for a transformers model that is not a causal language model, and
+    `next_token_loss` for any other. Raises SpecError if `train.loss` cannot be imported.
     """
     if run.train.loss is not None:
         return import_object(run.train.loss, key="train.loss")
@@ -36,7 +36,7 @@ def loss_of(run: Run, model: nn.Module) -> Loss:
 
 
 def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the summed cross entropy in nats, and the number of labels it sums over.
+    """Returns the summed cross entropy in nats, and the number of labels in the sum.
 
     batch["tokens"], batch["labels"]: (microbatch, sequence) int64; a label of -100 does not count
     batch["positions"], batch["documents"]: optional, see `token_arguments`
@@ -66,11 +66,13 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
 
 
 def model_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns the model's own loss, `model(**batch).loss`: a sum and a count if the batch has labels.
+    """Returns the loss that the model computes itself, `model(**batch).loss`.
 
-    The model returns a mean over the labels that are not -100 (over all labels if they are floating point),
-    so microbatches with more labels weigh more. Without labels (a contrastive loss) the loss counts as one
-    item. Raises TrainError if the batch does not suit this model, or if the model computes no loss.
+    With labels, the model's mean is returned as a sum and the number of labels that are not -100 (of all
+    labels, if they are floating point), so microbatches with more labels weigh more. Without labels (a
+    contrastive loss), the mean alone is returned.
+
+    Raises TrainError if the batch does not suit this model, or if the model computes no loss.
     """
     name = type(model).__name__.removeprefix("FSDP")
     takes = inspect.signature(model.forward).parameters
@@ -101,7 +103,7 @@ def model_loss(model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def _ensure_valid_label(labels: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor]:
-    """Returns (labels with a valid one, as the mean over none is NaN; number of valid labels)."""
+    """Returns (labels, number of valid ones). Makes one valid if none is: a mean over none is NaN."""
     if labels.is_floating_point():
         return labels, torch.tensor(labels.numel(), device=labels.device)
     counted = labels[..., 1:] if shifted else labels
@@ -112,7 +114,7 @@ def _ensure_valid_label(labels: Tensor, *, shifted: bool) -> tuple[Tensor, Tenso
 
 
 def _shifts_labels(model: nn.Module) -> bool:
-    """Returns whether the model ignores the first label of each row, because it shifts the labels itself."""
+    """Returns whether the model's own loss shifts the labels, and so ignores the first one of each row."""
     config: Any = getattr(model, "config", None)
     own = getattr(getattr(model, "loss_function", None), "__name__", "")
     return own == "ForCausalLMLoss" and not getattr(config, "is_encoder_decoder", False)

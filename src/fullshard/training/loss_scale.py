@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 @dataclass
 class LossScale:
-    """Dynamic loss scale: halved when a step overflows, doubled after `window` good steps. arXiv:1710.03740.
+    """Dynamic loss scale: halved after an overflow, doubled after `window` good steps. arXiv:1710.03740.
 
-    Every rank sees the same global norm, so all scales stay equal. `window` 0 means no loss scaling.
+    Every rank passes the same `finite`, so the scales of all ranks stay equal. `window` 0 disables scaling.
     """
 
     scale: float = 1.0

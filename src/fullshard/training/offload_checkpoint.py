@@ -1,4 +1,4 @@
-"""The offloaded part of a training state, in the form that checkpoints and generations hold it."""
+"""Saving and restoring of the offloaded part of a training state, in checkpoints and generations."""
 
 import io
 import logging
@@ -23,25 +23,25 @@ logger = logging.getLogger("fullshard")
 
 @dataclass(frozen=True)
 class ResidualState:
-    """State that a run needs besides the offloaded tensors: JSON values and small tensors, by name."""
+    """State that a generation holds besides the offloaded tensors: JSON values and small tensors, by name."""
 
     values: dict[str, JsonValue]
     tensors: dict[str, Tensor]
 
 
 class OffloadedTensors:
-    """The offloaded tensors of one optimizer, by checkpoint name.
+    """The offloaded tensors of one optimizer, by their names in a checkpoint.
 
     `model.<name>` is the full-precision parameter, `optimizer.<name>.<key>` a moment.
 
-    frozen: checkpoints hold frozen parameters too
+    frozen: whether checkpoints also hold frozen parameters
     """
 
     def __init__(self, optimizer: StreamingAdamW, *, frozen: bool = True) -> None:
         self._optimizer, self._offloaded, self._frozen = optimizer, optimizer.offloaded, frozen
 
     def settle(self) -> None:
-        """Waits until no update is running. Raises OffloadError if one failed."""
+        """Waits until no update is running. Raises OffloadError if an update failed."""
         self._optimizer.settle()
 
     @property
@@ -50,7 +50,7 @@ class OffloadedTensors:
         return own | {_saved_name(name, "master") for name in self._offloaded.frozen.engine}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the offloaded tensors by name; parameters never updated have no moments, as in torch."""
+        """Returns the offloaded tensors by name, without moments of parameters that were never updated."""
         found: dict[str, Tensor] = {}
         for parameter, name in self._offloaded.names_of.items():
             updated = bool(self._optimizer.state.get(parameter))
@@ -62,7 +62,7 @@ class OffloadedTensors:
         return found
 
     def partitions(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
-        """Yields tensors to fill from a checkpoint, in portions; tensors that it lacks become zero."""
+        """Yields the tensors to fill from `saved`, by name, in portions. Tensors not in `saved` become 0."""
         for portion in self._offloaded.refill(frozen=self._frozen):
             receivers: dict[str, Tensor] = {}
             of_other_dtypes: list[tuple[Tensor, Tensor]] = []
@@ -84,7 +84,9 @@ class OffloadedTensors:
     def commit_step(self, step: int, beside: Callable[[], ResidualState]) -> None:
         """Commits the state after `step` steps as a generation, from which a crashed run can resume.
 
-        Does nothing if the state is in host memory.
+        beside: returns the state that is not offloaded
+
+        Does nothing if the offloaded state is in host memory, not on a drive.
         """
         store = self._offloaded.store
         if isinstance(store, DriveStore):
@@ -93,14 +95,15 @@ class OffloadedTensors:
             self._offloaded.updates.submit(lambda: store.commit(step, payload.getvalue()))
 
     def newest_step(self, *, at_least: int) -> int | None:
-        """Returns the newest step from `at_least` on that is complete on all ranks, or None. Collective."""
+        """Returns the newest step >= `at_least` that every rank has a generation of, or None. Collective."""
         newest = max(set[int].intersection(*gathered(set(self._resumable()))), default=None)
         return None if newest is None or newest < at_least else newest
 
     def restore_step(self, step: int) -> ResidualState | None:
-        """Restores the generation of this step, drops later ones, and returns the residual state. Collective.
+        """Restores the offloaded tensors of `step` and returns the state beside them. Collective.
 
-        If any rank's generation is damaged, it is dropped, the state is unchanged, and the result is None.
+        Later generations are dropped. If the generation of `step` is damaged on any rank, all ranks drop it,
+        keep their state, and return None.
         """
         store = self._offloaded.store
         assert isinstance(store, DriveStore), "others have no generations"

@@ -27,9 +27,10 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     Weight decay applies to parameters of two or more dimensions, not to norms and biases. AdamW and Adam are
     fused: on two cores this is 8× as fast as the foreach loop.
 
-    Raises ShardError if the model is not sharded or is currently unsharded (gathered); SpecError for an
-    unknown name, options that the class does not take, and a class that cannot update sharded parameters;
-    PlanError for offloaded state of another optimizer than AdamW; MissingExtraError.
+    Raises ShardError if the model is not sharded, is currently unsharded (gathered), or has no trainable
+    parameter; SpecError for an unknown name, options that the class does not take, and a class that cannot
+    update sharded parameters; PlanError if the run offloads the state of another optimizer than AdamW;
+    MissingExtraError for AdamW8bit without torchao.
     """
     _refuse_unsharded(model)
     section = plan.run.optimizer
@@ -60,7 +61,7 @@ def build_optimizer(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets the learning rate of all groups, in place where it is a tensor (compiled optimizers)."""
+    """Sets the learning rate of all parameter groups, in place if it is a tensor (compiled optimizers)."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -97,7 +98,7 @@ def _groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]
 
 
 def _stand_in(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of `group` with a single parameter like its smallest one, with a gradient."""
+    """Returns a copy of `group` with one new parameter, of the smallest one's shape, that has a gradient."""
     smallest = min(group["params"], key=torch.numel)
     parameter = nn.Parameter(torch.zeros_like(smallest.detach()))
     parameter.grad = torch.ones_like(parameter.detach())
@@ -125,7 +126,7 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 def _options(
     section: OptimizerSection, cls: type[torch.optim.Optimizer], *, device: torch.device
 ) -> dict[str, Any]:
-    """Returns the section's settings under the argument names of `cls`. `section.options` override them."""
+    """Returns the keyword arguments that construct `cls` from `section`; `section.options` come last."""
     takes = inspect.signature(cls).parameters
     options: dict[str, Any] = {"lr": section.learning_rate}
     if "betas" in takes:  # Adam's family; in other optimizers, eps has another meaning

@@ -1,11 +1,11 @@
-"""The optimizer in backward: each unit is updated once its gradient is reduced, and the gradient is freed.
+"""The optimizer in backward: updates each unit once its gradient is reduced, and frees the gradient.
 
 [Note: what comes before backward]
 Everything must be decided before the first unit is updated. So the ranks agree on the loss and the count of
-valid tokens between forward and backward (one all-reduce of a few numbers, for which the host waits). A loss
-that is not finite skips the step on all ranks, whose backward then only measures. Decisions that depend on
-the norm of all gradients are not available: no clipping, no loss scale, no skipping of spikes in the norm. A
-norm that is not finite is found after the update, and ends the run.
+valid tokens between forward and backward (one all-reduce of a few numbers, for which the host waits). If the
+loss is not finite, all ranks skip the step, and backward only measures norms. Decisions that depend on the
+norm of all gradients are not available: no clipping, no loss scale, no skipping of spikes in the norm. A norm
+that is not finite is found after the update, and ends the run.
 
 [Note: one optimizer, a unit at a time]
 During a unit's update the optimizer's groups are replaced by copies that hold only the unit's parameters.
@@ -13,9 +13,9 @@ Hooks, schedulers and checkpoints see one optimizer, and a counter that a class 
 once per step. The optimizer must update each parameter independently, as all of `torch.optim` do.
 
 [Note: the gradient's memory]
-The gradients of a unit are views of one reduced chunk. FSDP2 holds a reference to it until the next unit is
-reduced, and until the end of backward with replicas. So the storage is freed while the reference remains. On
-a GPU, FSDP2 calls the hooks on the stream that reduced; if another stream allocated the chunk,
+The gradients of a unit are views of one reduced chunk. FSDP2 holds a reference to the chunk until the next
+unit is reduced (with replicas, until the end of backward), so the storage is freed despite the reference. On
+a GPU, FSDP2 calls the hooks on the stream of the reduction. If another stream allocated the chunk,
 `record_stream` informs the allocator.
 """
 
@@ -42,17 +42,19 @@ class OptimizerInBackward:
         self.model, self.optimizer = model, optimizer
         self._norms: dict[Tensor, Tensor] = {}
         self._unit_of: dict[Tensor, int] = {}
-        self._left = Counter[int]()  # gradients that are still to come, by unit
-        self._waiting: list[Tensor] = []  # of one unit, until its last gradient arrives
+        self._left = Counter[int]()  # number of gradients that are not reduced yet, by unit
+        self._waiting: list[Tensor] = []  # parameters of one unit, until its last gradient is reduced
         self._groups: dict[int, dict[str, Any]] = {}
         self._group_of: dict[Tensor, int] = {}
         self._factor: float | None = None
 
     @contextmanager
     def updating(self, *, factor: float | None, learning_rate: float) -> Generator[None]:
-        """Context of one backward, before `finish`. Raises TrainError if a gradient arrives more than once.
+        """Context in which one backward runs, to be followed by `finish`.
 
         factor: multiplies the reduced gradients; None measures their norms without an update
+
+        Raises TrainError if a parameter's gradient is reduced more than once.
         """
         self._factor = factor
         self._unit_of = self._unit_of or _units(self.model)
@@ -64,11 +66,12 @@ class OptimizerInBackward:
             set_learning_rate(self.optimizer, learning_rate)
         with ExitStack() as hooks:
             for parameter in self._unit_of:
+                # The hook runs when FSDP2 has reduced the parameter's gradient.
                 hooks.callback(parameter.register_post_accumulate_grad_hook(self._on_gradient).remove)
             yield
 
     def finish(self) -> Mapping[Tensor, Tensor]:
-        """Updates the parameters that backward left, and returns the norm of each gradient's local part."""
+        """Updates parameters not updated in backward; returns each parameter's local gradient norm."""
         self._update_unit()
         self._update([p for p in self.model.parameters() if p.grad is not None])
         for index, group in self._groups.items():
@@ -78,7 +81,6 @@ class OptimizerInBackward:
 
     @torch.no_grad()
     def _on_gradient(self, parameter: Tensor) -> None:
-        """Post-accumulate-grad hook: this parameter's gradient has been reduced."""
         unit = self._unit_of[parameter]
         if parameter in self._norms:
             raise _comes_again(self.model, parameter)
@@ -93,8 +95,11 @@ class OptimizerInBackward:
         parameters, self._waiting = self._waiting, []
         gradients = [p.grad for p in parameters if p.grad is not None]
         self._update(parameters)
-        for gradient in gradients:
-            _free_storage(gradient)
+        for gradient in gradients:  # FSDP2 still refers to the memory: see [Note: the gradient's memory]
+            local = local_tensor(gradient)
+            if local.is_cuda:
+                local.record_stream(torch.cuda.current_stream(local.device))
+            cast(Any, local.untyped_storage()).resize_(0)
 
     @torch.no_grad()
     def _update(self, parameters: Sequence[Tensor]) -> None:
@@ -110,7 +115,7 @@ class OptimizerInBackward:
             parameter.grad = None
 
     def _step(self, parameters: Sequence[Tensor]) -> None:
-        """Steps the optimizer on these parameters only. See [Note: one optimizer, a unit at a time]."""
+        """Steps the optimizer on `parameters` only. See [Note: one optimizer, a unit at a time]."""
         groups, parts = self.optimizer.param_groups, dict[int, dict[str, Any]]()
         for parameter in parameters:
             index = self._group_of[parameter]
@@ -125,10 +130,10 @@ class OptimizerInBackward:
 
 
 def _units(model: nn.Module) -> dict[Tensor, int]:
-    """Returns the FSDP2 parameter group of each parameter whose gradient FSDP2 reduces, by id.
+    """Returns the id() of the FSDP2 parameter group, for each parameter whose gradient FSDP2 reduces.
 
-    FSDP2 has its sharded parameters after the first forward; while they are unsharded, the model has others.
-    `_get_fsdp_state` and the attributes after it are private to FSDP2, and the same in torch 2.11 to 2.15.
+    The parameters come from FSDP2 (after the first forward), because the model has others while its units
+    are unsharded. The private attributes of FSDP2 that this reads are the same in torch 2.11 to 2.15.
     """
     found: dict[Tensor, int] = {}
     for module in model.modules():
@@ -139,14 +144,6 @@ def _units(model: nn.Module) -> dict[Tensor, int]:
                 sharded = [one.sharded_param for one in group.fsdp_params] if group is not None else []
                 found |= {parameter: id(group) for parameter in sharded if parameter.requires_grad}
     return found
-
-
-def _free_storage(gradient: Tensor) -> None:
-    """Frees a gradient's memory even if it is still referenced. See [Note: the gradient's memory]."""
-    local = local_tensor(gradient)
-    if local.is_cuda:
-        local.record_stream(torch.cuda.current_stream(local.device))
-    cast(Any, local.untyped_storage()).resize_(0)
 
 
 def _comes_again(model: nn.Module, parameter: Tensor) -> TrainError:

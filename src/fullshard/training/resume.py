@@ -1,4 +1,4 @@
-"""The starting point of a run (a checkpoint, weights, or neither), and its return to a checkpoint."""
+"""Resuming a run from a checkpoint, starting it from weights, and rolling it back to a checkpoint."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +18,14 @@ from fullshard.weights.pretrained import LoadReport, load_pretrained
 
 
 def checkpoint_location(directory: str | Path, plan: Plan) -> CheckpointLocation:
-    """Returns the location that the plan's run saves to and loads from."""
+    """Returns `directory` as a location, with the plan's settings for checkpoints (key, storage, timeout)."""
     section = plan.run.checkpoint
     found = location_of(directory, key_file=section.key_file)
     if section.storage == "per_node":
         return NodeLocalDirectory(Path(directory), key=found.key)
-    return (
-        replace(found, answer_seconds=section.store_seconds) if isinstance(found, ObjectLocation) else found
-    )
+    if isinstance(found, ObjectLocation):
+        return replace(found, answer_seconds=section.store_seconds)
+    return found
 
 
 def newest_saved(directory: str | Path, plan: Plan) -> int | None:
@@ -34,9 +34,9 @@ def newest_saved(directory: str | Path, plan: Plan) -> int | None:
 
 
 def pretrained_directory(run: Run) -> Path | None:
-    """Returns the directory of the weights that `run` starts from, or None for initialised weights.
+    """Returns the directory of the pretrained weights of `run`, or None if its weights are initialised.
 
-    Raises CheckpointError for weights that are required and missing, SpecError for quantised weights.
+    Raises CheckpointError if required weights are missing, SpecError if the weights are quantised.
     """
     section = run.model
     if not isinstance(section, HuggingFaceModel) or section.weights == "none":
@@ -65,18 +65,20 @@ def pretrained_directory(run: Run) -> Path | None:
 def restore(
     state: TrainState, plan: Plan, *, weights: Path | None, saved: str | Path | None, must_resume: bool
 ) -> str | None:
-    """Loads `state` from the newest checkpoint in `saved`, or else from `weights`, if any. Collective.
+    """Loads `state` from the newest checkpoint in `saved`, or else from pretrained weights. Collective.
 
-    A source without the frozen parameters is loaded on top of one that has them: a checkpoint of adapters
-    only on top of the weights, and the state on a drive on top of a checkpoint, or of the weights if there is
-    no checkpoint. Returns a message about the weights that were read, or None. Raises CheckpointError.
+    weights: directory of the pretrained weights, or None
+    saved: location of the checkpoints, or None for a new run
+    must_resume: raise CheckpointError if there is nothing to resume from
+
+    A source without the frozen parameters is loaded after one that has them: a checkpoint of adapters only
+    after the weights, and the state on an offload drive after a checkpoint, or after the weights if there is
+    no checkpoint. Returns a message about the weights that were read, or None.
     """
-    newest = 0
+    newest, alone = 0, plan.run.adapter.saved_alone
     if saved is not None:
-        newest = (
-            on_rank_zero(lambda: newest_saved(saved, plan), doing=f"looking for a checkpoint in {saved}") or 0
-        )
-    alone = plan.run.adapter.saved_alone
+        found = on_rank_zero(lambda: newest_saved(saved, plan), doing=f"looking for a checkpoint in {saved}")
+        newest = found or 0
 
     def from_checkpoint(*, missing_ok: bool) -> LoadReport | None:
         if saved is not None and load(state, checkpoint_location(saved, plan), missing_ok=missing_ok):
@@ -99,9 +101,9 @@ def restore(
 def roll_back(state: TrainState, directory: str | Path | CheckpointLocation, *, plan: Plan) -> bool:
     """Loads the newest complete checkpoint of `directory`, and moves the data position forward. Collective.
 
-    The batches since that checkpoint and the next `fault_tolerance.skip_batches` are not trained on (as
-    PaLM's authors did by hand, arXiv:2204.02311, section 5.1), except with a plain iterable, which has
-    no position. Returns False, with nothing changed, if there is no checkpoint yet.
+    Training then skips the batches since that checkpoint and the next `fault_tolerance.skip_batches` (as
+    PaLM's authors did by hand, arXiv:2204.02311, section 5.1), unless the data is a plain iterable, which
+    has no position. Returns False, with nothing changed, if there is no checkpoint yet.
 
     Raises TrainError after `fault_tolerance.max_rollbacks`, CheckpointError if no checkpoint is complete.
     """

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step, so that resuming needs no state."""
+"""The learning rate as a function of the step alone, so that resuming needs no state."""
 
 import math
 
@@ -6,9 +6,9 @@ from fullshard.spec.run import Run, ScheduleSection
 
 
 def rate_factor(section: ScheduleSection, *, step: int, steps: int) -> float:
-    """Returns the factor of the peak learning rate in step `step` (from 0) of `steps`.
+    """Returns the factor that multiplies the peak learning rate in step `step` (from 0) of `steps`.
 
-    Warmup over w steps: (step + 1) / w. Then, with t from 0 to 1 over the remaining steps and r =
+    During a warmup of w steps: (step + 1) / w. Then, with t from 0 to 1 over the remaining steps and r =
     `min_lr_ratio`:
 
         constant  1
@@ -32,7 +32,7 @@ def rate_factor(section: ScheduleSection, *, step: int, steps: int) -> float:
 
 
 def warmup_note(run: Run) -> str | None:
-    """Returns a warning for a run that ends before its warmup does, or None."""
+    """Returns a warning message if `run` ends before its warmup does, or None."""
     warmup, steps, peak = run.schedule.warmup_steps, run.train.steps, run.optimizer.learning_rate
     if warmup <= steps:
         return None

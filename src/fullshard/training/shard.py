@@ -1,4 +1,4 @@
-"""Offloaded training state: created when the model is sharded, and found again by the optimizer."""
+"""Offloaded training state: its creation when a model is sharded, its optimizer, and its removal."""
 
 import hashlib
 import json
@@ -50,12 +50,12 @@ def shard(
     methods: Sequence[str] = (),
     system: System = SYSTEM,
 ) -> nn.Module:
-    """Shards like `fullshard.sharding.apply.shard`, and sets up the state that the plan offloads.
+    """Shards `model` like `fullshard.sharding.apply.shard`, and creates the state that the plan offloads.
 
-    system: the calls that reach the drive of the offload target
+    system: the system calls for the drive of the offload target
 
-    With `init = "none"`, using the offloaded state raises OffloadError until a load has brought values.
-    Raises OffloadError on all ranks if the drive of any rank has no room, before the model has values.
+    With `init = "none"`, using the offloaded state raises OffloadError until a load has filled it. Raises
+    OffloadError on all ranks if the drive of any rank lacks space, before the parameters have values.
     """
     if plan.run.offload.on_disk and plan.run.offload.host_bytes and plan.device == "cpu":
         fix_malloc_thresholds()
@@ -67,7 +67,7 @@ def shard(
 
 
 def streaming_adamw(model: nn.Module, groups: list[dict[str, Any]], *, plan: Plan) -> StreamingAdamW:
-    """Returns the optimizer of offloaded state. Raises ShardError if the state is not offloaded."""
+    """Returns the AdamW that updates the model's offloaded state. Raises ShardError if it has none."""
     offloaded = offloaded_of(model)
     if offloaded is None:
         raise ShardError(
@@ -95,7 +95,7 @@ def streaming_adamw(model: nn.Module, groups: list[dict[str, Any]], *, plan: Pla
 
 
 def directory_of(plan: Plan, *, rank: int) -> Path:
-    """Returns the directory of a rank's files, below `offload.path`, which may be relative to `run.dir`."""
+    """Returns the directory of a rank's offload files, below `offload.path` (relative to `run.dir`)."""
     path, root = Path(plan.run.offload.path), Path(plan.run.run.dir).absolute()
     if not path.is_absolute():
         return rank_directory(root / path, run_id="state", rank=rank)
@@ -104,15 +104,15 @@ def directory_of(plan: Plan, *, rank: int) -> Path:
 
 
 def discard_offloaded(plan: Plan) -> None:
-    """Removes the files of an earlier run from this rank's paths. Raises OffloadError."""
+    """Removes this rank's offload files from the drive. Raises OffloadError."""
     if plan.run.offload.on_disk:
         discard(directory_of(plan, rank=rank()))
 
 
 def close_offload(model: nn.Module, *, plan: Plan, finished: bool) -> None:
-    """Closes the offloaded state at the end of a run.
+    """Closes the model's offloaded state, if any, at the end of a run.
 
-    If the run is `finished`, its files are removed, because its checkpoint holds everything.
+    finished: also remove this rank's offload files, because the last checkpoint holds everything
     """
     offloaded = offloaded_of(model)
     if offloaded is not None:
@@ -120,21 +120,14 @@ def close_offload(model: nn.Module, *, plan: Plan, finished: bool) -> None:
         offloaded.close()
         if finished:
             discard_offloaded(plan)
-            _remove_empty(plan)
-
-
-def _remove_empty(plan: Plan) -> None:
-    """Removes empty directories of the state: with a relative path, all below the run's own.
-
-    An absolute path belongs to the user, so only the run's directories in it are removed.
-    """
-    path, own = Path(plan.run.offload.path), directory_of(plan, rank=rank())
-    inside = not path.is_absolute() and ".." not in path.parts
-    remove_empty(own, up_to=Path(plan.run.run.dir).absolute() if inside else own.parent.parent)
+            # An absolute path belongs to the user, so only the run's directories in that path are removed.
+            path, own = Path(plan.run.offload.path), directory_of(plan, rank=rank())
+            inside = not path.is_absolute() and ".." not in path.parts
+            remove_empty(own, up_to=Path(plan.run.run.dir).absolute() if inside else own.parent.parent)
 
 
 def settings_of(plan: Plan, system: System) -> Settings:
-    """Returns the settings of the plan's offload target, as `OffloadedState` takes them."""
+    """Returns the settings that `OffloadedState` takes, from the plan's `offload` section."""
     section, traffic = plan.run.offload, DriveCounters()
     system = traffic.wrap(system)
     return Settings(
@@ -192,8 +185,7 @@ def _on_drive(plan: Plan, groups: Sequence[Group], *, system: System) -> DriveSt
         except ForeignOffloadError as error:
             if read_world_size(directory) in (None, plan.world_size):
                 raise
-            # The number of ranks changed: this rank's parts belong to another layout. The checkpoint has all
-            # of them.
+            # The number of ranks changed, so these files have another layout. The checkpoint has the state.
             logger.warning(
                 "%s: it was kept by another number of ranks, and is removed", error.what.removesuffix(".")
             )
@@ -210,7 +202,7 @@ def _on_drive(plan: Plan, groups: Sequence[Group], *, system: System) -> DriveSt
 
 
 def _open_on_all_ranks(opened: Callable[[], T], *, close: Callable[[T], None]) -> T:
-    """Returns the result of `opened`, once it has succeeded on all ranks. Raises OffloadError. Collective."""
+    """Returns the result of `opened`. If any rank failed, closes it and raises OffloadError. Collective."""
     own: OffloadError | None = None
     with ExitStack() as stack:
         found: list[T] = []
@@ -231,7 +223,7 @@ def _open_on_all_ranks(opened: Callable[[], T], *, close: Callable[[T], None]) -
 def _keep_common_generation(generations: Generations) -> None:
     """Drops every generation except the newest that is undamaged on all ranks. Collective.
 
-    It must precede the first write, which replaces the older generation: the others may have only that one.
+    Must precede the first write, which replaces the older generation: other ranks may have only that one.
     """
     while True:
         own = {one.step: one for one in generations.whole()}

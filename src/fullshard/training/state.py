@@ -27,18 +27,19 @@ _COUNTS = ("step", "tokens", "skipped", "data_offset", "rollbacks")
 class TrainState:
     """A model, its optimizer, its data, and its progress.
 
+    step: number of finished steps
     tokens: valid tokens trained on, over all ranks
-    skipped: steps skipped because the loss or norm was not finite, or was a spike
+    skipped: number of steps skipped because the loss or norm was not finite, or was a spike
     data: a source of microbatches by step (`data.Batches`), or an iterable of microbatches
     iterator: position of a plain iterable, from which the next `train` continues after a `break`
-    data_offset: batches skipped by `rollbacks`
+    data_offset: number of batches that the rollbacks skipped
     best: the lowest validation loss and its step
     recent: losses and norms of recent steps, from which spikes are detected
     phase: this rank's position in the step, for the watchdog
-    in_backward: updates unit by unit, used if the run asks for it
+    in_backward: the update unit by unit, for runs with `optimizer.in_backward`
     offloaded: the offloaded tensors, or None
-    saved: checkpoints hold the whole model ("all"), or of its parameters only the trained ones ("trained");
-        the others then need their values before `load`
+    saved: whether checkpoints hold the whole model ("all"), or, of its parameters, only the trainable ones
+        ("trained"); the frozen parameters then need their values before `load`
 
     A checkpoint holds everything except the data: a source by step resumes exactly, a plain iterable
     restarts. Raises TrainError for an optimizer that does not update the model's parameters.
@@ -74,13 +75,13 @@ class TrainState:
     # The methods of fullshard.checkpoint.checkpointable.Checkpointable.
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors of a checkpoint: parameters, optimizer state, random states of ranks."""
+        """Returns the tensors to save: parameters, buffers, optimizer state, and this rank's RNG states."""
         self.settle()
         tensors = self._model_tensors() | self._optimizer_tensors() | _random_states()
         return tensors | (self.offloaded.tensors() if self.offloaded else {})
 
     def values(self) -> dict[str, JsonValue]:
-        """Returns the values of a checkpoint: counts, recent figures, and facts about the model."""
+        """Returns the JSON values to save: counts, recent losses and norms, and facts about the model."""
         best_loss, best_step = self.best or (None, None)
         return {
             **{name: getattr(self, name) for name in _COUNTS},
@@ -97,9 +98,10 @@ class TrainState:
         }
 
     def load_targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Returns the tensors to fill from a checkpoint that holds `saved`. Creates those of the optimizer.
+        """Returns the tensors to fill from a checkpoint that holds `saved`, except `partitions`.
 
-        Raises CheckpointError if the model's names, shapes or dtypes differ.
+        Tensors of the model are its own; those of the optimizer state are new. Raises CheckpointError if the
+        model's names, shapes or dtypes differ from `saved`.
         """
         self.act_before_update()
         tensors: dict[str, Tensor] = dict(self._model_tensors())
@@ -122,9 +124,9 @@ class TrainState:
         return tensors
 
     def load_values(self, values: Mapping[str, JsonValue], received: Mapping[str, Tensor]) -> None:
-        """Adopts the filled `load_targets`, and the values saved with them.
+        """Sets optimizer state, RNG states and counts from saved `values` and the filled `load_targets`.
 
-        Raises CheckpointError if another class of optimizer wrote them.
+        Raises CheckpointError if an optimizer of another class was saved.
         """
         if values["optimizer"] != _kind(self.optimizer):
             raise CheckpointError(
@@ -154,11 +156,11 @@ class TrainState:
         )
 
     def partitions(self, saved: Mapping[str, SavedTensor]) -> Iterator[dict[str, Tensor]]:
-        """Yields the offloaded tensors to fill, which `load_targets` does not contain."""
+        """Yields the offloaded tensors to fill, by name, which `load_targets` does not contain."""
         return self.offloaded.partitions(saved) if self.offloaded else iter(())
 
     def after_step(self, *, tokens: int, skipped: bool) -> None:
-        """Counts the step, and commits offloaded state on a drive, from which a crashed run resumes."""
+        """Counts a finished step, and commits the state that is offloaded to a drive as a generation."""
         self.step += 1
         self.tokens += 0 if skipped else tokens
         self.skipped += skipped
@@ -166,9 +168,9 @@ class TrainState:
             self.offloaded.commit_step(self.step, self._beside)
 
     def go_back(self, *, at_least: int) -> bool:
-        """Restores the newest step, not before `at_least`, that is complete on every rank. Collective.
+        """Restores the newest step >= `at_least` whose generation is complete on every rank. Collective.
 
-        Returns False if there is none. Frozen parameters stay as they are.
+        Returns whether there was one. Frozen parameters stay as they are.
         """
         self.act_before_update()
         while self.offloaded and (step := self.offloaded.newest_step(at_least=at_least)) is not None:
@@ -183,7 +185,7 @@ class TrainState:
         return False
 
     def settle(self) -> None:
-        """Waits until no update is running. Raises OffloadError if one failed."""
+        """Waits until no offloaded update is running. Raises OffloadError if an update failed."""
         if self.offloaded:
             self.offloaded.settle()
 
@@ -192,7 +194,7 @@ class TrainState:
         self._before_update.append(act)
 
     def act_before_update(self) -> None:
-        """Calls the registered functions. The optimizer's step and every load call this first."""
+        """Calls the functions that `before_update` registered, before an optimizer step or a load."""
         acts, self._before_update = self._before_update, []
         for act in acts:
             act()
@@ -216,7 +218,7 @@ class TrainState:
         return tensors
 
     def _beside(self) -> ResidualState:
-        """Returns everything that is not offloaded, except frozen parameters, which are loaded earlier."""
+        """Returns all state that is not offloaded, except frozen parameters, which are loaded earlier."""
         scalars = {
             f"model.{name}": parameter.detach()
             for name, parameter in self.model.named_parameters()
@@ -244,7 +246,7 @@ def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
-    """Returns the name of the class that can resume from the optimizer's state."""
+    """Returns the class name that checkpoints record: only this class can load the optimizer's state."""
     return optimizer.saved_as if isinstance(optimizer, StreamingAdamW) else type(optimizer).__name__
 
 
@@ -267,14 +269,12 @@ def _check_optimizer_is_the_models(model: nn.Module, optimizer: torch.optim.Opti
         )
 
 
-def _tied_names(model: nn.Module) -> list[tuple[str, str]]:
-    """Returns (alias, name) of every parameter with more than one name. The first name is the saved one."""
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Returns {alias: name} for parameters with several names, of which checkpoints use the first."""
     first: dict[int, str] = {}
-    aliases: list[tuple[str, str]] = []
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), name) != name:
-            aliases.append((name, first[id(parameter)]))
-    return aliases
+    parameters = model.named_parameters(remove_duplicate=False)
+    names = {name: first.setdefault(id(parameter), name) for name, parameter in parameters}
+    return {alias: name for alias, name in names.items() if alias != name}
 
 
 def _random_states() -> dict[str, Tensor]:

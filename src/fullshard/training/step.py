@@ -10,10 +10,9 @@ number of ranks.
 
 [Note: one all-reduce]
 That all-reduce carries the loss sum, the count, the squared norm, whether a rank was asked to stop, and each
-rank's fingerprint (see `survival/fingerprint.py`), in fp64. All ranks thus make the same decision: to update,
-to skip, to stop, or that they are not in the same step. With the optimizer in backward there are two
-all-reduces, because loss and count are needed earlier: see [Note: what comes before backward] in
-`optimizer_in_backward.py`.
+rank's fingerprint (see `survival/fingerprint.py`), in fp64. So all ranks decide alike whether to update, to
+skip, to stop, or to raise because they are not in the same step. With the optimizer in backward there are two
+all-reduces: see [Note: what comes before backward] in `optimizer_in_backward.py`.
 """
 
 import math
@@ -56,14 +55,14 @@ from fullshard.training.state import TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Figures of one step over all ranks, the same on all of them.
+    """Figures of one step over all ranks, equal on all ranks.
 
     loss: mean over valid tokens, in nats for the default loss
     grad_norm: norm of the gradient before clipping
-    tokens: valid tokens of the step (or microbatches, for a loss that is a mean)
-    skipped: nothing was updated, because the loss or norm was not finite, or was a spike
-    spike: the step was skipped because its loss or norm stood out
-    stopping: a rank was asked to stop, and this is the last step
+    tokens: number of valid tokens of the step (of microbatches, if the loss function returns a mean)
+    skipped: whether nothing was updated, because the loss or norm was not finite, or was a spike
+    spike: whether the step was skipped because its loss or norm was a spike
+    stopping: whether this is the last step because a rank was asked to stop
     """
 
     loss: float
@@ -83,9 +82,11 @@ def run_step(
     learning_rate: float,
     stop: bool = False,
 ) -> StepResult:
-    """Trains `state` on exactly `plan.accumulation` microbatches of this rank. Collective.
+    """Trains `state` on `microbatches`, exactly `plan.accumulation` of this rank. Collective.
 
-    Nothing is updated on any rank if the loss or norm is not finite on one, if it is a spike while
+    stop: whether this rank was asked to stop
+
+    The step is skipped on all ranks if the loss or norm is not finite, if it is a spike while
     `fault_tolerance.on_spike` is set, or if no rank has a valid token.
 
     Raises TrainError for another number of microbatches, an invalid loss (see `loss.Loss`), ranks that are in
@@ -105,7 +106,7 @@ def run_step(
     with record_function("fullshard::optimizer"):  # see `fullshard.profiler.trace`
         norms = local_norms(gradients) if in_backward is None else in_backward.finish()
         sums[2] = squared_norm(norms)
-    state.settle()  # after the all-reduce, updates have then settled on every rank
+    state.settle()  # before the all-reduce: after it, no update is running on any rank
     loss_sum, count, squared, stops = agree()
     where.enter(RunPhase.OPTIMIZER)
     mean = loss_sum / count if count > 0 else math.nan
@@ -147,7 +148,7 @@ def _updated_with(norm: float, *, step: int) -> TrainError:
 def _updating(
     nominal: int, *, state: TrainState, plan: Plan, learning_rate: float, agree: Callable[[], list[float]]
 ) -> AbstractContextManager[None]:
-    """Returns the context of a backward: with the optimizer in backward, it updates.
+    """Returns the context in which a backward runs, which updates if the run has the optimizer in backward.
 
     See [Note: what comes before backward] in `optimizer_in_backward.py`.
     """
@@ -164,9 +165,9 @@ def _updating(
 def _sum_over_ranks(
     sums: Tensor, *, state: TrainState, plan: Plan, learning_rate: float, issued: int
 ) -> list[float]:
-    """Returns the four sums over all ranks, after checking the fingerprints. See [Note: one all-reduce].
+    """Returns the first four of `sums` over all ranks, after checking the ranks' fingerprints. Collective.
 
-    issued: number of collectives issued before the step; the fingerprint counts those after it
+    issued: number of collectives that this rank had issued before the step; see [Note: one all-reduce]
     """
     totals, kind, own = sums.clone(), plan.run.fault_tolerance.fingerprint, None
     if plan.world_size == 1:
@@ -194,8 +195,9 @@ def _accumulate(
     sums: Tensor,
     updates: Callable[[int], AbstractContextManager[None]],
 ) -> int:
-    """Runs forward and backward of every microbatch, adds up loss and count, and returns the nominal count.
+    """Runs forward and backward of every microbatch, and returns the nominal count.
 
+    sums: receives the loss sum and the count
     updates: takes the nominal count, and returns the context that backward runs in
     """
     engine = state.model if isinstance(state.model, FSDPModule) else None
@@ -204,7 +206,12 @@ def _accumulate(
         if engine is not None and plan.accumulation > 1:
             _set_sync(engine, plan, last=index == plan.accumulation - 1)
         with record_function("fullshard::compute"):
-            total, count, nominal = _forward(state, plan, batch=batch, loss=loss, device=sums.device)
+            state.phase.enter(RunPhase.FORWARD)
+            value = loss(state.model, to_device(batch, sums.device))
+            total, count = _sum_and_count(value)
+        # A sum is over the tokens of the batch. A mean counts as one item.
+        tokens = plan.run.tokens_per_step // plan.world_size
+        nominal = 1 << ((tokens if isinstance(value, tuple) else plan.accumulation) - 1).bit_length()
         sums[0] += total.detach()
         sums[1] += count
         with updates(nominal), record_function("fullshard::compute"):
@@ -213,21 +220,8 @@ def _accumulate(
     return nominal
 
 
-def _forward(
-    state: TrainState, plan: Plan, *, batch: Any, loss: Loss, device: torch.device
-) -> tuple[Tensor, Any, int]:
-    """Returns (loss sum, count, nominal count) of a microbatch."""
-    state.phase.enter(RunPhase.FORWARD)
-    value = loss(state.model, to_device(batch, device))
-    total, count = _sum_and_count(value)
-    # A sum is over the tokens of the batch. A mean counts as one item.
-    is_sum = isinstance(value, tuple)
-    own = plan.run.tokens_per_step // plan.world_size if is_sum else plan.accumulation
-    return total, count, 1 << (own - 1).bit_length()
-
-
 def _expect_count(microbatches: Iterable[Any], expected: int, *, where: PhaseTracker) -> Iterator[Any]:
-    """Yields exactly `expected` microbatches. Raises TrainError otherwise: the ranks would wait forever."""
+    """Yields the microbatches. Raises TrainError unless there are `expected`: ranks would wait forever."""
     count = 0
     where.enter(RunPhase.DATA)
     for batch in microbatches:
@@ -250,29 +244,25 @@ def _count_error(got: str, expected: int) -> TrainError:
 
 
 def _sum_and_count(value: Any) -> tuple[Tensor, Any]:
-    """Returns (sum, count) of the user's loss; a mean counts as one item. Raises TrainError."""
+    """Returns (sum, count) from the loss function's result, with count 1 for a mean. Raises TrainError."""
     is_pair = isinstance(value, tuple) and len(cast(tuple[Any, ...], value)) == 2
     total, count = cast(tuple[Any, Any], value) if is_pair else (value, 1)
     if not isinstance(total, Tensor) or total.numel() != 1 or not total.requires_grad:
         raise TrainError(
             "the loss function gave no loss to train on.",
-            got=_described(total),
+            got=f"a tensor of shape {list(total.shape)}, requires_grad={total.requires_grad}"
+            if isinstance(total, Tensor)
+            else type(total).__name__,
             fix="a mean, or (sum, count): a scalar tensor that depends on the model's parameters",
         )
     return total.reshape(()), count
 
 
-def _described(value: object) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"a tensor of shape {list(value.shape)}, requires_grad={value.requires_grad}"
-
-
 def _set_sync(engine: FSDPModule, plan: Plan, *, last: bool) -> None:
-    """Sets what FSDP2 does after a backward: only the last one all-reduces over replicas and reshards.
+    """Sets whether FSDP2 reduces gradients over shards and replicas and reshards after the next backward.
 
     FSDP2's `set_is_last_backward(False)` would avoid waiting for the last reduction of each microbatch, but
-    it would keep its buffers through the next forward, and prefetch units of the previous microbatch.
+    would keep its buffers through the next forward, and prefetch units of the previous microbatch.
     """
     engine.set_requires_gradient_sync(last or plan.sync_each_microbatch)
     engine.set_requires_all_reduce(last)
@@ -293,7 +283,7 @@ def _update(
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Moves the tensors anywhere in `batch` to `device`, without blocking if they are in pinned memory."""
+    """Returns `batch` with all tensors in it on `device`, copied without blocking from pinned memory."""
     if device.type == "cpu":
         return batch
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)

@@ -1,8 +1,8 @@
 """AdamW on bfloat16 parameters and moments, with stochastically rounded updates. arXiv:2010.06192.
 
 A bf16 parameter has 8 bits of mantissa, so rounding to nearest loses an update below 1/256 of the value, and
-training plateaus. Rounding at random, with probabilities that preserve the mean, keeps the update in
-expectation. The second moment needs this too, because it decays by (1 - β₂) per step.
+training plateaus. Stochastic rounding preserves the mean, and so keeps the update in expectation. The second
+moment needs stochastic rounding too, because it decays by (1 - β₂) per step.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ from fullshard.offload.rounding import AdamOptions, adamw_rounded, shard_index
 class StochasticAdamW(torch.optim.Optimizer):
     """AdamW (arXiv:1711.05101) with 8 bytes per parameter: bf16 value, gradient and two moments.
 
-    The random bits depend only on `seed`, the step, the parameter and the shard, so replicas round alike.
+    The random bits depend only on `seed`, step, parameter and shard, so a shard's replicas stay equal.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class StochasticAdamW(torch.optim.Optimizer):
         return loss
 
     def _place(self, parameter: Tensor) -> int:
-        """Returns the parameter's number among all, from 1, also if a step covers only some of them."""
+        """Returns the parameter's number, from 1, in the order in which this optimizer met its parameters."""
         return self._places.setdefault(parameter, len(self._places) + 1)
 
     def _update(self, parameter: Tensor, gradient: Tensor, *, group: dict[str, Any], index: int) -> None:

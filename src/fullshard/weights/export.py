@@ -46,9 +46,9 @@ def export(
 ) -> None:
     """Writes the model tensors of a checkpoint to safetensors.
 
-    Runs in one process, also in a distributed run. It holds up to 384 MiB of tensor data, and less than two
-    of the files. Names lose their prefix `model.` and the parts that wrappers add. A tied parameter is
-    written once, and its aliases go into the file's metadata (alias -> name).
+    Runs in one process, also in a distributed run. The tensor data in memory is at most 384 MiB, and less
+    than two of the files. Names lose their prefix `model.` and the parts that wrappers add. A tied parameter
+    is written once, and its aliases go into the file's metadata (alias -> name).
 
     checkpoint: a checkpoint, or a directory of them, whose newest complete one is used
     target: the file, which appears when complete and replaces an existing one; with `shard_bytes`, a
@@ -94,9 +94,12 @@ def export_pretrained(
 ) -> None:
     """Writes the model of a checkpoint into `directory` in the Hugging Face layout.
 
-    `naming` maps the model's tensors to those of the files (`weights.names`). There is one file if
-    `shard_bytes` suffice, otherwise several and their index. The files `beside` are written afterwards, the
-    last of them config.json, so that an interrupted export cannot be loaded.
+    naming: maps the model's tensors to those of the files (`weights.names`)
+    beside: contents of the other files by name, written after the weights in this order. The last one is
+        config.json, so that an interrupted export cannot be loaded
+    dtype: dtype of all floating-point tensors; None keeps each as saved
+    shard_bytes: size limit per weights file, bytes; above it there are several files and an index
+    merging: parameters for merging the adapters; None without adapters
 
     Raises CheckpointError, also for a directory that already holds weights; SpecError for a directory inside
     a checkpoint.
@@ -123,7 +126,7 @@ def export_pretrained(
 
 
 def require_size(shard_bytes: int | None) -> None:
-    """Raises SpecError for a file size below 1."""
+    """Raises SpecError for a size limit per file below 1."""
     if shard_bytes is not None and shard_bytes < 1:
         raise SpecError("no file is so small.", got=f"files of at most {shard_bytes} bytes", fix="5GB")
 
@@ -134,6 +137,8 @@ def _export_newest(
     *,
     target: Path,
 ) -> None:
+    """Calls `write` with the newest complete checkpoint, on this rank alone, and logs the size written."""
+
     def export_one(files: Files, manifest: Manifest) -> None:
         written = locally(lambda: write(files, manifest), doing=f"exporting {files} to {target}")
         logger.info("exported %s to %s (%s)", files, target, format_bytes(written.size_bytes))
@@ -142,9 +147,9 @@ def _export_newest(
 
 
 def full_state(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, whole tensor on the host) for everything that `state` saves, one at a time. Collective.
+    """Yields (name, whole tensor on the host) for every tensor that `state` saves, one at a time. Collective.
 
-    Every rank must consume all of them, and holds at most one whole tensor at a time. Raises SpecError for an
+    Every rank must iterate to the end, and holds at most one whole tensor at a time. Raises SpecError for an
     object that is not a training state, such as a model.
     """
     if not callable(getattr(state, "tensors", None)):
@@ -166,7 +171,7 @@ def _full_tensors(state: Checkpointable) -> Iterator[tuple[str, Tensor]]:
 
 
 def plain_names(saved: Iterable[str]) -> dict[str, str]:
-    """Maps saved names to names without the model's prefix and without the parts that wrappers add."""
+    """Maps each saved name to the name without the model's prefix and without the parts that wrappers add."""
     plain = {name: name.removeprefix(MODEL_PREFIX) for name in saved}
     for wrapper in _WRAPPERS:
         plain = {name: one.replace(f".{wrapper}", ".").removeprefix(wrapper) for name, one in plain.items()}
@@ -213,7 +218,7 @@ def _make_room(
 
 
 def refuse_weights(directory: Path) -> None:
-    """Raises CheckpointError for a directory that already holds a model."""
+    """Raises CheckpointError for a directory that already holds safetensors files."""
     held = sorted(path.name for path in directory.glob("*.safetensors")) if directory.is_dir() else []
     if held:
         raise CheckpointError(

@@ -29,11 +29,11 @@ from fullshard.weights.export import export_pretrained, require_size
 from fullshard.weights.names import described, file_names, meta_twin
 from fullshard.weights.tensor_source import ADDED, Merging
 
-SHARD_BYTES = 5_000_000_000  # a file, as on the hub
+SHARD_BYTES = 5_000_000_000  # per file, as on the Hugging Face Hub
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _MOST_BYTES = 64 << 20
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
-# What tokenizers and the preparation of images and sound consist of, in repositories of Hugging Face.
+# Files of tokenizers and of image and audio processors in Hugging Face repositories.
 _TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -65,9 +65,9 @@ def export_hf(
 
     The checkpoint may come from any number of ranks and any strategy. The export runs in one process without
     a GPU. The directory gets the weights under the names that `from_pretrained` expects, config.json,
-    generation_config.json, and the run's tokenizer files that still exist. If the data were tokens already,
-    these are the tokenizer files of the model. Memory use is at most a few hundred megabytes for any model
-    (or one row of a tensor's first dim, if that is larger). The reference decoder is written as a Llama.
+    generation_config.json, and the tokenizer files that still exist: those of data.tokenizer, or those of the
+    model if the data were tokens already. Memory use is at most a few hundred megabytes for any model (or one
+    row of a tensor's first dim, if that is larger). The reference decoder is written as a Llama.
 
     dtype: dtype of all floating-point tensors; None keeps the trained dtypes
     shard_bytes: largest size of a file, bytes
@@ -100,7 +100,7 @@ def export_hf(
 
 @dataclass(frozen=True)
 class _Known:
-    """A model as transformers knows it.
+    """Description of a model for transformers.
 
     config: contents of config.json
     naming: maps the model's tensors to those of the files
@@ -138,9 +138,9 @@ def _as_known(manifest: Manifest, run: Run | None, *, doing: str) -> _Known:
 
 
 def _merging(manifest: Manifest, run: Run | None, *, twin: Any) -> Merging | None:
-    """Returns how to merge the adapters into the base model; None without adapters.
+    """Returns the parameters for merging the adapters into the base model; None without adapters.
 
-    Raises CheckpointError if the checkpoint does not define the adapters' scale.
+    Raises CheckpointError if the checkpoint does not define one scale for all adapters.
     """
     if not any(ADDED in name for name in manifest.model_tensors):
         return None
@@ -156,9 +156,9 @@ def _merging(manifest: Manifest, run: Run | None, *, twin: Any) -> Merging | Non
 
 
 def turned_modules(manifest: Manifest, run: Run) -> frozenset[str]:
-    """Returns the saved names of linear modules whose weight is (in, out).
+    """Returns the saved names of linear modules whose weight is stored transposed, as (in, out).
 
-    Raises the same errors as `export_hf`.
+    Raises CheckpointError for models that transformers does not know; MissingExtraError, SpecError.
     """
     if isinstance(run.model, DecoderConfig):
         return frozenset()
@@ -166,13 +166,13 @@ def turned_modules(manifest: Manifest, run: Run) -> frozenset[str]:
 
 
 def _turned(twin: Any) -> frozenset[str]:
-    """Returns the saved names of GPT-2's kind of linear modules."""
+    """Returns the saved names of the model's Conv1D modules, whose weight is (in, out), as in GPT-2."""
     modules = twin.named_modules() if twin is not None else ()
     return frozenset(f"{MODEL_PREFIX}{name}" for name, module in modules if is_turned(module))
 
 
 def _without_cache_switch(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Removes `use_cache`: training disables the key/value cache, which generation needs."""
+    """Returns `config` without `use_cache`: training disables the key/value cache, which generation needs."""
     return {
         key: _without_cache_switch(cast(dict[str, Any], value)) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -181,7 +181,7 @@ def _without_cache_switch(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named_dtype(manifest: Manifest, dtype: str | None) -> str:
-    """Returns the dtype for config.json: the widest, if the tensors have several."""
+    """Returns the name of the dtype for config.json: `dtype`, or the widest floating dtype of the tensors."""
     if dtype is not None:
         return str(_DTYPES[dtype]).removeprefix("torch.")
     floating = [one for one in manifest.model_tensors.values() if one.torch_dtype.is_floating_point]
@@ -189,7 +189,7 @@ def _named_dtype(manifest: Manifest, dtype: str | None) -> str:
 
 
 def _files_of(run: Run | None) -> dict[str, Path]:
-    """Returns the tokenizer files and the generation config that still exist."""
+    """Returns the paths of the tokenizer files and the generation config that still exist, by file name."""
     if run is None:
         return {}
     model: Path | None = None

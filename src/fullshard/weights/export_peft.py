@@ -23,7 +23,7 @@ _WITHIN = "base_model.model."  # prefix of the adapted model inside peft's model
 
 
 def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Path) -> None:
-    """Writes the adapters without the base model, and the modules that were trained whole.
+    """Writes a checkpoint's adapters, and the modules that were trained whole, without the base model.
 
     `PeftModel.from_pretrained(base, directory)` loads them. Raises CheckpointError for a checkpoint without
     adapters; MissingExtraError without peft.
@@ -57,9 +57,9 @@ def export_peft(checkpoint: str | Path | CheckpointLocation, directory: str | Pa
 
 
 def _trained_alone(shapes: Mapping[str, Shape], *, trained: tuple[str, ...]) -> WeightMap:
-    """Selects the adapters and the modules whose names end in one of `trained`, under peft's file names.
+    """Maps the adapters and the modules whose names end in one of `trained` to peft's names in files.
 
-    During training, peft's names also contain the adapter's name.
+    Names in files lack the adapter's name, which peft's names in a model contain.
     """
     names = {
         f"{_WITHIN}{name.replace(f'.{ADAPTER}', '')}": name

@@ -49,12 +49,10 @@ _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor in a file.
+    """Position, shape and dtype of a tensor in a file.
 
     file: name of the file
     begin: first byte, counted from the start of the file
-    shape: shape of the tensor
-    dtype: dtype of the tensor
     """
 
     file: str
@@ -64,7 +62,7 @@ class FileTensor:
 
 
 def encode_header(tensors: Mapping[str, SavedTensor], metadata: Mapping[str, str]) -> bytes:
-    """Returns the file up to the first tensor's bytes. The tensors follow in the given order."""
+    """Returns the bytes of a safetensors file before its first tensor, for `tensors` in the given order."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     begin = 0
     for name, tensor in tensors.items():
@@ -81,7 +79,7 @@ def encode_header(tensors: Mapping[str, SavedTensor], metadata: Mapping[str, str
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
-    """Returns the tensors of a file, after safetensors has checked its header and size.
+    """Reads the header of a safetensors file, after safetensors has checked the header and the file's size.
 
     Raises DamagedCheckpointError with the inconsistency; OSError.
     """
@@ -107,16 +105,16 @@ def read_header(path: Path) -> dict[str, FileTensor]:
 
 @dataclass(frozen=True)
 class PretrainedFiles:
-    """Tensors of the files in one directory, by name."""
+    """Safetensors files of one model in `directory`: the position of each tensor, by name."""
 
     directory: Path
     tensors: Mapping[str, FileTensor]
 
 
 def find_weights(directory: Path) -> Path | None:
-    """Returns the file to read first in `directory`: the only file, or the index of several.
+    """Returns the weights file of a directory: model.safetensors, or the index of several files.
 
-    None without weights.
+    A path of a safetensors file is returned itself. None if there are no weights.
     """
     if directory.is_file():
         return directory if directory.suffix == ".safetensors" else None
@@ -124,16 +122,14 @@ def find_weights(directory: Path) -> Path | None:
 
 
 def open_weights(path: Path) -> PretrainedFiles:
-    """Returns the tensors of a Hugging Face directory or of one safetensors file. Reads only the headers.
+    """Opens the weights of a Hugging Face directory or of one safetensors file. Reads only the headers.
 
     Raises CheckpointError if there are no weights, DamagedCheckpointError for incomplete files; OSError.
     """
     found = find_weights(path)
     if found is None:
         raise _no_weights(path)
-    if found.name != INDEX:
-        return PretrainedFiles(found.parent, read_header(found))
-    return PretrainedFiles(found.parent, _read_index(found))
+    return PretrainedFiles(found.parent, _read_index(found) if found.name == INDEX else read_header(found))
 
 
 def _read_index(index: Path) -> dict[str, FileTensor]:

@@ -36,15 +36,16 @@ _ADAPTED = ".base_layer."
 def model_names(model: nn.Module, saved: Mapping[str, Shape]) -> WeightMap:
     """Maps the tensors of a file, given by name and shape, to those of `model`.
 
-    `model` may be sharded, or hold peft adapters, in which case its base is filled. A transformers model is
-    filled as `from_pretrained` does, any other model by name. Raises CheckpointError for tensors that do not
-    match.
+    `model` may be sharded, or have peft adapters, in which case its base model is the target. Tensors of a
+    transformers model are mapped as by `from_pretrained`, those of any other model by name. Raises
+    CheckpointError if transformers' rules do not fit the tensors, or compute values.
     """
     found = _pretrained_in(model)
     if found is None:
         return by_name(_shapes(model), saved, prefixes=_BASES)
     within, pretrained = found
-    twin = _twin(pretrained)
+    with torch.device("meta"):  # built anew: transformers uses the class names, which FSDP2 changes
+        twin: Any = _class_of(pretrained)(copy.deepcopy(pretrained.config))
     core = _core()
     if core is None:
         named = by_name(_shapes(twin), saved, prefixes=(twin.base_model_prefix,))
@@ -63,9 +64,10 @@ def model_names(model: nn.Module, saved: Mapping[str, Shape]) -> WeightMap:
 
 
 def file_names(twin: Any, tensors: Mapping[str, Shape]) -> WeightMap:
-    """Maps the model's tensors to those of a file that its `from_pretrained` reads.
+    """Maps the model's tensors, given by name and shape, to those of a file that its `from_pretrained` reads.
 
-    `twin` is the model on the meta device, see `meta_twin`. Raises CheckpointError.
+    `twin` is the model on the meta device, see `meta_twin`. Raises CheckpointError if transformers'
+    rules do not fit the tensors, or compute values.
     """
     core = _core()
     if core is None:
@@ -80,11 +82,11 @@ def file_names(twin: Any, tensors: Mapping[str, Shape]) -> WeightMap:
 
 
 def described(model: nn.Module) -> dict[str, Any] | None:
-    """Returns the config with which `meta_twin` rebuilds the model; None if it is not from transformers."""
+    """Returns the config from which `meta_twin` rebuilds the model; None if it is not from transformers."""
     found = _pretrained_in(model)
     if found is None:
         return None
-    pretrained: Any = found[1]
+    _, pretrained = found
     config: dict[str, Any] = json.loads(pretrained.config.to_json_string(use_diff=False))
     return {**config, "architectures": [_class_of(pretrained).__name__]}
 
@@ -127,10 +129,10 @@ def meta_twin(config: Mapping[str, Any], *, needed_for: str) -> Any:
         return made(known)
 
 
-def _pretrained_in(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """Returns (prefix of its names, outermost transformers module).
+def _pretrained_in(model: nn.Module) -> tuple[str, Any] | None:
+    """Returns (name prefix, module) of the outermost transformers module: `model` or inside wrappers.
 
-    The module is `model` itself or inside wrappers. None if there is none.
+    None if there is none.
     """
     for name, module in model.named_modules():
         if hasattr(type(module), "base_model_prefix") and hasattr(module, "config"):
@@ -138,13 +140,8 @@ def _pretrained_in(model: nn.Module) -> tuple[str, nn.Module] | None:
     return None
 
 
-def _twin(model: Any) -> Any:
-    """Rebuilds `model` unsharded: transformers uses the class names, which FSDP2 changes."""
-    with torch.device("meta"):
-        return _class_of(model)(copy.deepcopy(model.config))
-
-
 def _class_of(model: nn.Module) -> type:
+    """Returns the class that `model` had before FSDP2 replaced it."""
     return next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
 
 
@@ -153,13 +150,13 @@ def _shapes(model: nn.Module) -> dict[str, Shape]:
 
 
 def _core() -> Any:
-    """Returns the module with transformers' rules; None before version 5."""
+    """Returns transformers' module `core_model_loading`, which has the rules; None before version 5."""
     name = "transformers.core_model_loading"
     return importlib.import_module(name) if importlib.util.find_spec(name) is not None else None
 
 
 def _follow_rules(twin: Any, core: Any, *, saved: Mapping[str, Shape]) -> WeightMap:
-    """Applies transformers' rules to traced tensors. See [Note: followed, not copied]."""
+    """Maps tensors of a file to those of `twin` by transformers' rules. See [Note: followed, not copied]."""
     mapping: Any = importlib.import_module("transformers.conversion_mapping")
     rules = mapping.get_model_conversion_mapping(twin)
     renamings = [rule for rule in rules if isinstance(rule, core.WeightRenaming)]
@@ -193,7 +190,7 @@ def _follow_rules(twin: Any, core: Any, *, saved: Mapping[str, Shape]) -> Weight
 
 @contextmanager
 def _tracing(twin: Any) -> Generator[None]:
-    """Raises CheckpointError instead of UntracedError."""
+    """Converts UntracedError, raised in the block, into CheckpointError."""
     try:
         yield
     except UntracedError as error:
@@ -205,7 +202,7 @@ def _tracing(twin: Any) -> Generator[None]:
 
 
 def _unexpected(twin: Any, surplus: Iterable[str]) -> list[str]:
-    """Returns the surplus tensors that transformers also reports: not masks, position tables and the like."""
+    """Returns the surplus tensors that transformers reports too: all except masks, position tables, etc."""
     kept = {name for name, _ in twin.named_buffers()}  # computed, not loaded: absent from the state dict
     patterns = [re.compile(one) for one in twin._keys_to_ignore_on_load_unexpected or ()]
     left = [name for name in surplus if name not in kept and not name.endswith(".inv_freq")]

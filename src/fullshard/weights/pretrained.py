@@ -33,20 +33,20 @@ from fullshard.weights.tensor_source import ADDED
 logger = logging.getLogger("fullshard")
 
 _SHOWN = 4
-_COPIES = 1.5  # copies of the model over all ranks; above this, several ranks read the same bytes
+_COPIES = 1.5  # copies of the model over all ranks; above this, reads use the page cache
 _FLOAT8 = tuple(dtype for name in ("float8_e4m3fn", "float8_e5m2") if (dtype := getattr(torch, name, None)))
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Result of reading weights.
+    """Result of loading weights.
 
-    directory: where they were read from
+    directory: directory or file that they were read from
     tensors: number of tensors filled
-    missing: parameters and buffers that the files have under none of their names
-    surplus: tensors of the files that the model does not have
-    tied: (alias, name) of tensors filled once
-    converted: tensors assembled from others, or extracted from them
+    missing: names of parameters and buffers that the files do not have
+    surplus: names of tensors in the files that the model does not have
+    tied: (alias, name) of tensors with several names, which are filled once
+    converted: names of tensors that are not an unchanged copy of one tensor in the files
     dtypes: number of tensors per conversion, such as "bfloat16 → float32"
     read_bytes: bytes that this rank read
     seconds: time that this rank took
@@ -90,8 +90,8 @@ def load_pretrained(
 
     `model` is sharded (`shard(model, plan, init="none")`) or plain. Every rank reads the data for its own
     shards. Tensors that the files lack are initialised as in `shard`, with `plan.run.run.seed` and `init`,
-    and logged once. Without a plan, a plain model keeps its values for them, and a sharded model raises
-    CheckpointError.
+    and logged once. Without a plan, a plain model keeps its values for these tensors, and a sharded model
+    raises CheckpointError.
 
     Raises CheckpointError if there are no weights or they belong to another model; DamagedCheckpointError for
     incomplete files; MissingExtraError.
@@ -124,7 +124,7 @@ def read_pretrained(
     *,
     wanted: Callable[[Tensor], bool] = lambda _tensor: True,
 ) -> LoadReport:
-    """Fills the parameters and buffers of `model` for which `wanted` is true from `directory`. Collective.
+    """Fills those parameters and buffers of `model` for which `wanted` returns True. Collective.
 
     Tensors that the files lack are unchanged, and are reported as missing. Raises the errors of
     `load_pretrained`, and CheckpointError for quantised weights.
@@ -151,11 +151,10 @@ def read_pretrained(
 class _Reading:
     """Assignment of file tensors to model tensors.
 
-    files: the opened files
     map: parts of the file tensors for each model tensor
     filled: tensors to fill; one with several names is listed by the name that the files have
-    missing: tensors that the files lack
-    tied: (alias, name) of tensors with several names
+
+    missing, tied: see `LoadReport`
     """
 
     files: PretrainedFiles
@@ -165,7 +164,7 @@ class _Reading:
     tied: tuple[tuple[str, str], ...]
 
     def fill(self, wanted: Callable[[Tensor], bool]) -> int:
-        """Fills the wanted tensors. Returns the bytes that this rank read."""
+        """Fills the tensors for which `wanted` returns True. Returns the bytes that this rank read."""
         filled = {name: tensor for name, tensor in self.filled.items() if wanted(tensor)}
         moves = (
             move
@@ -177,11 +176,11 @@ class _Reading:
         return carry_out(moves, self.files, cached=held * world_size() > _COPIES * every)
 
     def source_dtype(self, name: str) -> torch.dtype:
-        """Returns the dtype that the filled tensor `name` has in the files."""
+        """Returns the dtype that the model's tensor `name` has in the files."""
         return self.files.tensors[self.map.parts[name][0].source].dtype
 
     def conversions(self) -> Mapping[str, int]:
-        """Returns the number of tensors per conversion of dtype."""
+        """Returns the number of tensors per conversion of dtype, such as "bfloat16 → float32"."""
         pairs = ((self.source_dtype(name), tensor.dtype) for name, tensor in self.filled.items())
         return Counter(
             f"{source} → {dtype}".replace("torch.", "") for source, dtype in pairs if source != dtype

@@ -1,4 +1,4 @@
-"""Copies from safetensors files in byte order: threads read ahead, and the calling thread converts.
+"""Copies tensors from safetensors files in byte order: threads read ahead, and the calling thread converts.
 
 [Note: past the page cache] Blocks are read from the disk into our own buffers (O_DIRECT), two at a time. This
 takes a fraction of the processor time of reads through the page cache, and leaves that time for converting.
@@ -9,7 +9,7 @@ the first. It is also used if the file system does not support O_DIRECT.
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import cast
@@ -33,9 +33,7 @@ _CACHED_BYTES = 1 << 20
 class _Read:
     """A read of bytes `begin` to `end` of a file.
 
-    file: name of the file
-    begin, end: range of bytes
-    moves: copies out of the range, each with its first byte in the file
+    moves: (first byte in the file, copy) of each copy out of the range
     """
 
     file: str
@@ -51,15 +49,15 @@ def carry_out(moves: Iterable[StridedCopy], files: PretrainedFiles, *, cached: b
     Raises DamagedCheckpointError for a file that ends early; OSError.
     """
     moves = list(moves)
-    reads = list(_reads(moves, files))
+    reads = _reads(moves, files)
     pinned = any(move.target.is_cuda for move in moves)
     with _Reader(files, cached=cached, pinned=pinned) as reader, torch.no_grad():
         reader.run(reads)
     return sum(read.end - read.begin for read in reads)
 
 
-def _reads(moves: Iterable[StridedCopy], files: PretrainedFiles) -> Iterator[_Read]:
-    """Yields the reads in order of file and byte. Neighbouring copies share one read."""
+def _reads(moves: Iterable[StridedCopy], files: PretrainedFiles) -> list[_Read]:
+    """Returns the reads for `moves`, in order of file and byte. Neighbouring copies share one read."""
     placed: list[tuple[str, int, int, StridedCopy]] = []
     for move in moves:
         tensor = files.tensors[move.source]
@@ -68,23 +66,23 @@ def _reads(moves: Iterable[StridedCopy], files: PretrainedFiles) -> Iterator[_Re
             begin = tensor.begin + piece.begin * itemsize
             placed.append((tensor.file, begin, begin + piece.span * itemsize, piece))
     placed.sort(key=lambda one: one[:3])
-    last: _Read | None = None
+    reads: list[_Read] = []
     for file, begin, end, move in placed:
-        if last is None or not _joins(last, file, begin=begin, end=end):
-            yield from [last] if last else []
-            last = _Read(file, begin, end)
-        last.end = max(last.end, end)
-        last.moves.append((begin, move))
-    yield from [last] if last else []
+        if not reads or not _joins(reads[-1], file, begin=begin, end=end):
+            reads.append(_Read(file, begin, end))
+        reads[-1].end = max(reads[-1].end, end)
+        reads[-1].moves.append((begin, move))
+    return reads
 
 
 def _joins(read: _Read, file: str, *, begin: int, end: int) -> bool:
+    """Returns True if `read` can include bytes `begin` to `end` of `file`: near enough, within one buffer."""
     fits = max(end, read.end) - _down(read.begin) <= BUFFER_BYTES
     return read.file == file and fits and begin - read.end <= GAP_BYTES
 
 
 class _Reader:
-    """Open files, buffers, and the threads that fill the buffers."""
+    """Runs reads on threads, with the open files and the buffers that the threads fill."""
 
     def __init__(self, files: PretrainedFiles, *, cached: bool, pinned: bool) -> None:
         self.files = files
@@ -125,7 +123,7 @@ class _Reader:
         return self.open[file]
 
     def _fill(self, read: _Read, buffer: Tensor, *, descriptor: int) -> None:
-        """Fills `buffer` from the start of the aligned block in which `read` begins."""
+        """Reads the aligned blocks that contain the bytes of `read` into `buffer`."""
         at, end = _down(read.begin), _down(read.end + ALIGNMENT - 1)
         into = memoryview(cast(bytearray, buffer.numpy()))[: end - at]
         done = 0
@@ -153,7 +151,7 @@ class _Reader:
 
 
 def _buffer(*, pinned: bool) -> Tensor:
-    """Returns a page-aligned buffer, pinned on request."""
+    """Returns a page-aligned buffer of BUFFER_BYTES and one more block, pinned on request."""
     size = BUFFER_BYTES + ALIGNMENT
     if pinned:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -161,5 +159,5 @@ def _buffer(*, pinned: bool) -> Tensor:
 
 
 def _down(offset: int) -> int:
-    """Rounds down to the start of the aligned block."""
+    """Rounds an offset in a file down to a multiple of ALIGNMENT."""
     return offset - offset % ALIGNMENT

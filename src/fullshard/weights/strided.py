@@ -1,4 +1,4 @@
-"""Copies boxes of elements from the flat bytes of one tensor into another, in pieces that fit a buffer."""
+"""Copies of boxes of elements from a flat tensor into another tensor, in pieces that fit a buffer."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fullshard.spec.weight_map import Part, row_major
 
-# Reading a gap of up to this size costs less than another read, in whose time a disk delivers about as much.
+# Gaps of up to this size are read and dropped, which takes less time than another read.
 GAP_BYTES = 64 << 10
 
 
@@ -16,8 +16,8 @@ class StridedCopy:
     """A copy of strided elements of `source` into `target`.
 
     source: name of the source tensor
-    begin: first element in the source
-    strides: distance of neighbours in the source, elements, per dim of `target`
+    begin: index of the first element in the flat source
+    strides: source elements from one index to the next, for each dim of `target`
     target: view into the tensor that is filled
     """
 
@@ -28,12 +28,12 @@ class StridedCopy:
 
     @property
     def span(self) -> int:
-        """Number of source elements from the first to the last one needed."""
+        """Number of source elements from the first to the last copied one, with the gaps between."""
         return 1 + sum((n - 1) * s for n, s in zip(self.target.shape, self.strides, strict=True))
 
     @property
     def is_contiguous(self) -> bool:
-        """True if source and target both have no gaps, in the same order."""
+        """True if the elements are adjacent in both source and target, in the same order."""
         wanted = row_major(tuple(self.target.shape))
         agree = all(
             size == 1 or stride == step
@@ -47,18 +47,12 @@ class StridedCopy:
         return StridedCopy(self.source, start, self.strides, self.target.narrow(dim, begin, length))
 
     def take(self, elements: Tensor) -> None:
-        """Fills the target from `elements`, the `span` source elements from `begin` on.
-
-        Converts the dtype.
-        """
+        """Fills `target` from `elements`, the `span` source elements from `begin` on. Converts the dtype."""
         self.target.copy_(elements.as_strided(self.target.shape, self.strides, elements.storage_offset()))
 
 
 def moves_into(target: Tensor, parts: Sequence[Part], *, offsets: Sequence[int]) -> Iterator[StridedCopy]:
-    """Yields the copies of `parts` into `target`.
-
-    `target` is a box that begins at `offsets` in the tensor that `parts` fill.
-    """
+    """Yields the copies that fill `target`, a box at `offsets` in the tensor that `parts` fill."""
     for part in parts:
         begin, view, empty = part.begin, target, target.numel() == 0
         for dim, offset in enumerate(offsets):
@@ -74,7 +68,10 @@ def moves_into(target: Tensor, parts: Sequence[Part], *, offsets: Sequence[int])
 
 
 def split(move: StridedCopy, *, most: int, itemsize: int) -> Iterator[StridedCopy]:
-    """Splits `move` into pieces that each span at most `most` source elements and skip wide gaps."""
+    """Splits `move` into copies that each span at most `most` source elements and no gap above GAP_BYTES.
+
+    itemsize: bytes per source element
+    """
     dims = [dim for dim, size in enumerate(move.target.shape) if size > 1]
     if not dims:
         yield move

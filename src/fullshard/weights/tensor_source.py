@@ -1,4 +1,4 @@
-"""Reads the tensors of a checkpoint by ranges of their elements, with adapters merged into their base."""
+"""Reads ranges of elements of a checkpoint's tensors, with adapters merged into the base model."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ _EMBEDDING = (".lora_embedding_A.default", ".lora_embedding_B.default")
 
 
 class TensorSource(Protocol):
-    """Tensors by name, read by ranges of their elements."""
+    """Reads ranges of elements of `tensors`, by name."""
 
     @property
     def tensors(self) -> Mapping[str, SavedTensor]: ...
@@ -34,14 +34,14 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class _ShardLocation:
-    """A piece of a tensor, and its data file."""
+    """A saved piece of a tensor, and the data file that holds it."""
 
     file: str
     piece: ShardRecord
 
 
 class SavedModel:
-    """The model tensors of a checkpoint. Every read verifies the blocks that it touches."""
+    """The model tensors of a checkpoint. Every read verifies the digests of the blocks that it reads."""
 
     def __init__(self, reader: Reader) -> None:
         manifest = reader.manifest
@@ -95,7 +95,7 @@ class SavedModel:
 
 
 def _places(reader: Reader, manifest: Manifest) -> dict[str, list[_ShardLocation]]:
-    """Returns the pieces of each model tensor, ordered by row. One of several copies is used."""
+    """Returns the pieces of each model tensor, ordered by index, with one of several copies of a piece."""
     found: dict[str, dict[tuple[int, ...], _ShardLocation]] = {name: {} for name in manifest.model_tensors}
     for file in manifest.data_files:
         for piece in reader.table(file).pieces:
@@ -119,10 +119,9 @@ def _places(reader: Reader, manifest: Manifest) -> dict[str, list[_ShardLocation
 
 @dataclass(frozen=True)
 class _Adapter:
-    """An adapter of the weight `base`, which becomes base + scale · B A (transposed if `turned`).
+    """A LoRA adapter of the weight `base`, which becomes base + scale · B A (transposed if `turned`).
 
-    base: saved name of the base weight
-    a, b: saved names of the factors
+    base, a, b: saved names of the base weight and of the factors A and B
     turned: whether the weight is (in, out)
     """
 
@@ -137,7 +136,7 @@ class Merging:
     """Parameters for merging peft's LoRA adapters (arXiv:2106.09685) into their base: W + `scale` · B A.
 
     scale: factor of the product B A
-    turned: saved names of modules whose weight is (in, out), as in GPT-2; embeddings always are
+    turned: saved names of modules whose weight is (in, out), as in GPT-2; embeddings need not be listed
     """
 
     scale: float
@@ -154,16 +153,15 @@ class MergedModel:
     def __init__(self, source: SavedModel, merging: Merging) -> None:
         self._source, self._scale = source, merging.scale
         self._adapters = _adapters(source.tensors, turned=merging.turned)
-        self._saved = {
-            name.replace(BASE, "."): name for name in source.tensors if ADDED not in name
-        }  # merged name -> saved name
+        # Merged name -> saved name.
+        self._saved = {name.replace(BASE, "."): name for name in source.tensors if ADDED not in name}
         self.tensors: Mapping[str, SavedTensor] = {
             name: source.tensors[saved] for name, saved in self._saved.items()
         }
         self._loaded: tuple[str, Tensor, Tensor] | None = None
 
     def read_into(self, target: Tensor, name: str, *, begin: int) -> None:
-        """Fills the flat `target`, see `SavedModel.read_into`."""
+        """Fills the flat `target` with elements of the merged tensor `name` from `begin` on, row-major."""
         self._source.read_into(target, self._saved[name], begin=begin)
         adapter = self._adapters.get(self._saved[name])
         if adapter is None:
@@ -177,10 +175,7 @@ class MergedModel:
         target.copy_(target.float() + self._scale * flat)
 
     def _factors(self, adapter: _Adapter) -> tuple[Tensor, Tensor]:
-        """Returns both factors in fp32.
-
-        They are kept until another adapter is read, since a large weight is read in pieces.
-        """
+        """Returns (A, B) in fp32. Keeps them for the next call, since a large weight is read in pieces."""
         if self._loaded is None or self._loaded[0] != adapter.base:
             self._loaded = (adapter.base, self._whole(adapter.a), self._whole(adapter.b))
         return self._loaded[1], self._loaded[2]

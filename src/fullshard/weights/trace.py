@@ -1,8 +1,7 @@
-"""Tensors without values that record where each element comes from.
+"""Traces how transformers rearranges a file's tensors (splits, stacks, joins, transposes).
 
-The rearrangements that transformers applies to a file's tensors (splits, stacks, joins, transposes) are
-applied to these tensors instead. The result lists, box by box, which elements of which source are at which
-position.
+The operations are applied to tensors without values. The result lists, box by box, which elements of which
+source are at which position.
 """
 
 import math
@@ -19,11 +18,11 @@ _ATEN = torch.ops.aten
 
 
 class UntracedError(Exception):
-    """Raised for an operation that computes values, or that is not supported here."""
+    """Raised for an operation on a `Traced` that computes values, or that is not supported here."""
 
 
 class Traced(Tensor):
-    """A tensor without values.
+    """A tensor without values, which records where each element comes from.
 
     parts: boxes that fill the tensor, see `spec.weight_map`
     """
@@ -41,7 +40,7 @@ class Traced(Tensor):
 
 
 def traced(shape: Shape, parts: Iterable[Part]) -> Traced:
-    """Returns a tensor that `parts` fill."""
+    """Returns a traced tensor of `shape` that `parts` fill."""
     # Appears contiguous, so that every reshape is a view; only views are supported here.
     made = cast(Any, Tensor)._make_wrapper_subclass(Traced, shape, dtype=torch.float32, device="meta")
     made.parts = tuple(parts)
@@ -49,7 +48,7 @@ def traced(shape: Shape, parts: Iterable[Part]) -> Traced:
 
 
 def source_tensor(name: str, shape: Shape) -> Traced:
-    """Returns the whole source `name` as a traced tensor."""
+    """Returns a traced tensor that is the whole source tensor `name`."""
     return traced(shape, whole(name, shape))
 
 
@@ -61,7 +60,7 @@ def _same(tensor: Traced) -> Traced:
 
 
 def _set(values: Sequence[int], dim: int, *new: int) -> tuple[int, ...]:
-    """Replaces the entry of `dim` by `new`, which may be none or several."""
+    """Returns `values` with the entry of `dim` replaced by `new`, which may be none or several entries."""
     return (*values[:dim], *new, *values[dim + 1 :])
 
 
@@ -167,7 +166,7 @@ def _transpose(tensor: Traced, dim0: int, dim1: int) -> Traced:  # signature: at
 
 
 def _view(tensor: Traced, size: Sequence[int]) -> Traced:
-    """Reshapes a tensor, box by box."""
+    """Reshapes a traced tensor to `size`, which may contain one -1, box by box."""
     given = torch.empty(tuple(tensor.shape), device="meta").reshape(tuple(size)).shape
     parts = [part for old in tensor.parts for part in _reshaped(old, tuple(tensor.shape), new=tuple(given))]
     return traced(tuple(given), parts)
@@ -175,12 +174,12 @@ def _view(tensor: Traced, size: Sequence[int]) -> Traced:
 
 @dataclass(frozen=True)
 class _TracedRun:
-    """Consecutive elements of a flat target, from `at`.
+    """Consecutive elements of a flattened tensor, which come from elements of a source at a fixed distance.
 
-    at: first element in the target
+    at: first element in the flattened tensor
     length: number of elements
     begin: first element in the source
-    stride: distance of the elements in the source
+    stride: source elements from one element to the next
     """
 
     at: int
@@ -192,8 +191,7 @@ class _TracedRun:
 def _reshaped(part: Part, old: Shape, *, new: Shape) -> list[Part]:
     """Returns `part` of a tensor of shape `old` as boxes of the same elements in the shape `new`.
 
-    Dims that both shapes share at the front and at the back are kept. The dims between them are cut into
-    runs.
+    Equal dims at the front and at the back of both shapes are kept. The dims between are cut into runs.
     """
     front = _shared(old, new)
     back = _shared(old[front:][::-1], new[front:][::-1])
@@ -213,13 +211,17 @@ def _reshaped(part: Part, old: Shape, *, new: Shape) -> list[Part]:
 
 
 def _shared(one: Shape, other: Shape) -> int:
-    """Returns the number of leading dims that are equal."""
+    """Returns the number of leading dims that are equal in both shapes."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _runs(at: Shape, *, shape: Shape, strides: Shape, sizes: Shape) -> list[_TracedRun]:
-    """Returns the runs of a box at `at` in a flattened tensor of shape `sizes`."""
+    """Returns the runs of a box in the flattened tensor of shape `sizes`, with `begin` relative to the box.
+
+    at, shape: position and shape of the box
+    strides: source elements from one index of the box to the next, per dim
+    """
     runs, inner = [_TracedRun(0, 1, 0, 0)], 1
     for dim in reversed(range(len(sizes))):
         first = runs[0]
@@ -238,7 +240,7 @@ def _runs(at: Shape, *, shape: Shape, strides: Shape, sizes: Shape) -> list[_Tra
 
 
 def _boxes(run: _TracedRun, sizes: Shape) -> list[Part]:
-    """Returns the boxes in a tensor of shape `sizes` that `run` fills."""
+    """Returns the boxes that `run` fills in a tensor of shape `sizes`. They have no source name."""
     if not sizes:
         return [Part("", begin=run.begin, strides=(), at=(), shape=())]
     inner_sizes, inner = sizes[1:], math.prod(sizes[1:])

@@ -1,4 +1,4 @@
-"""Writes tensors of a checkpoint to safetensors files, one piece at a time."""
+"""Writes tensors of a checkpoint to safetensors files, piece by piece."""
 
 import logging
 import math
@@ -26,14 +26,14 @@ logger = logging.getLogger("fullshard")
 
 @dataclass(frozen=True)
 class SafetensorsWriter:
-    """Tensors in the order in which they are written to files, and their sources.
+    """Writes tensors of a checkpoint to safetensors files, piece by piece.
 
     what: name of the checkpoint for messages
     source: tensors of the checkpoint
-    tensors: shape and dtype of each tensor as written
+    tensors: shape and dtype of each tensor as written, in the order of the files
     parts: elements of the source that each tensor consists of
     metadata: metadata of the files
-    piece_bytes: size of a piece; three are held: as saved, as written, and while the next one is read
+    piece_bytes: size of a piece; three are in memory: as saved, as written, and the next one while it is read
     """
 
     what: str
@@ -56,8 +56,11 @@ class SafetensorsWriter:
     ) -> "SafetensorsWriter":
         """Builds the writer for the tensors of `names`.
 
-        `dtype` applies to all floating-point tensors; None keeps each as saved. Raises CheckpointError if
-        there are no tensors, and for a dtype that safetensors does not support.
+        what: name of the checkpoint for messages
+        dtype: dtype of all floating-point tensors; None keeps each as saved
+        shard_bytes: size limit per file, which also limits the size of a piece
+
+        Raises CheckpointError if there are no tensors, and for a dtype that safetensors does not support.
         """
         if not names.parts:
             raise CheckpointError(f"{what} holds no model.")
@@ -83,10 +86,7 @@ class SafetensorsWriter:
         return sum(tensor.size_bytes for tensor in self.tensors.values())
 
     def files_of(self, shard_bytes: int) -> list[list[str]]:
-        """Returns the tensor names of each file, in order.
-
-        A file has at most `shard_bytes`, or one larger tensor.
-        """
+        """Returns the tensor names of each file, which has at most `shard_bytes`, or one larger tensor."""
         files: list[list[str]] = []
         room = 0
         for name, tensor in self.tensors.items():
@@ -98,7 +98,7 @@ class SafetensorsWriter:
         return files
 
     def write(self, target: Path, names: Sequence[str]) -> None:
-        """Writes one file, which appears when it is complete."""
+        """Writes the tensors `names` to the file `target`, which appears when it is complete."""
         header = encode_header({name: self.tensors[name] for name in names}, self.metadata)
         pieces = (piece for name in names for piece in self._pieces(name))
         # The next piece is read on the thread while this one is written.
@@ -110,10 +110,11 @@ class SafetensorsWriter:
                 file.write(piece.reshape(-1).view(torch.uint8).numpy().data)
 
     def _pieces(self, name: str) -> Iterator[Tensor]:
-        """Yields the tensor in groups of rows that fit into `piece_bytes`."""
+        """Yields the tensor `name` as pieces: groups of rows that fit into `piece_bytes`."""
         tensor = self.tensors[name]
         shape = tensor.shape or (1,)
-        widest = max(tensor.torch_dtype.itemsize, *(self._dtype(p).itemsize for p in self.parts[name]))
+        dtypes = [tensor.torch_dtype, *(self.source.tensors[p.source].torch_dtype for p in self.parts[name])]
+        widest = max(dtype.itemsize for dtype in dtypes)
         most = max(1, self.piece_bytes // max(1, math.prod(shape[1:]) * widest))
         for begin in range(0, shape[0], most):
             rows = min(most, shape[0] - begin)
@@ -124,6 +125,7 @@ class SafetensorsWriter:
             yield piece
 
     def _write_pieces(self, move: StridedCopy) -> None:
+        """Fills the target of `move` from the source, through buffers of at most `piece_bytes`."""
         dtype = self.source.tensors[move.source].torch_dtype
         if move.is_contiguous and move.target.dtype == dtype:
             self.source.read_into(move.target.view(-1), move.source, begin=move.begin)
@@ -132,6 +134,3 @@ class SafetensorsWriter:
             elements = torch.empty(part.span, dtype=dtype)
             self.source.read_into(elements, part.source, begin=part.begin)
             part.take(elements)
-
-    def _dtype(self, part: Part) -> torch.dtype:
-        return self.source.tensors[part.source].torch_dtype
